@@ -1,0 +1,1 @@
+"""The user's face: the Booster."""

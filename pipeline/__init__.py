@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stage plans and cutting, schedules as data, transport, the runner."""

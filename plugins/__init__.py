@@ -1,0 +1,1 @@
+"""The composition of parallelisms: one plugin per way of training."""

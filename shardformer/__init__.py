@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism: policies, parallel layers, the tables of models."""

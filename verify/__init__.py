@@ -1,0 +1,1 @@
+"""The parity check: any model under any layout against one process."""

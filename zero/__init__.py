@@ -1,0 +1,1 @@
+"""Everything between gradients that exist and parameters that are updated."""
