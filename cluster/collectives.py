@@ -1,0 +1,145 @@
+"""Collectives that autograd can pass through, in conjugate pairs. Groups come from mesh.py.
+
+Each moves activations between the layouts of one axis: replicated (R), split along a dim (S), partial sums
+(P). The backward of each is the forward of its partner (arXiv:1909.08053 section 3, arXiv:2205.05198 section 4.2).
+
+    copy_to         R -> R   backward: all-reduce     (replicated in, used by split weights: gradients are partial)
+    reduce_from     P -> R   backward: identity
+    scatter_to      R -> S   backward: all-gather
+    gather_from     S -> R   backward: slice          (the consumer is replicated)
+    gather_to       S -> R   backward: reduce-scatter (the consumer has split weights: gradients are partial)
+    reduce_scatter  P -> S   backward: all-gather
+
+A group of one rank communicates nothing. Every rank of a group must call, in the same order.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of `x` over the group, in a new tensor; no gradient."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """The slices of all ranks of the group, side by side along `dim`; no gradient. All slices have one shape."""
+    pieces = x.new_empty((group.size(), *x.shape))
+    dist.all_gather_into_tensor(pieces, x.contiguous(), group=group)
+    return torch.cat(pieces.unbind(0), dim)
+
+
+def own_slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """This rank's slice of `x` along `dim`, contiguous. The length must divide by the size of the group."""
+    if x.shape[dim] % group.size():
+        raise AssertionError(f"length {x.shape[dim]} of dim {dim} does not divide by {group.size()} ranks")
+    return x.chunk(group.size(), dim)[group.rank()].contiguous()
+
+
+def sum_slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """This rank's slice along `dim` of the sum over the group; no gradient."""
+    pieces = torch.stack(x.chunk(group.size(), dim))
+    out = torch.empty_like(pieces[0])
+    dist.reduce_scatter_tensor(out, pieces, group=group)
+    return out
+
+
+class _CopyTo(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return all_reduce(gradient, ctx.group), None
+
+
+class _ReduceFrom(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+class _ScatterTo(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return own_slice(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return all_gather(gradient, ctx.group, ctx.dim), None, None
+
+
+class _GatherFrom(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return all_gather(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return own_slice(gradient, ctx.group, ctx.dim), None, None
+
+
+class _GatherTo(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return all_gather(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return sum_slice(gradient, ctx.group, ctx.dim), None, None
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return sum_slice(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return all_gather(gradient, ctx.group, ctx.dim), None, None
+
+
+def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Forward identity, backward all-reduce: the "f" of arXiv:1909.08053, section 3."""
+    return x if group.size() == 1 else _CopyTo.apply(x, group)
+
+
+def reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Forward all-reduce, backward identity: the "g" of arXiv:1909.08053, section 3."""
+    return x if group.size() == 1 else _ReduceFrom.apply(x, group)
+
+
+def scatter_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Forward this rank's slice of a replicated `x`, backward all-gather."""
+    return x if group.size() == 1 else _ScatterTo.apply(x, group, dim)
+
+
+def gather_from(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Forward all-gather for a replicated consumer, backward this rank's slice."""
+    return x if group.size() == 1 else _GatherFrom.apply(x, group, dim)
+
+
+def gather_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Forward all-gather for a consumer with split weights, backward reduce-scatter."""
+    return x if group.size() == 1 else _GatherTo.apply(x, group, dim)
+
+
+def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Forward this rank's slice of the sum of partial `x`, backward all-gather."""
+    return x if group.size() == 1 else _ReduceScatter.apply(x, group, dim)

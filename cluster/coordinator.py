@@ -1,0 +1,94 @@
+"""What one process says and does for all. Groups and sizes are mesh.py."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+
+
+class DistCoordinator:
+    """The processes of a run as one: who is master, who goes first.
+
+    Raises:
+        RuntimeError: no process group was started.
+    """
+
+    def __init__(self) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("no process group is started: call echelon.launch_from_torch() first")
+
+    @property
+    def rank(self) -> int:
+        """This process in the world."""
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return dist.get_world_size()
+
+    @property
+    def local_rank(self) -> int:
+        """This process on its node."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    def is_master(self, process_group: dist.ProcessGroup | None = None) -> bool:
+        """Whether this is the first rank of the group; None is the world."""
+        return dist.get_rank(process_group) == 0
+
+    def is_node_master(self) -> bool:
+        """Whether this is the first process of its node."""
+        return self.local_rank == 0
+
+    def is_last_process(self, process_group: dist.ProcessGroup | None = None) -> bool:
+        """Whether this is the last rank of the group; None is the world."""
+        return dist.get_rank(process_group) == dist.get_world_size(process_group) - 1
+
+    def print_on_master(self, msg: str, process_group: dist.ProcessGroup | None = None) -> None:
+        """Print a line on the first rank of the group alone."""
+        if self.is_master(process_group):
+            print(msg, flush=True)
+
+    def print_on_node_master(self, msg: str) -> None:
+        """Print a line on the first process of every node."""
+        if self.is_node_master():
+            print(msg, flush=True)
+
+    @contextmanager
+    def priority_execution(
+        self, executor_rank: int = 0, process_group: dist.ProcessGroup | None = None
+    ) -> Iterator[None]:
+        """Run the block on one rank before the others (preparing a cache that they then read). Two barriers."""
+        first = dist.get_rank(process_group) == executor_rank
+        if not first:
+            dist.barrier(process_group)
+        try:
+            yield
+        finally:
+            if first:
+                dist.barrier(process_group)
+        dist.barrier(process_group)
+
+    def on_master_only(self, process_group: dist.ProcessGroup | None = None) -> Callable:
+        """Decorate a function so that only the first rank of the group runs it; the others get None."""
+
+        def decorate(function: Callable) -> Callable:
+            @wraps(function)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                return function(*args, **kwargs) if self.is_master(process_group) else None
+
+            return run
+
+        return decorate
+
+    def block_all(self, process_group: dist.ProcessGroup | None = None) -> None:
+        """Wait for every rank of the group."""
+        dist.barrier(process_group)
+
+    def destroy(self) -> None:
+        """End the process group. Every rank calls it, at the end of the script."""
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,61 @@
+"""Starting the process group of a run. The mesh over it is mesh.py; watching it is faults.py."""
+
+import os
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from .random import seed_everything
+
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def launch_from_torch(
+    *,
+    backend: Literal["gloo", "nccl"] | None = None,
+    seed: int = 1024,
+    timeout_seconds: float = 600.0,
+) -> None:
+    """Start the default process group from torchrun's variables, or alone under a plain `python script.py`.
+
+    With CUDA, NCCL carries tensors on the device and gloo those on the CPU; without it, gloo carries all.
+    Each process takes the device of its LOCAL_RANK. Calling it again does nothing but seed.
+
+    Args:
+        backend: forces one backend; None chooses by the devices found.
+        seed: seeds Python, NumPy and torch equally on every rank.
+        timeout_seconds: after how long a collective that a peer does not join raises.
+
+    Raises:
+        ValueError: only some of torchrun's variables are set, or NCCL is asked for without CUDA.
+    """
+    given = [name for name in TORCHRUN_VARIABLES if name in os.environ]
+    missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
+    if given and missing and "RANK" in given:
+        raise ValueError(
+            f"the environment sets {', '.join(given)} but not {', '.join(missing)}: "
+            "start the script with `torchrun --nproc_per_node N script.py`, or with none of these set to run alone"
+        )
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise ValueError("backend='nccl' needs a CUDA device and none is available: use backend='gloo' or leave it out")
+    if torch.cuda.is_available() and backend != "gloo":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backends = "cpu:gloo,cuda:nccl"
+    else:
+        backends = "gloo"
+    if not dist.is_initialized():
+        timeout = timedelta(seconds=timeout_seconds)
+        if "RANK" in given:
+            dist.init_process_group(backends, timeout=timeout)
+        else:
+            dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    seed_everything(seed)
+
+
+def default_device() -> torch.device:
+    """The device that this process computes on: its CUDA device under an NCCL group, else the CPU."""
+    if torch.cuda.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

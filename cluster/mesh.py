@@ -1,0 +1,138 @@
+"""The mesh of processes: which ranks share which axis. What they exchange is collectives.py."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .launch import default_device
+
+AXES = ("pp", "dp", "sp", "tp")
+
+
+def mesh_faults(*, world_size: int, pp: int = 1, dp: int | None = None, sp: int = 1, tp: int = 1) -> list[str]:
+    """All that is wrong with the sizes of a mesh, each with what would work; empty when they fit."""
+    faults = [f"{axis}_size={size} must be at least 1" for axis, size in zip(AXES, (pp, dp or 1, sp, tp), strict=True) if size < 1]
+    if faults:
+        return faults
+    inner = pp * sp * tp
+    if dp is None and world_size % inner:
+        faults.append(
+            f"tp_size={tp} * pp_size={pp} * sp_size={sp} = {inner} does not divide the world size {world_size}: "
+            f"start a multiple of {inner} processes, or choose sizes whose product is one of {divisors(world_size)}"
+        )
+    elif dp is not None and dp * inner != world_size:
+        faults.append(
+            f"tp_size={tp} * pp_size={pp} * sp_size={sp} * dp_size={dp} = {inner * dp} is not the world size "
+            f"{world_size}: start {inner * dp} processes, or leave dp_size out where {inner} divides the world size"
+        )
+    return faults
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of `number`, rising: what an error message offers."""
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+class ParallelMesh:
+    """All ranks of the default group arranged as pp × dp × sp × tp, tp innermost.
+
+    Building it is collective over the world: every rank calls it with the same sizes. Groups are made here
+    or in `subgroup`, in one order on all ranks.
+
+    Args:
+        pp, sp, tp: sizes of the pipeline, sequence and tensor axes.
+        dp: size of the data axis; None takes what the world size leaves.
+
+    Raises:
+        ValueError: the sizes do not multiply to the world size.
+    """
+
+    def __init__(self, *, pp: int = 1, dp: int | None = None, sp: int = 1, tp: int = 1) -> None:
+        world_size = dist.get_world_size()
+        if faults := mesh_faults(world_size=world_size, pp=pp, dp=dp, sp=sp, tp=tp):
+            raise ValueError("; ".join(faults))
+        self.device = default_device()
+        shape = (pp, world_size // (pp * sp * tp), sp, tp)
+        self._mesh: DeviceMesh = init_device_mesh(self.device.type, shape, mesh_dim_names=AXES)
+        self._groups: dict[tuple, dist.ProcessGroup | None] = {}
+        # Two communicators for the pipeline: NCCL runs what one pair exchanges in one order, so activations
+        # that go down and gradients that come up must not share one.
+        self.pipeline_groups = tuple(self._new_group("pp", (tuple(range(pp)),)) for _ in range(2))
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """torch's own mesh, for what takes one (DTensor, fully_shard)."""
+        return self._mesh
+
+    @property
+    def global_rank(self) -> int:
+        """This process in the world."""
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes on all axes."""
+        return dist.get_world_size()
+
+    def size(self, *axes: str) -> int:
+        """The number of ranks along one axis, or along several together."""
+        return prod(self._mesh.size(AXES.index(axis)) for axis in axes)
+
+    def rank(self, axis: str) -> int:
+        """This process's coordinate along an axis."""
+        return self._mesh.get_local_rank(axis)
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The ranks that differ from this one in `axis` alone, in the order of their coordinates."""
+        return self._mesh.get_group(axis)
+
+    def global_ranks(self, axis: str) -> list[int]:
+        """The world's ranks of `group(axis)`, by coordinate."""
+        return dist.get_process_group_ranks(self.group(axis))
+
+    def replica_ranks(self) -> list[int]:
+        """The world's ranks that hold one replica with this one: all that share its dp coordinate."""
+        return self._mesh.mesh.select(1, self.rank("dp")).flatten().tolist()
+
+    def subgroup(self, axis: str, parts: Sequence[Iterable[int]]) -> dist.ProcessGroup | None:
+        """The group of those coordinates of `axis` that a part names and this rank is in.
+
+        Collective over the world: every rank calls with equal arguments. The same parts give the same group.
+
+        Args:
+            axis: the axis along which coordinates are chosen.
+            parts: disjoint sets of coordinates, for example `[(0, 3)]` for the two ends of four stages.
+
+        Returns:
+            The group, in the order of coordinates, or None where this rank is in no part.
+        """
+        key = (axis, tuple(tuple(part) for part in parts))
+        if key not in self._groups:
+            self._groups[key] = self._new_group(*key)
+        return self._groups[key]
+
+    def _new_group(self, axis: str, parts: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
+        dim = AXES.index(axis)
+        lines = self._mesh.mesh.movedim(dim, -1).reshape(-1, self.size(axis))
+        mine = None
+        for line, part in itertools.product(lines.tolist(), parts):
+            ranks = [line[coordinate] for coordinate in part]
+            group = dist.new_group(ranks)
+            if self.global_rank in ranks:
+                mine = group
+        return mine
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """The number of ranks in a group; None stands for this process alone."""
+    return 1 if group is None else group.size()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

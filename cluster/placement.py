@@ -1,0 +1,104 @@
+"""How a parameter is spread over the ranks of an axis. Who sums its gradients is the optimizer's business.
+
+A parameter without a placement is whole and equal on every rank of the tensor axis, and so is its gradient.
+The placement travels with the parameter object, so a tied weight is split once however many modules hold it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+_ATTRIBUTE = "_echelon_placement"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """Cut along `dim` over the ranks of an axis.
+
+    Args:
+        size: ranks of the axis.
+        dim: the dimension that is cut.
+        blocks: lengths of the fused blocks along `dim` in the whole tensor (q, k and v of one projection);
+            each is cut on its own. They add up to the whole length, padding excluded.
+        padded: length of the last block once padded with zeros, where its own length does not divide.
+        copies: how many neighbouring ranks hold the same piece (key-value heads fewer than ranks); a piece's
+            gradient is partial on each of them.
+    """
+
+    size: int
+    dim: int
+    blocks: tuple[int, ...]
+    padded: int | None = None
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        pieces = self.size // self.copies
+        for length in self._padded_blocks():
+            if length % pieces:
+                raise ValueError(f"a block of length {length} along dim {self.dim} does not divide by {pieces} pieces")
+
+    def local(self, whole: Tensor, rank: int) -> Tensor:
+        """This rank's piece of the whole tensor, in memory of its own."""
+        if whole.shape[self.dim] != sum(self.blocks):
+            raise AssertionError(f"length {whole.shape[self.dim]} of dim {self.dim}, blocks {self.blocks}")
+        pieces = self.size // self.copies
+        blocks = list(whole.split(list(self.blocks), self.dim))
+        blocks[-1] = self._pad(blocks[-1])
+        return torch.cat([block.chunk(pieces, self.dim)[rank // self.copies] for block in blocks], self.dim).clone()
+
+    def whole(self, locals_: Sequence[Tensor]) -> Tensor:
+        """The whole tensor from the pieces of all ranks of the axis, in their order; padding is cut off."""
+        pieces = locals_[:: self.copies]
+        lengths = [length // len(pieces) for length in self._padded_blocks()]
+        split = [piece.split(lengths, self.dim) for piece in pieces]
+        blocks = [torch.cat([piece[index] for piece in split], self.dim) for index in range(len(self.blocks))]
+        return torch.cat(blocks, self.dim).narrow(self.dim, 0, sum(self.blocks))
+
+    def _padded_blocks(self) -> tuple[int, ...]:
+        return self.blocks if self.padded is None else (*self.blocks[:-1], self.padded)
+
+    def _pad(self, block: Tensor) -> Tensor:
+        if self.padded is None:
+            return block
+        shape = list(block.shape)
+        shape[self.dim] = self.padded - shape[self.dim]
+        return torch.cat([block, block.new_zeros(shape)], self.dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """Whole and equal on the ranks of the tensor axis, but each computes a part of its gradient.
+
+    For what is used between split activations: a per-head norm inside attention, a router.
+    """
+
+    size: int
+
+
+Placement = Shard | Shared
+
+
+def place(parameter: Parameter, placement: Placement, rank: int) -> None:
+    """Give a parameter its placement and keep this rank's piece of it, in the same Parameter object.
+
+    A parameter that already has this placement (a tied one) is left as it is.
+
+    Raises:
+        AssertionError: it already has another placement.
+    """
+    present = placement_of(parameter)
+    if present is not None:
+        if present != placement:
+            raise AssertionError(f"a tied parameter was placed as {present} and again as {placement}")
+        return
+    if isinstance(placement, Shard):
+        parameter.data = placement.local(parameter.data, rank)
+    setattr(parameter, _ATTRIBUTE, placement)
+
+
+def placement_of(parameter: Tensor) -> Placement | None:
+    """How a parameter is spread over the tensor axis, or None where it is whole and its gradient too."""
+    return getattr(parameter, _ATTRIBUTE, None)

@@ -1,0 +1,45 @@
+"""Random state per mesh axis: equal where activations are replicated, different where they are split."""
+
+import random
+
+import numpy as np
+import torch
+
+# Odd 64-bit constant of SplitMix64 (Steele, Lea, Flood 2014): spreads neighbouring ranks over the seed space.
+_SPREAD = 0x9E3779B97F4A7C15
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch (every device) equally."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+class SplitRandom:
+    """Random state for the inside of a region whose activations are split over an axis.
+
+    `enter` leaves the default generators with a state that differs on every rank of the axis, `leave` puts
+    the common state back, one draw further. The split state is derived from the common CPU generator and
+    the rank alone, so whatever restores that generator (activation checkpointing does) reproduces the
+    region's random numbers too. Nothing communicates.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank = rank
+        self._device = device
+        self._common: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def enter(self) -> None:
+        """Switch to this rank's own state."""
+        drawn = int(torch.randint(0, 2**62, ()).item())
+        on_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        self._common.append((torch.get_rng_state(), on_device))
+        torch.manual_seed((drawn + (self._rank + 1) * _SPREAD) % 2**63)
+
+    def leave(self) -> None:
+        """Switch back to the state that all ranks of the axis have in common."""
+        on_cpu, on_device = self._common.pop()
+        torch.set_rng_state(on_cpu)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, self._device)

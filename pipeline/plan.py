@@ -1,0 +1,78 @@
+"""Where a model's layers are and how they are dealt out to stages. Cutting by it is cut.py."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """A model as a pipeline sees it: what stands before its layers, the layers, and all the rest after them.
+
+    Args:
+        layers: path of the list of layers, from the model.
+        entry: paths of the modules that run before the first layer; they live on the first stage. What is
+            neither an entry nor a layer runs after the layers and lives on the last stage; what holds no
+            parameters stays on every stage.
+        arity: a layer returns a tensor (0), or a tuple of this length whose first entry is the tensor.
+    """
+
+    layers: str
+    entry: tuple[str, ...]
+    arity: int = 0
+
+    def under(self, prefix: str) -> "StagePlan":
+        """The same plan with its paths seen from a model that holds this one at `prefix`."""
+        if not prefix:
+            return self
+        entry = tuple(f"{prefix}.{name}" for name in self.entry)
+        return StagePlan(layers=f"{prefix}.{self.layers}", entry=entry, arity=self.arity)
+
+    def num_layers(self, model: nn.Module) -> int:
+        """How many layers the model has."""
+        return len(model.get_submodule(self.layers))  # type: ignore[arg-type]
+
+    def stage_of(self, name: str, bounds: Sequence[int]) -> int:
+        """The stage that holds the parameter of this name, by the bounds of `layer_bounds`."""
+        if name.startswith(f"{self.layers}."):
+            layer = int(name.removeprefix(f"{self.layers}.").split(".")[0])
+            return next(stage for stage, stop in enumerate(bounds[1:]) if layer < stop)
+        is_entry = any(name == entry or name.startswith(f"{entry}.") for entry in self.entry)
+        return 0 if is_entry else len(bounds) - 2
+
+
+def spread_layers(num_layers: int, num_stages: int) -> list[int]:
+    """How many layers each stage gets: equal where they divide, else one more in the middle.
+
+    The first stage also carries the embedding and the last one the head, so they get no more than others.
+    """
+    base, extra = divmod(num_layers, num_stages)
+    first = (num_stages - extra) // 2
+    return [base + (first <= stage < first + extra) for stage in range(num_stages)]
+
+
+def layer_bounds(counts: Sequence[int]) -> list[int]:
+    """Where each stage's layers begin, and at the end where the last one's stop: [2, 3] gives [0, 2, 5]."""
+    bounds = [0]
+    for count in counts:
+        bounds.append(bounds[-1] + count)
+    return bounds
+
+
+def layer_faults(num_layers: int, num_stages: int, num_layers_per_stage: Sequence[int] | None) -> list[str]:
+    """All that is wrong with dealing out the layers; empty when it works."""
+    if num_layers < num_stages:
+        return [
+            f"the model has {num_layers} layers and pp_size={num_stages} stages, and each stage needs a layer: "
+            f"use pp_size of at most {num_layers}"
+        ]
+    if num_layers_per_stage is None:
+        return []
+    given = list(num_layers_per_stage)
+    if len(given) == num_stages and sum(given) == num_layers and min(given) >= 1:
+        return []
+    return [
+        f"num_layers_per_stage={given} must give each of {num_stages} stages at least one layer and "
+        f"{num_layers} in all: {spread_layers(num_layers, num_stages)} would"
+    ]
