@@ -1,0 +1,167 @@
+"""The project itself: imports run one way, and setup.py lists the packages that there are.
+
+Sources are read with ast and never imported, so that an import inside a function or under TYPE_CHECKING
+counts too.
+"""
+
+import ast
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# The layers of docs/design.md, lowest first; those of one line know nothing of each other.
+LAYERS = (
+    ("cluster",),
+    ("pipeline", "zero"),
+    ("shardformer",),
+    ("checkpoint",),
+    ("plugins",),
+    ("booster",),
+    ("verify",),
+    ("echelon",),  # echelon/__init__.py: the public names
+    ("cli",),
+)
+LAYER_OF = {folder: layer for layer, folders in enumerate(LAYERS) for folder in folders}
+FOLDERS = sorted(LAYER_OF.keys() - {"echelon"})
+OUTSIDE = ("examples", "benchmarks", "tests")
+
+
+def package_sources() -> list[Path]:
+    return sorted(path for folder in LAYER_OF for path in (ROOT / folder).rglob("*.py"))
+
+
+def outside_sources() -> list[Path]:
+    return sorted(path for folder in OUTSIDE for path in (ROOT / folder).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    """The dotted name under which a source of the package is imported, `__init__` included."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts if parts[0] == "echelon" else ("echelon", *parts))
+
+
+def imports(source: str, module: str) -> Iterator[tuple[int, bool, str]]:
+    """Yield (line, relative, dotted name) of every import in `source`, the source of `module`.
+
+    Each name of a `from` import counts by itself: `from .. import zero` is an import of `echelon.zero`.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, False, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")[: -node.level] if node.level else []
+            prefix = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, node.level > 0, f"{prefix}.{alias.name}") for alias in node.names)
+
+
+def layer_name(target: str) -> str:
+    """The folder that a name below `echelon` is of; `echelon` itself where it is one of the public names."""
+    first, second = [*target.split("."), ""][:2]
+    return second if first == "echelon" and second in LAYER_OF else first
+
+
+def faults_within(source: str, module: str) -> list[str]:
+    """All that is wrong with the imports of a module of the package."""
+    own = layer_name(module)
+    faults = []
+    for line, relative, target in imports(source, module):
+        other, where = layer_name(target), f"{module}:{line}: {target}"
+        if not relative:
+            if other in OUTSIDE or other in LAYER_OF:
+                faults.append(f"{where}: inside the package all imports are relative")
+        elif not target.startswith("echelon."):
+            faults.append(f"{where}: leads out of the package")
+        elif other != own and LAYER_OF[other] >= LAYER_OF[own]:
+            faults.append(f"{where}: {own} stands below {other}, or beside it")
+    return faults
+
+
+def faults_outside(source: str, module: str) -> list[str]:
+    """All that is wrong with the imports of a test, an example or a benchmark."""
+    return [
+        f"{module}:{line}: {target}: is a second copy of the module; import it from echelon"
+        for line, relative, target in imports(source, module)
+        if not relative and target.split(".")[0] in FOLDERS
+    ]
+
+
+def test_imports_of_the_package_run_one_way() -> None:
+    sources = package_sources()
+    assert len(sources) >= len(LAYER_OF)
+    assert [fault for path in sources for fault in faults_within(path.read_text(), module_name(path))] == []
+
+
+def test_tests_and_examples_import_the_folders_through_echelon() -> None:
+    sources = outside_sources()
+    assert Path(__file__) in sources
+    faults = [
+        fault
+        for path in sources
+        for fault in faults_outside(path.read_text(), ".".join(path.relative_to(ROOT).with_suffix("").parts))
+    ]
+    assert faults == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("echelon.cluster.mesh", "from ..zero import optimizer"),
+        ("echelon.cluster.mesh", "from .. import zero"),
+        ("echelon.cluster.mesh", "from ..zero.optimizer import ShardedOptimizer"),
+        ("echelon.cluster.__init__", "from .. import __version__"),
+        ("echelon.pipeline.runner", "from ..zero import optimizer"),
+        ("echelon.zero.buckets", "def f():\n    from ..pipeline import runner"),
+        ("echelon.shardformer.policies.bert", "from ...plugins import HybridParallelPlugin"),
+        ("echelon.verify.parity", "from .. import Booster"),
+        ("echelon.__init__", "from .cli import main"),
+        ("echelon.booster.booster", "from echelon.cluster import mesh"),
+        ("echelon.booster.booster", "import cluster.mesh"),
+        ("echelon.booster.booster", "from tests import pool"),
+        ("echelon.booster.booster", "from ...cluster import mesh"),
+    ],
+)
+def test_an_import_that_runs_upward_or_aside_is_found(module: str, source: str) -> None:
+    assert len(faults_within(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("echelon.__init__", "from .booster import Booster\nfrom .verify.parity import parity"),
+        ("echelon.cli.__init__", "from .. import __version__\nfrom ..verify import parity"),
+        ("echelon.shardformer.policies.bert", "from ..table import Table\nfrom ...pipeline.plan import Plan"),
+        ("echelon.zero.buckets", "import torch\nfrom ..cluster import mesh\nfrom . import norm"),
+    ],
+)
+def test_an_import_that_runs_downward_is_allowed(module: str, source: str) -> None:
+    assert faults_within(source, module) == []
+
+
+def test_a_folder_imported_by_its_bare_name_is_found() -> None:
+    assert len(faults_outside("from cluster.mesh import ParallelMesh", "tests.cluster.test_mesh")) == 1
+    assert faults_outside("from echelon.cluster import mesh", "tests.cluster.test_mesh") == []
+
+
+def test_the_reference_of_the_parity_check_imports_nothing_of_echelon() -> None:
+    path = ROOT / "verify" / "reference.py"
+    if not path.exists():
+        pytest.skip("there is no verify/reference.py")
+    found = [target for _, relative, target in imports(path.read_text(), module_name(path)) if relative]
+    assert found == []  # an absolute one is caught above: inside the package none is allowed
+
+
+def test_the_layers_are_the_folders_that_setup_lists() -> None:
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    assert sorted(setup["FOLDERS"]) == FOLDERS
+
+
+def test_setup_lists_every_package_that_there_is() -> None:
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    found = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert found - set(OUTSIDE) == {"echelon", *FOLDERS}
+    homes = {module_name(path).rpartition(".")[0] for path in package_sources()}
+    assert homes == set(setup["packages"]())  # a folder without __init__.py would be left out of the wheel
