@@ -28,9 +28,7 @@ def package_dir() -> dict[str, str]:
 def packages() -> list[str]:
     """Return `echelon`, its sub-packages, and every folder with an `__init__.py` below those."""
     nested = [
-        f"echelon.{folder}.{name}"
-        for folder in FOLDERS
-        for name in find_packages(where=str(ROOT / folder))
+        f"echelon.{folder}.{name}" for folder in FOLDERS for name in find_packages(where=str(ROOT / folder))
     ]
     return sorted([*package_dir(), *nested])
 
