@@ -1,0 +1,326 @@
+"""A pool of worker processes for distributed tests. What a worker does with a task is worker.py.
+
+    def sum_of_ranks() -> int:                      # top level: the workers import it by name
+        total = torch.tensor(dist.get_rank())
+        dist.all_reduce(total)
+        return int(total)
+
+    def test_ranks_are_summed(pool):
+        assert pool.run(4, sum_of_ranks) == [6] * 4
+
+Workers live for the whole session, since importing torch and transformers costs seconds; they are forked from
+a server that has imported both and runs no threads. Every run gets a process group of its own over gloo.
+"""
+
+import contextlib
+import itertools
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from .worker import Outcome, Task, serve, warning_filters
+
+# Imported once by the fork server: what nearly every distributed test needs.
+PRELOADED = (
+    "pytest",
+    "torch.distributed.device_mesh",
+    "torch.distributed.tensor",
+    "torch.testing",
+    "torch.utils.checkpoint",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+)
+CLEANUP_SECONDS = 10.0
+_CONSEQUENCE = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout", "socket")
+
+
+class RankDied(RuntimeError):
+    """A worker process ended in the middle of a test."""
+
+
+class RankHung(RuntimeError):
+    """A rank did not end in time; its stack is in the message. Its process was killed."""
+
+
+class RankTracebacks(Exception):
+    """The cause of an exception that a run raises: how every rank that failed did so, in text."""
+
+
+@dataclass(kw_only=True)
+class _Worker:
+    process: BaseProcess
+    connection: Connection
+    stacks: Path
+
+    def send(self, message: Any) -> None:
+        # A worker that has died is found out by whoever waits for its answer.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.send_bytes(pickle.dumps(message))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+        self.process.close()
+
+    def where(self) -> str:
+        """The stacks of the worker's threads now."""
+        before = self.stacks.read_text()
+        os.kill(self.process.pid, signal.SIGUSR1)  # type: ignore[arg-type]
+        deadline = time.monotonic() + 2
+        while self.stacks.read_text() == before and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.05)  # the first bytes are there: the rest follows at once
+        text = self.stacks.read_text()
+        return text[len(before) :] or "(its stack could not be had)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Failure:
+    """How one rank failed; `when` orders failures in time."""
+
+    rank: int
+    error: BaseException
+    text: str
+    when: float
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether another rank's end explains this one: a broken connection, or the wait for it."""
+        if isinstance(self.error, RankHung) or type(self.error).__name__ == "RankFailure":
+            return True
+        message = str(self.error).lower()
+        is_communication = isinstance(self.error, dist.DistError | RuntimeError | ConnectionError)
+        return (
+            is_communication
+            and not isinstance(self.error, RankDied)
+            and any(s in message for s in _CONSEQUENCE)
+        )
+
+
+class Pool:
+    """Worker processes, started when first needed, as many as the largest run.
+
+    Args:
+        grace: how long the other ranks of a run may go on after one has failed.
+    """
+
+    def __init__(self, *, grace: float = 15.0) -> None:
+        self._grace = grace
+        self._workers: list[_Worker] = []
+        self._names = (f"run-{number}" for number in itertools.count())
+        self._folder = Path(tempfile.mkdtemp(prefix="echelon-pool-"))
+        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(PRELOADED))
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any
+    ) -> list[Any]:
+        """Run `function(*args, **kwargs)` on every rank of a new process group.
+
+        Args:
+            world_size: number of ranks.
+            function: importable by name. It and its arguments travel by pickle; so does what it returns.
+            timeout: seconds after which the run fails; also the timeout of the process group.
+
+        Returns:
+            What each rank returned, in the order of ranks.
+
+        Raises:
+            Exception: what the first rank to fail raised. Its cause is a `RankTracebacks` that tells how every
+                rank failed.
+            RankDied: a worker process ended.
+            RankHung: the timeout passed; the message says where every rank stood.
+        """
+        __tracebackhide__ = True
+        values, failures = self._run(world_size, function, args, kwargs, timeout)
+        if failures:
+            first = _first(failures)
+            raise first.error from RankTracebacks(_report(failures, first))
+        return values
+
+    def run_failing(
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any
+    ) -> list[BaseException | None]:
+        """Like `run`, but return how each rank failed: its exception, RankDied, RankHung, or None."""
+        failures = self._run(world_size, function, args, kwargs, timeout)[1]
+        errors: list[BaseException | None] = [None] * world_size
+        for failure in failures:
+            failure.error.__cause__ = RankTracebacks(failure.text)
+            errors[failure.rank] = failure.error
+        return errors
+
+    def close(self) -> None:
+        """End all workers."""
+        for worker in self._workers:
+            worker.send(None)
+        for worker in self._workers:
+            worker.process.join(CLEANUP_SECONDS)
+            worker.kill()
+        self._workers.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _run(
+        self, world_size: int, function: Callable, args: tuple, kwargs: dict[str, Any], timeout: float
+    ) -> tuple[list[Any], list[_Failure]]:
+        call = pickle.dumps((function, args, kwargs))
+        while len(self._workers) < world_size:
+            self._workers.append(self._start(len(self._workers)))
+        workers = self._workers[:world_size]
+        name, filters = next(self._names), warning_filters()
+        try:
+            for rank, worker in enumerate(workers):
+                worker.send(
+                    Task(
+                        name=name,
+                        rank=rank,
+                        world_size=world_size,
+                        port=self._store.port,
+                        timeout=timeout,
+                        call=call,
+                        filters=filters,
+                    )
+                )
+            values, failures = _Collection(workers, timeout=timeout, grace=self._grace).collect()
+            failures += self._clean(workers, {failure.rank for failure in failures if _is_gone(failure)})
+        except BaseException:  # Ctrl-C, or a value that does not unpickle: nobody knows where the ranks stand
+            for rank in range(world_size):
+                self._replace(rank)
+            raise
+        return values, failures
+
+    def _clean(self, workers: list[_Worker], gone: set[int]) -> list[_Failure]:
+        """Let the ranks that ended leave their group and replace those that did not. Return who could not."""
+        left = {rank: worker for rank, worker in enumerate(workers) if rank not in gone}
+        for worker in left.values():
+            worker.send("all ended")
+        deadline = time.monotonic() + CLEANUP_SECONDS
+        failures = []
+        for rank, worker in left.items():
+            if not (worker.connection.poll(max(0, deadline - time.monotonic())) and _is_clean(worker)):
+                failures.append(_stopped(rank, worker, "did not leave its process group"))
+        for rank in gone | {failure.rank for failure in failures}:
+            self._replace(rank)
+        return failures
+
+    def _start(self, index: int) -> _Worker:
+        connection, far_end = self._context.Pipe()
+        stacks = self._folder / f"stacks-{index}-{time.monotonic_ns()}"
+        process = self._context.Process(
+            target=serve, args=(far_end, str(stacks)), name=f"test worker {index}", daemon=True
+        )
+        process.start()
+        far_end.close()
+        return _Worker(process=process, connection=connection, stacks=stacks)
+
+    def _replace(self, rank: int) -> None:
+        self._workers[rank].kill()
+        self._workers[rank] = self._start(rank)
+
+
+class _Collection:
+    """The outcomes of one run, gathered as they come."""
+
+    def __init__(self, workers: list[_Worker], *, timeout: float, grace: float) -> None:
+        self._waiting = dict(enumerate(workers))
+        self._values: list[Any] = [None] * len(workers)
+        self._failures: list[_Failure] = []
+        self._timeout = timeout
+        self._grace = grace
+        self._deadline = time.monotonic() + timeout
+
+    def collect(self) -> tuple[list[Any], list[_Failure]]:
+        """Wait until every rank has ended, or stop those that do not. Return values by rank, and failures."""
+        while self._waiting and (left := self._deadline - time.monotonic()) > 0:
+            sources: dict[Any, int] = {}
+            for rank, worker in self._waiting.items():
+                sources |= {worker.connection: rank, worker.process.sentinel: rank}
+            ready = multiprocessing.connection.wait(list(sources), left)
+            for rank in {sources[source] for source in ready}:  # type: ignore[index]
+                self._take(rank, self._waiting.pop(rank))
+        late = f"did not end within {self._timeout:g} s"
+        if self._failures:
+            late = f"did not end within {self._grace:g} s of another rank's failure"
+        self._failures += [_stopped(rank, worker, late) for rank, worker in self._waiting.items()]
+        return self._values, self._failures
+
+    def _take(self, rank: int, worker: _Worker) -> None:
+        try:
+            outcome: Outcome = pickle.loads(worker.connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self._fail(_dead(rank, worker))
+            return
+        if outcome.kind == "returned":
+            self._values[rank] = pickle.loads(outcome.pickled)
+        else:
+            error = pickle.loads(outcome.pickled)
+            self._fail(_Failure(rank=rank, error=error, text=outcome.traceback, when=outcome.when))
+
+    def _fail(self, failure: _Failure) -> None:
+        if not self._failures:
+            self._deadline = min(self._deadline, time.monotonic() + self._grace)
+        self._failures.append(failure)
+
+
+def _is_gone(failure: _Failure) -> bool:
+    return isinstance(failure.error, RankDied | RankHung)
+
+
+def _is_clean(worker: _Worker) -> bool:
+    try:
+        return pickle.loads(worker.connection.recv_bytes()) == "clean"
+    except (EOFError, ConnectionResetError):
+        return False
+
+
+def _dead(rank: int, worker: _Worker) -> _Failure:
+    worker.process.join(CLEANUP_SECONDS)
+    code = worker.process.exitcode
+    how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+    text = f"rank {rank}: its process ended in the middle of the test ({how})"
+    return _Failure(rank=rank, error=RankDied(text), text=text, when=time.monotonic())
+
+
+def _stopped(rank: int, worker: _Worker, why: str) -> _Failure:
+    if not worker.process.is_alive():
+        return _dead(rank, worker)
+    text = f"rank {rank} {why}. It stood at:\n{worker.where()}"
+    return _Failure(rank=rank, error=RankHung(text), text=text, when=time.monotonic())
+
+
+def _first(failures: list[_Failure]) -> _Failure:
+    """The failure that explains the others: the earliest that is not itself a consequence."""
+    return min(failures, key=lambda failure: (failure.is_consequence, failure.when))
+
+
+def _report(failures: list[_Failure], first: _Failure) -> str:
+    others = sorted(
+        (failure for failure in failures if failure is not first), key=lambda failure: failure.rank
+    )
+    parts = [f"rank {first.rank} failed first:\n{first.text}"]
+    parts += [f"rank {failure.rank} failed too:\n{failure.text}" for failure in others]
+    return "\n\n".join(["", *parts])

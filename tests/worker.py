@@ -1,0 +1,164 @@
+"""One worker process of the test pool: it runs what it is sent. Who starts and stops it is pool.py."""
+
+import faulthandler
+import gc
+import os
+import pickle
+import random
+import re
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+# How much longer than its timeout a worker lives when nobody stops it (the parent was killed).
+ORPHANED_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What one rank runs: `call` is a pickled (function, arguments, keyword arguments)."""
+
+    name: str
+    rank: int
+    world_size: int
+    port: int
+    timeout: float
+    call: bytes
+    filters: list[tuple[str, str, type[Warning], str, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a rank ended: `pickled` is its return value or its exception. `when` is on the machine's clock."""
+
+    kind: Literal["returned", "raised"]
+    pickled: bytes
+    traceback: str
+    when: float
+
+
+def warning_filters() -> list[tuple[str, str, type[Warning], str, int]]:
+    """The filters in force here, in a form that `Task` carries to the workers."""
+    return [
+        (action, _pattern(message), category, _pattern(module), line)
+        for action, message, category, module, line in warnings.filters
+    ]
+
+
+def serve(connection: Connection, stacks: str) -> None:
+    """Run tasks from the connection until it closes or says None. SIGUSR1 writes the stacks of all threads.
+
+    Per task the worker sends an `Outcome`, waits for the word that all ranks have ended (a group that one
+    rank destroys early would fail the others), cleans up and sends "clean". After an exception it leaves
+    the group at once, so that ranks that wait for it fail too instead of hanging.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole foreground; the parent decides
+    gc.freeze()  # what was imported before the fork is not searched for garbage after each test
+    environment = dict(os.environ)
+    with open(stacks, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        try:
+            while (task := pickle.loads(connection.recv_bytes())) is not None:
+                faulthandler.dump_traceback_later(task.timeout + ORPHANED_SECONDS, exit=True, file=file)
+                outcome = _outcome(task)
+                connection.send_bytes(pickle.dumps(outcome))
+                if outcome.kind == "raised":
+                    _leave_group()
+                connection.recv_bytes()
+                _leave_group()
+                _restore(environment)
+                faulthandler.cancel_dump_traceback_later()
+                connection.send_bytes(pickle.dumps("clean"))
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            pass  # the parent is gone
+        faulthandler.unregister(signal.SIGUSR1)
+
+
+def _outcome(task: Task) -> Outcome:
+    with warnings.catch_warnings():
+        _apply(task.filters)
+        try:
+            value = _run(task)
+            return Outcome(kind="returned", pickled=pickle.dumps(value), traceback="", when=time.monotonic())
+        except BaseException as error:  # SystemExit too: a worker outlives its test
+            when = time.monotonic()
+            text = "".join(traceback.format_exception(error))
+            return Outcome(kind="raised", pickled=_pickled(error), traceback=text, when=when)
+
+
+def _run(task: Task) -> Any:
+    function: Callable[..., Any]
+    function, args, kwargs = pickle.loads(task.call)
+    os.environ.update(
+        RANK=str(task.rank),
+        LOCAL_RANK=str(task.rank),
+        WORLD_SIZE=str(task.world_size),
+        LOCAL_WORLD_SIZE=str(task.world_size),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(task.port),
+    )
+    _seed(0)
+    timeout = timedelta(seconds=task.timeout)
+    store = dist.TCPStore("localhost", task.port, is_master=False, timeout=timeout)
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(task.name, store),
+        rank=task.rank,
+        world_size=task.world_size,
+        timeout=timeout,
+    )
+    return function(*args, **kwargs)
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()  # connections close with the last reference to their group
+
+
+def _restore(environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_float32_matmul_precision("highest")
+    torch.use_deterministic_algorithms(False)
+    _seed(0)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _pickled(error: BaseException) -> bytes:
+    """The exception, or one that says the same where it does not survive pickling."""
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+        return pickled
+    except Exception:
+        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def _pattern(expression: str | re.Pattern[str] | None) -> str:
+    return expression.pattern if isinstance(expression, re.Pattern) else expression or ""
+
+
+def _apply(filters: list[tuple[str, str, type[Warning], str, int]]) -> None:
+    warnings.resetwarnings()
+    for action, message, category, module, line in filters:
+        warnings.filterwarnings(action, message, category, module, line, append=True)  # type: ignore[arg-type]
