@@ -1,9 +1,10 @@
 """Collectives that autograd can pass through, in conjugate pairs. Groups come from mesh.py.
 
 Each moves activations between the layouts of one axis: replicated (R), split along a dim (S), partial sums
-(P). The backward of each is the forward of its partner (arXiv:1909.08053 section 3, arXiv:2205.05198 section 4.2).
+(P). The backward of each is the forward of its partner (arXiv:1909.08053 section 3, arXiv:2205.05198
+section 4.2).
 
-    copy_to         R -> R   backward: all-reduce     (replicated in, used by split weights: gradients are partial)
+    copy_to         R -> R   backward: all-reduce     (the consumer has split weights: gradients are partial)
     reduce_from     P -> R   backward: identity
     scatter_to      R -> S   backward: all-gather
     gather_from     S -> R   backward: slice          (the consumer is replicated)
@@ -29,7 +30,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """The slices of all ranks of the group, side by side along `dim`; no gradient. All slices have one shape."""
+    """The slices of all ranks, of one shape, side by side along `dim`; no gradient."""
     pieces = x.new_empty((group.size(), *x.shape))
     dist.all_gather_into_tensor(pieces, x.contiguous(), group=group)
     return torch.cat(pieces.unbind(0), dim)

@@ -61,7 +61,7 @@ class DistCoordinator:
     def priority_execution(
         self, executor_rank: int = 0, process_group: dist.ProcessGroup | None = None
     ) -> Iterator[None]:
-        """Run the block on one rank before the others (preparing a cache that they then read). Two barriers."""
+        """Run the block on one rank before the others, which then read what it prepared. Two barriers."""
         first = dist.get_rank(process_group) == executor_rank
         if not first:
             dist.barrier(process_group)

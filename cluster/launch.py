@@ -33,13 +33,16 @@ def launch_from_torch(
     """
     given = [name for name in TORCHRUN_VARIABLES if name in os.environ]
     missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
-    if given and missing and "RANK" in given:
+    # An address alone is common on clusters and says nothing about other processes; a rank or a size does.
+    if missing and any(name in given for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         raise ValueError(
-            f"the environment sets {', '.join(given)} but not {', '.join(missing)}: "
-            "start the script with `torchrun --nproc_per_node N script.py`, or with none of these set to run alone"
+            f"the environment sets {', '.join(given)} but not {', '.join(missing)}: start the script with "
+            "`torchrun --nproc_per_node N script.py`, or with none of these set to run alone"
         )
     if backend == "nccl" and not torch.cuda.is_available():
-        raise ValueError("backend='nccl' needs a CUDA device and none is available: use backend='gloo' or leave it out")
+        raise ValueError(
+            "backend='nccl' needs a CUDA device and none is available: use backend='gloo' or leave it out"
+        )
     if torch.cuda.is_available() and backend != "gloo":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backends = "cpu:gloo,cuda:nccl"
@@ -47,7 +50,7 @@ def launch_from_torch(
         backends = "gloo"
     if not dist.is_initialized():
         timeout = timedelta(seconds=timeout_seconds)
-        if "RANK" in given:
+        if not missing:
             dist.init_process_group(backends, timeout=timeout)
         else:
             dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

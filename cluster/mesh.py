@@ -13,21 +13,26 @@ from .launch import default_device
 AXES = ("pp", "dp", "sp", "tp")
 
 
-def mesh_faults(*, world_size: int, pp: int = 1, dp: int | None = None, sp: int = 1, tp: int = 1) -> list[str]:
+def mesh_faults(
+    *, world_size: int, pp: int = 1, dp: int | None = None, sp: int = 1, tp: int = 1
+) -> list[str]:
     """All that is wrong with the sizes of a mesh, each with what would work; empty when they fit."""
-    faults = [f"{axis}_size={size} must be at least 1" for axis, size in zip(AXES, (pp, dp or 1, sp, tp), strict=True) if size < 1]
+    sizes = {"pp": pp, "dp": 1 if dp is None else dp, "sp": sp, "tp": tp}
+    faults = [f"{axis}_size={size} must be at least 1" for axis, size in sizes.items() if size < 1]
     if faults:
         return faults
     inner = pp * sp * tp
     if dp is None and world_size % inner:
         faults.append(
-            f"tp_size={tp} * pp_size={pp} * sp_size={sp} = {inner} does not divide the world size {world_size}: "
-            f"start a multiple of {inner} processes, or choose sizes whose product is one of {divisors(world_size)}"
+            f"tp_size={tp} * pp_size={pp} * sp_size={sp} = {inner} does not divide the world size "
+            f"{world_size}: start a multiple of {inner} processes, or use sizes whose product is one of "
+            f"{divisors(world_size)}"
         )
     elif dp is not None and dp * inner != world_size:
         faults.append(
             f"tp_size={tp} * pp_size={pp} * sp_size={sp} * dp_size={dp} = {inner * dp} is not the world size "
-            f"{world_size}: start {inner * dp} processes, or leave dp_size out where {inner} divides the world size"
+            f"{world_size}: start {inner * dp} processes"
+            + (f", or use dp_size={world_size // inner}" if world_size % inner == 0 else "")
         )
     return faults
 

@@ -35,10 +35,14 @@ class Shard:
     copies: int = 1
 
     def __post_init__(self) -> None:
+        if self.size % self.copies:
+            raise ValueError(f"copies={self.copies} does not divide size={self.size}")
         pieces = self.size // self.copies
         for length in self._padded_blocks():
             if length % pieces:
-                raise ValueError(f"a block of length {length} along dim {self.dim} does not divide by {pieces} pieces")
+                raise ValueError(
+                    f"a block of length {length} along dim {self.dim} does not divide by {pieces} pieces"
+                )
 
     def local(self, whole: Tensor, rank: int) -> Tensor:
         """This rank's piece of the whole tensor, in memory of its own."""
@@ -47,7 +51,8 @@ class Shard:
         pieces = self.size // self.copies
         blocks = list(whole.split(list(self.blocks), self.dim))
         blocks[-1] = self._pad(blocks[-1])
-        return torch.cat([block.chunk(pieces, self.dim)[rank // self.copies] for block in blocks], self.dim).clone()
+        mine = [block.chunk(pieces, self.dim)[rank // self.copies] for block in blocks]
+        return torch.cat(mine, self.dim).clone()
 
     def whole(self, locals_: Sequence[Tensor]) -> Tensor:
         """The whole tensor from the pieces of all ranks of the axis, in their order; padding is cut off."""

@@ -28,18 +28,21 @@ class SplitRandom:
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
         self._device = device
-        self._common: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        # One slot and not a stack: regions do not nest, and recomputation may stop between enter and leave.
+        self._common: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def enter(self) -> None:
         """Switch to this rank's own state."""
         drawn = int(torch.randint(0, 2**62, ()).item())
         on_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        self._common.append((torch.get_rng_state(), on_device))
+        self._common = torch.get_rng_state(), on_device
         torch.manual_seed((drawn + (self._rank + 1) * _SPREAD) % 2**63)
 
     def leave(self) -> None:
         """Switch back to the state that all ranks of the axis have in common."""
-        on_cpu, on_device = self._common.pop()
+        if self._common is None:
+            raise AssertionError("a region was left that was not entered")
+        (on_cpu, on_device), self._common = self._common, None
         torch.set_rng_state(on_cpu)
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, self._device)

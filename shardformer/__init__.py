@@ -1,1 +1,22 @@
-"""Tensor and sequence parallelism: policies, parallel layers, the tables of models."""
+"""Shardformer: tensor-parallel policies, layers and the tables of models. Knows nothing of optimizers."""
+
+from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from .shard_config import ShardConfig
+from .shard_former import ShardFormer, policy_for
+from .sharder import ModelSharder
+from .table import RegionDropout, Table, model_types, register, table_for
+
+__all__ = [
+    "ModelSharder",
+    "ModulePolicyDescription",
+    "Policy",
+    "RegionDropout",
+    "ShardConfig",
+    "ShardFormer",
+    "SubModuleReplacementDescription",
+    "Table",
+    "model_types",
+    "policy_for",
+    "register",
+    "table_for",
+]

@@ -1,0 +1,28 @@
+"""Parallel layers, each made from the native module that it replaces."""
+
+from .embedding import VocabParallelEmbedding1D, VocabParallelLMHead1D
+from .linear import (
+    FusedLinear1D_Col,
+    GPT2FusedLinearConv1D_Col,
+    GPT2FusedLinearConv1D_Row,
+    Linear1D_Col,
+    Linear1D_Row,
+)
+from .loss import VocabParallelLogits, vocab_parallel_cross_entropy
+from .parallel_module import ParallelModule
+from .region import PartialGradient, Region
+
+__all__ = [
+    "FusedLinear1D_Col",
+    "GPT2FusedLinearConv1D_Col",
+    "GPT2FusedLinearConv1D_Row",
+    "Linear1D_Col",
+    "Linear1D_Row",
+    "ParallelModule",
+    "PartialGradient",
+    "Region",
+    "VocabParallelEmbedding1D",
+    "VocabParallelLMHead1D",
+    "VocabParallelLogits",
+    "vocab_parallel_cross_entropy",
+]

@@ -1,0 +1,150 @@
+"""Embedding and language-model head split over the vocabulary."""
+
+# B batch, S sequence, H hidden, V vocabulary, P vocabulary padded to a multiple of T, T size of the group
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from ...cluster.collectives import copy_to, gather_from, reduce_from
+from ...cluster.placement import Shard, place
+from .parallel_module import ParallelModule
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabRange:
+    """Which entries of the vocabulary this rank holds.
+
+    Args:
+        vocab_size: entries in all, V.
+        first: the first that is held here.
+        width: how many rows are held here, padding included: P / T.
+        valid: how many of them are entries.
+    """
+
+    vocab_size: int
+    first: int
+    width: int
+    valid: int
+
+
+def vocab_shard(vocab_size: int, num_ranks: int, make_vocab_size_divisible_by: int) -> Shard:
+    """How V rows are cut: padded to a multiple of ranks × `make_vocab_size_divisible_by`."""
+    multiple = make_vocab_size_divisible_by * num_ranks
+    padded = -(-vocab_size // multiple) * multiple
+    return Shard(size=num_ranks, dim=0, blocks=(vocab_size,), padded=padded)
+
+
+def vocab_range(shard: Shard, rank: int) -> VocabRange:
+    """The entries that a rank holds under `vocab_shard`."""
+    (vocab_size,) = shard.blocks
+    width = (shard.padded or vocab_size) // shard.size
+    valid = min(max(vocab_size - rank * width, 0), width)
+    return VocabRange(vocab_size=vocab_size, first=rank * width, width=width, valid=valid)
+
+
+class VocabParallelEmbedding1D(ParallelModule):
+    """An embedding split by its entries: each rank looks up its own, one all-reduce adds them up.
+
+    Raises:
+        ValueError: the native embedding renormalizes (max_norm) or scales gradients by frequency, both of
+            which need all of a row's uses.
+    """
+
+    def __init__(
+        self,
+        native: nn.Embedding,
+        process_group: dist.ProcessGroup,
+        *,
+        make_vocab_size_divisible_by: int = 64,
+    ) -> None:
+        super().__init__()
+        if native.max_norm is not None or native.scale_grad_by_freq or native.sparse:
+            raise ValueError(
+                "an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be split"
+            )
+        self.group = process_group
+        self.num_embeddings = native.num_embeddings
+        self.embedding_dim = native.embedding_dim
+        self.padding_idx = native.padding_idx
+        shard = vocab_shard(native.num_embeddings, process_group.size(), make_vocab_size_divisible_by)
+        self.range = vocab_range(shard, process_group.rank())
+        self.weight: Parameter = native.weight
+        place(self.weight, shard, process_group.rank())
+        self.train(native.training)
+
+    @staticmethod
+    def from_native_module(
+        module: nn.Module, process_group: dist.ProcessGroup, **kwargs: Any
+    ) -> "VocabParallelEmbedding1D":
+        """See the class for the arguments; takes an nn.Embedding."""
+        if not isinstance(module, nn.Embedding):
+            raise TypeError(
+                f"a vocabulary-parallel embedding is made from an nn.Embedding, not {type(module).__name__}"
+            )
+        return VocabParallelEmbedding1D(module, process_group, **kwargs)
+
+    def forward(self, ids_BS: Tensor) -> Tensor:
+        """(B, S) of entries, equal on all ranks; (B, S, H) out, equal on all ranks. Forward all-reduce."""
+        first, valid = self.range.first, self.range.valid
+        elsewhere_BS = (ids_BS < first) | (ids_BS >= first + valid)
+        local_ids_BS = (ids_BS - first).masked_fill(elsewhere_BS, 0)
+        padding = self.padding_idx
+        local_padding = padding - first if padding is not None and first <= padding < first + valid else None
+        found_BSH = F.embedding(local_ids_BS, self.weight, local_padding)
+        return reduce_from(found_BSH.masked_fill(elsewhere_BS.unsqueeze(-1), 0.0), self.group)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, held={self.range}"
+
+
+class VocabParallelLMHead1D(ParallelModule):
+    """A language-model head split by the vocabulary.
+
+    `gather_output` is True at rest: all logits on all ranks. The loss route (loss.py) sets it to False for
+    a call whose loss is computed from split logits.
+    """
+
+    def __init__(
+        self, native: nn.Linear, process_group: dist.ProcessGroup, *, make_vocab_size_divisible_by: int = 64
+    ) -> None:
+        super().__init__()
+        self.group = process_group
+        self.gather_output = True
+        self.in_features = native.in_features
+        self.out_features = native.out_features
+        size, rank = process_group.size(), process_group.rank()
+        shard = vocab_shard(native.out_features, size, make_vocab_size_divisible_by)
+        self.range = vocab_range(shard, rank)
+        self.weight: Parameter = native.weight
+        self.register_parameter("bias", native.bias)
+        for parameter in filter(None.__ne__, (self.weight, self.bias)):
+            place(parameter, shard, rank)
+        self.train(native.training)
+
+    @staticmethod
+    def from_native_module(
+        module: nn.Module, process_group: dist.ProcessGroup, **kwargs: Any
+    ) -> "VocabParallelLMHead1D":
+        """See the class for the arguments; takes an nn.Linear."""
+        if not isinstance(module, nn.Linear):
+            raise TypeError(
+                f"a vocabulary-parallel head is made from an nn.Linear, not {type(module).__name__}"
+            )
+        return VocabParallelLMHead1D(module, process_group, **kwargs)
+
+    def forward(self, hidden_BSH: Tensor) -> Tensor:
+        """(B, S, H) in, equal on all ranks; (B, S, V) out, or this rank's (B, S, P/T) without `gather_output`."""
+        logits_BSP = F.linear(copy_to(hidden_BSH, self.group), self.weight, self.bias)
+        return self.gathered(logits_BSP) if self.gather_output else logits_BSP
+
+    def gathered(self, logits_BSP: Tensor) -> Tensor:
+        """All logits (B, S, V) from every rank's own; forward all-gather, backward slice."""
+        return gather_from(logits_BSP, self.group, -1)[..., : self.out_features]
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, held={self.range}"

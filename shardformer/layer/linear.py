@@ -1,0 +1,163 @@
+"""Linear layers split over the tensor axis, by columns and by rows, also fused ones and transformers' Conv1D."""
+
+# B batch, S sequence, I input features, O output features, T size of the group
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from ...cluster.collectives import copy_to, gather_from, reduce_from
+from ...cluster.placement import Shard, place
+from ...cluster.random import SplitRandom
+from .parallel_module import ParallelModule
+
+
+class _SplitLinear(ParallelModule):
+    """What the linear layers share: the native module's parameters and in which dimension they hold outputs."""
+
+    output_dim = 0  # nn.Linear holds (O, I)
+
+    def __init__(self, native: nn.Module, process_group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group = process_group
+        self.weight: Parameter = native.weight  # type: ignore[assignment]
+        self.register_parameter("bias", native.bias)  # type: ignore[arg-type]
+        self.train(native.training)
+
+    def extra_repr(self) -> str:
+        return f"weight={tuple(self.weight.shape)}, bias={self.bias is not None}, ranks={self.group.size()}"
+
+    def _product(self, x_BSI: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x_BSI, self.weight, bias)
+
+
+class Linear1D_Col(_SplitLinear):
+    """A linear layer split by output features: whole inputs in, this rank's outputs out.
+
+    Args:
+        native: the layer to split.
+        process_group: the tensor axis, of size T.
+        split_sizes: lengths of the fused blocks among the output features, each split on its own; None is one.
+        copies: how many neighbouring ranks hold the same outputs (key-value heads fewer than ranks).
+        gather_output: return all outputs on all ranks (forward all-gather, backward slice).
+        reduce_input_gradient: sum the input's gradient over the group in backward. False inside a region,
+            which does it once for all its layers.
+    """
+
+    def __init__(
+        self,
+        native: nn.Module,
+        process_group: dist.ProcessGroup,
+        *,
+        split_sizes: Sequence[int] | None = None,
+        copies: int = 1,
+        gather_output: bool = False,
+        reduce_input_gradient: bool = True,
+    ) -> None:
+        super().__init__(native, process_group)
+        if gather_output and (copies > 1 or split_sizes is not None):
+            raise ValueError(
+                "gather_output is for outputs of one block without copies: gather what follows instead"
+            )
+        self.gather_output = gather_output
+        self.reduce_input_gradient = reduce_input_gradient
+        blocks = tuple(split_sizes) if split_sizes is not None else (self.weight.shape[self.output_dim],)
+        size, rank = process_group.size(), process_group.rank()
+        place(self.weight, Shard(size=size, dim=self.output_dim, blocks=blocks, copies=copies), rank)
+        if self.bias is not None:
+            place(self.bias, Shard(size=size, dim=0, blocks=blocks, copies=copies), rank)
+
+    @staticmethod
+    def from_native_module(
+        module: nn.Module, process_group: dist.ProcessGroup, **kwargs: Any
+    ) -> "Linear1D_Col | GPT2FusedLinearConv1D_Col":
+        """See the class for the arguments; takes an nn.Linear."""
+        return Linear1D_Col(module, process_group, **kwargs)
+
+    def forward(self, x_BSI: Tensor) -> Tensor:
+        """(B, S, I) in, equal on all ranks; (B, S, O/T) out, or (B, S, O) with `gather_output`."""
+        if self.reduce_input_gradient:
+            x_BSI = copy_to(x_BSI, self.group)
+        out_BSO = self._product(x_BSI, self.bias)
+        return gather_from(out_BSO, self.group, -1) if self.gather_output else out_BSO
+
+
+class FusedLinear1D_Col(Linear1D_Col):
+    """A column-split linear layer whose outputs are several projections side by side (`split_sizes` says which)."""
+
+    @staticmethod
+    def from_native_module(
+        module: nn.Module, process_group: dist.ProcessGroup, **kwargs: Any
+    ) -> "FusedLinear1D_Col":
+        """See `Linear1D_Col` for the arguments; `split_sizes` is required."""
+        if "split_sizes" not in kwargs:
+            raise ValueError("a fused projection needs split_sizes, the length of each projection")
+        return FusedLinear1D_Col(module, process_group, **kwargs)
+
+
+class Linear1D_Row(_SplitLinear):
+    """A linear layer split by input features: this rank's inputs in, whole outputs out (forward all-reduce).
+
+    Args:
+        native: the layer to split.
+        process_group: the tensor axis, of size T.
+        split_random: the random state that the region before switched to; switched back here.
+    """
+
+    def __init__(
+        self, native: nn.Module, process_group: dist.ProcessGroup, *, split_random: SplitRandom | None = None
+    ) -> None:
+        super().__init__(native, process_group)
+        self._split_random = split_random
+        dim = 1 - self.output_dim
+        size = process_group.size()
+        place(self.weight, Shard(size=size, dim=dim, blocks=(self.weight.shape[dim],)), process_group.rank())
+
+    @staticmethod
+    def from_native_module(
+        module: nn.Module, process_group: dist.ProcessGroup, **kwargs: Any
+    ) -> "Linear1D_Row":
+        """See the class for the arguments; takes an nn.Linear."""
+        return Linear1D_Row(module, process_group, **kwargs)
+
+    def forward(self, x_BSI: Tensor) -> Tensor:
+        """(B, S, I/T) in; (B, S, O) out, equal on all ranks."""
+        if self._split_random is not None and self.training:
+            self._split_random.leave()
+        out_BSO = reduce_from(self._product(x_BSI, None), self.group)
+        return out_BSO if self.bias is None else out_BSO + self.bias
+
+
+class _Transposed(_SplitLinear):
+    """For transformers' Conv1D, which holds (I, O)."""
+
+    output_dim = 1
+
+    def _product(self, x_BSI: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x_BSI, self.weight.T, bias)
+
+
+class GPT2FusedLinearConv1D_Col(_Transposed, Linear1D_Col):
+    """`Linear1D_Col` for transformers' Conv1D; `split_sizes` where it is fused."""
+
+    @staticmethod
+    def from_native_module(
+        module: nn.Module, process_group: dist.ProcessGroup, **kwargs: Any
+    ) -> "GPT2FusedLinearConv1D_Col":
+        """See `Linear1D_Col` for the arguments; takes a transformers Conv1D."""
+        return GPT2FusedLinearConv1D_Col(module, process_group, **kwargs)
+
+
+class GPT2FusedLinearConv1D_Row(_Transposed, Linear1D_Row):
+    """`Linear1D_Row` for transformers' Conv1D."""
+
+    @staticmethod
+    def from_native_module(
+        module: nn.Module, process_group: dist.ProcessGroup, **kwargs: Any
+    ) -> "GPT2FusedLinearConv1D_Row":
+        """See `Linear1D_Row` for the arguments; takes a transformers Conv1D."""
+        return GPT2FusedLinearConv1D_Row(module, process_group, **kwargs)

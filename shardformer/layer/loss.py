@@ -1,0 +1,175 @@
+"""Cross entropy on logits split over the vocabulary, and its way into a transformers model."""
+
+# N tokens, V vocabulary, P vocabulary padded to a multiple of T, T size of the group
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from .embedding import VocabParallelLMHead1D, VocabRange
+
+
+class _VocabParallelCrossEntropy(Function):
+    """Per-token losses; what is reduced is the maximum, then the sum of exponentials and the label's logit."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NP: Tensor, labels_N: Tensor, held: VocabRange, group: dist.ProcessGroup
+    ) -> Tensor:
+        scores_NP = logits_NP.to(torch.float32, copy=True)
+        scores_NP[:, held.valid :] = -torch.inf
+        maximum_N = scores_NP.amax(-1)
+        dist.all_reduce(maximum_N, dist.ReduceOp.MAX, group=group)
+        scores_NP -= maximum_N.unsqueeze(-1)
+
+        here_N = (labels_N >= held.first) & (labels_N < held.first + held.valid)
+        index_N = (labels_N - held.first).masked_fill(~here_N, 0)
+        label_score_N = scores_NP.gather(-1, index_N.unsqueeze(-1)).squeeze(-1).masked_fill(~here_N, 0.0)
+        exponentials_NP = scores_NP.exp_()
+        sums_2N = torch.stack([exponentials_NP.sum(-1), label_score_N])
+        dist.all_reduce(sums_2N, group=group)
+
+        exponentials_NP /= sums_2N[0].unsqueeze(-1)
+        ctx.save_for_backward(exponentials_NP, index_N, here_N)
+        ctx.dtype = logits_NP.dtype
+        return sums_2N[0].log() - sums_2N[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient_N: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        probabilities_NP, index_N, here_N = ctx.saved_tensors
+        gradient_NP = probabilities_NP * gradient_N.unsqueeze(-1)
+        gradient_NP.scatter_add_(-1, index_N.unsqueeze(-1), -(gradient_N * here_N).unsqueeze(-1))
+        return gradient_NP.to(ctx.dtype), None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits_NP: Tensor,
+    labels_N: Tensor,
+    *,
+    held: VocabRange,
+    group: dist.ProcessGroup,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    """Cross entropy of logits that are split over the vocabulary (arXiv:1909.08053, section 3).
+
+    Two all-reduces of N and 2N numbers in forward, none in backward; the logits are never gathered.
+
+    Args:
+        logits_NP: (N, P/T), this rank's columns.
+        labels_N: (N,), equal on all ranks.
+        held: which entries this rank's columns are.
+        group: the tensor axis.
+        ignore_index: the label that counts for nothing.
+        reduction: "mean" over the labels that count, "sum" or "none".
+
+    Returns:
+        A float32 scalar, or (N,) for "none"; equal on all ranks.
+    """
+    ignored_N = labels_N == ignore_index
+    outside = (~ignored_N) & ((labels_N < 0) | (labels_N >= held.vocab_size))
+    if labels_N.device.type == "cpu" and bool(outside.any()):
+        raise ValueError(
+            f"label {labels_N[outside][0].item()} is outside the vocabulary of {held.vocab_size}"
+        )
+    losses_N = _VocabParallelCrossEntropy.apply(logits_NP, labels_N, held, group).masked_fill(ignored_N, 0.0)
+    if reduction == "none":
+        return losses_N
+    return losses_N.sum() if reduction == "sum" else losses_N.sum() / (~ignored_N).sum()
+
+
+@dataclass(frozen=True)
+class VocabParallelLogits:
+    """In the place of `outputs.logits` after a training step with labels: this rank's slice, not the whole.
+
+    Anything that computes with it fails rather than take a slice for the whole. `gather()`, on every rank of
+    the tensor axis, gives (B, S, V); `parallel_output=False` in the plugin always does.
+    """
+
+    local: Tensor
+    head: VocabParallelLMHead1D
+
+    def gather(self) -> Tensor:
+        """All logits, (B, S, V). All-gather: every rank of the tensor axis calls it."""
+        return self.head.gathered(self.local)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"outputs.logits.{name}: these logits are split over the vocabulary; call outputs.logits.gather() on "
+            "every rank, or give parallel_output=False to the plugin"
+        )
+
+
+def _causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    *,
+    head: VocabParallelLMHead1D,
+    **kwargs: Any,
+) -> Tensor:
+    """transformers' causal language-model loss (next token, mean or divided by a given count), from split logits."""
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    total = vocab_parallel_cross_entropy(
+        logits.flatten(0, -2),
+        shift_labels.flatten().to(logits.device),
+        held=head.range,
+        group=head.group,
+        ignore_index=ignore_index,
+        reduction="mean" if num_items_in_batch is None else "sum",
+    )
+    return total if num_items_in_batch is None else total / num_items_in_batch
+
+
+def route_loss(model: nn.Module, head: VocabParallelLMHead1D, *, parallel_output: bool) -> None:
+    """Let a model with a split head compute its loss without gathering the logits, wherever it can.
+
+    A transformers head that goes through `model.loss_function` for its causal loss gets one for split
+    logits; calls with labels then keep the logits split. Heads that hard-code their loss, and calls without
+    labels, get whole logits. No forward is rewritten: whether it reads `loss_function` is seen in its code.
+
+    Args:
+        model: a transformers model.
+        head: its head, already split.
+        parallel_output: leave `outputs.logits` split (as `VocabParallelLogits`) after training calls with labels.
+    """
+    if not uses_loss_function(model) or getattr(model, "loss_type", None) not in (None, "ForCausalLM"):
+        return
+    model.loss_function = partial(_causal_lm_loss, head=head)
+    signature = inspect.signature(model.forward)
+
+    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        head.gather_output = signature.bind_partial(*args, **kwargs).arguments.get("labels") is None
+
+    def after(module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> Any:
+        was_split, head.gather_output = not head.gather_output, True
+        if not was_split:
+            return outputs
+        keep_split = module.training and parallel_output
+        finish: Callable[[Tensor], Any] = (
+            partial(VocabParallelLogits, head=head) if keep_split else head.gathered
+        )
+        if isinstance(outputs, tuple):  # return_dict=False: the loss, then the logits
+            return (outputs[0], finish(outputs[1]), *outputs[2:])
+        outputs.logits = finish(outputs.logits)
+        return outputs
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after, with_kwargs=True)
+
+
+def uses_loss_function(model: nn.Module) -> bool:
+    """Whether the model's forward computes its loss through `self.loss_function`, which can be replaced."""
+    return "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names

@@ -1,0 +1,124 @@
+"""What a policy says about a model; sharder.py carries it out, table_policy.py writes one from a table."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..pipeline.cut import partial_output_faults
+from ..pipeline.plan import StagePlan, layer_faults
+from .shard_config import ShardConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubModuleReplacementDescription:
+    """A sub-module and what takes its place.
+
+    Args:
+        suffix: its path from the module that the description is for.
+        target_module: has `from_native_module(module, process_group, **kwargs)`, which returns the module
+            that takes its place (or the native one, changed).
+        kwargs: further arguments for it.
+        ignore_if_not_exist: pass over a path that does not exist. Otherwise it is an error.
+    """
+
+    suffix: str
+    target_module: Any
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    ignore_if_not_exist: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModulePolicyDescription:
+    """What becomes of every module of one class.
+
+    Args:
+        attribute_replacement: path of an attribute from the module, and its new value.
+        param_replacement: functions that change the module's own parameters in place.
+        sub_module_replacement: sub-modules that are replaced.
+        method_replacement: names of methods, and the functions (taking self) that replace them.
+    """
+
+    attribute_replacement: Mapping[str, Any] = field(default_factory=dict)
+    param_replacement: tuple[Callable[[nn.Module], None], ...] = ()
+    sub_module_replacement: tuple[SubModuleReplacementDescription, ...] = ()
+    method_replacement: Mapping[str, Callable] = field(default_factory=dict)
+
+
+class Policy(ABC):
+    """How one kind of model is split. A table (table.py) is the shorter way; this is the general one.
+
+    `ShardFormer.optimize` calls `set_model` and `set_shard_config`, then `faults`, `preprocess`, cuts the
+    model by `stage_plan`, applies `module_policy` to what is held, and calls `postprocess`.
+    """
+
+    model: nn.Module
+    shard_config: ShardConfig
+
+    def set_model(self, model: nn.Module) -> None:
+        """Give the policy the model that it is for."""
+        self.model = model
+
+    def set_shard_config(self, shard_config: ShardConfig) -> None:
+        """Give the policy what is asked for."""
+        self.shard_config = shard_config
+
+    def faults(self) -> list[str]:
+        """All reasons why this model cannot be split as asked, each with what would work. No communication."""
+        if self.shard_config.num_stages == 1:
+            return []
+        plan = self.stage_plan()
+        if plan is None:
+            return [f"{type(self).__name__} has no stage_plan, so pp_size must be 1"]
+        manager = self.shard_config.pipeline_stage_manager
+        assert manager is not None
+        config = getattr(self.model, "config", None)
+        found = layer_faults(plan.num_layers(self.model), manager.num_stages, manager.num_layers_per_stage)
+        return found + partial_output_faults(
+            config.to_dict() if config is not None else {}, "the model's config"
+        )
+
+    def preprocess(self) -> nn.Module:
+        """Change the whole model before it is cut and split."""
+        return self.model
+
+    @abstractmethod
+    def module_policy(self) -> dict[type[nn.Module] | str, ModulePolicyDescription]:
+        """What becomes of the modules, by class or by the name of the class."""
+
+    def postprocess(self) -> nn.Module:
+        """Change the model after it is cut and split."""
+        return self.model
+
+    def new_model_class(self) -> type[nn.Module] | None:
+        """The class that the model is to have, or None to leave it."""
+        return None
+
+    def stage_plan(self) -> StagePlan | None:
+        """Where the model's layers are, or None where it cannot be cut into stages."""
+        return None
+
+    def get_held_layers(self) -> list[nn.Module]:
+        """The modules that this rank's stage holds: its layers, and the entry or the tail of the model."""
+        plan, manager = self.stage_plan(), self.shard_config.pipeline_stage_manager
+        if plan is None or manager is None:
+            return [self.model]
+        bounds = manager.bounds(plan.num_layers(self.model))
+        own = list(self.model.get_submodule(plan.layers).children())[
+            bounds[manager.stage] : bounds[manager.stage + 1]
+        ]
+        entry = [self.model.get_submodule(name) for name in plan.entry] if manager.is_first_stage() else []
+        return [*entry, *own]
+
+    def get_shared_params(self) -> list[dict[int, Tensor]]:
+        """The parameters that several stages hold: for each, its tensor by stage. Called before the cut."""
+        plan, manager = self.stage_plan(), self.shard_config.pipeline_stage_manager
+        if plan is None or manager is None or manager.num_stages == 1:
+            return []
+        bounds = manager.bounds(plan.num_layers(self.model))
+        stages: dict[Tensor, set[int]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            stages.setdefault(parameter, set()).add(plan.stage_of(name, bounds))
+        return [dict.fromkeys(sorted(held), tensor) for tensor, held in stages.items() if len(held) > 1]

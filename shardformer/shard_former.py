@@ -1,0 +1,60 @@
+"""ShardFormer: a model in, this rank's part of it out. For training with it, see plugins/ and booster/."""
+
+from torch import Tensor, nn
+
+from . import tables as tables  # registers them
+from .policy import Policy
+from .shard_config import ShardConfig
+from .sharder import ModelSharder
+from .table import model_types, table_for
+from .table_policy import TablePolicy
+
+
+class ShardFormer:
+    """Splits transformers models as a config asks.
+
+    Example:
+        ShardFormer(ShardConfig(tensor_parallel_process_group=group)).optimize(model)
+    """
+
+    def __init__(self, shard_config: ShardConfig) -> None:
+        self.shard_config = shard_config
+
+    def optimize(
+        self, model: nn.Module, policy: Policy | None = None
+    ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
+        """Cut the model down to this rank's stage and split it over the tensor axis, in place.
+
+        Parameter objects and names stay; a split one holds this rank's piece (`cluster.placement`). Every
+        rank calls with an equal model. Communicates nothing.
+
+        Args:
+            model: a whole model, not yet split.
+            policy: how; None takes the table of the model's type.
+
+        Returns:
+            The model, and the parameters that several stages hold: for each, its tensor by stage.
+
+        Raises:
+            ValueError: no policy is known, or it cannot do what is asked; all reasons at once.
+        """
+        sharder = ModelSharder(model, policy or policy_for(model), self.shard_config)
+        shared = sharder.shard()
+        return sharder.model, shared
+
+
+def policy_for(model: nn.Module) -> Policy:
+    """The policy of a model's type.
+
+    Raises:
+        ValueError: there is no table for it.
+    """
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    table = table_for(model_type) if model_type is not None else None
+    if table is None:
+        raise ValueError(
+            f"no table says how to split a {type(model).__name__} (model_type={model_type!r}); there are tables for "
+            f"{', '.join(model_types())}. Write one (echelon.shardformer.Table) and register it for this model "
+            "type, or give a policy of your own (custom_policy=...), or use tp_size=1 and pp_size=1"
+        )
+    return TablePolicy(table)

@@ -1,0 +1,99 @@
+"""Carrying a policy out on a model. What a policy may say is policy.py."""
+
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..pipeline.cut import StandIn, cut_stage
+from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from .shard_config import ShardConfig
+
+
+class ModelSharder:
+    """Cuts and splits one model, in place, by a policy.
+
+    Args:
+        model: the whole model, equal on all ranks.
+        policy: what is done to it.
+        shard_config: what is asked for.
+
+    Raises:
+        ValueError: the policy cannot do what is asked; all reasons at once, before anything is changed.
+    """
+
+    def __init__(self, model: nn.Module, policy: Policy, shard_config: ShardConfig) -> None:
+        self.model = model
+        self.policy = policy
+        self.shard_config = shard_config
+        policy.set_model(model)
+        policy.set_shard_config(shard_config)
+        if faults := policy.faults():
+            raise ValueError("\n".join(faults))
+
+    def shard(self) -> list[dict[int, Tensor]]:
+        """Do it. Communicates nothing.
+
+        Returns:
+            The parameters that several stages hold: for each, its tensor by stage.
+        """
+        self.model = self.policy.preprocess()
+        shared = self.policy.get_shared_params()
+        self._cut()
+        self._replace_class()
+        self._replace_modules()
+        self.model = self.policy.postprocess()
+        return shared
+
+    def _cut(self) -> None:
+        manager, plan = self.shard_config.pipeline_stage_manager, self.policy.stage_plan()
+        if manager is not None and manager.num_stages > 1 and plan is not None:
+            bounds = manager.bounds(plan.num_layers(self.model))
+            cut_stage(self.model, plan, stage=manager.stage, bounds=bounds)
+
+    def _replace_class(self) -> None:
+        if (new_class := self.policy.new_model_class()) is not None:
+            self.model.__class__ = new_class
+
+    def _replace_modules(self) -> None:
+        descriptions = self.policy.module_policy()
+        # Listed first: what a replacement brings in is not searched again.
+        for module in list(self.model.modules()):
+            for key in (type(module), type(module).__name__):
+                if key in descriptions and not isinstance(module, StandIn):
+                    self._apply(module, descriptions[key])
+
+    def _apply(self, module: nn.Module, description: ModulePolicyDescription) -> None:
+        for path, value in description.attribute_replacement.items():
+            _set_attribute(module, path, value)
+        for change in description.param_replacement:
+            change(module)
+        for name, function in description.method_replacement.items():
+            setattr(module, name, MethodType(function, module))
+        for replacement in description.sub_module_replacement:
+            self._replace(module, replacement)
+
+    def _replace(self, module: nn.Module, replacement: SubModuleReplacementDescription) -> None:
+        try:
+            native = module.get_submodule(replacement.suffix)
+        except AttributeError:
+            if replacement.ignore_if_not_exist:
+                return
+            raise ValueError(
+                f"the policy names {replacement.suffix!r} in {type(module).__name__}, which has no such module; its "
+                f"modules are {[name for name, _ in module.named_modules() if name]}"
+            ) from None
+        group = self.shard_config.tensor_parallel_process_group
+        target = replacement.target_module.from_native_module(native, group, **replacement.kwargs)
+        if target is not native:
+            module.set_submodule(replacement.suffix, target)
+
+
+def _set_attribute(module: nn.Module, path: str, value: Any) -> None:
+    *parents, name = path.split(".")
+    owner: Any = module.get_submodule(".".join(parents))
+    if not hasattr(owner, name):
+        raise ValueError(
+            f"the policy names the attribute {path!r} of {type(module).__name__}, which has none of that name"
+        )
+    setattr(owner, name, value)

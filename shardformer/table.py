@@ -1,0 +1,76 @@
+"""A model as a table of names: what is split how. table_policy.py turns it into a policy.
+
+All paths but `embedding`, `head` and `stage` are seen from one layer. A name that matches nothing is an error.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..pipeline.plan import StagePlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionDropout:
+    """Dropout on split activations, which must differ from rank to rank.
+
+    Args:
+        probability: path of the attribute with its probability.
+        row: the row-split layer that ends the region.
+    """
+
+    probability: str
+    row: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """How the layers of one family of models are split.
+
+    Args:
+        stage: where the layers are, seen from the base model.
+        regions: modules that take the replicated hidden states and work on split activations.
+        column: linear layers split by output features.
+        row: linear layers split by input features; each ends a region.
+        fused: of `column`, how many projections of equal length each one fuses.
+        key_value: of `column`, those with one output block per key-value head.
+        groups: path of the attribute "query heads per key-value head"; None where no layer reads one.
+        divide: paths of attributes that the layer's code reads as counts of what is held; divided by the ranks.
+        divisible: names in the config that must divide by the ranks.
+        partial: replicated modules inside a region: their gradients are summed over the ranks.
+        dropout: by region, dropout on its split activations.
+        embedding: path of the vocabulary's embedding, seen from the base model.
+        heads: paths of language-model heads, seen from the whole model; a class has at most one of them.
+    """
+
+    stage: StagePlan
+    regions: tuple[str, ...]
+    column: tuple[str, ...]
+    row: tuple[str, ...]
+    fused: Mapping[str, int] = field(default_factory=dict)
+    key_value: tuple[str, ...] = ()
+    groups: str | None = None
+    divide: tuple[str, ...] = ()
+    divisible: tuple[str, ...] = ("num_attention_heads",)
+    partial: tuple[str, ...] = ()
+    dropout: Mapping[str, RegionDropout] = field(default_factory=dict)
+    embedding: str
+    heads: tuple[str, ...] = ()
+
+
+_TABLES: dict[str, Table] = {}
+
+
+def register(table: Table, *model_types: str) -> None:
+    """Make a table the one for these `config.model_type`s; a later one takes an earlier one's place."""
+    for model_type in model_types:
+        _TABLES[model_type] = table
+
+
+def table_for(model_type: str) -> Table | None:
+    """The table of a model type, or None."""
+    return _TABLES.get(model_type)
+
+
+def model_types() -> list[str]:
+    """The model types that have a table, sorted."""
+    return sorted(_TABLES)

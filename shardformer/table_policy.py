@@ -1,0 +1,210 @@
+"""The policy that a table makes. Tables are in tables/, carrying out is sharder.py."""
+
+from functools import reduce
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from ..cluster.mesh import divisors
+from ..cluster.random import SplitRandom
+from ..pipeline.plan import StagePlan
+from .layer.embedding import VocabParallelEmbedding1D, VocabParallelLMHead1D
+from .layer.linear import (
+    GPT2FusedLinearConv1D_Col,
+    GPT2FusedLinearConv1D_Row,
+    Linear1D_Col,
+    Linear1D_Row,
+)
+from .layer.loss import route_loss
+from .layer.region import PartialGradient, Region
+from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from .table import Table
+
+Replacement = SubModuleReplacementDescription
+
+
+class TablePolicy(Policy):
+    """Splits a transformers model by a table of names."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+
+    def faults(self) -> list[str]:
+        """All reasons why this model cannot be split as asked, each with what would work. No communication."""
+        return self._head_faults() + self._width_faults() + super().faults()
+
+    def _head_faults(self) -> list[str]:
+        ranks, config = self.shard_config.tensor_parallel_size, self.model.config
+        found = [
+            f"{name}={count} is not divisible by tp_size={ranks}: use one of tp_size={divisors(count)}"
+            for name, count in ((name, getattr(config, name)) for name in self.table.divisible)
+            if count % ranks
+        ]
+        heads = config.num_key_value_heads if self.table.key_value else ranks
+        if heads % ranks and ranks % heads:
+            sizes = divisors(config.num_attention_heads)
+            found.append(
+                f"num_key_value_heads={heads} neither divides tp_size={ranks} nor is divided by it: "
+                f"use one of tp_size={[size for size in sizes if heads % size == 0 or size % heads == 0]}"
+            )
+        return found
+
+    def _width_faults(self) -> list[str]:
+        ranks = self.shard_config.tensor_parallel_size
+        plan = self.stage_plan()
+        layers = list(self.model.get_submodule(plan.layers).children())
+        if not layers:
+            return [f"the model has no layers in {plan.layers}"]
+        found = []
+        for name in (*self.table.column, *self.table.row):
+            inputs, outputs = _widths(layers[0].get_submodule(name))
+            width = inputs if name in self.table.row else outputs // self.table.fused.get(name, 1)
+            if name not in self.table.key_value and width % ranks:
+                found.append(
+                    f"{plan.layers}.*.{name} is {width} wide, which is not divisible by tp_size={ranks}: "
+                    f"use one of tp_size={divisors(width)}"
+                )
+        return found
+
+    def stage_plan(self) -> StagePlan:
+        """The table's plan, seen from the whole model."""
+        return self.table.stage.under(self._base_prefix())
+
+    def module_policy(self) -> dict[type[nn.Module] | str, ModulePolicyDescription]:
+        """What becomes of layers, embedding and head."""
+        if self.shard_config.tensor_parallel_size == 1:
+            return {}
+        vocabulary = {"make_vocab_size_divisible_by": self.shard_config.make_vocab_size_divisible_by}
+        plan = self.stage_plan()
+        ends = [
+            Replacement(suffix=name, target_module=target, kwargs=vocabulary)
+            for name, target in (
+                (
+                    ".".join(filter(None, (self._base_prefix(), self.table.embedding))),
+                    VocabParallelEmbedding1D,
+                ),
+                (self._head_name(), VocabParallelLMHead1D),
+            )
+            if name and self._is_held(name)
+        ]
+        layer = self._held_layer(plan)
+        return {
+            type(self.model): ModulePolicyDescription(sub_module_replacement=tuple(ends)),
+            type(layer): ModulePolicyDescription(
+                attribute_replacement=self._attributes(layer),
+                sub_module_replacement=self._replacements(layer),
+            ),
+        }
+
+    def postprocess(self) -> nn.Module:
+        """Route the loss of a split head."""
+        head = self.model.get_submodule(name) if (name := self._head_name()) else None
+        if isinstance(head, VocabParallelLMHead1D):
+            route_loss(self.model, head, parallel_output=self.shard_config.parallel_output)
+        return self.model
+
+    def _replacements(self, layer: nn.Module) -> tuple[Replacement, ...]:
+        table = self.table
+        randoms = self._split_randoms(layer)
+        at_row = {table.dropout[region].row: split_random for region, split_random in randoms.items()}
+        return (
+            *(
+                Replacement(suffix=name, target_module=Region, kwargs={"split_random": randoms.get(name)})
+                for name in table.regions
+            ),
+            *(
+                Replacement(
+                    suffix=name,
+                    target_module=_by_type(layer, name, Linear1D_Col, GPT2FusedLinearConv1D_Col),
+                    kwargs={**self._column_kwargs(layer, name), "reduce_input_gradient": False},
+                )
+                for name in table.column
+            ),
+            *(
+                Replacement(
+                    suffix=name,
+                    target_module=_by_type(layer, name, Linear1D_Row, GPT2FusedLinearConv1D_Row),
+                    kwargs={"split_random": at_row.get(name)},
+                )
+                for name in table.row
+            ),
+            *(Replacement(suffix=name, target_module=PartialGradient) for name in table.partial),
+        )
+
+    def _column_kwargs(self, layer: nn.Module, name: str) -> dict[str, Any]:
+        kwargs: dict[str, Any] = {}
+        if name in self.table.fused:
+            blocks = self.table.fused[name]
+            _, outputs = _widths(layer.get_submodule(name))
+            kwargs["split_sizes"] = (outputs // blocks,) * blocks
+        if name in self.table.key_value:
+            kwargs["copies"] = self._key_value_copies()
+        return kwargs
+
+    def _attributes(self, layer: nn.Module) -> dict[str, Any]:
+        ranks = self.shard_config.tensor_parallel_size
+        values = {path: _attribute(layer, path) // ranks for path in self.table.divide}
+        if self.table.groups is not None:
+            values[self.table.groups] = _attribute(layer, self.table.groups) // self._key_value_copies()
+        return values
+
+    def _split_randoms(self, layer: nn.Module) -> dict[str, SplitRandom]:
+        """A random state per region that drops at random, none for a probability of 0."""
+        group = self.shard_config.tensor_parallel_process_group
+        assert group is not None
+        device = next(layer.parameters()).device
+        return {
+            region: SplitRandom(group.rank(), device)
+            for region, dropout in self.table.dropout.items()
+            if _attribute(layer, dropout.probability) > 0
+        }
+
+    def _key_value_copies(self) -> int:
+        """How many neighbouring ranks hold the same key-value head."""
+        return max(self.shard_config.tensor_parallel_size // self.model.config.num_key_value_heads, 1)
+
+    def _base_prefix(self) -> str:
+        base = self.model.base_model
+        return "" if base is self.model else self.model.base_model_prefix
+
+    def _head_name(self) -> str | None:
+        """The language-model head's path, where this class of model has one."""
+        names = [name for name in self.table.heads if _has_submodule(self.model, name)]
+        return names[0] if names else None
+
+    def _is_held(self, name: str) -> bool:
+        manager = self.shard_config.pipeline_stage_manager
+        if manager is None:
+            return True
+        plan = self.stage_plan()
+        return plan.stage_of(name, manager.bounds(plan.num_layers(self.model))) == manager.stage
+
+    def _held_layer(self, plan: StagePlan) -> nn.Module:
+        """One of the layers that this rank holds: they are all of one kind."""
+        manager = self.shard_config.pipeline_stage_manager
+        start = manager.bounds(plan.num_layers(self.model))[manager.stage] if manager is not None else 0
+        return self.model.get_submodule(f"{plan.layers}.{start}")
+
+
+def _by_type(layer: nn.Module, name: str, linear: Any, conv1d: Any) -> Any:
+    """The parallel layer for an nn.Linear or for transformers' Conv1D."""
+    return conv1d if isinstance(layer.get_submodule(name), Conv1D) else linear
+
+
+def _widths(projection: nn.Module) -> tuple[int, int]:
+    """Input and output features of an nn.Linear or of transformers' Conv1D."""
+    inputs, outputs = projection.weight.shape if isinstance(projection, Conv1D) else projection.weight.shape[::-1]
+    return int(inputs), int(outputs)
+
+
+def _attribute(root: Any, path: str) -> Any:
+    return reduce(getattr, path.split("."), root)
+
+
+def _has_submodule(model: nn.Module, name: str) -> bool:
+    try:
+        model.get_submodule(name)
+    except AttributeError:
+        return False
+    return True
