@@ -21,6 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+# torch 2.13 renamed these two and warns of the old names. They can go once 2.13 is the oldest torch allowed.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of `x` over the group, in a new tensor; no gradient."""
@@ -32,7 +36,8 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """The slices of all ranks, of one shape, side by side along `dim`; no gradient."""
     pieces = x.new_empty((group.size(), *x.shape))
-    dist.all_gather_into_tensor(pieces, x.contiguous(), group=group)
+    # Flat: gloo takes pieces end to end in dim 0 alone.
+    all_gather_single(pieces.view(-1), x.contiguous().view(-1), group=group)
     return torch.cat(pieces.unbind(0), dim)
 
 
@@ -47,7 +52,7 @@ def sum_slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """This rank's slice along `dim` of the sum over the group; no gradient."""
     pieces = torch.stack(x.chunk(group.size(), dim))
     out = torch.empty_like(pieces[0])
-    dist.reduce_scatter_tensor(out, pieces, group=group)
+    reduce_scatter_single(out.view(-1), pieces.view(-1), group=group)
     return out
 
 

@@ -151,8 +151,8 @@ class Pool:
             What each rank returned, in the order of ranks.
 
         Raises:
-            Exception: what the first rank to fail raised. Its cause is a `RankTracebacks` that tells how every
-                rank failed.
+            Exception: what the first rank to fail raised. Its cause is a `RankTracebacks`: how every
+                rank that failed did so.
             RankDied: a worker process ended.
             RankHung: the timeout passed; the message says where every rank stood.
         """

@@ -1,0 +1,186 @@
+"""Each autograd collective against the same computation on whole tensors, in integers: equal exactly."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.cluster import collectives
+from echelon.cluster.mesh import ParallelMesh
+
+from ..pool import Pool
+
+SHAPE = (4, 8, 12)
+
+
+def integers(seed: int, *shape: int) -> Tensor:
+    return torch.randint(-9, 10, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def own(x: Tensor, dim: int) -> Tensor:
+    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+
+
+def summed(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(tensors).sum(0)
+
+
+class Dense:
+    """The values of all ranks. R: one whole tensor; S: its slices; P: the terms of a sum."""
+
+    def __init__(self) -> None:
+        ranks = range(dist.get_world_size())
+        self.whole = integers(0, *SHAPE)
+        self.terms = [integers(1 + rank, *SHAPE) for rank in ranks]
+        # The consumer multiplies by a weight: one and the same, or each rank by its own.
+        self.weight = integers(100, *SHAPE)
+        self.weights = [integers(101 + rank, *SHAPE) for rank in ranks]
+
+
+def compare(name: str, dim: int) -> None:
+    """Forward and backward of one collective on this rank, against the dense values."""
+    dense, rank, world = Dense(), dist.get_rank(), dist.group.WORLD
+    cases: dict[
+        str, tuple[Tensor, Tensor, Tensor, Tensor]
+    ] = {  # input, weight, output, gradient of the input
+        "copy_to": (dense.whole, dense.weights[rank], dense.whole, summed(dense.weights)),
+        "reduce_from": (dense.terms[rank], dense.weight, summed(dense.terms), dense.weight),
+        "scatter_to": (dense.whole, own(dense.weight, dim), own(dense.whole, dim), dense.weight),
+        "gather_from": (own(dense.whole, dim), dense.weight, dense.whole, own(dense.weight, dim)),
+        "gather_to": (
+            own(dense.whole, dim),
+            dense.weights[rank],
+            dense.whole,
+            own(summed(dense.weights), dim),
+        ),
+        "reduce_scatter": (
+            dense.terms[rank],
+            own(dense.weight, dim),
+            own(summed(dense.terms), dim),
+            dense.weight,
+        ),
+    }
+    given, weight, output, gradient = cases[name]
+    function: Callable[..., Tensor] = getattr(collectives, name)
+    x = given.clone().requires_grad_()
+    y = function(x, world) if name in ("copy_to", "reduce_from") else function(x, world, dim)
+    (y * weight).sum().backward()
+    assert torch.equal(y, output), "forward"
+    assert x.grad is not None
+    assert torch.equal(x.grad, gradient), "backward"
+    assert torch.equal(x, given), "the input was written to"
+
+
+def run_all_dims(name: str) -> None:
+    for dim in (0, 1, 2, -1):
+        compare(name, dim)
+
+
+def two_layers(sequence_split: bool) -> None:
+    """A column-split and a row-split product, entered and left as a region, against the whole product."""
+    world, dim = dist.group.WORLD, 1
+    x, first, second = integers(0, 2, 8, 4), integers(1, 4, 12), integers(2, 12, 4)
+    weight = integers(3, 2, 8, 4)
+    for tensor in (x, first, second):
+        tensor.requires_grad_()
+    ((x @ first).relu() @ second * weight).sum().backward()
+
+    own_first = own(first.detach(), 1).clone().requires_grad_()
+    own_second = own(second.detach(), 0).clone().requires_grad_()
+    own_x = x.detach().clone().requires_grad_()
+    entered = (
+        collectives.gather_to(collectives.scatter_to(own_x, world, dim), world, dim)
+        if sequence_split
+        else collectives.copy_to(own_x, world)
+    )
+    partial = (entered @ own_first).relu() @ own_second
+    out = (
+        collectives.gather_from(collectives.reduce_scatter(partial, world, dim), world, dim)
+        if sequence_split
+        else collectives.reduce_from(partial, world)
+    )
+    (out * weight).sum().backward()
+    for mine, whole in ((own_x, x.grad), (own_first, own(first.grad, 1)), (own_second, own(second.grad, 0))):
+        assert torch.equal(mine.grad, whole)
+
+
+def reduce_in_axis(axis: str) -> list[int]:
+    mesh = ParallelMesh(pp=2, tp=2)
+    x = torch.tensor([10.0**mesh.global_rank], requires_grad=True)
+    y = collectives.reduce_from(x, mesh.group(axis))
+    y.backward()
+    gathered = collectives.all_gather(x.detach(), mesh.group(axis), 0)
+    return [int(y.item()), *gathered.int().tolist()]
+
+
+def pass_through_a_group_of_one() -> None:
+    alone = ParallelMesh(dp=2).group("tp")
+    x = torch.ones(3, requires_grad=True)
+    for function in (collectives.copy_to, collectives.reduce_from):
+        assert function(x, alone) is x
+    for name in ("scatter_to", "gather_from", "gather_to", "reduce_scatter"):
+        assert getattr(collectives, name)(x, alone, 0) is x
+
+
+def take_a_transposed_input() -> None:
+    world = dist.group.WORLD
+    x = integers(0, 6, 4).t()
+    assert not x.is_contiguous()
+    assert torch.equal(collectives.all_gather(x, world, 1), torch.cat([x, x], 1))
+    assert torch.equal(collectives.all_reduce(x, world), 2 * x)
+    assert torch.equal(collectives.sum_slice(x, world, 1), own(2 * x, 1))
+    assert collectives.own_slice(x, world, 1).is_contiguous()
+    whole = collectives.gather_to(x.detach().requires_grad_(), world, 0)
+    (gradient,) = torch.autograd.grad(whole.t().contiguous().sum(), whole)  # arrives with odd strides
+    assert gradient.shape == (8, 6)
+
+
+def reduce_sixteen_bits() -> None:
+    x = torch.full((4,), 1.5, dtype=torch.bfloat16)
+    assert torch.equal(collectives.all_reduce(x, dist.group.WORLD), 2 * x)
+    assert torch.equal(collectives.sum_slice(x.half(), dist.group.WORLD, 0), torch.full((2,), 3.0).half())
+
+
+def split_what_does_not_divide() -> None:
+    collectives.scatter_to(torch.zeros(3), dist.group.WORLD, 0)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    "name", ["copy_to", "reduce_from", "scatter_to", "gather_from", "gather_to", "reduce_scatter"]
+)
+def test_a_collective_and_its_backward_equal_the_dense_computation(
+    pool: Pool, name: str, world_size: int
+) -> None:
+    pool.run(world_size, run_all_dims, name)
+
+
+@pytest.mark.parametrize("sequence_split", [False, True])
+def test_a_region_of_two_split_products_has_the_gradients_of_the_whole(
+    pool: Pool, sequence_split: bool
+) -> None:
+    pool.run(4, two_layers, sequence_split)
+
+
+def test_a_collective_stays_within_its_axis(pool: Pool) -> None:
+    assert pool.run(4, reduce_in_axis, "tp") == [[11, 1, 10]] * 2 + [[1100, 100, 1000]] * 2
+    assert pool.run(4, reduce_in_axis, "pp") == [[101, 1, 100], [1010, 10, 1000]] * 2
+
+
+def test_a_group_of_one_passes_the_tensor_itself(pool: Pool) -> None:
+    pool.run(2, pass_through_a_group_of_one)
+
+
+def test_inputs_need_not_be_contiguous(pool: Pool) -> None:
+    pool.run(2, take_a_transposed_input)
+
+
+def test_sixteen_bits_are_reduced(pool: Pool) -> None:
+    pool.run(2, reduce_sixteen_bits)
+
+
+def test_a_length_that_does_not_divide_is_not_split_silently(pool: Pool) -> None:
+    errors = pool.run_failing(2, split_what_does_not_divide)
+    assert [str(error) for error in errors] == ["length 3 of dim 0 does not divide by 2 ranks"] * 2

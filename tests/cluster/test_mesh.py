@@ -1,0 +1,116 @@
+"""The mesh: coordinates, groups and what is said about sizes that do not fit."""
+
+import pytest
+import torch.distributed as dist
+
+from echelon.cluster.mesh import AXES, ParallelMesh, divisors, group_size, mesh_faults
+
+from ..pool import Pool
+
+
+def layout(pp: int, dp: int | None, sp: int, tp: int) -> dict[str, tuple[int, int, list[int]]]:
+    mesh = ParallelMesh(pp=pp, dp=dp, sp=sp, tp=tp)
+    assert mesh.world_size == dist.get_world_size()
+    assert mesh.size(*AXES) == mesh.world_size
+    for axis in AXES:
+        group = mesh.group(axis)
+        assert (group.size(), group.rank()) == (mesh.size(axis), mesh.rank(axis))
+        assert mesh.global_ranks(axis)[mesh.rank(axis)] == mesh.global_rank
+    return {axis: (mesh.size(axis), mesh.rank(axis), mesh.global_ranks(axis)) for axis in AXES}
+
+
+def replica() -> list[int]:
+    return ParallelMesh(pp=2, dp=2, tp=2).replica_ranks()
+
+
+def ends_of_the_pipeline() -> list[int] | None:
+    mesh = ParallelMesh(pp=4)
+    group = mesh.subgroup("pp", [(0, 3)])
+    assert mesh.subgroup("pp", [(0, 3)]) is group
+    return None if group is None else dist.get_process_group_ranks(group)
+
+
+def halves_of_each_line() -> list[int]:
+    mesh = ParallelMesh(dp=4, tp=2)
+    group = mesh.subgroup("dp", [(0, 1), (2, 3)])
+    assert group is not None
+    return dist.get_process_group_ranks(group)
+
+
+def build_too_large() -> None:
+    ParallelMesh(pp=2, tp=3)
+
+
+def pipeline_groups() -> tuple[list[int], bool]:
+    down, up = ParallelMesh(pp=2, tp=2).pipeline_groups
+    assert down is not None
+    assert up is not None
+    return dist.get_process_group_ranks(down), down is up
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"world_size": 4, "tp": 2, "pp": 2}, []),
+        ({"world_size": 8, "tp": 2, "pp": 2, "dp": 2}, []),
+        (
+            {"world_size": 4, "tp": 3},
+            [
+                "tp_size=3 * pp_size=1 * sp_size=1 = 3 does not divide the world size 4: start a multiple of "
+                "3 processes, or use sizes whose product is one of [1, 2, 4]"
+            ],
+        ),
+        (
+            {"world_size": 4, "tp": 2, "dp": 4},
+            [
+                "tp_size=2 * pp_size=1 * sp_size=1 * dp_size=4 = 8 is not the world size 4: start 8 "
+                "processes, or use dp_size=2"
+            ],
+        ),
+        (
+            {"world_size": 4, "tp": 3, "dp": 1},
+            ["tp_size=3 * pp_size=1 * sp_size=1 * dp_size=1 = 3 is not the world size 4: start 3 processes"],
+        ),
+        (
+            {"world_size": 4, "tp": 0, "pp": -1, "dp": 0},
+            ["pp_size=-1 must be at least 1", "dp_size=0 must be at least 1", "tp_size=0 must be at least 1"],
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_are_told_with_what_would(sizes: dict[str, int], told: list[str]) -> None:
+    assert mesh_faults(**sizes) == told
+
+
+def test_divisors_rise() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+def test_no_group_stands_for_one_rank() -> None:
+    assert group_size(None) == 1
+
+
+def test_tensor_ranks_are_neighbours_and_stages_are_farthest(pool: Pool) -> None:
+    ranks = pool.run(8, layout, 2, None, 1, 2)
+    assert ranks[5] == {"pp": (2, 1, [1, 5]), "dp": (2, 0, [5, 7]), "sp": (1, 0, [5]), "tp": (2, 1, [4, 5])}
+    ranks = pool.run(8, layout, 1, 2, 2, 2)
+    assert ranks[6] == {"pp": (1, 0, [6]), "dp": (2, 1, [2, 6]), "sp": (2, 1, [4, 6]), "tp": (2, 0, [6, 7])}
+
+
+def test_a_replica_is_all_ranks_of_one_data_coordinate(pool: Pool) -> None:
+    first, second = [0, 1, 4, 5], [2, 3, 6, 7]
+    assert pool.run(8, replica) == [first, first, second, second] * 2
+
+
+def test_a_subgroup_holds_the_coordinates_it_names(pool: Pool) -> None:
+    assert pool.run(4, ends_of_the_pipeline) == [[0, 3], None, None, [0, 3]]
+    assert pool.run(8, halves_of_each_line) == [[0, 2], [1, 3]] * 2 + [[4, 6], [5, 7]] * 2
+
+
+def test_activations_and_gradients_have_a_communicator_each(pool: Pool) -> None:
+    assert pool.run(4, pipeline_groups) == [([0, 2], False), ([1, 3], False)] * 2
+
+
+def test_every_rank_refuses_sizes_that_do_not_fit(pool: Pool) -> None:
+    for error in pool.run_failing(4, build_too_large):
+        assert isinstance(error, ValueError)
+        assert "does not divide the world size 4" in str(error)
