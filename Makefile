@@ -1,14 +1,15 @@
 # `make finetune` and `make test` need Python >= 3.10 with pip, and make: the rest they set up in $(VENV).
 
 PYTHON ?= python3
-# Installed before everything else, so that another build can be chosen, such as
-# make test TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+# Installed before everything else, so that another build can be chosen:
+# make test TORCH="torch==2.12.0 --index-url URL"
 TORCH ?= torch==2.13.0
-VENV ?= .venv
 
+VENV := .venv
 BIN := $(VENV)/bin
+# Written once everything is installed, and says with what.
 READY := $(VENV)/.installed
-SETTINGS := $(VENV)/.settings
+SETTINGS := $(PYTHON) $(TORCH)
 
 FINETUNE := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 \
 	examples/language/bert/finetune.py --plugin hybrid_parallel --model_type bert
@@ -55,19 +56,19 @@ links:
 
 install: $(READY)
 
-$(READY): setup.py pyproject.toml $(SETTINGS)
+ifneq ($(shell cat $(READY) 2>/dev/null),$(SETTINGS))
+$(READY): always
+CLEAR := $(if $(wildcard $(READY)),--clear)
+endif
+
+$(READY): setup.py pyproject.toml
 	@# Without ensurepip (Debian keeps it in a package of its own) pip is put in from outside.
-	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip install \
+	$(PYTHON) -m venv $(CLEAR) $(VENV) || { $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip install \
 		--target "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" pip; }
 	$(BIN)/python -m pip install --upgrade pip
 	$(BIN)/python -m pip install $(TORCH)
 	$(BIN)/python -m pip install -e ".[test]"
-	touch $@
-
-# Rewritten only when an override changes, which then installs again.
-$(SETTINGS): always
-	@mkdir -p $(VENV)
-	@echo "$(PYTHON) $(TORCH)" | cmp -s - $@ || echo "$(PYTHON) $(TORCH)" > $@
+	echo "$(SETTINGS)" > $@
 
 clean:
 	rm -rf $(VENV) .links .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
