@@ -1,0 +1,179 @@
+"""Batches and outputs as trees of tensors: cutting a batch into microbatches, joining what came of them.
+
+A tree is a tensor, or a dict, tuple or list of trees. Mappings of other types (transformers' BatchEncoding)
+come back as plain dicts; dataclasses that are mappings (transformers' ModelOutput) and named tuples keep
+their class. Whatever else is in a tree, and a tensor without dimensions, belongs to every microbatch alike.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def split(batch: Any, *, num_microbatches: int | None, microbatch_size: int | None) -> list[Any]:
+    """Cut a batch along dim 0 into microbatches, which share its memory.
+
+    Args:
+        batch: a tree of tensors that are equally long along dim 0.
+        num_microbatches: how many; the first ones are one sample longer where they do not divide.
+        microbatch_size: samples of each; the last one is shorter where they do not divide. Give one of the
+            two, or both where they agree.
+
+    Returns:
+        Trees like the batch, in the order of its samples.
+
+    Raises:
+        ValueError: more microbatches than samples, tensors of different length, or neither size given.
+    """
+    total = batch_size(batch)
+    lengths = _lengths(total, num_microbatches, microbatch_size)
+    starts = [0, *accumulate(lengths)]
+    return [_slice(batch, start, length) for start, length in zip(starts, lengths, strict=False)]
+
+
+def batch_size(batch: Any) -> int:
+    """The number of samples: the length that all tensors of a batch have along dim 0.
+
+    Raises:
+        ValueError: the lengths differ, or no tensor has any.
+    """
+    lengths = {path: tensor.shape[0] for path, tensor in _named_tensors(batch) if tensor.dim()}
+    if not lengths:
+        raise ValueError(
+            f"a batch of type {type(batch).__name__} has no tensor with a batch dimension: "
+            "give a tensor, or a dict, tuple or list of tensors whose dim 0 counts the samples"
+        )
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{path or 'the batch'} has {length}" for path, length in lengths.items())
+        raise ValueError(f"the tensors of a batch must be equally long along dim 0, the samples: {told}")
+    return next(iter(lengths.values()))
+
+
+def merge(outputs: Sequence[Any]) -> Any:
+    """Join the outputs of microbatches into the output of their batch.
+
+    Tensors are concatenated along dim 0; those without dimensions (losses) are averaged, each microbatch
+    counting the same; None and other values that are equal everywhere stay, other values become a list.
+
+    Args:
+        outputs: trees of one structure, in the order of the microbatches.
+
+    Raises:
+        ValueError: no outputs, or they differ in structure or in more than the length along dim 0.
+    """
+    if not outputs:
+        raise ValueError("there are no outputs to merge")
+    return _merge(list(outputs), "")
+
+
+def signature(batch: Any) -> Hashable:
+    """What decides the shapes in a forward pass: names, shapes and dtypes."""
+    return tuple((path, tuple(tensor.shape), tensor.dtype) for path, tensor in _named_tensors(batch))
+
+
+def map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The same tree with `function(tensor)` in the place of every tensor."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, Mapping):
+        return _rebuild_mapping(tree, {key: map_tensors(value, function) for key, value in tree.items()})
+    if isinstance(tree, (tuple, list)):
+        return _rebuild_sequence(tree, [map_tensors(value, function) for value in tree])
+    return tree
+
+
+def _lengths(total: int, num_microbatches: int | None, microbatch_size: int | None) -> list[int]:
+    for name, value in (("num_microbatches", num_microbatches), ("microbatch_size", microbatch_size)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    if num_microbatches is None and microbatch_size is None:
+        raise ValueError("give num_microbatches or microbatch_size: neither says how to cut a batch")
+    if microbatch_size is not None:
+        full, rest = divmod(total, microbatch_size)
+        lengths = [microbatch_size] * full + [rest] * (rest > 0)
+        if num_microbatches not in (None, len(lengths)):
+            raise ValueError(
+                f"microbatch_size={microbatch_size} cuts a batch of {total} samples into {len(lengths)} "
+                f"microbatches, and num_microbatches={num_microbatches}: give only one of the two"
+            )
+        return lengths
+    assert num_microbatches is not None
+    if num_microbatches > total:
+        raise ValueError(
+            f"num_microbatches={num_microbatches} is more than the {total} samples of the batch: "
+            f"use num_microbatches of at most {total}, or larger batches (drop_last=True in a "
+            "dataloader leaves out a short last one)"
+        )
+    base, extra = divmod(total, num_microbatches)
+    return [base + (index < extra) for index in range(num_microbatches)]
+
+
+def _slice(batch: Any, start: int, length: int) -> Any:
+    return map_tensors(batch, lambda tensor: tensor.narrow(0, start, length) if tensor.dim() else tensor)
+
+
+def _named_tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a tree with their paths, such as `labels` or `inputs.0`."""
+    if isinstance(tree, Tensor):
+        yield path, tree
+        return
+    items: Sequence[tuple[Any, Any]] = ()
+    if isinstance(tree, Mapping):
+        items = list(tree.items())
+    elif isinstance(tree, (tuple, list)):
+        items = list(enumerate(tree))
+    for key, value in items:
+        yield from _named_tensors(value, f"{path}.{key}" if path else str(key))
+
+
+def _merge(trees: list[Any], path: str) -> Any:
+    first = trees[0]
+    if any(type(tree) is not type(first) for tree in trees):
+        kinds = sorted({type(tree).__name__ for tree in trees})
+        raise ValueError(f"{_place(path)} differs in type between microbatches: {', '.join(kinds)}")
+    if isinstance(first, Tensor):
+        return _merge_tensors(trees, path)
+    if isinstance(first, Mapping):
+        if any(tree.keys() != first.keys() for tree in trees):
+            raise ValueError(
+                f"{_place(path)} differs in its keys between microbatches: {[list(t) for t in trees]}"
+            )
+        return _rebuild_mapping(
+            first, {key: _merge([tree[key] for tree in trees], f"{path}.{key}") for key in first}
+        )
+    if isinstance(first, (tuple, list)):
+        if any(len(tree) != len(first) for tree in trees):
+            raise ValueError(
+                f"{_place(path)} differs in length between microbatches: {[len(t) for t in trees]}"
+            )
+        values = [list(column) for column in zip(*trees, strict=True)]
+        return _rebuild_sequence(first, [_merge(column, f"{path}.{i}") for i, column in enumerate(values)])
+    return first if all(tree is first or bool(tree == first) for tree in trees) else trees
+
+
+def _merge_tensors(tensors: list[Tensor], path: str) -> Tensor:
+    if len({(tensor.dtype, tuple(tensor.shape[1:]), tensor.dim()) for tensor in tensors}) > 1:
+        told = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
+        raise ValueError(f"{_place(path)} cannot be concatenated along dim 0 over the microbatches: {told}")
+    if tensors[0].dim():
+        return torch.cat(tensors)
+    stacked = torch.stack(tensors)
+    return stacked.mean() if stacked.is_floating_point() or stacked.is_complex() else stacked.float().mean()
+
+
+def _rebuild_mapping(like: Mapping, fields: dict) -> Mapping:
+    return type(like)(**fields) if dataclasses.is_dataclass(like) else fields
+
+
+def _rebuild_sequence(like: tuple | list, values: list) -> Any:
+    if hasattr(like, "_fields"):  # a named tuple
+        return type(like)(*values)
+    return tuple(values) if isinstance(like, tuple) else values
+
+
+def _place(path: str) -> str:
+    return f"output {path.lstrip('.')}" if path else "the output"

@@ -1,0 +1,291 @@
+"""The one runner of all schedules: it does a rank's actions in order. What the order is, is schedules.py."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from .action import Action, Op
+from .microbatch import map_tensors, signature
+from .transport import Arrival, TensorSpec, Transport, spec_of
+
+Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
+_Place = tuple[int, int]  # stage, microbatch
+
+
+class StageLike(Protocol):
+    """One stage of a model: its index in the pipeline and its forward."""
+
+    index: int
+    is_first: bool
+    is_last: bool
+
+    def forward(self, microbatch: Any, received: tuple[Tensor, ...]) -> Any:
+        """The tuple of tensors for the next stage, or on the last stage the model's outputs.
+
+        Args:
+            microbatch: what every stage is given.
+            received: what the stage before returned; empty on the first.
+        """
+        ...
+
+
+@dataclass(kw_only=True)
+class RunResult:
+    """What a step computed, on the rank of the last stage; empty on the others.
+
+    Args:
+        losses: what the criterion returned (without scale), detached, by microbatch.
+        weights: the weights, where it returned (loss_sum, weight).
+        outputs: the model's outputs by microbatch, detached, where they were to be kept.
+    """
+
+    losses: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor] | None = None
+    outputs: list[Any] | None = None
+
+
+def run_schedule(
+    actions: Sequence[Action],
+    *,
+    stages: Mapping[int, StageLike],
+    microbatches: Sequence[Any],
+    criterion: Criterion | None,
+    transport: Transport | None,
+    scale: Callable[[Tensor], Tensor],
+    keep_outputs: bool = False,
+) -> RunResult:
+    """Do one rank's actions of a schedule, whose other ranks run at the same time.
+
+    Gradients are added to the parameters of the stages. A schedule without backwards should run under
+    `torch.no_grad()`. Communicates with the neighbouring stages; on return all sends are done.
+
+    Args:
+        actions: this rank's part of a valid schedule, sends and receives included.
+        stages: the stages this rank holds, by index.
+        microbatches: the same on every rank of the pipeline, of any sizes.
+        criterion: from outputs and microbatch to the loss, or to (loss_sum, weight); None only without
+            backwards.
+        transport: the way to other ranks; None where all stages are here.
+        scale: what is differentiated instead of the loss, as a function of it.
+        keep_outputs: keep the last stage's outputs.
+
+    Raises:
+        ValueError: the actions do not fit stages, microbatches, criterion or transport.
+        RuntimeError: a peer is lost; names it. Whatever a stage or the criterion raises passes through. After
+            either the transport refuses further steps.
+    """
+    run = _Run(actions, stages, microbatches, criterion, transport, scale, keep_outputs)
+    if transport is None:
+        run.run(actions)
+        return run.result()
+    transport.check_open()
+    try:
+        run.run(actions)
+        transport.flush()
+    except BaseException as error:
+        transport.close(f"{type(error).__name__}: {error}")
+        raise
+    return run.result()
+
+
+class _Run:
+    """The state of one step: what waits to be used by a later action."""
+
+    def __init__(
+        self,
+        actions: Sequence[Action],
+        stages: Mapping[int, StageLike],
+        microbatches: Sequence[Any],
+        criterion: Criterion | None,
+        transport: Transport | None,
+        scale: Callable[[Tensor], Tensor],
+        keep_outputs: bool,
+    ) -> None:
+        self._stages = stages
+        self._microbatches = microbatches
+        self._criterion = criterion
+        self._transport = transport
+        self._scale = scale
+        self._keep_outputs = keep_outputs
+        self._trains = any(action.op is Op.BACKWARD for action in actions)
+        self._check(actions)
+
+        # Between an action and the one that uses its result:
+        self._arriving: dict[Action, Arrival] = {}
+        self._leaving: dict[_Place, tuple[Tensor, ...]] = {}  # outputs, detached, at the stage that made them
+        self._gradients: dict[_Place, tuple[Tensor, ...]] = {}  # of its inputs, at the stage that made them
+        # Between a forward and its backward. The graph of an output is kept by its edge, so that the output's
+        # own memory is free once it was sent.
+        self._received: dict[_Place, list[Tensor]] = {}
+        self._edges: dict[_Place, list[GradientEdge | None]] = {}
+        self._specs: dict[_Place, list[TensorSpec]] = {}
+        self._graphs: dict[_Place, Tensor] = {}
+        # Until the end, by microbatch:
+        self._keys: dict[int, Hashable] = {}
+        self._losses: dict[int, Tensor] = {}
+        self._weights: dict[int, Tensor] = {}
+        self._outputs: dict[int, Any] = {}
+
+    def run(self, actions: Sequence[Action]) -> None:
+        """Do the actions in order."""
+        for action in actions:
+            _METHODS[action.op](self, action)
+
+    def result(self) -> RunResult:
+        """What a finished run computed."""
+        return RunResult(
+            losses=[loss for _, loss in sorted(self._losses.items())],
+            weights=[weight for _, weight in sorted(self._weights.items())] or None,
+            outputs=[self._outputs[microbatch] for microbatch in sorted(self._outputs)] or None,
+        )
+
+    def forward(self, action: Action) -> None:
+        """Run a stage on a microbatch; on the last stage the criterion too."""
+        place = (action.stage, action.microbatch)
+        stage, microbatch = self._stages[action.stage], self._microbatches[action.microbatch]
+        received = () if stage.is_first else self._take_inputs(action)
+        output = stage.forward(microbatch, received)
+        if self._trains:
+            self._received[place] = [tensor for tensor in received if _takes_gradient(tensor)]
+        if stage.is_last:
+            self._finish(place, output)
+        else:
+            self._hand_on(place, output)
+
+    def backward(self, action: Action) -> None:
+        """Differentiate a stage for a microbatch, from its loss or from the gradients of its outputs."""
+        place = (action.stage, action.microbatch)
+        if self._stages[action.stage].is_last:
+            self._scale(self._graphs.pop(place)).backward()
+        else:
+            self._backward_from_outputs(action)
+        received = self._received.pop(place)
+        if not self._stages[action.stage].is_first:
+            self._gradients[place] = tuple(
+                torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in received
+            )
+
+    def send_forward(self, action: Action) -> None:
+        """Send a stage's outputs to the next."""
+        tensors = self._leaving.pop((action.stage, action.microbatch))
+        self._way().describe(action, tensors, self._key(action))
+        self._way().send(action, tensors)
+
+    def receive_forward(self, action: Action) -> None:
+        """Post the receive of a stage's inputs."""
+        specs = self._way().expect(action, self._key(action))
+        self._arriving[action] = self._way().receive(action, specs)
+
+    def send_backward(self, action: Action) -> None:
+        """Send the gradients of a stage's inputs to the stage before."""
+        self._way().send(action, self._gradients.pop((action.stage, action.microbatch)))
+
+    def receive_backward(self, action: Action) -> None:
+        """Post the receive of the gradients of a stage's outputs, which have the outputs' shapes."""
+        specs = self._specs.pop((action.stage, action.microbatch))
+        self._arriving[action] = self._way().receive(action, specs)
+
+    def _take_inputs(self, action: Action) -> tuple[Tensor, ...]:
+        arrival = self._arriving.pop(action._replace(op=Op.RECV_FORWARD), None)
+        tensors = arrival.wait() if arrival else self._leaving.pop((action.stage - 1, action.microbatch))
+        if self._trains:
+            for tensor in filter(_takes_gradient, tensors):
+                tensor.requires_grad_()
+        return tensors
+
+    def _take_gradients(self, action: Action) -> tuple[Tensor, ...]:
+        arrival = self._arriving.pop(action._replace(op=Op.RECV_BACKWARD), None)
+        return arrival.wait() if arrival else self._gradients.pop((action.stage + 1, action.microbatch))
+
+    def _backward_from_outputs(self, action: Action) -> None:
+        # The next stage answers every floating tensor; what a frozen stage does not need is dropped.
+        edges = self._edges.pop((action.stage, action.microbatch))
+        pairs = [
+            (edge, gradient)
+            for edge, gradient in zip(edges, self._take_gradients(action), strict=True)
+            if edge is not None
+        ]
+        if pairs:
+            torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+
+    def _hand_on(self, place: _Place, output: Any) -> None:
+        if not isinstance(output, tuple) or not all(isinstance(tensor, Tensor) for tensor in output):
+            kinds = (
+                [type(item).__name__ for item in output]
+                if isinstance(output, tuple)
+                else type(output).__name__
+            )
+            raise TypeError(
+                f"stage {place[0]} is not the last and must return a tuple of tensors, not {kinds}"
+            )
+        self._leaving[place] = tuple(tensor.detach() for tensor in output)
+        if self._trains:
+            answered = [tensor for tensor in output if _takes_gradient(tensor)]
+            self._specs[place] = [spec_of(tensor) for tensor in answered]
+            self._edges[place] = [
+                get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in answered
+            ]
+
+    def _finish(self, place: _Place, output: Any) -> None:
+        _, microbatch = place
+        if self._keep_outputs:
+            self._outputs[microbatch] = map_tensors(output, Tensor.detach)
+        if self._criterion is None:
+            return
+        loss = self._criterion(output, self._microbatches[microbatch])
+        if isinstance(loss, tuple):
+            loss, weight = loss
+            self._weights[microbatch] = torch.as_tensor(weight, device=loss.device).detach()
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            given = (
+                f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            )
+            raise TypeError(f"the criterion must return a scalar tensor, or (loss_sum, weight), not {given}")
+        self._losses[microbatch] = loss.detach()
+        if self._trains:
+            self._graphs[place] = loss
+
+    def _key(self, action: Action) -> Hashable:
+        """What both ends of a transfer know to decide its shapes; evaluation may differ from training."""
+        if action.microbatch not in self._keys:
+            self._keys[action.microbatch] = (self._trains, signature(self._microbatches[action.microbatch]))
+        return self._keys[action.microbatch]
+
+    def _way(self) -> Transport:
+        assert self._transport is not None  # checked by _check
+        return self._transport
+
+    def _check(self, actions: Sequence[Action]) -> None:
+        unknown = {action for action in actions if action.stage not in self._stages}
+        if unknown:
+            raise ValueError(
+                f"the schedule has {sorted(unknown, key=repr)}, and this rank holds {list(self._stages)}"
+            )
+        used = {action.microbatch for action in actions}
+        if used != set(range(len(self._microbatches))):
+            raise ValueError(
+                f"the schedule is for microbatches {sorted(used)}, and {len(self._microbatches)} are given: "
+                "build it for that number"
+            )
+        if self._transport is None and any(action.op not in (Op.FORWARD, Op.BACKWARD) for action in actions):
+            raise ValueError("the schedule sends and receives: give a transport")
+        if self._trains and self._criterion is None:
+            raise ValueError("the schedule has backwards: give a criterion, or use forward_only(schedule)")
+
+
+def _takes_gradient(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+_METHODS: dict[Op, Callable[[_Run, Action], None]] = {
+    Op.FORWARD: _Run.forward,
+    Op.BACKWARD: _Run.backward,
+    Op.SEND_FORWARD: _Run.send_forward,
+    Op.RECV_FORWARD: _Run.receive_forward,
+    Op.SEND_BACKWARD: _Run.send_backward,
+    Op.RECV_BACKWARD: _Run.receive_backward,
+}

@@ -1,0 +1,174 @@
+"""Cutting batches into microbatches and joining what came of them."""
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import BatchEncoding
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from echelon.pipeline.microbatch import batch_size, map_tensors, merge, signature, split
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+def rows(count: int) -> Tensor:
+    return torch.arange(count * 2).view(count, 2)
+
+
+def lengths(microbatches: list[Tensor]) -> list[int]:
+    return [len(microbatch) for microbatch in microbatches]
+
+
+@pytest.mark.parametrize(
+    "total, num_microbatches, microbatch_size, expected",
+    [
+        (6, 3, None, [2, 2, 2]),
+        (7, 3, None, [3, 2, 2]),
+        (8, 3, None, [3, 3, 2]),
+        (7, None, 2, [2, 2, 2, 1]),
+        (7, None, 9, [7]),
+        (7, 7, None, [1] * 7),
+        (7, 4, 2, [2, 2, 2, 1]),
+    ],
+)
+def test_a_batch_is_cut_evenly_or_by_size(
+    total: int, num_microbatches: int | None, microbatch_size: int | None, expected: list[int]
+) -> None:
+    batch = rows(total)
+    microbatches = split(batch, num_microbatches=num_microbatches, microbatch_size=microbatch_size)
+    assert lengths(microbatches) == expected
+    assert torch.equal(torch.cat(microbatches), batch)
+
+
+def test_microbatches_share_the_memory_of_the_batch() -> None:
+    batch = rows(4)
+    assert [m.data_ptr() for m in split(batch, num_microbatches=2, microbatch_size=None)] == [
+        batch.data_ptr(),
+        batch[2:].data_ptr(),
+    ]
+
+
+def test_nested_batches_keep_their_containers() -> None:
+    batch = {"a": rows(3), "b": [rows(3), (rows(3), None)], "pair": Pair(rows(3), rows(3))}
+    first, second = split(batch, num_microbatches=2, microbatch_size=None)
+    assert first["a"].tolist() == [[0, 1], [2, 3]]
+    assert second["b"][1][0].tolist() == [[4, 5]] and second["b"][1][1] is None
+    assert isinstance(first["b"], list) and isinstance(first["b"][1], tuple)
+    assert type(second["pair"]) is Pair and second["pair"].right.tolist() == [[4, 5]]
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, BatchEncoding])
+def test_every_mapping_becomes_a_plain_dict(kind: Any) -> None:
+    microbatches = split(kind({"input_ids": rows(2)}), num_microbatches=2, microbatch_size=None)
+    assert [type(microbatch) for microbatch in microbatches] == [dict, dict]
+    assert microbatches[1]["input_ids"].tolist() == [[2, 3]]
+
+
+def test_what_has_no_batch_dimension_goes_to_every_microbatch() -> None:
+    temperature = torch.tensor(0.5)
+    batch = {"x": rows(2), "temperature": temperature, "name": "two", "flag": True, "none": None}
+    for microbatch in split(batch, num_microbatches=2, microbatch_size=None):
+        assert microbatch["temperature"] is temperature
+        assert (microbatch["name"], microbatch["flag"], microbatch["none"]) == ("two", True, None)
+
+
+def test_more_microbatches_than_samples_are_refused_with_both_figures() -> None:
+    with pytest.raises(ValueError, match=r"num_microbatches=4 is more than the 3 samples.*at most 3"):
+        split(rows(3), num_microbatches=4, microbatch_size=None)
+
+
+def test_lengths_that_differ_are_refused_by_name() -> None:
+    batch = {"input_ids": rows(4), "extra": [rows(4), rows(3)]}
+    with pytest.raises(ValueError, match=r"input_ids has 4, extra\.0 has 4, extra\.1 has 3"):
+        split(batch, num_microbatches=2, microbatch_size=None)
+
+
+@pytest.mark.parametrize(
+    "sizes, fault",
+    [
+        ((None, None), "give num_microbatches or microbatch_size"),
+        ((0, None), "num_microbatches=0 must be at least 1"),
+        ((None, 0), "microbatch_size=0 must be at least 1"),
+        ((3, 2), "microbatch_size=2 cuts a batch of 4 samples into 2 microbatches, and num_microbatches=3"),
+    ],
+)
+def test_sizes_that_do_not_say_how_to_cut_are_refused(
+    sizes: tuple[int | None, int | None], fault: str
+) -> None:
+    with pytest.raises(ValueError, match=fault):
+        split(rows(4), num_microbatches=sizes[0], microbatch_size=sizes[1])
+
+
+@pytest.mark.parametrize("batch", [{}, {"x": torch.tensor(1.0)}, "text", None])
+def test_a_batch_without_samples_is_refused(batch: Any) -> None:
+    with pytest.raises(ValueError, match="no tensor with a batch dimension"):
+        batch_size(batch)
+
+
+def test_the_batch_size_is_the_common_length() -> None:
+    assert batch_size({"x": rows(5), "y": [torch.zeros(5)]}) == 5
+
+
+def test_merging_the_microbatches_gives_back_the_batch() -> None:
+    batch = {"a": rows(7), "b": (rows(7).float(), None), "c": "same"}
+    merged = merge(split(batch, num_microbatches=3, microbatch_size=None))
+    assert torch.equal(merged["a"], batch["a"]) and torch.equal(merged["b"][0], batch["b"][0])
+    assert merged["b"][1] is None and merged["c"] == "same" and isinstance(merged["b"], tuple)
+
+
+def test_model_outputs_are_merged_by_field_and_keep_their_class() -> None:
+    outputs = [
+        CausalLMOutputWithPast(
+            loss=torch.tensor(float(index)), logits=rows(2).float() + index, hidden_states=(rows(2), rows(2))
+        )
+        for index in range(2)
+    ]
+    merged = merge(outputs)
+    assert type(merged) is CausalLMOutputWithPast
+    assert merged.loss.item() == 0.5
+    assert merged.logits.shape == (4, 2) and len(merged.hidden_states) == 2
+    assert merged.hidden_states[1].shape == (4, 2)
+    assert merged.past_key_values is None
+
+
+def test_whole_numbers_without_dimensions_are_averaged_as_floats() -> None:
+    assert merge([torch.tensor(1), torch.tensor(2)]).item() == 1.5
+
+
+def test_values_that_differ_become_a_list() -> None:
+    assert merge([{"n": 1, "m": 2}, {"n": 1, "m": 3}]) == {"n": 1, "m": [2, 3]}
+
+
+@pytest.mark.parametrize(
+    "outputs, fault",
+    [
+        ([], "no outputs"),
+        ([{"a": rows(1)}, {"b": rows(1)}], "differs in its keys"),
+        ([{"a": rows(1)}, {"a": None}], "output a differs in type between microbatches: NoneType, Tensor"),
+        ([{"a": rows(1)}, {"a": torch.zeros(1, 3)}], r"output a cannot be concatenated .*\(1, 2\).*\(1, 3\)"),
+        ([(rows(1),), (rows(1), rows(1))], "the output differs in length"),
+    ],
+)
+def test_outputs_that_do_not_match_are_refused(outputs: list, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        merge(outputs)
+
+
+def test_the_signature_knows_names_shapes_and_dtypes_only() -> None:
+    batch = {"x": rows(2), "n": 3}
+    assert signature(batch) == signature({"x": rows(2) + 1, "n": 4})
+    assert hash(signature(batch)) == hash(signature(dict(batch)))
+    others = [{"y": rows(2)}, {"x": rows(3)}, {"x": rows(2).float()}, {"x": rows(2), "z": rows(2)}]
+    assert len({signature(other) for other in [batch, *others]}) == 5
+
+
+def test_mapping_over_tensors_keeps_the_structure() -> None:
+    output = CausalLMOutputWithPast(logits=torch.ones(2, requires_grad=True) * 2)
+    detached = map_tensors(output, Tensor.detach)
+    assert type(detached) is CausalLMOutputWithPast and not detached.logits.requires_grad
