@@ -1,0 +1,254 @@
+"""Flat memory for parameters and gradients, and this rank's slice of it. Who reduces when is optimizer.py.
+
+A bucket, for two ranks that share it out (| bounds a slice, . is padding):
+
+    parameters   p0 p0 p0 . p1 p1 | p1 p2 p2 p2 . .     compute dtype; every parameter is a view into it
+    gradients    g0 g0 g0 . g1 g1 | g1 g2 g2 g2 . .     float32; every gradient is a view into it
+    masters      m0 m0 m0 . m1 m1                       float32, on the rank that owns the slice
+    pieces       [m0 m0 m0] [m1 m1]                     1-D views of the masters: what the optimizer steps
+
+In float32 the masters are the slice of the parameters itself. Padding is zero and stays so.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .parameter import ManagedParameter
+from .partition import Partition
+
+# In elements: 64 bytes of float32, 32 of a 16-bit format. Parameters and slices begin at multiples of it, so
+# that no vector load of a kernel or a collective straddles two of them.
+ALIGNMENT = 16
+
+
+@dataclass(kw_only=True)
+class Slot:
+    """One parameter's place in a bucket.
+
+    Args:
+        managed: whose place it is.
+        start, stop: its elements in the whole buffers.
+        weight, gradient: views of the whole buffers in the parameter's shape.
+        piece: the part of it in this rank's slice of masters, None where the slice holds nothing of it.
+        piece_gradient: the part of `gradient` that belongs to `piece`.
+        version: the parameter's version counter when its master was last known to agree with it.
+    """
+
+    managed: ManagedParameter
+    start: int
+    stop: int
+    weight: Tensor
+    gradient: Tensor
+    piece: Parameter | None
+    piece_gradient: Tensor | None
+    version: int
+
+    @property
+    def parameter(self) -> Parameter:
+        """The model's parameter."""
+        return self.managed.parameter
+
+    def collect(self) -> None:
+        """Make the parameter's gradient the view into the bucket, copying in one that lies elsewhere.
+
+        Autograd makes a new tensor for the first gradient after `zero_grad`, and adds in place from then on.
+        """
+        gradient = self.parameter.grad
+        if gradient is None or gradient is self.gradient:
+            return
+        if gradient.layout is not torch.strided:
+            raise ValueError(
+                f"the gradient of {self.managed.name} is {gradient.layout} and only dense ones can be "
+                "reduced: build the embedding with sparse=False"
+            )
+        self.gradient.copy_(gradient)
+        self.parameter.grad = self.gradient
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the parameter still is the view into the bucket that it was made."""
+        weight = self.parameter
+        return weight.data_ptr() == self.weight.data_ptr() and weight.dtype == self.weight.dtype
+
+
+class Bucket:
+    """Parameters of one parameter group that are reduced and gathered together.
+
+    Building it moves the parameters into flat memory of dtype `dtype`, and the masters are what they were
+    before, unrounded. All ranks of the partition start from the values of its first. One broadcast.
+
+    Args:
+        members: the parameters, all on one device.
+        group_index: the optimizer's parameter group.
+        dtype: the format that the parameters compute in.
+        partition: how the ranks of the data axis share it out.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[ManagedParameter],
+        *,
+        group_index: int,
+        dtype: torch.dtype,
+        partition: Partition,
+    ) -> None:
+        self.group_index = group_index
+        self.partition = partition
+        starts, length = _layout(members, partition.num_slices)
+        device = members[0].parameter.device
+        self.gradients = torch.zeros(length, dtype=torch.float32, device=device)
+        values = torch.zeros(length, dtype=torch.float32, device=device)
+        for managed, start in zip(members, starts, strict=True):
+            _view(values, managed.parameter, start).copy_(managed.parameter.detach())
+        partition.broadcast_(values)
+        self.parameters = values.to(dtype)
+        is_float32 = dtype == torch.float32
+        self.masters = partition.own(self.parameters) if is_float32 else partition.own(values).clone()
+        self._reduced_before: Tensor | None = None
+        self.slots = [self._slot(managed, start) for managed, start in zip(members, starts, strict=True)]
+        self.counted = list(self._runs(counts=True)) if partition.counts else []
+        self.watched = list(self._runs(counts=False)) if partition.counts else []
+
+    @property
+    def own_gradients(self) -> Tensor:
+        """The slice of the gradients that this rank owns."""
+        return self.partition.own(self.gradients)
+
+    def reduce_(self) -> None:
+        """Average the gradients over the data axis, into this rank's slice. One collective."""
+        self.partition.average_(self.gradients)
+        if self._reduced_before is not None:
+            self.own_gradients.add_(self._reduced_before)
+            self._reduced_before = None
+
+    def reopen(self, factor: float) -> None:
+        """Set the reduced slice aside, times `factor`, to be added to the next reduction."""
+        self._reduced_before = self.own_gradients * factor
+
+    def zero_(self) -> None:
+        """Forget all gradients."""
+        self.gradients.zero_()
+        self._reduced_before = None
+
+    def publish_(self) -> None:
+        """Bring the masters of all ranks into the parameters of all. One all-gather if sliced."""
+        if self.parameters.dtype != torch.float32:
+            self.partition.own(self.parameters).copy_(self.masters)
+        self.partition.gather_(self.parameters)
+        self.note_versions()
+
+    def refresh_(self) -> None:
+        """Take over parameters that were written to; masters that still round to their parameter stay."""
+        if self.parameters.dtype != torch.float32:
+            present = self.partition.own(self.parameters)
+            stays = self.masters.to(present.dtype) == present
+            self.masters.copy_(torch.where(stays, self.masters, present.float()))
+        self.note_versions()
+
+    @property
+    def was_written(self) -> bool:
+        """Whether a parameter was written to in place since then (`load_state_dict` does it)."""
+        return any(slot.parameter._version != slot.version for slot in self.slots)
+
+    def note_versions(self) -> None:
+        """Take the parameters as they are now for what the masters say."""
+        for slot in self.slots:
+            slot.version = slot.parameter._version
+
+    def unflattened(self, flat: Tensor) -> dict[str, Tensor]:
+        """The parts of a whole buffer by parameter name, in the parameters' shapes."""
+        return {slot.managed.name: _view(flat, slot.parameter, slot.start) for slot in self.slots}
+
+    def describe(self) -> list[str]:
+        """One line per parameter; equal lines mean equal slices of equal buffers."""
+        where = (
+            f"of group {self.group_index} in a bucket of {self.parameters.numel()} {self.parameters.dtype}, "
+            f"slice {self.partition.index} of {self.partition.num_slices}"
+        )
+        return [
+            f"{slot.managed.name} {tuple(slot.weight.shape)} at {slot.start} {where}" for slot in self.slots
+        ]
+
+    def _slot(self, managed: ManagedParameter, start: int) -> Slot:
+        parameter, stop = managed.parameter, start + managed.parameter.numel()
+        weight = _view(self.parameters, parameter, start)
+        # None: any format is accumulated, here that of the activations into the bucket's float32.
+        parameter.grad_dtype = None
+        parameter.data = weight
+        first = self.partition.index * self.masters.numel()
+        begin, end = max(start, first), min(stop, first + self.masters.numel())
+        owned = begin < end
+        return Slot(
+            managed=managed,
+            start=start,
+            stop=stop,
+            weight=weight,
+            gradient=_view(self.gradients, parameter, start),
+            piece=Parameter(self.masters[begin - first : end - first]) if owned else None,
+            piece_gradient=self.gradients[begin:end] if owned else None,
+            version=parameter._version,
+        )
+
+    def _runs(self, *, counts: bool) -> Iterator[Tensor]:
+        """Stretches of this rank's gradients whose parameters it counts, or does not."""
+        first, length = self.partition.index * self.masters.numel(), self.masters.numel()
+        owned = [slot for slot in self.slots if slot.piece is not None]
+        for key, run in groupby(owned, key=lambda slot: slot.managed.counts):
+            if key == counts:
+                slots = list(run)
+                begin, end = max(slots[0].start, first), min(slots[-1].stop, first + length)
+                yield self.gradients[begin:end]
+
+
+def fill_buckets(
+    groups: Sequence[Sequence[ManagedParameter]],
+    *,
+    dtype: torch.dtype,
+    partition: Partition,
+    bucket_size: int,
+) -> list[Bucket]:
+    """Buckets of at most `bucket_size` elements, or of one larger parameter. One broadcast per bucket.
+
+    None spans two parameter groups or devices.
+    """
+    buckets = []
+    for index, group in enumerate(groups):
+        for _, members in groupby(group, key=lambda managed: managed.parameter.device):
+            for part in _portions(list(members), bucket_size):
+                buckets.append(Bucket(part, group_index=index, dtype=dtype, partition=partition))
+    return buckets
+
+
+def _portions(members: list[ManagedParameter], bucket_size: int) -> Iterator[list[ManagedParameter]]:
+    portion: list[ManagedParameter] = []
+    filled = 0
+    for managed in members:
+        if portion and filled + managed.parameter.numel() > bucket_size:
+            yield portion
+            portion, filled = [], 0
+        portion.append(managed)
+        filled += managed.parameter.numel()
+    if portion:
+        yield portion
+
+
+def _layout(members: Sequence[ManagedParameter], num_slices: int) -> tuple[list[int], int]:
+    """Where each parameter begins, and the padded length of the bucket."""
+    starts, end = [], 0
+    for managed in members:
+        starts.append(end)
+        end = _round_up(end + managed.parameter.numel(), ALIGNMENT)
+    return starts, _round_up(end, ALIGNMENT * num_slices)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _view(flat: Tensor, parameter: Parameter, start: int) -> Tensor:
+    return flat[start : start + parameter.numel()].view(parameter.shape)

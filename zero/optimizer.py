@@ -1,0 +1,392 @@
+"""The optimizer that owns a run's flat memory, precision and reductions, around the user's own optimizer.
+
+backward()            gradients accumulate in float32, in flat buckets (bucket.py)
+reduce_gradients()    sums over tied and partial copies (reduction.py), mean over the data axis (partition.py)
+step()                norm and verdict of all ranks (norm.py), unscale and clip, inner step on own slices,
+                      parameters gathered
+"""
+
+from collections.abc import Callable, Sequence
+from math import isfinite
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..cluster.mesh import ParallelMesh
+from .bucket import Slot, fill_buckets
+from .elementwise import require_elementwise
+from .groups import hold_pieces, managed_groups
+from .norm import clip_coefficient, norm_over_all_ranks
+from .parameter import ManagedParameter
+from .partition import Partition, require_agreement
+from .precision import DynamicScaler, PrecisionConfig
+from .reduction import sharing, sum_over_groups
+from .state import load_local_state, local_state
+
+
+class ShardedOptimizer(Optimizer):
+    """Plain data parallelism (stage 0) or ZeRO-1 (stage 1) around any element-wise optimizer.
+
+    The inner optimizer stays the user's object, with the same group dicts: schedulers built on it, before or
+    after, keep acting. Its groups hold, in the place of the parameters, float32 1-D pieces of them: those of
+    this rank's slice. Parameters of other pipeline stages and frozen ones are taken out of it.
+
+    Building it is collective over the world. All ranks of the data axis start from the first's parameters.
+
+    Args:
+        optimizer: any torch optimizer that updates every entry on its own, not stepped yet.
+        parameters: this rank's part of the model, in one order on all ranks of the data axis. Those that the
+            optimizer does not hold are left alone.
+        mesh: the processes.
+        stage: 0 keeps all optimizer states on every rank, 1 shares them out over the data axis.
+        precision: the format of the parameters, and the loss scale. Parameters may arrive in float32 under
+            every precision: masters are made from what arrives.
+        max_norm: gradients of a larger norm are scaled down to it; 0 never clips.
+        norm_type: the p of the norm that is measured and clipped, `inf` for the largest magnitude.
+        bucket_size: largest number of elements that are communicated at once.
+        data_axis: the axis of the mesh that gradients are averaged over.
+
+    Attributes:
+        inner: the user's optimizer.
+        gradient_factor: what the next step multiplies gradients with besides; equal on all ranks. A step
+            sets it back to 1.
+        last_norm: norm of the gradients of the last step, unscaled, before clipping; None before the first.
+        skipped_steps: how many steps were skipped since their gradients were not finite on some rank.
+    """
+
+    def __init__(  # the base class is not initialized: groups, state, defaults and hooks are the inner one's
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[ManagedParameter],
+        *,
+        mesh: ParallelMesh,
+        stage: Literal[0, 1],
+        precision: PrecisionConfig,
+        max_norm: float = 0.0,
+        norm_type: float = 2.0,
+        bucket_size: int = 12 * 1024**2,
+        data_axis: str = "dp",
+    ) -> None:
+        if faults := sharding_faults(
+            stage=stage, max_norm=max_norm, norm_type=norm_type, bucket_size=bucket_size
+        ):
+            raise ValueError("; ".join(faults))
+        require_elementwise(optimizer)
+        self.inner = optimizer
+        self.gradient_factor: float | Tensor = 1.0
+        self.last_norm: float | None = None
+        self.skipped_steps = 0
+        self._mesh = mesh
+        self._max_norm = max_norm
+        self._norm_type = norm_type
+        self._scaler = DynamicScaler(precision) if precision.precision == "fp16" else None
+        self._partition = Partition(group=mesh.group(data_axis), sliced=stage == 1)
+        groups = managed_groups(optimizer, parameters)
+        self._require_one_layout(groups)
+        self._frozen = [managed for managed in parameters if not managed.parameter.requires_grad]
+        self.buckets = fill_buckets(
+            groups, dtype=precision.dtype, partition=self._partition, bucket_size=bucket_size
+        )
+        self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        hold_pieces(optimizer, self.buckets)
+        # Whether the buckets hold reduced gradients, and for which slots any rank had one.
+        self._is_reduced = False
+        self._contributed = False
+        self._present = torch.zeros(len(self._slots), device=mesh.device)
+        self._present_before: Tensor | None = None
+        # What reduced gradients must be multiplied with to be the true ones; None before a step.
+        self._unclip: float | None = None
+        self._is_stepping = False
+        self._add_hooks()
+        # Hooks registered on this optimizer run with the inner one's.
+        self.__dict__.update(
+            {name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")}
+        )
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's own groups."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's state, by piece."""
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The inner optimizer's defaults."""
+        return self.inner.defaults
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied with before backward; 1 but for fp16."""
+        return 1.0 if self._scaler is None else self._scaler.scale
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss to call backward on."""
+        return loss if self._scaler is None else loss * self._scaler.scale
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        """Scale the loss and accumulate its gradients."""
+        self.scale_loss(loss).backward(retain_graph=retain_graph)
+
+    def get_grad_norm(self) -> float | None:
+        """`last_norm`, under ColossalAI's name."""
+        return self.last_norm
+
+    @torch.no_grad()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients. As in torch, a parameter is stepped with zeros, but not with None."""
+        self._is_reduced = False
+        self._unclip = None
+        self._present_before = None
+        if not set_to_none:
+            for bucket in self.buckets:
+                bucket.zero_()
+        for slot in self._slots:
+            keep = not set_to_none and slot.parameter.grad is not None
+            slot.parameter.grad = slot.gradient if keep else None
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Sum partial gradients, then average over the data axis, unless no backward ran since the last time.
+
+        Collective over the sum groups and the data axis. After it, `parameter.grad` is the reduced gradient
+        only in this rank's slice: all of it in stage 0; in stage 1 see `gradients`.
+        """
+        if self._is_reduced:
+            return
+        for slot in self._slots:
+            slot.collect()
+            if slot.parameter.grad is None:
+                slot.gradient.zero_()
+        flags = [float(slot.parameter.grad is not None) for slot in self._slots]
+        self._contributed = any(flags)
+        self._present = torch.tensor(flags, device=self._mesh.device)
+        sum_over_groups(self._slots, self._present)
+        for bucket in self.buckets:
+            bucket.reduce_()
+        self._partition.maximum_(self._present)
+        if self._present_before is not None:
+            self._present = torch.maximum(self._present, self._present_before)
+            self._present_before = None
+        self._is_reduced = True
+        self._unclip = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters, or skip the step on all ranks if any gradient of any rank is not finite.
+
+        Collective over the world. A parameter that got no gradient on any rank is left alone, as in torch.
+
+        Args:
+            closure: computes the loss and its gradients, through `backward`.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            RuntimeError: parameters were moved or retyped since boost, or the loss scale cannot fall further.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._require_untouched()
+        self.reduce_gradients()
+        norm, factor, present = self._measured()
+        self.last_norm = norm * abs(factor)
+        overflow = not isfinite(self.last_norm)
+        self.gradient_factor = 1.0
+        if overflow:
+            self.skipped_steps += 1
+            self._unclip = factor
+            # Or a scheduler built on the inner optimizer warns that it stepped before its optimizer.
+            self.inner._opt_called = True  # type: ignore[attr-defined]
+        else:
+            clip = clip_coefficient(self.last_norm, self._max_norm)
+            self._unclip = 1 / clip
+            self._update_own_slices(factor * clip, present)
+            for bucket in self.buckets:
+                bucket.publish_()
+        if self._scaler is not None:
+            self._scaler.update(overflow)
+        return loss
+
+    @torch.no_grad()
+    def gradients(self) -> dict[str, Tensor]:
+        """The reduced gradients by name: float32, unscaled, unclipped, whole. Collective over the data axis.
+
+        Callable from `reduce_gradients` until the next backward or `zero_grad`. Before a step they include
+        `gradient_factor` as it then is; after a step they are those that the step used, with its clipping
+        divided out again (one rounding). Parameters that got no gradient on any rank are left out.
+
+        Raises:
+            RuntimeError: the gradients are not reduced.
+        """
+        if not self._is_reduced:
+            raise RuntimeError("gradients() needs reduced gradients: call reduce_gradients() or step() first")
+        true = self.gradient_factor / self.loss_scale if self._unclip is None else self._unclip
+        named: dict[str, Tensor] = {}
+        for bucket in self.buckets:
+            named |= bucket.unflattened(self._partition.gathered(bucket.own_gradients) * true)
+        present = self._present.tolist()
+        return {
+            slot.managed.name: named[slot.managed.name]
+            for slot, is_present in zip(self._slots, present, strict=True)
+            if is_present
+        }
+
+    @torch.no_grad()
+    def masters(self) -> dict[str, Tensor]:
+        """Copies of the float32 weights by name, whole. Collective over the data axis."""
+        named: dict[str, Tensor] = {}
+        for bucket in self.buckets:
+            named |= bucket.unflattened(self._partition.gathered(bucket.masters))
+        return named
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Take over parameters that were written to, by loading weights for example.
+
+        A step does it by itself for in-place writes that torch counts, as `load_state_dict` and
+        `parameter.copy_()` are; `parameter.data.copy_()` is not. Masters that still round to their
+        parameter keep their low bits.
+        """
+        for bucket in self.buckets:
+            bucket.refresh_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part: the inner optimizer's state and groups, masters, loss scale and layout."""
+        return local_state(self.inner, self.buckets, self._scaler) | {"skipped_steps": self.skipped_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from this rank's `state_dict` of the same layout. Collective over the data axis.
+
+        Raises:
+            ValueError: it was saved under another layout.
+        """
+        with torch.no_grad():
+            load_local_state(self.inner, self.buckets, self._scaler, state_dict)
+        self.skipped_steps = state_dict["skipped_steps"]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the flat memory is laid out once."""
+        raise RuntimeError("add parameter groups to the optimizer before boost: its memory is laid out there")
+
+    def _measured(self) -> tuple[float, float, list[bool]]:
+        """The norm of the scaled gradients, what unscales them, and which slots any rank has a gradient for.
+
+        One all-reduce over the world, and one wait of the host for the device.
+        """
+        device = self._mesh.device
+        norm = norm_over_all_ranks(
+            [run for bucket in self.buckets for run in bucket.counted],
+            [run for bucket in self.buckets for run in bucket.watched],
+            norm_type=self._norm_type,
+            device=device,
+        )
+        factor = torch.as_tensor(self.gradient_factor, dtype=torch.float64, device=device).view(1)
+        measured, factor_, *present = torch.cat([norm.view(1), factor, self._present.double()]).tolist()
+        return measured, factor_ / self.loss_scale, [flag > 0 for flag in present]
+
+    def _update_own_slices(self, coefficient: float, present: list[bool]) -> None:
+        for bucket in self.buckets:
+            if bucket.was_written:
+                bucket.refresh_()
+            if coefficient != 1.0:
+                bucket.own_gradients.mul_(coefficient)
+        for slot, is_present in zip(self._slots, present, strict=True):
+            if slot.piece is not None:
+                slot.piece.grad = slot.piece_gradient if is_present else None
+        self._is_stepping = True
+        try:
+            self.inner.step()
+        finally:
+            self._is_stepping = False
+
+    def _add_hooks(self) -> None:
+        for slot in self._slots:
+            slot.parameter.register_hook(self._before_accumulation)
+            slot.parameter.register_post_accumulate_grad_hook(_collector(slot))
+        self.inner.register_step_pre_hook(self._refuse_inner_step)
+
+    def _before_accumulation(self, gradient: Tensor) -> None:
+        if self._is_reduced:
+            self._reopen()
+
+    def _reopen(self) -> None:
+        """Set reduced gradients aside: a backward accumulates on top of them and is reduced on its own."""
+        # The model's own zero_grad drops what this rank contributed.
+        is_forgotten = self._contributed and all(slot.parameter.grad is None for slot in self._slots)
+        if not is_forgotten:
+            for bucket in self.buckets:
+                bucket.reopen(1.0 if self._unclip is None else self.loss_scale)
+            self._present_before = self._present
+        for slot in self._slots:
+            slot.parameter.grad = None
+        self._is_reduced = False
+        self._unclip = None
+
+    def _require_one_layout(self, groups: list[list[ManagedParameter]]) -> None:
+        """Ranks of the data axis, and of a sum group, must mean the same parameters. Small all-reduces."""
+        require_agreement(
+            [
+                f"{managed.name} {tuple(managed.parameter.shape)} of group {index}, counts={managed.counts}"
+                for index, members in enumerate(groups)
+                for managed in members
+            ],
+            group=self._partition.group,
+            device=self._mesh.device,
+            what="the trainable parameters of the optimizer",
+        )
+        flat = [managed for members in groups for managed in members]
+        for group, indices in sharing(flat):
+            require_agreement(
+                [str(tuple(flat[index].parameter.shape)) for index in indices],
+                group=group,
+                device=self._mesh.device,
+                what="the shapes of parameters whose gradients are summed",
+            )
+
+    def _require_untouched(self) -> None:
+        for slot in self._slots:
+            if not slot.is_in_place:
+                raise RuntimeError(
+                    f"{slot.managed.name} is no longer in the memory that boost gave it (model.to(), .half() "
+                    "and parameter.data = … take it out): move and cast the model before boost"
+                )
+        for managed in self._frozen:
+            if managed.parameter.requires_grad:
+                raise RuntimeError(
+                    f"{managed.name} was frozen at boost and requires a gradient now, but nothing would "
+                    "update it: set requires_grad before boost"
+                )
+
+    def _refuse_inner_step(self, *_: Any) -> None:
+        if not self._is_stepping:
+            raise RuntimeError(
+                "this optimizer was boosted: step the one that boost returned, which reduces gradients first"
+            )
+
+
+def _collector(slot: Slot) -> Callable[[Tensor], None]:
+    def collect(_: Tensor) -> None:
+        with torch.no_grad():
+            slot.collect()
+
+    return collect
+
+
+def sharding_faults(*, stage: int, max_norm: float, norm_type: float, bucket_size: int) -> list[str]:
+    """All that is wrong with these arguments of ShardedOptimizer, each with what is allowed."""
+    checks = (
+        (stage in (0, 1), f"stage={stage}: use 0 (plain data parallelism) or 1 (states shared out)"),
+        (max_norm >= 0, f"max_norm={max_norm}: it must be above 0, or 0 for no clipping"),
+        (norm_type > 0, f"norm_type={norm_type}: it must be above 0, or inf for the largest magnitude"),
+        (bucket_size >= 1, f"bucket_size={bucket_size}: it must be at least 1 element"),
+    )
+    return [fault for sound, fault in checks if not sound]

@@ -1,0 +1,27 @@
+"""What the optimizer is told about a parameter. How its memory is laid out is bucket.py."""
+
+from dataclasses import dataclass
+
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManagedParameter:
+    """A parameter of this rank's part of the model.
+
+    Args:
+        name: its Hugging Face name, the same under every layout.
+        parameter: the parameter object; it keeps its identity.
+        sum_groups: its gradient is partial over each of these groups and is summed there before anything
+            else: ties across pipeline stages, copies of key-value heads, norms inside a tensor-parallel
+            region. All ranks of a group list the parameters of that group in the same order.
+        counts: whether this rank counts it in the gradient norm; False on all but one of the ranks that hold
+            the same gradient along the tensor, sequence and pipeline axes. Copies along the data axis are
+            the optimizer's own matter.
+    """
+
+    name: str
+    parameter: Parameter
+    sum_groups: tuple[ProcessGroup, ...] = ()
+    counts: bool = True

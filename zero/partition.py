@@ -1,0 +1,113 @@
+"""How the ranks of the data axis share out a flat buffer, and what they exchange for it."""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..cluster.collectives import all_gather_single, reduce_scatter_single
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """Equal slices of every buffer, one per rank of a group, or a single slice that every rank holds.
+
+    Args:
+        group: the ranks whose gradients are averaged.
+        sliced: whether each rank owns one slice (ZeRO); otherwise each owns all (plain data parallelism).
+    """
+
+    group: dist.ProcessGroup
+    sliced: bool
+
+    @property
+    def num_slices(self) -> int:
+        """The number of different slices."""
+        return self.group.size() if self.sliced else 1
+
+    @property
+    def index(self) -> int:
+        """Which of the slices this rank owns."""
+        return self.group.rank() if self.sliced else 0
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank is the one, of those that own its slice, that counts it in a norm."""
+        return self.sliced or self.group.rank() == 0
+
+    def own(self, flat: Tensor) -> Tensor:
+        """The view of a whole buffer that this rank owns."""
+        length = flat.numel() // self.num_slices
+        return flat.narrow(0, self.index * length, length)
+
+    def average_(self, gradients: Tensor) -> None:
+        """Bring the mean over the group into this rank's slice of a whole buffer, in place.
+
+        One all-reduce, or one reduce-scatter that leaves the other slices as they were.
+        """
+        if self.group.size() == 1:
+            return
+        if self.sliced:
+            reduce_scatter_single(self.own(gradients), gradients, op=dist.ReduceOp.AVG, group=self.group)
+        else:
+            dist.all_reduce(gradients, op=dist.ReduceOp.AVG, group=self.group)
+
+    def gather_(self, flat: Tensor) -> None:
+        """Fill a whole buffer, in place, from the slices that its ranks own. One all-gather if sliced."""
+        if self.num_slices > 1:
+            all_gather_single(flat, self.own(flat), group=self.group)
+
+    def gathered(self, slice_: Tensor) -> Tensor:
+        """The whole buffer, new, whose slices the ranks hold apart. One all-gather if sliced."""
+        if self.num_slices == 1:
+            return slice_.clone()
+        whole = slice_.new_empty(slice_.numel() * self.num_slices)
+        all_gather_single(whole, slice_, group=self.group)
+        return whole
+
+    def broadcast_(self, flat: Tensor) -> None:
+        """Give every rank the buffer of the group's first."""
+        if self.group.size() > 1:
+            dist.broadcast(flat, group_src=0, group=self.group)
+
+    def maximum_(self, flags: Tensor) -> None:
+        """The largest of each entry over the group, in place. One all-reduce."""
+        if self.group.size() > 1:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+
+
+def require_agreement(lines: list[str], *, group: dist.ProcessGroup, device: torch.device, what: str) -> None:
+    """Raise on every rank of the group unless all have the same lines. One all-reduce of two numbers.
+
+    Raises:
+        ValueError: the ranks differ; it names the first line that does.
+    """
+    if group.size() == 1:
+        return
+    digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
+    extremes = torch.tensor([digest, -digest], device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    largest, negated_smallest = extremes.tolist()
+    if largest == -negated_smallest:
+        return
+    every: list[list[str]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(every, lines, group=group)
+    raise ValueError(
+        f"{what} differ between ranks {_first_difference(every, dist.get_process_group_ranks(group))}"
+    )
+
+
+def _first_difference(every: list[list[str]], ranks: list[int]) -> str:
+    other = next(index for index, lines in enumerate(every) if lines != every[0])
+    mine, theirs = every[0], every[other]
+    length = max(len(mine), len(theirs))
+    mine, theirs = (
+        [*mine, *["nothing"] * (length - len(mine))],
+        [*theirs, *["nothing"] * (length - len(theirs))],
+    )
+    at = next(index for index in range(length) if mine[index] != theirs[index])
+    return (
+        f"{ranks[0]} and {ranks[other]}: number {at} is {mine[at]} on the one and {theirs[at]} on the other"
+    )

@@ -1,0 +1,135 @@
+"""The number format of a run, and the loss scale that fp16 needs. What overflowed is norm.py's to find."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """In what format parameters compute. Gradients accumulate, and the optimizer updates, in float32.
+
+    The rest is the dynamic loss scale of fp16, under ColossalAI's names.
+
+    Args:
+        precision: format of the parameters in forward and backward.
+        initial_scale: the loss scale of the first step.
+        min_scale, max_scale: bounds of the scale.
+        growth_factor: the scale grows by it after `growth_interval` steps in a row without overflow.
+        growth_interval: steps without overflow until the scale grows.
+        backoff_factor: the scale shrinks by it on an overflow.
+        hysteresis: the number of overflows since the scale last grew that it takes to shrink it.
+
+    Raises:
+        ValueError: with all the faults of the configuration.
+    """
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    initial_scale: float = 2.0**16
+    min_scale: float = 1.0
+    growth_factor: float = 2.0
+    growth_interval: int = 1000
+    backoff_factor: float = 0.5
+    hysteresis: int = 2
+    max_scale: float = 2.0**32
+
+    def __post_init__(self) -> None:
+        if faults := precision_faults(**asdict(self)):
+            raise ValueError("; ".join(faults))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The format of the parameters."""
+        return DTYPES[self.precision]
+
+
+def precision_faults(
+    *,
+    precision: str = "fp32",
+    initial_scale: float = 2.0**16,
+    min_scale: float = 1.0,
+    growth_factor: float = 2.0,
+    growth_interval: int = 1000,
+    backoff_factor: float = 0.5,
+    hysteresis: int = 2,
+    max_scale: float = 2.0**32,
+) -> list[str]:
+    """All that is wrong with a precision configuration, each with what is allowed; empty when it is sound."""
+    checks = (
+        (precision in DTYPES, f"precision={precision!r}: use one of {', '.join(map(repr, DTYPES))}"),
+        (min_scale > 0, f"min_scale={min_scale}: it must be above 0"),
+        (
+            min_scale <= initial_scale <= max_scale,
+            f"initial_scale={initial_scale}: it must be in min_scale={min_scale} … max_scale={max_scale}",
+        ),
+        (growth_factor > 1, f"growth_factor={growth_factor}: it must be above 1"),
+        (growth_interval >= 1, f"growth_interval={growth_interval}: it must be at least 1"),
+        (0 < backoff_factor < 1, f"backoff_factor={backoff_factor}: it must lie between 0 and 1"),
+        (hysteresis >= 1, f"hysteresis={hysteresis}: it must be at least 1"),
+    )
+    return [fault for sound, fault in checks if not sound]
+
+
+class DynamicScaler:
+    """The loss scale of fp16: it shrinks when gradients overflow and grows after a long time without.
+
+    The same on every rank as long as all give `update` the same verdicts.
+    """
+
+    def __init__(self, config: PrecisionConfig) -> None:
+        self._config = config
+        self.scale = config.initial_scale
+        self._steps_without_overflow = 0
+        self._overflows_in_a_row = 0
+        self._overflows_since_growth = 0
+
+    def update(self, overflow: bool) -> None:
+        """Take in whether the gradients of a step overflowed on any rank.
+
+        Raises:
+            RuntimeError: the gradients still overflow although the scale is at its minimum.
+        """
+        if overflow:
+            self._steps_without_overflow = 0
+            self._overflows_in_a_row += 1
+            self._overflows_since_growth += 1
+            if self._overflows_since_growth >= self._config.hysteresis:
+                self._shrink()
+            return
+        self._overflows_in_a_row = 0
+        self._steps_without_overflow += 1
+        if self._steps_without_overflow == self._config.growth_interval:
+            self._steps_without_overflow = 0
+            self._overflows_since_growth = 0
+            self.scale = min(self.scale * self._config.growth_factor, self._config.max_scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and what it has seen."""
+        return {
+            "scale": self.scale,
+            "steps_without_overflow": self._steps_without_overflow,
+            "overflows_in_a_row": self._overflows_in_a_row,
+            "overflows_since_growth": self._overflows_since_growth,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        self.scale = state["scale"]
+        self._steps_without_overflow = state["steps_without_overflow"]
+        self._overflows_in_a_row = state["overflows_in_a_row"]
+        self._overflows_since_growth = state["overflows_since_growth"]
+
+    def _shrink(self) -> None:
+        # One overflow at the minimum is a bad batch, whose step is skipped; a row of them is no accident.
+        at_minimum = self.scale <= self._config.min_scale
+        if at_minimum and self._overflows_in_a_row >= self._config.hysteresis:
+            raise RuntimeError(
+                f"fp16 gradients are infinite or NaN for {self._overflows_in_a_row} steps in a row although "
+                f"the loss scale has reached min_scale={self._config.min_scale:g}, so scaling cannot help. "
+                "Either the loss itself is not finite (print it; lower the learning rate, look for a "
+                "division or logarithm of zero), or the model leaves the range of fp16: train with precision='bf16'"
+            )
+        self.scale = max(self.scale * self._config.backoff_factor, self._config.min_scale)
