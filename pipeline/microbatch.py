@@ -27,9 +27,11 @@ def split(batch: Any, *, num_microbatches: int | None, microbatch_size: int | No
         Trees like the batch, in the order of its samples.
 
     Raises:
-        ValueError: more microbatches than samples, tensors of different length, or neither size given.
+        ValueError: more microbatches than samples, tensors of different length, or sizes that do not say how.
     """
     total = batch_size(batch)
+    if total == 0:
+        raise ValueError("the batch is empty: all its tensors have length 0 along dim 0")
     lengths = _lengths(total, num_microbatches, microbatch_size)
     starts = [0, *accumulate(lengths)]
     return [_slice(batch, start, length) for start, length in zip(starts, lengths, strict=False)]

@@ -137,6 +137,10 @@ class _Run:
 
     def result(self) -> RunResult:
         """What a finished run computed."""
+        if self._weights and len(self._weights) != len(self._losses):
+            raise TypeError(
+                "the criterion returned a weight for some microbatches only: return one for all or none"
+            )
         return RunResult(
             losses=[loss for _, loss in sorted(self._losses.items())],
             weights=[weight for _, weight in sorted(self._weights.items())] or None,

@@ -101,9 +101,10 @@ class _Rendezvous:
     Each pair of ranks has one channel per direction of travel (activations, gradients), as on NCCL each
     direction has its own communicator. Each end is a queue: what a rank sends or receives there is done in
     order, and a transfer happens when its send is at the head of one end and its receive at the head of the
-    other. A rank goes on after posting a receive, waits at a computation until what it needs has arrived, and
-    waits at a send until it was received: the transport may hold back sends, so a schedule must not need it
-    to buffer any.
+    other. A rank waits at a send until it was received, since the transport may hold back sends: a schedule
+    must not need it to buffer any. It waits at a receive of activations until they were sent, since it may
+    have to learn their shapes first. It goes on after posting a receive of gradients, whose shapes it knows,
+    and waits for them at the backward.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -139,9 +140,9 @@ class _Rendezvous:
 
     def _awaited(self, action: Action) -> Action | None:
         """The transfer that must be over before the rank goes on."""
-        if action.op in RECEIVES:
+        if action.op is Op.RECV_BACKWARD:
             return None
-        transfer = action if action.op in SENDS else action._replace(op=TRAVELS[action.op].receive)
+        transfer = action._replace(op=TRAVELS[action.op].receive) if action.op in TRAVELS else action
         return transfer if transfer in self._everything and transfer not in self._transferred else None
 
     def _post(self, rank: int, action: Action) -> None:

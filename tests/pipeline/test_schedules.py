@@ -5,10 +5,12 @@ from itertools import product
 
 import pytest
 
-from echelon.pipeline.action import COMPUTES, Action, Op, Schedule, counterpart
+from echelon.pipeline.action import COMPUTES, RECEIVES, SENDS, Action, Op, Schedule, counterpart
 from echelon.pipeline.communicate import with_communication
 from echelon.pipeline.schedules import SCHEDULES, forward_only, gpipe, one_f_one_b
 from echelon.pipeline.validate import validate
+
+from .sequential import is_valid, shuffled
 
 SIZES = list(product(range(1, 7), range(1, 13)))
 
@@ -224,10 +226,20 @@ def test_equal_orders_per_pair_that_wait_in_a_circle_are_a_deadlock() -> None:
         validate([[parsed(action) for action in actions] for actions in text], 2, 2)
 
 
-def test_a_receive_may_be_posted_ahead() -> None:
+def test_receives_may_be_posted_ahead() -> None:
     text = [["0F0", "0sF0", "0rB0", "0F1", "0sF1", "0B0", "0rB1", "0B1"]]
     text += [["1rF0", "1F0", "1rF1", "1B0", "1sB0", "1F1", "1B1", "1sB1"]]
     validate([[parsed(action) for action in actions] for actions in text], 2, 2)
+
+
+def test_a_receive_before_what_makes_its_sender_go_on_is_a_deadlock() -> None:
+    """Rank 1 may have to learn the shapes of microbatch 1 from rank 0, which first waits for a gradient."""
+    text = [["0F0", "0sF0", "0rB0", "0B0", "0F1", "0sF1", "0rB1", "0B1"]]
+    text += [["1rF0", "1F0", "1rF1", "1B0", "1sB0", "1F1", "1B1", "1sB1"]]
+    with pytest.raises(
+        ValueError, match="rank 0 waits at 0B0 for 1sB0 of rank 1, rank 1 waits at 1rF1 for 0sF1"
+    ):
+        validate([[parsed(action) for action in actions] for actions in text], 2, 2)
 
 
 def parsed(text: str) -> Action:
@@ -236,28 +248,24 @@ def parsed(text: str) -> Action:
 
 def test_what_the_validator_accepts_ends_in_any_timing() -> None:
     generator = random.Random(0)
-    accepted = refused = 0
-    for _ in range(400):
-        schedule = full(generator.choice(list(SCHEDULES)), generator.randint(2, 4), 3)
-        for _ in range(generator.randint(1, 3)):
-            actions = generator.choice(schedule)
-            index = generator.randrange(len(actions) - 1)
-            actions[index : index + 2] = reversed(actions[index : index + 2])
-        try:
-            validate(schedule, len(schedule), 3)
-        except ValueError:
-            refused += 1
-            continue
-        accepted += 1
-        RandomTiming(schedule, generator, buffered_sends=generator.randint(0, 4)).run()
-    assert accepted > 50 and refused > 50
+    accepted = list(filter(is_valid, (shuffled(generator, generator.randint(2, 4), 3) for _ in range(600))))
+    assert 50 < len(accepted) < 500
+    for schedule in accepted:
+        for knows_shapes in (True, False):
+            RandomTiming(
+                schedule, generator, buffered_sends=generator.randint(0, 4), knows_shapes=knows_shapes
+            ).run()
 
 
 class RandomTiming:
-    """All ranks in random turns, apart from the validator's own run: like the transport, receives are posted,
-    computations wait for them, and a send waits while too many before it were not received."""
+    """All ranks in random turns, apart from the validator's own run: like the transport, receives are posted
+    (but for activations of unknown shape), computations wait for them, and a send waits while too many
+    before it were not received."""
 
-    def __init__(self, schedule: Schedule, generator: random.Random, *, buffered_sends: int) -> None:
+    def __init__(
+        self, schedule: Schedule, generator: random.Random, *, buffered_sends: int, knows_shapes: bool
+    ) -> None:
+        self.knows_shapes = knows_shapes
         self.queues = [list(actions) for actions in schedule]
         self.generator = generator
         self.buffered_sends = buffered_sends
@@ -266,24 +274,28 @@ class RandomTiming:
 
     def run(self) -> None:
         while any(self.queues):
+            for head in [queue[0] for queue in self.queues if queue]:
+                if head.op in RECEIVES and head not in self.posted.setdefault(self.channel(head), []):
+                    self.posted[self.channel(head)].append(head)
             ready = [rank for rank, queue in enumerate(self.queues) if queue and self.can_start(queue[0])]
             assert ready, self.queues
             action = self.queues[self.generator.choice(ready)].pop(0)
-            if action.op not in COMPUTES:
-                lists = self.sent if "s" in action.op.value else self.posted
-                lists.setdefault(self.channel(action), []).append(action)
+            if action.op in SENDS:
+                self.sent.setdefault(self.channel(action), []).append(action)
         for channel, sent in self.sent.items():
             assert self.posted[channel] == [counterpart(action) for action in sent]
 
     def channel(self, action: Action) -> tuple:
         """Named from the sender's end."""
-        send = action if "s" in action.op.value else counterpart(action)
+        send = action if action.op in SENDS else counterpart(action)
         num_ranks = len(self.queues)
         return send.op, send.stage % num_ranks, counterpart(send).stage % num_ranks
 
     def can_start(self, action: Action) -> bool:
-        if action.op in (Op.RECV_FORWARD, Op.RECV_BACKWARD):
+        if action.op is Op.RECV_BACKWARD or (action.op is Op.RECV_FORWARD and self.knows_shapes):
             return True
+        if action.op is Op.RECV_FORWARD:
+            return self.has_arrived(action)
         if action.op in COMPUTES:
             return all(self.has_arrived(receive) for receive in self.receives_of(action))
         channel = self.channel(action)

@@ -1,0 +1,130 @@
+"""What travels between stages, and what happens when it does not. Whole steps are test_runner.py."""
+
+import os
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.cluster.mesh import ParallelMesh
+from echelon.pipeline.communicate import with_communication
+from echelon.pipeline.runner import run_schedule
+from echelon.pipeline.schedules import one_f_one_b
+from echelon.pipeline.transport import Transport
+
+from ..pool import Pool
+from .sequential import (
+    WIDTH,
+    Batch,
+    LayerStage,
+    Pipeline,
+    criterion,
+    identity,
+    make_layers,
+    pieces,
+    reference,
+)
+
+
+def train_in_dtype(dtype: torch.dtype) -> None:
+    pipeline = Pipeline(dtype=dtype)
+    for seed in range(2):
+        pipeline.check_train(pieces(7, 3, seed, dtype), "1f1b", scale=double)
+
+
+def double(loss: Tensor) -> Tensor:
+    return loss * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes_travel_unchanged(pool: Pool, dtype: torch.dtype) -> None:
+    pool.run(2, train_in_dtype, dtype)
+
+
+def train_beside_replicas() -> None:
+    """Two replicas of two stages: the transport goes by the pipeline's ranks, not by the world's."""
+    mesh = ParallelMesh(pp=2)
+    layers, transport, rank = make_layers(), Transport(mesh), mesh.rank("pp")
+    microbatches = pieces(4, 2, seed=mesh.rank("dp"))
+    result = run_schedule(
+        with_communication(one_f_one_b(2, 2), 2)[rank],
+        stages={rank: LayerStage(layers, rank, 2)},
+        microbatches=microbatches,
+        criterion=criterion,
+        transport=transport,
+        scale=identity,
+    )
+    if rank == 1:
+        assert result.losses == reference(make_layers(), microbatches, num_stages=2)
+
+
+def test_pipelines_beside_each_other_do_not_mix(pool: Pool) -> None:
+    pool.run(4, train_beside_replicas)
+
+
+class UnsteadyStage(LayerStage):
+    """The width of what it sends depends on the values of the microbatch, not on its shapes."""
+
+    def forward(self, microbatch: Batch, received: tuple[Tensor, ...]) -> Any:
+        output = super().forward(microbatch, tuple(r[:, :WIDTH] for r in received))
+        wide = not self.is_last and bool(microbatch["x"][0, 0] > 100)
+        return (torch.cat([output[0], output[0]], 1),) if wide else output
+
+
+def train_with_changing_shapes() -> None:
+    pipeline = Pipeline(stage_class=UnsteadyStage)
+    microbatches = pieces(4, 2)
+    pipeline.train(microbatches)
+    microbatches[1]["x"][0, 0] = 1000
+    pipeline.train(microbatches)
+
+
+def test_a_shape_that_changes_under_a_known_signature_is_refused_by_the_sender(pool: Pool) -> None:
+    sender, receiver = pool.run_failing(2, train_with_changing_shapes)
+    assert isinstance(sender, ValueError)
+    assert re.search(
+        r"stage 0 sends float32 \[2, 12\] for microbatch 1.*it sent float32 \[2, 6\]", str(sender)
+    )
+    assert isinstance(receiver, RuntimeError)
+    assert "lost rank 0 (pipeline stage 0) while receiving the activations" in str(receiver)
+
+
+def train_on_different_batches() -> None:
+    pipeline = Pipeline()
+    pipeline.train(pieces(4 + dist.get_rank(), 2))
+
+
+def test_different_batches_on_the_ranks_are_refused(pool: Pool) -> None:
+    errors = pool.run_failing(2, train_on_different_batches)
+    assert any("must be given the same batch" in str(error) for error in errors)
+
+
+def die_in_step(dying_rank: int) -> None:
+    pipeline = Pipeline()
+    pipeline.train(pieces(6, 3))
+    if pipeline.stage.index == dying_rank:
+        forward = pipeline.stage.forward
+        calls: list[int] = []
+
+        def forward_twice(*args: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 2:
+                os._exit(3)
+            return forward(*args)
+
+        pipeline.stage.forward = forward_twice  # type: ignore[method-assign]
+    pipeline.train(pieces(6, 3))
+
+
+@pytest.mark.parametrize("dying_rank", [0, 1])
+def test_a_rank_that_dies_is_named_by_its_peer(pool: Pool, dying_rank: int) -> None:
+    error = pool.run_failing(2, die_in_step, dying_rank)[1 - dying_rank]
+    assert isinstance(error, RuntimeError)
+    assert re.search(
+        rf"lost rank {dying_rank} \(pipeline stage {dying_rank}\) while (sending|receiving) the "
+        r"(activations|gradients) of microbatch \d",
+        str(error),
+    )
