@@ -130,6 +130,6 @@ class DynamicScaler:
                 f"fp16 gradients are infinite or NaN for {self._overflows_in_a_row} steps in a row although "
                 f"the loss scale has reached min_scale={self._config.min_scale:g}, so scaling cannot help. "
                 "Either the loss itself is not finite (print it; lower the learning rate, look for a "
-                "division or logarithm of zero), or the model leaves the range of fp16: train with precision='bf16'"
+                "division or logarithm of zero), or the model leaves the range of fp16: use precision='bf16'"
             )
         self.scale = max(self.scale * self._config.backoff_factor, self._config.min_scale)
