@@ -1,1 +1,5 @@
-"""The user's face: the Booster."""
+"""The user's face: Booster."""
+
+from .booster import Booster
+
+__all__ = ["Booster"]

@@ -1,1 +1,5 @@
-"""The echelon command."""
+"""The `echelon` command."""
+
+from .main import main
+
+__all__ = ["main"]

@@ -1,6 +1,8 @@
 """Starting the process group of a run. The mesh over it is mesh.py; watching it is faults.py."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
 
@@ -62,3 +64,28 @@ def default_device() -> torch.device:
     if torch.cuda.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def local_store() -> dist.TCPStore:
+    """A store for the processes that this one starts on its machine: they join by its `port`, see below."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@contextmanager
+def join_local_group(
+    rank: int, world_size: int, *, port: int, timeout_seconds: float = 600.0
+) -> Iterator[None]:
+    """For the block, a gloo group of processes on this machine that were started by hand.
+
+    Args:
+        rank, world_size: this process among them.
+        port: that of the store which the process that started them keeps open (`local_store`).
+        timeout_seconds: after how long a collective that a peer does not join raises.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -129,15 +129,15 @@ def cut_stage(model: nn.Module, plan: StagePlan, *, stage: int, bounds: Sequence
     """
     inbox = Inbox()
     device = next(model.parameters()).device
-    layers = model.get_submodule(plan.layers)
+    layers: Any = model.get_submodule(plan.layers)
     start, stop, last = bounds[stage], bounds[stage + 1], len(bounds) - 2
     for index, layer in enumerate(list(layers.children())):
         if index < start - 1:
-            layers[index] = Passing(layer, inbox, device, plan.arity)  # type: ignore[index]
+            layers[index] = Passing(layer, inbox, device, plan.arity)
         elif index == start - 1:
-            layers[index] = Arriving(layer, inbox, device, plan.arity)  # type: ignore[index]
+            layers[index] = Arriving(layer, inbox, device, plan.arity)
         elif index >= stop:
-            layers[index] = Leaving(layer, inbox, device)  # type: ignore[index]
+            layers[index] = Leaving(layer, inbox, device)
     if stage > 0:
         for name in plan.entry:
             model.set_submodule(name, Placeholder(model.get_submodule(name), inbox, device))

@@ -1,7 +1,7 @@
 """What a policy says about a model; sharder.py carries it out, table_policy.py writes one from a table."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +50,7 @@ class ModulePolicyDescription:
 class Policy(ABC):
     """How one kind of model is split. A table (table.py) is the shorter way; this is the general one.
 
-    `ShardFormer.optimize` calls `set_model` and `set_shard_config`, then `faults`, `preprocess`, cuts the
+    `ShardFormer.optimize` calls `set_model` and `set_shard_config`, then `faults` and `preprocess`, cuts the
     model by `stage_plan`, applies `module_policy` to what is held, and calls `postprocess`.
     """
 
@@ -65,20 +65,22 @@ class Policy(ABC):
         """Give the policy what is asked for."""
         self.shard_config = shard_config
 
-    def faults(self) -> list[str]:
-        """All reasons why this model cannot be split as asked, each with what would work. No communication."""
-        if self.shard_config.num_stages == 1:
+    def faults(
+        self, *, tp_size: int = 1, pp_size: int = 1, num_layers_per_stage: Sequence[int] | None = None
+    ) -> list[str]:
+        """All reasons why this model cannot be split so, each with what would work. No communication.
+
+        Works on a model without memory (on the meta device), and needs no `shard_config`.
+        """
+        if pp_size == 1:
             return []
         plan = self.stage_plan()
         if plan is None:
             return [f"{type(self).__name__} has no stage_plan, so pp_size must be 1"]
-        manager = self.shard_config.pipeline_stage_manager
-        assert manager is not None
         config = getattr(self.model, "config", None)
-        found = layer_faults(plan.num_layers(self.model), manager.num_stages, manager.num_layers_per_stage)
-        return found + partial_output_faults(
-            config.to_dict() if config is not None else {}, "the model's config"
-        )
+        settings = config.to_dict() if config is not None else {}
+        found = layer_faults(plan.num_layers(self.model), pp_size, num_layers_per_stage)
+        return found + partial_output_faults(settings, "the model's config")
 
     def preprocess(self) -> nn.Module:
         """Change the whole model before it is cut and split."""

@@ -28,7 +28,12 @@ class ModelSharder:
         self.shard_config = shard_config
         policy.set_model(model)
         policy.set_shard_config(shard_config)
-        if faults := policy.faults():
+        manager = shard_config.pipeline_stage_manager
+        if faults := policy.faults(
+            tp_size=shard_config.tensor_parallel_size,
+            pp_size=shard_config.num_stages,
+            num_layers_per_stage=None if manager is None else manager.num_layers_per_stage,
+        ):
             raise ValueError("\n".join(faults))
 
     def shard(self) -> list[dict[int, Tensor]]:

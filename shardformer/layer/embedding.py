@@ -73,7 +73,7 @@ class VocabParallelEmbedding1D(ParallelModule):
         self.padding_idx = native.padding_idx
         shard = vocab_shard(native.num_embeddings, process_group.size(), make_vocab_size_divisible_by)
         self.range = vocab_range(shard, process_group.rank())
-        self.weight: Parameter = native.weight
+        self.weight: Parameter = native.weight  # type: ignore[assignment]
         place(self.weight, shard, process_group.rank())
         self.train(native.training)
 
@@ -120,10 +120,11 @@ class VocabParallelLMHead1D(ParallelModule):
         size, rank = process_group.size(), process_group.rank()
         shard = vocab_shard(native.out_features, size, make_vocab_size_divisible_by)
         self.range = vocab_range(shard, rank)
-        self.weight: Parameter = native.weight
-        self.register_parameter("bias", native.bias)
-        for parameter in filter(None.__ne__, (self.weight, self.bias)):
-            place(parameter, shard, rank)
+        self.weight: Parameter = native.weight  # type: ignore[assignment]
+        self.bias: Parameter | None = native.bias
+        place(self.weight, shard, rank)
+        if self.bias is not None:
+            place(self.bias, shard, rank)
         self.train(native.training)
 
     @staticmethod

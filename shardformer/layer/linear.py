@@ -25,7 +25,7 @@ class _SplitLinear(ParallelModule):
         super().__init__()
         self.group = process_group
         self.weight: Parameter = native.weight  # type: ignore[assignment]
-        self.register_parameter("bias", native.bias)  # type: ignore[arg-type]
+        self.bias: Parameter | None = native.bias  # type: ignore[assignment]
         self.train(native.training)
 
     def extra_repr(self) -> str:

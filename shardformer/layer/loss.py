@@ -43,7 +43,7 @@ class _VocabParallelCrossEntropy(Function):
         return sums_2N[0].log() - sums_2N[1]
 
     @staticmethod
-    def backward(ctx: Any, gradient_N: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient_N: Tensor) -> tuple[Tensor, None, None, None]:
         probabilities_NP, index_N, here_N = ctx.saved_tensors
         gradient_NP = probabilities_NP * gradient_N.unsqueeze(-1)
         gradient_NP.scatter_add_(-1, index_N.unsqueeze(-1), -(gradient_N * here_N).unsqueeze(-1))
@@ -147,7 +147,7 @@ def route_loss(model: nn.Module, head: VocabParallelLMHead1D, *, parallel_output
     """
     if not uses_loss_function(model) or getattr(model, "loss_type", None) not in (None, "ForCausalLM"):
         return
-    model.loss_function = partial(_causal_lm_loss, head=head)
+    model.loss_function = partial(_causal_lm_loss, head=head)  # type: ignore[assignment]
     signature = inspect.signature(model.forward)
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -22,7 +22,9 @@ SMALL = dict(
     pad_token_id=0,
 )
 GPT2 = dict(vocab_size=100, n_embd=32, n_layer=5, n_head=4, tie_word_embeddings=False, pad_token_id=0)
-NO_DROP = dict(classifier_dropout=0.0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, summary_first_dropout=0.0)
+NO_DROP = dict(
+    classifier_dropout=0.0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, summary_first_dropout=0.0
+)
 BERT_NO_DROP = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
 
@@ -38,7 +40,9 @@ def batch_for(model: nn.Module) -> dict[str, torch.Tensor]:
     if "SequenceClassification" in name or "NextSentence" in name:
         return {**ids, "labels": torch.tensor([0, 1])}
     if "MultipleChoice" in name:
-        return {key: value[:, None].repeat(1, 3, 1) for key, value in ids.items()} | {"labels": torch.tensor([0, 2])}
+        return {key: value[:, None].repeat(1, 3, 1) for key, value in ids.items()} | {
+            "labels": torch.tensor([0, 2])
+        }
     if "TokenClassification" in name:
         return {**ids, "labels": ids["input_ids"] % 2}
     if "QuestionAnswering" in name:
@@ -113,7 +117,9 @@ def test_stages_give_the_whole_models_loss_and_gradients_bit_for_bit(name: str) 
     stages = []
     for index in range(3):
         part = copy.deepcopy(model)
-        stages.append(Stage(part, cut_stage(part, plan, stage=index, bounds=bounds), index=index, num_stages=3))
+        stages.append(
+            Stage(part, cut_stage(part, plan, stage=index, bounds=bounds), index=index, num_stages=3)
+        )
     leaves, outputs, received = [], [], ()
     for stage in stages:
         outputs.append(stage.forward(batch, received))

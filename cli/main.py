@@ -1,0 +1,23 @@
+"""The `echelon` command and its sub-commands. What they do is in modules of their own."""
+
+import typer
+
+from .verify import verify
+
+app = typer.Typer(
+    help="Echelon: train Hugging Face transformers over many processes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(verify)
+
+
+@app.callback()
+def _commands() -> None:
+    """Echelon: train Hugging Face transformers over many processes."""
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

@@ -1,0 +1,178 @@
+"""`echelon verify`: the parity check on local processes, as a table."""
+
+import os
+import traceback
+from typing import Annotated
+
+import torch
+import torch.multiprocessing as multiprocessing
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..cluster.launch import join_local_group, local_store
+from ..shardformer.shard_former import policy_for
+from ..verify.layout import Layout
+from ..verify.models import ModelChoice
+from ..verify.parity import Report, parity
+
+BAD_ARGUMENTS = 2
+QUANTITIES = ("gradient", "norm", "weight")
+
+
+def verify(
+    model: Annotated[str, typer.Option(help="Model type of transformers: llama, bert, gpt2, ...")] = "llama",
+    head: Annotated[
+        str | None, typer.Option(help="causal, masked, classification, ...; the usual one of the model")
+    ] = None,
+    tied: Annotated[bool, typer.Option(help="Share the embedding's weight with the head.")] = False,
+    layers: Annotated[int, typer.Option(help="Layers of the small model.")] = 4,
+    tp: Annotated[int, typer.Option(help="Ranks over which layers are split.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+    dp: Annotated[int, typer.Option(help="Replicas with different batches.")] = 1,
+    zero: Annotated[int, typer.Option(help="ZeRO stage: 0 or 1.")] = 0,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    schedule: Annotated[str, typer.Option(help="Pipeline schedule: 1f1b or gpipe.")] = "1f1b",
+    microbatches: Annotated[int, typer.Option(help="Microbatches of a batch, of unequal size.")] = 3,
+    max_norm: Annotated[float, typer.Option(help="Clip gradients to this norm; 0 does not.")] = 0.0,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds until a process that hangs is given up.")] = 300.0,
+) -> None:
+    """Train a small model under a layout and in one process, and compare every step.
+
+    Starts tp * pp * dp local processes. Exit status: 0 all agree, 1 something departs (the first is named) or
+    a process failed, 2 bad arguments.
+    """
+    choice = ModelChoice(model_type=model, head=head, tied=tied, num_layers=layers)
+    layout = Layout(
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        zero=zero,
+        precision=precision,
+        schedule=schedule,
+        microbatches=microbatches,
+        max_norm=max_norm,
+    )
+    if faults := argument_faults(choice, layout, steps):
+        for fault in faults:
+            typer.echo(f"echelon verify: {fault}", err=True)
+        raise typer.Exit(BAD_ARGUMENTS)
+    report = run_local(choice, layout, num_steps=steps, seed=seed, timeout_seconds=timeout)
+    if isinstance(report, str):
+        typer.echo(report, err=True)
+        raise typer.Exit(1)
+    show(
+        report,
+        title=f"{model} ({choice.head_name}{', tied' if tied else ''}) under {layout} beside one process",
+    )
+    raise typer.Exit(0 if report.agrees else 1)
+
+
+def argument_faults(choice: ModelChoice, layout: Layout, num_steps: int) -> list[str]:
+    """All that is wrong with what was asked for, found without starting a process."""
+    faults = layout.faults() + choice.faults()
+    if num_steps < 1:
+        faults.append(f"steps={num_steps} must be at least 1")
+    if faults:
+        return faults
+    return split_faults(choice, layout)
+
+
+def split_faults(choice: ModelChoice, layout: Layout) -> list[str]:
+    """Why this model cannot be split this way."""
+    if layout.tp == layout.pp == 1:
+        return []
+    model = choice.build_on_meta()
+    try:
+        policy = policy_for(model)
+    except ValueError as error:
+        return [str(error)]
+    policy.set_model(model)
+    return policy.faults(tp_size=layout.tp, pp_size=layout.pp)
+
+
+def run_local(
+    choice: ModelChoice, layout: Layout, *, num_steps: int, seed: int, timeout_seconds: float
+) -> Report | str:
+    """The report of a parity check on local processes, or how a process failed."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    store = local_store()
+    arguments = (choice, layout, num_steps, seed, store.port, timeout_seconds, answers)
+    processes = [context.Process(target=_check, args=(rank, *arguments)) for rank in range(layout.world_size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    found = []
+    while not answers.empty():
+        found.append(answers.get())
+    failures = [answer for answer in found if isinstance(answer, str)]
+    if failures:
+        return "\n".join(failures)
+    if not found:
+        codes = {rank: process.exitcode for rank, process in enumerate(processes)}
+        return f"the processes ended without an answer; their exit codes by rank are {codes}"
+    return found[0]
+
+
+def _check(
+    rank: int,
+    choice: ModelChoice,
+    layout: Layout,
+    num_steps: int,
+    seed: int,
+    port: int,
+    timeout_seconds: float,
+    answers: multiprocessing.SimpleQueue,
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        with join_local_group(rank, layout.world_size, port=port, timeout_seconds=timeout_seconds):
+            report = parity(choice, layout, num_steps=num_steps, seed=seed)
+        if rank == 0:
+            answers.put(report)
+    except Exception:  # the parent prints it and sets the exit status
+        answers.put(f"rank {rank} failed:\n{traceback.format_exc()}")
+
+
+def show(report: Report, *, title: str) -> None:
+    """Print a report as a table, a row for each step."""
+    table = Table(title=title)
+    for heading in (
+        "step",
+        "loss",
+        "reference",
+        "off by",
+        "gradient off by",
+        "norm off by",
+        "weight off by",
+        "worst",
+    ):
+        table.add_column(heading, justify="left" if heading == "worst" else "right")
+    for step in report.steps:
+        loss = step.measure("loss")
+        measures = [step.measure(quantity) for quantity in QUANTITIES]
+        worst = max(
+            (measure for measure in step.measures if measure.name),
+            key=lambda measure: measure.distance / measure.allowed if measure.allowed else measure.distance,
+        )
+        table.add_row(
+            str(step.step),
+            f"{step.loss:.6f}",
+            f"{step.reference_loss:.6f}",
+            *(_shown(measure) for measure in (loss, *measures)),
+            worst.name,
+        )
+    console = Console()
+    console.print(table)
+    console.print("all agree" if report.agrees else f"departs: {report.departure}", highlight=False)
+
+
+def _shown(measure: object) -> str:
+    distance, allowed = measure.distance, measure.allowed  # type: ignore[attr-defined]
+    text = f"{distance:.1e} / {allowed:.1e}"
+    return text if measure.agrees else f"[red]{text}[/red]"  # type: ignore[attr-defined]

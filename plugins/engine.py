@@ -1,0 +1,219 @@
+"""A batch through the pipeline: agree on it, cut it, run the schedule, give every rank the loss."""
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..cluster.agreement import batch_hash, gather_integers
+from ..cluster.mesh import ParallelMesh
+from ..pipeline.action import Schedule
+from ..pipeline.communicate import with_communication
+from ..pipeline.cut import Stage, partial_output_faults
+from ..pipeline.microbatch import batch_size, map_tensors, merge, split
+from ..pipeline.runner import Criterion, RunResult, run_schedule
+from ..pipeline.schedules import SCHEDULES, forward_only
+from ..pipeline.transport import Transport
+from ..pipeline.validate import validate
+from ..shardformer.layer.loss import VocabParallelLogits
+from ..zero.optimizer import ShardedOptimizer
+from .hybrid_config import HybridConfig, PipelineConfig
+
+
+class PipelineEngine:
+    """Runs batches through this rank's stage; one per boosted model.
+
+    Args:
+        stage: this rank's stage.
+        mesh: the mesh.
+        config: how batches are cut and in which order they run.
+    """
+
+    def __init__(self, stage: Stage, mesh: ParallelMesh, config: HybridConfig) -> None:
+        self._stage = stage
+        self._mesh = mesh
+        self._config = config
+        self._transport = Transport(mesh) if mesh.size("pp") > 1 else None
+        self._last_criterion: Criterion | None = None
+        self._last_is_weighted = False
+
+    def run(
+        self,
+        data_iter: Iterator,
+        criterion: Criterion | None,
+        optimizer: ShardedOptimizer | None,
+        *,
+        return_loss: bool,
+        return_outputs: bool,
+    ) -> dict[str, Any]:
+        """One batch, with backward where gradients are on; see `HybridParallelPlugin.execute_pipeline`."""
+        batch, replica_batch_size = self._agreed_batch(data_iter)
+        microbatches = cut_batch(self._to_compute(batch), self._config.pipeline)
+        criterion = criterion or _model_loss
+        wants_loss = return_loss or torch.is_grad_enabled()
+        judge = _Judge(criterion, num_microbatches=len(microbatches), first_weight=replica_batch_size)
+        result = run_schedule(
+            schedule(
+                self._config.pipeline.style,
+                self._mesh.size("pp"),
+                len(microbatches),
+                trains=torch.is_grad_enabled(),
+            )[self._stage.index],
+            stages={self._stage.index: self._stage},
+            microbatches=microbatches,
+            criterion=judge if wants_loss else None,
+            transport=self._transport,
+            scale=lambda loss: judge.share(loss if optimizer is None else optimizer.scale_loss(loss)),
+            keep_outputs=return_outputs,
+        )
+        loss = self._common_loss(result, judge, optimizer) if wants_loss else None
+        outputs = None if result.outputs is None else merge([_whole(output) for output in result.outputs])
+        return {"loss": loss if return_loss else None, "outputs": outputs}
+
+    def _agreed_batch(self, data_iter: Iterator) -> tuple[Any, float]:
+        """The next batch, and the samples per replica, once all ranks have one that fits. All-gather.
+
+        Raises:
+            StopIteration: all iterators have ended.
+            ValueError: some have ended, or batches differ within a replica or are too small.
+        """
+        try:
+            batch = next(data_iter)
+        except StopIteration:
+            batch = None
+        is_shared = self._mesh.size("pp", "sp", "tp") > 1
+        code = batch_hash(batch) if is_shared and batch is not None else 0
+        samples = 0 if batch is None else batch_size(batch)
+        found = gather_integers((int(batch is not None), code, samples, self._mesh.rank("dp")))
+        ended = [rank for rank, (has_batch, *_) in enumerate(found) if not has_batch]
+        if len(ended) == len(found):
+            raise StopIteration
+        if ended:
+            raise ValueError(
+                f"the dataloader has ended on rank(s) {ended} while the other ranks still have batches: every "
+                "rank must get equally many; build it with booster.plugin.prepare_dataloader"
+            )
+        self._check_replicas([(replica, code) for _, code, _, replica in found])
+        self._check_batch(batch, {rank: samples for rank, (_, _, samples, _) in enumerate(found)})
+        return batch, sum(samples for _, _, samples, _ in found) / len(found)
+
+    def _check_replicas(self, codes: list[tuple[int, int]]) -> None:
+        differing = {}
+        for replica in range(self._mesh.size("dp")):
+            ranks = {rank: code for rank, (of, code) in enumerate(codes) if of == replica}
+            if len(set(ranks.values())) > 1:
+                first = next(iter(ranks.values()))
+                differing[replica] = [rank for rank, code in ranks.items() if code != first]
+        if differing:
+            told = "; ".join(f"replica {replica}: rank(s) {ranks}" for replica, ranks in differing.items())
+            raise ValueError(
+                "the batches differ between ranks of one replica, which must all get the same "
+                f"({told}, unlike its first rank): build the dataloader with booster.plugin.prepare_dataloader, "
+                "or seed your own sampler and collator by the data-parallel rank alone"
+            )
+
+    def _check_batch(self, batch: Any, samples: dict[int, int]) -> None:
+        wanted = self._config.pipeline.num_microbatches or 1
+        short = [rank for rank, count in samples.items() if count < wanted]
+        if short:
+            raise ValueError(
+                f"num_microbatches={wanted} is more than the {samples[short[0]]} samples of the batch on "
+                f"rank(s) {short}: use at most that many microbatches, larger batches, or drop_last=True in the "
+                "dataloader to leave out a short last batch"
+            )
+        is_cut = self._mesh.size("pp") > 1
+        if is_cut and isinstance(batch, Mapping) and (faults := partial_output_faults(batch, "the batch")):
+            raise ValueError("\n".join(faults))
+
+    def _to_compute(self, batch: Any) -> Any:
+        """The batch on this rank's device, floating tensors in the model's precision."""
+        dtype = self._config.precision.dtype
+
+        def convert(tensor: Tensor) -> Tensor:
+            return tensor.to(
+                self._mesh.device, dtype if tensor.is_floating_point() else None, non_blocking=True
+            )
+
+        return map_tensors(batch, convert)
+
+    def _common_loss(self, result: RunResult, judge: "_Judge", optimizer: ShardedOptimizer | None) -> Tensor:
+        """The loss, equal on every rank of the pipeline. Broadcast over pp; with weights also all-reduce over dp."""
+        figures = torch.zeros(2, device=self._mesh.device)
+        if self._stage.is_last:
+            figures[0] = torch.stack([loss.float() for loss in result.losses]).sum()
+            if result.weights is not None:
+                figures[1] = torch.stack([weight.float() for weight in result.weights]).sum()
+        is_weighted = self._is_weighted(judge)
+        if self._mesh.size("pp") > 1:
+            dist.broadcast(figures, group=self._mesh.group("pp"), group_src=self._mesh.size("pp") - 1)
+        if not is_weighted:
+            return figures[0] / judge.num_microbatches
+        dist.all_reduce(figures, group=self._mesh.group("dp"))
+        if optimizer is not None and torch.is_grad_enabled():
+            # Gradients are those of loss_sum / first_weight, averaged over the replicas.
+            optimizer.gradient_factor = judge.first_weight * self._mesh.size("dp") / figures[1]
+        return figures[0] / figures[1]
+
+    def _is_weighted(self, judge: "_Judge") -> bool:
+        """Whether the criterion gives weights; agreed over the pipeline when it is a new one."""
+        if self._mesh.size("pp") == 1:
+            return judge.is_weighted
+        if judge.criterion is not self._last_criterion:
+            flags = gather_integers((int(judge.is_weighted),), self._mesh.group("pp"))
+            self._last_criterion, self._last_is_weighted = judge.criterion, any(flag for (flag,) in flags)
+        return self._last_is_weighted
+
+
+class _Judge:
+    """A criterion, with how much of a microbatch's loss is differentiated: its share of the batch."""
+
+    def __init__(self, criterion: Criterion, *, num_microbatches: int, first_weight: float) -> None:
+        self.criterion = criterion
+        self.num_microbatches = num_microbatches
+        self.first_weight = first_weight
+        self.is_weighted = False
+
+    def __call__(self, outputs: Any, inputs: Any) -> Tensor | tuple[Tensor, Tensor]:
+        judged = self.criterion(outputs, inputs)
+        self.is_weighted = isinstance(judged, tuple)
+        return judged
+
+    def share(self, loss: Tensor) -> Tensor:
+        """The part that is differentiated: of a mean an equal one, of a sum what the first weight leaves."""
+        return loss / (self.first_weight if self.is_weighted else self.num_microbatches)
+
+
+def cut_batch(batch: Any, config: PipelineConfig) -> list[Any]:
+    """The microbatches of a batch; one where nothing is said about them."""
+    if config.num_microbatches is None and config.microbatch_size is None:
+        return split(batch, num_microbatches=1, microbatch_size=None)
+    return split(batch, num_microbatches=config.num_microbatches, microbatch_size=config.microbatch_size)
+
+
+@lru_cache(maxsize=256)
+def schedule(style: str, num_stages: int, num_microbatches: int, *, trains: bool) -> Schedule:
+    """A schedule with its communication, checked."""
+    computations = SCHEDULES[style](num_stages, num_microbatches)
+    full = with_communication(computations if trains else forward_only(computations), num_stages)
+    validate(full, num_stages, num_microbatches)
+    return full
+
+
+def _model_loss(outputs: Any, inputs: Any) -> Tensor:
+    loss = getattr(outputs, "loss", None)
+    if loss is None:
+        raise ValueError(
+            "the model's outputs hold no loss: give labels in the batch, or a criterion of (outputs, inputs)"
+        )
+    return loss
+
+
+def _whole(outputs: Any) -> Any:
+    """Outputs with whole logits. All-gather over tp where they are split."""
+    for name in list(getattr(outputs, "keys", tuple)()):
+        if isinstance(outputs[name], VocabParallelLogits):
+            setattr(outputs, name, outputs[name].gather().detach())
+    return outputs

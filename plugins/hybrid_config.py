@@ -1,0 +1,118 @@
+"""What HybridParallelPlugin is asked for, as data that is checked at once. What it does is hybrid_parallel.py."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ..cluster.mesh import mesh_faults
+from ..pipeline.schedules import SCHEDULES
+from ..zero.precision import PrecisionConfig, precision_faults
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How a batch goes through the pipeline.
+
+    Args:
+        style: a name in `pipeline.schedules.SCHEDULES`.
+        num_microbatches, microbatch_size: into how many parts a batch is split, or of how many samples each;
+            one of them under a pipeline, and neither means one part.
+        num_layers_per_stage: how many layers each stage gets; None spreads them evenly.
+    """
+
+    style: str = "1f1b"
+    num_microbatches: int | None = None
+    microbatch_size: int | None = None
+    num_layers_per_stage: tuple[int, ...] | None = None
+
+    def faults(self, pp_size: int) -> list[str]:
+        """All that is wrong with it, each with what would work."""
+        found = []
+        if self.style not in SCHEDULES:
+            found.append(f"pp_style={self.style!r} is unknown: use one of {', '.join(SCHEDULES)}")
+        both = self.num_microbatches is not None and self.microbatch_size is not None
+        neither = self.num_microbatches is None and self.microbatch_size is None
+        if both:
+            found.append(
+                f"num_microbatches={self.num_microbatches} and microbatch_size={self.microbatch_size} are both given: "
+                "each follows from the other and the batch, so give one"
+            )
+        if pp_size > 1 and neither:
+            found.append(
+                f"pp_size={pp_size} needs num_microbatches (at least pp_size keeps the stages busy) or microbatch_size"
+            )
+        for name in ("num_microbatches", "microbatch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                found.append(f"{name}={value} must be at least 1")
+        if self.num_layers_per_stage is not None and len(self.num_layers_per_stage) != pp_size:
+            found.append(
+                f"num_layers_per_stage={list(self.num_layers_per_stage)} has {len(self.num_layers_per_stage)} "
+                f"entries for pp_size={pp_size}: give one for each stage"
+            )
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridConfig:
+    """All that a HybridParallelPlugin is asked for.
+
+    Args:
+        tp, pp, sp: sizes of the tensor, pipeline and sequence axes.
+        dp: size of the data axis; None is what the world size leaves.
+        zero_stage: 0 plain data parallelism, 1 optimizer states split over it.
+        pipeline: how a batch goes through it.
+        precision_settings: the arguments of `zero.precision.PrecisionConfig`.
+        max_norm: gradients are clipped to this norm; 0 does not clip.
+        bucket_elements: how many gradients are reduced together.
+        parallel_output, make_vocab_size_divisible_by: see `shardformer.ShardConfig`.
+        flash_attention: attention by torch's fused kernels.
+        unavailable: options that this version does not have, with what was given.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    sp: int = 1
+    dp: int | None = None
+    zero_stage: int = 0
+    pipeline: PipelineConfig
+    precision_settings: Mapping[str, Any]
+    max_norm: float = 0.0
+    bucket_elements: int = 12 * 2**20
+    parallel_output: bool = True
+    make_vocab_size_divisible_by: int = 64
+    flash_attention: bool = False
+    unavailable: tuple[str, ...] = ()
+
+    @cached_property
+    def precision(self) -> PrecisionConfig:
+        """The precision, once its settings are known to be sound."""
+        return PrecisionConfig(**self.precision_settings)
+
+    def faults(self, world_size: int) -> list[str]:
+        """All that is wrong with it in a world of this size, each with what would work."""
+        found = mesh_faults(world_size=world_size, pp=self.pp, dp=self.dp, sp=self.sp, tp=self.tp)
+        if self.zero_stage not in (0, 1):
+            found.append(
+                f"zero_stage={self.zero_stage} is not available: use 0 (plain data parallelism) or 1 (states split)"
+            )
+        if self.max_norm < 0:
+            found.append(f"max_norm={self.max_norm} must not be negative: use 0 for no clipping")
+        if self.bucket_elements < 1:
+            found.append(f"zero_bucket_size_in_m must be positive, not {self.bucket_elements / 2**20}")
+        if self.make_vocab_size_divisible_by < 1:
+            found.append(
+                f"make_vocab_size_divisible_by={self.make_vocab_size_divisible_by} must be at least 1"
+            )
+        found += [f"{option} is not available in this version: leave it out" for option in self.unavailable]
+        return found + self.pipeline.faults(self.pp) + precision_faults(**self.precision_settings)
+
+
+def told(faults: Sequence[str]) -> str:
+    """Faults as one message, a line each."""
+    return (
+        faults[0]
+        if len(faults) == 1
+        else "\n".join((f"{len(faults)} faults:", *(f"- {line}" for line in faults)))
+    )

@@ -1,0 +1,381 @@
+"""HybridParallelPlugin: tensor, pipeline and data parallelism, ZeRO and mixed precision put together.
+
+Each of them lives in its own package; here stands only how they meet. See docs/design.md, "The way of a batch".
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from ..checkpoint.model_file import load_model_file, save_model_file
+from ..cluster.faults import naming_failures
+from ..cluster.mesh import ParallelMesh
+from ..cluster.placement import Placement, placement_of
+from ..pipeline.cut import Inbox, Stage, StandIn
+from ..pipeline.runner import Criterion
+from ..pipeline.stage_manager import PipelineStageManager
+from ..shardformer.policy import Policy
+from ..shardformer.shard_config import ShardConfig
+from ..shardformer.shard_former import policy_for
+from ..shardformer.sharder import ModelSharder
+from ..zero.optimizer import ShardedOptimizer
+from .base import Boosted, Plugin
+from .engine import PipelineEngine
+from .hybrid_config import HybridConfig, PipelineConfig, told
+from .names import ParameterNames, managed_parameters
+
+
+class HybridParallelPlugin(Plugin):
+    """Trains a transformers model over tp × pp × dp processes, with ZeRO and mixed precision.
+
+    Args:
+        tp_size: ranks over which each layer is split.
+        pp_size: stages that the layers are dealt out to.
+        dp_size: replicas that get different batches; None is what the world size leaves.
+        zero_stage: 0 keeps optimizer states whole on each replica, 1 splits them over the replicas.
+        precision: "fp32", "bf16" or "fp16"; 16-bit weights keep float32 masters.
+        num_microbatches, microbatch_size: how a batch is cut; under a pipeline one of them is needed.
+        pp_style: the schedule, "1f1b" or "gpipe".
+        num_layers_per_stage: layers of each stage; None spreads them evenly.
+        parallel_output: leave logits split over the vocabulary after training calls with labels (see
+            `VocabParallelLogits`); the loss is computed from split logits in any case.
+        make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times tp_size.
+        initial_scale, min_scale, growth_factor, growth_interval, backoff_factor, hysteresis, max_scale: the
+            loss scale of fp16; see `zero.precision.PrecisionConfig`.
+        max_norm: clip gradients to this norm; 0 does not.
+        zero_bucket_size_in_m: millions (2**20) of gradient elements that are reduced together.
+        enable_all_optimization: turn on all that this version has of the options below.
+        enable_flash_attention: attention by torch's fused kernels (transformers' "sdpa").
+        custom_policy: how the model is split, for models without a table.
+
+    Raises:
+        RuntimeError: no process group was started.
+        ValueError: what is asked for does not fit; all faults at once, on every rank, before any communication.
+    """
+
+    def __init__(
+        self,
+        tp_size: int = 1,
+        pp_size: int = 1,
+        sp_size: int | None = None,
+        precision: str = "fp16",
+        zero_stage: int = 0,
+        *,
+        dp_size: int | None = None,
+        num_microbatches: int | None = None,
+        microbatch_size: int | None = None,
+        pp_style: str = "1f1b",
+        num_layers_per_stage: Sequence[int] | None = None,
+        num_model_chunks: int = 1,
+        enable_all_optimization: bool = False,
+        enable_fused_normalization: bool = False,
+        enable_flash_attention: bool = False,
+        enable_jit_fused: bool = False,
+        enable_sequence_parallelism: bool = False,
+        parallel_output: bool = True,
+        make_vocab_size_divisible_by: int = 64,
+        initial_scale: float = 2**16,
+        min_scale: float = 1,
+        growth_factor: float = 2,
+        growth_interval: int = 1000,
+        backoff_factor: float = 0.5,
+        hysteresis: int = 2,
+        max_scale: float = 2**32,
+        max_norm: float = 0,
+        zero_bucket_size_in_m: float = 12,
+        custom_policy: Policy | None = None,
+    ) -> None:
+        unavailable = {
+            f"sp_size={sp_size}": sp_size not in (None, 1),
+            f"num_model_chunks={num_model_chunks}": num_model_chunks != 1,
+            "enable_fused_normalization=True": enable_fused_normalization,
+            "enable_jit_fused=True": enable_jit_fused,
+            "enable_sequence_parallelism=True": enable_sequence_parallelism,
+        }
+        self.config = HybridConfig(
+            tp=tp_size,
+            pp=pp_size,
+            dp=dp_size,
+            zero_stage=zero_stage,
+            pipeline=PipelineConfig(
+                style=pp_style,
+                num_microbatches=num_microbatches,
+                microbatch_size=microbatch_size,
+                num_layers_per_stage=None if num_layers_per_stage is None else tuple(num_layers_per_stage),
+            ),
+            precision_settings=dict(
+                precision=precision,
+                initial_scale=initial_scale,
+                min_scale=min_scale,
+                growth_factor=growth_factor,
+                growth_interval=growth_interval,
+                backoff_factor=backoff_factor,
+                hysteresis=hysteresis,
+                max_scale=max_scale,
+            ),
+            max_norm=max_norm,
+            bucket_elements=int(zero_bucket_size_in_m * 2**20),
+            parallel_output=parallel_output,
+            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+            flash_attention=enable_flash_attention or enable_all_optimization,
+            unavailable=tuple(option for option, is_asked in unavailable.items() if is_asked),
+        )
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "no process group is started: call echelon.launch_from_torch() before the plugin"
+            )
+        if faults := self.config.faults(dist.get_world_size()):
+            raise ValueError(told(faults))
+        self.custom_policy = custom_policy
+        self.mesh = ParallelMesh(pp=pp_size, dp=dp_size, tp=tp_size)
+        self.stage_manager = PipelineStageManager(self.mesh, self.config.pipeline.num_layers_per_stage)
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks over which each layer is split."""
+        return self.mesh.size("tp")
+
+    @property
+    def pp_size(self) -> int:
+        """Stages of the pipeline."""
+        return self.mesh.size("pp")
+
+    @property
+    def dp_size(self) -> int:
+        """Replicas that get different batches."""
+        return self.mesh.size("dp")
+
+    @property
+    def sp_size(self) -> int:
+        """Ranks over which the sequence is split."""
+        return self.mesh.size("sp")
+
+    @property
+    def zero_stage(self) -> int:
+        """What is split over the replicas: 0 nothing, 1 the optimizer's states."""
+        return self.config.zero_stage
+
+    @property
+    def precision(self) -> str:
+        """The precision of weights and activations."""
+        return self.config.precision.precision
+
+    @property
+    def data_rank(self) -> tuple[int, int]:
+        """This rank's replica, and how many there are."""
+        return self.mesh.rank("dp"), self.mesh.size("dp")
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> Boosted:
+        """Split the model, wrap the optimizer; criterion, dataloader and scheduler are returned as they are.
+
+        Collective over the world; every rank gives an equal model. See `Booster.boost`.
+        """
+        sharder = self._checked_sharder(model, optimizer)
+        with naming_failures("boost"):
+            names = ParameterNames.of(model)
+            if self.config.flash_attention and hasattr(model, "set_attn_implementation"):
+                cast(Any, model).set_attn_implementation("sdpa")
+            model.to(self.mesh.device)
+            shared = sharder.shard() if sharder is not None else []
+            boosted = HybridParallelModule(model, names, self)
+            wrapped = None
+            if optimizer is not None:
+                managed = managed_parameters(
+                    boosted.held, shared, mesh=self.mesh, stage_manager=self.stage_manager
+                )
+                wrapped = ShardedOptimizer(
+                    optimizer,
+                    managed,
+                    mesh=self.mesh,
+                    stage=1 if self.config.zero_stage else 0,
+                    precision=self.config.precision,
+                    max_norm=self.config.max_norm,
+                    bucket_size=self.config.bucket_elements,
+                )
+            for parameter in model.parameters():  # what no optimizer manages: frozen, or none was given
+                if parameter.is_floating_point() and parameter.dtype != self.config.precision.dtype:
+                    parameter.data = parameter.data.to(self.config.precision.dtype)
+            boosted.optimizer = wrapped
+        return boosted, wrapped, criterion, dataloader, lr_scheduler
+
+    def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
+        """Compute gradients of a loss from `model(**batch)`, for pp_size=1.
+
+        Raises:
+            RuntimeError: under a pipeline, where no rank has the whole graph.
+        """
+        self._refuse_pipeline("booster.backward(loss, optimizer)")
+        optimizer.backward(loss)  # type: ignore[attr-defined]
+
+    def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
+        """Gradients are reduced once, in `optimizer.step()`, so nothing is left to hold back."""
+        return nullcontext()
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator,
+        model: nn.Module,
+        criterion: Criterion | None = None,
+        optimizer: ShardedOptimizer | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """Take the next batch and run it through the pipeline: forward, and backward where gradients are on.
+
+        Works at pp_size=1 too, where it accumulates gradients over the microbatches. Under `torch.no_grad()`
+        it evaluates. Every rank calls, with equal batches within a replica; this is checked.
+
+        Args:
+            data_iter: gives batches: dicts (passed to the model by name), tuples or lists, or tensors.
+            model: what `boost` returned.
+            criterion: from (outputs, inputs) of a microbatch to its loss, or to (loss_sum, weight). None
+                takes `outputs.loss`.
+            optimizer: what `boost` returned; needed where gradients are on.
+            return_loss: return the loss, on every rank.
+            return_outputs: return the outputs of the whole batch, on the ranks of the last stage.
+
+        Returns:
+            "loss": the mean over the microbatches of this replica, or with (loss_sum, weight) the sum of
+            losses over the sum of weights of the global batch; None without `return_loss`. "outputs": None
+            where there are none.
+
+        Raises:
+            StopIteration: the iterator has ended on every rank.
+            ValueError: a batch that cannot be cut, an iterator that ended on some ranks, batches that differ
+                within a replica; on every rank alike.
+            RankFailure: another rank failed; names it.
+        """
+        if not isinstance(model, HybridParallelModule) or model.plugin is not self:
+            raise ValueError("execute_pipeline takes the model that booster.boost returned")
+        if torch.is_grad_enabled() and optimizer is None:
+            raise ValueError(
+                "execute_pipeline needs the optimizer while gradients are on: give it, or evaluate under no_grad()"
+            )
+        with naming_failures("execute_pipeline"):
+            return model.engine.run(
+                data_iter, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
+            )
+
+    def save_model(self, model: nn.Module, path: Path, *, use_safetensors: bool) -> None:
+        """Write the whole model to one file. Collective over the world."""
+        assert isinstance(model, HybridParallelModule)
+        with naming_failures("save_model"):
+            tensors = model.tensors()
+            save_model_file(path, tensors, _placements(tensors), self.mesh, use_safetensors=use_safetensors)
+
+    def load_model(self, model: nn.Module, path: Path) -> None:
+        """Read a whole model's file into this rank's part; masters follow. Every rank calls."""
+        assert isinstance(model, HybridParallelModule)
+        with naming_failures("load_model"):
+            tensors = model.tensors()
+            load_model_file(path, tensors, _placements(tensors), self.mesh)
+            if model.optimizer is not None:
+                model.optimizer.refresh_masters()
+
+    def _checked_sharder(self, model: nn.Module, optimizer: Optimizer | None) -> ModelSharder | None:
+        """What will split the model, once nothing speaks against boosting it; None where nothing is split."""
+        faults = optimizer_faults(model, optimizer)
+        sharder = None
+        if self.tp_size > 1 or self.pp_size > 1:
+            shard_config = ShardConfig(
+                tensor_parallel_process_group=self.mesh.group("tp"),
+                pipeline_stage_manager=self.stage_manager,
+                parallel_output=self.config.parallel_output,
+                make_vocab_size_divisible_by=self.config.make_vocab_size_divisible_by,
+            )
+            try:
+                sharder = ModelSharder(model, self.custom_policy or policy_for(model), shard_config)
+            except ValueError as error:
+                faults += str(error).split("\n")
+        if faults:
+            raise ValueError(told(faults))
+        return sharder
+
+    def _refuse_pipeline(self, call: str) -> None:
+        if self.pp_size > 1:
+            raise RuntimeError(
+                f"{call} under a pipeline (pp_size={self.pp_size}): no rank holds the whole model. Call "
+                "booster.execute_pipeline(data_iter, model, criterion, optimizer) instead, which works at "
+                "pp_size=1 too"
+            )
+
+
+class HybridParallelModule(nn.Module):
+    """A model as the plugin split it; `unwrap()` is the transformers model itself.
+
+    Calling it runs the forward at pp_size=1, and under a pipeline says what to call instead.
+    """
+
+    def __init__(self, module: nn.Module, names: ParameterNames, plugin: HybridParallelPlugin) -> None:
+        super().__init__()
+        self.module = module
+        self.plugin = plugin
+        self.optimizer: ShardedOptimizer | None = None
+        self.held = names.held(module)
+        manager = plugin.stage_manager
+        stage = Stage(module, _inbox_of(module), index=manager.stage, num_stages=manager.num_stages)
+        self.engine = PipelineEngine(stage, plugin.mesh, plugin.config)
+
+    def unwrap(self) -> nn.Module:
+        """The model without the wrapper."""
+        return self.module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs, at pp_size=1.
+
+        Raises:
+            RuntimeError: under a pipeline.
+        """
+        self.plugin._refuse_pipeline("model(**batch)")
+        return self.module(*args, **kwargs)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """This rank's parameters and persistent buffers by their names in the whole model; a tied one once."""
+        parameters = set(self.held.values())
+        buffers = {
+            name: tensor
+            for name, tensor in self.module.state_dict(keep_vars=True).items()
+            if tensor not in parameters
+        }
+        return {**self.held, **buffers}
+
+
+def optimizer_faults(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
+    """Why this optimizer cannot train this model; empty when it can."""
+    if optimizer is None:
+        return []
+    if isinstance(optimizer, ShardedOptimizer):
+        return ["the optimizer is already boosted: give booster.boost the plain torch optimizer"]
+    given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    own = set(model.parameters())
+    foreign = len(given - own)
+    if foreign:
+        return [
+            f"the optimizer holds {foreign} of {len(given)} parameters that are not the model's: build it on "
+            "model.parameters() of the model that is given to booster.boost, after any change of the model's modules"
+        ]
+    return []
+
+
+def _inbox_of(model: nn.Module) -> Inbox | None:
+    """The inbox of a model that was cut."""
+    return next((module.inbox for module in model.modules() if isinstance(module, StandIn)), None)
+
+
+def _placements(tensors: dict[str, Tensor]) -> dict[str, Placement | None]:
+    return {name: placement_of(tensor) for name, tensor in tensors.items()}

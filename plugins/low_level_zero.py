@@ -1,0 +1,53 @@
+"""LowLevelZeroPlugin: the hybrid plugin with data parallelism and ZeRO alone."""
+
+from .hybrid_parallel import HybridParallelPlugin
+
+
+class LowLevelZeroPlugin(HybridParallelPlugin):
+    """Data parallelism with optimizer states split over the ranks (ZeRO, arXiv:1910.02054, section 5.1).
+
+    Args:
+        stage: 1 splits optimizer states; 0 keeps them whole.
+        precision: "fp32", "bf16" or "fp16".
+        initial_scale, min_scale, growth_factor, growth_interval, backoff_factor, hysteresis, max_scale: the
+            loss scale of fp16.
+        max_norm: clip gradients to this norm; 0 does not.
+        reduce_bucket_size_in_m: millions (2**20) of gradient elements that are reduced together.
+        num_microbatches, microbatch_size: how `execute_pipeline` cuts a batch; None takes it whole.
+
+    Raises:
+        ValueError: what is asked for does not fit; all faults at once.
+    """
+
+    def __init__(
+        self,
+        stage: int = 1,
+        precision: str = "fp16",
+        initial_scale: float = 2**32,
+        min_scale: float = 1,
+        growth_factor: float = 2,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float = 2**32,
+        max_norm: float = 0.0,
+        reduce_bucket_size_in_m: float = 12,
+        *,
+        num_microbatches: int | None = None,
+        microbatch_size: int | None = None,
+    ) -> None:
+        super().__init__(
+            precision=precision,
+            zero_stage=stage,
+            num_microbatches=num_microbatches,
+            microbatch_size=microbatch_size,
+            initial_scale=initial_scale,
+            min_scale=min_scale,
+            growth_factor=growth_factor,
+            growth_interval=growth_interval,
+            backoff_factor=backoff_factor,
+            hysteresis=hysteresis,
+            max_scale=max_scale,
+            max_norm=max_norm,
+            zero_bucket_size_in_m=reduce_bucket_size_in_m,
+        )

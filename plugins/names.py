@@ -1,0 +1,89 @@
+"""The names of a model's parameters, taken before it is cut and split, and what became of each."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from ..cluster.mesh import ParallelMesh
+from ..cluster.placement import Placement, Shard, Shared, placement_of
+from ..pipeline.stage_manager import PipelineStageManager
+from ..zero.parameter import ManagedParameter
+
+
+@dataclass(frozen=True)
+class ParameterNames:
+    """Every parameter of the whole model with its first Hugging Face name; a tied one has one name."""
+
+    first: Mapping[Parameter, str]
+    order: tuple[str, ...]
+
+    @staticmethod
+    def of(model: nn.Module) -> "ParameterNames":
+        """The names of a whole model."""
+        first = {parameter: name for name, parameter in model.named_parameters()}
+        return ParameterNames(first=first, order=tuple(first.values()))
+
+    def held(self, model: nn.Module) -> dict[str, Parameter]:
+        """The parameters that a cut model still holds, by their first name in the whole model, in its order."""
+        held = {self.first[parameter]: parameter for parameter in model.parameters()}
+        return {name: held[name] for name in self.order if name in held}
+
+
+def managed_parameters(
+    held: Mapping[str, Parameter],
+    shared: list[dict[int, Tensor]],
+    *,
+    mesh: ParallelMesh,
+    stage_manager: PipelineStageManager,
+) -> list[ManagedParameter]:
+    """What the optimizer has to know of every parameter of this rank.
+
+    Collective over the world: makes the groups of stages that share a parameter. Every rank of the world
+    calls with an equal `shared`.
+
+    Args:
+        held: this rank's parameters by name.
+        shared: the parameters that several stages hold, as `ShardFormer.optimize` returns them.
+        mesh: the mesh.
+        stage_manager: this rank's stage.
+    """
+    ties: dict[Tensor, tuple[list[int], dist.ProcessGroup | None]] = {}
+    for tie in shared:
+        stages = sorted(tie)
+        ties[tie[stages[0]]] = (stages, stage_manager.tie_group(stages))
+    managed = []
+    for name, parameter in held.items():
+        stages, tie_group = ties.get(parameter, ([stage_manager.stage], None))
+        groups = [
+            *_partial_groups(placement_of(parameter), mesh),
+            *([] if tie_group is None else [tie_group]),
+        ]
+        counts = stage_manager.stage == stages[0] and _counts_over_tensor_axis(placement_of(parameter), mesh)
+        managed.append(
+            ManagedParameter(name=name, parameter=parameter, sum_groups=tuple(groups), counts=counts)
+        )
+    return managed
+
+
+def _partial_groups(placement: Placement | None, mesh: ParallelMesh) -> list[dist.ProcessGroup]:
+    """The groups over which a parameter's gradient is in parts. Collective where copies form groups."""
+    if isinstance(placement, Shared):
+        return [mesh.group("tp")]
+    if isinstance(placement, Shard) and placement.copies > 1:
+        parts = [
+            range(first, first + placement.copies) for first in range(0, placement.size, placement.copies)
+        ]
+        group = mesh.subgroup("tp", parts)
+        assert group is not None
+        return [group]
+    return []
+
+
+def _counts_over_tensor_axis(placement: Placement | None, mesh: ParallelMesh) -> bool:
+    """Whether this rank is the one of the tensor axis that counts the parameter, or this piece of it."""
+    if isinstance(placement, Shard):
+        return mesh.rank("tp") % placement.copies == 0
+    return mesh.rank("tp") == 0

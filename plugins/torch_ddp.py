@@ -1,0 +1,225 @@
+"""TorchDDPPlugin: torch's own DistributedDataParallel and automatic mixed precision behind the Booster."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from ..checkpoint.model_file import load_model_file, save_model_file
+from ..cluster.faults import naming_failures
+from ..cluster.mesh import ParallelMesh
+from .base import Boosted, Plugin
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class TorchDDPPlugin(Plugin):
+    """Plain data parallelism by torch's DistributedDataParallel. No pipeline: call `model(**batch)`.
+
+    Args:
+        broadcast_buffers, bucket_cap_mb, find_unused_parameters, check_reduction, gradient_as_bucket_view,
+            static_graph: see torch's DistributedDataParallel.
+
+    Raises:
+        RuntimeError: no process group was started.
+    """
+
+    def __init__(
+        self,
+        broadcast_buffers: bool = True,
+        bucket_cap_mb: int = 25,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+    ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "no process group is started: call echelon.launch_from_torch() before the plugin"
+            )
+        self._ddp_kwargs = dict(
+            broadcast_buffers=broadcast_buffers,
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            check_reduction=check_reduction,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+        )
+        self.mesh = ParallelMesh()
+        self._dtype: torch.dtype | None = None
+
+    def set_mixed_precision(self, precision: Literal["fp16", "bf16"]) -> None:
+        """Compute in this precision by torch's autocast; fp16 scales the loss.
+
+        Raises:
+            ValueError: another precision.
+        """
+        if precision not in _DTYPES:
+            raise ValueError(
+                f"mixed_precision={precision!r} is unknown: use one of {', '.join(_DTYPES)}, or None"
+            )
+        self._dtype = _DTYPES[precision]
+
+    @property
+    def dp_size(self) -> int:
+        """Replicas that get different batches: all ranks."""
+        return self.mesh.size("dp")
+
+    @property
+    def pp_size(self) -> int:
+        """Stages of the pipeline: one."""
+        return 1
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks over which each layer is split: one."""
+        return 1
+
+    @property
+    def data_rank(self) -> tuple[int, int]:
+        """This rank, of all."""
+        return self.mesh.rank("dp"), self.mesh.size("dp")
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> Boosted:
+        """Wrap model and optimizer. Collective over the world."""
+        with naming_failures("boost"):
+            boosted = TorchDDPModel(model.to(self.mesh.device), self.mesh, self._dtype, self._ddp_kwargs)
+        scaler = torch.amp.GradScaler(self.mesh.device.type, enabled=self._dtype is torch.float16)
+        wrapped = None if optimizer is None else ScaledOptimizer(optimizer, scaler)
+        return boosted, wrapped, criterion, dataloader, lr_scheduler
+
+    def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
+        """Compute gradients, averaged over the ranks while backward runs."""
+        with naming_failures("backward"):
+            optimizer.backward(loss)  # type: ignore[attr-defined]
+
+    def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
+        """Accumulate gradients on each rank; the first backward after the block averages them."""
+        assert isinstance(model, TorchDDPModel)
+        return model.ddp.no_sync() if model.ddp is not None else nullcontext()
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator,
+        model: nn.Module,
+        criterion: Callable | None = None,
+        optimizer: Any = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """Not offered by this plugin.
+
+        Raises:
+            RuntimeError: always; says what to call.
+        """
+        raise RuntimeError(
+            "TorchDDPPlugin has no pipeline: call model(**batch) and booster.backward(loss, optimizer), or use "
+            "HybridParallelPlugin or LowLevelZeroPlugin, where execute_pipeline works at any size"
+        )
+
+    def save_model(self, model: nn.Module, path: Path, *, use_safetensors: bool) -> None:
+        """Write the model to one file. Collective over the world."""
+        tensors = _tensors(model)
+        save_model_file(path, tensors, dict.fromkeys(tensors), self.mesh, use_safetensors=use_safetensors)
+
+    def load_model(self, model: nn.Module, path: Path) -> None:
+        """Read the model from one file. Every rank calls."""
+        tensors = _tensors(model)
+        load_model_file(path, tensors, dict.fromkeys(tensors), self.mesh)
+
+
+class TorchDDPModel(nn.Module):
+    """A model under DistributedDataParallel and autocast; `unwrap()` is the model itself."""
+
+    def __init__(
+        self, module: nn.Module, mesh: ParallelMesh, dtype: torch.dtype | None, ddp_kwargs: dict[str, Any]
+    ) -> None:
+        super().__init__()
+        has_trainable = any(parameter.requires_grad for parameter in module.parameters())
+        device_ids = [mesh.device.index] if mesh.device.type == "cuda" else None
+        ddp = DistributedDataParallel(module, device_ids=device_ids, **ddp_kwargs) if has_trainable else None
+        # A tuple is not registered: parameter names stay those of the model.
+        self._ddp = (ddp,)
+        self.module = module
+        self._device_type = mesh.device.type
+        self._dtype = dtype
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """torch's wrapper; None where nothing is trained."""
+        return self._ddp[0]
+
+    def unwrap(self) -> nn.Module:
+        """The model without the wrapper."""
+        return self.module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs, computed in the mixed precision."""
+        with torch.autocast(self._device_type, self._dtype, enabled=self._dtype is not None):
+            return (self.ddp or self.module)(*args, **kwargs)
+
+
+class ScaledOptimizer(Optimizer):
+    """A torch optimizer behind a loss scale; what it does not define is the inner optimizer's.
+
+    A subclass of torch's Optimizer for schedulers that ask; it owns no groups of its own.
+    """
+
+    def __init__(self, optimizer: Optimizer, scaler: "torch.amp.GradScaler") -> None:
+        self.optim = optimizer
+        self.scaler = scaler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optim"], name)
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute gradients of the loss, scaled where the precision needs it."""
+        self.scaler.scale(loss).backward()
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters, or skip where a scaled gradient overflowed."""
+        self.scaler.step(self.optim)
+        self.scaler.update()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+        self.optim.zero_grad(set_to_none)
+
+    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the true gradients to a norm; returns the norm before."""
+        self.scaler.unscale_(self.optim)
+        parameters = [parameter for group in self.optim.param_groups for parameter in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state."""
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the inner optimizer's state."""
+        self.optim.load_state_dict(state_dict)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name; a tied one once."""
+    assert isinstance(model, TorchDDPModel)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.module.state_dict(keep_vars=True).items():
+        if not any(tensor is other for other in tensors.values()):
+            tensors[name] = tensor
+    return tensors

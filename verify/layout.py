@@ -1,0 +1,60 @@
+"""A layout to verify, as data. What is done with it is parity.py."""
+
+from dataclasses import dataclass
+
+from ..plugins.hybrid_config import HybridConfig, PipelineConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a model is spread over processes and trained.
+
+    Args:
+        tp, pp, dp: sizes of the axes; their product is the number of processes.
+        zero: the ZeRO stage.
+        precision: "fp32", "bf16" or "fp16".
+        schedule: a name of the pipeline's schedules.
+        microbatches: parts that a batch is cut into; of unequal size with the batches of batches.py.
+        max_norm: clip gradients to this norm; 0 does not.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    zero: int = 0
+    precision: str = "fp32"
+    schedule: str = "1f1b"
+    microbatches: int = 3
+    max_norm: float = 0.0
+
+    @property
+    def world_size(self) -> int:
+        """How many processes it takes."""
+        return self.tp * self.pp * self.dp
+
+    def faults(self) -> list[str]:
+        """All that is wrong with it, each with what would work."""
+        sizes = [
+            f"{name}={size} must be at least 1"
+            for name, size in (("tp", self.tp), ("pp", self.pp), ("dp", self.dp))
+            if size < 1
+        ]
+        if sizes:
+            return sizes
+        return HybridConfig(
+            tp=self.tp,
+            pp=self.pp,
+            dp=self.dp,
+            zero_stage=self.zero,
+            pipeline=PipelineConfig(style=self.schedule, num_microbatches=self.microbatches),
+            precision_settings={"precision": self.precision},
+            max_norm=self.max_norm,
+        ).faults(self.world_size)
+
+    def __str__(self) -> str:
+        sizes = [
+            f"{name}{size}" for name, size in (("tp", self.tp), ("pp", self.pp), ("dp", self.dp)) if size > 1
+        ]
+        return "·".join(
+            [*sizes, f"zero{self.zero}", self.precision] if self.zero else [*sizes, self.precision]
+        )

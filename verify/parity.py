@@ -1,0 +1,173 @@
+"""The parity check: a model under a layout beside one process, step by step. The latter is reference.py."""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..booster.booster import Booster
+from ..checkpoint.gather import gather_whole
+from ..cluster.placement import placement_of
+from ..pipeline.microbatch import split
+from ..plugins.hybrid_parallel import HybridParallelModule, HybridParallelPlugin
+from ..zero.optimizer import ShardedOptimizer
+from ..zero.precision import DTYPES
+from . import reference
+from .compare import StepComparison, compare_16_bit, compare_float32, first_departure
+from .layout import Layout
+from .models import ModelChoice, loss_of, make_batch
+from .reference import StepRecord
+
+LEARNING_RATE = 1e-3
+LOSS_SCALE = 2.0**8  # the fixed scale of fp16 runs: high enough to tell whether it is taken out again
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a parity check found; equal on every rank.
+
+    Args:
+        steps: by step, each quantity beside its reference.
+        departure: the first quantity that departs, in words; None where all agree.
+    """
+
+    steps: tuple[StepComparison, ...]
+    departure: str | None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether everything was within tolerance."""
+        return self.departure is None
+
+
+def parity(choice: ModelChoice, layout: Layout, *, num_steps: int = 3, seed: int = 0) -> Report:
+    """Train a model under a layout and in one process, and compare every step's numbers.
+
+    Collective over the world, which must have `layout.world_size` ranks. The reference runs on rank 0.
+
+    Args:
+        choice: the model.
+        layout: how it is spread.
+        num_steps: optimizer steps.
+        seed: of the model's weights and of the batches.
+
+    Raises:
+        ValueError: model and layout do not fit; all reasons at once.
+    """
+    # One sample more than the microbatches divide, so that they are of unequal size.
+    num_samples = 2 * layout.microbatches + 1
+    model = choice.build(seed)
+    batches = [
+        [
+            make_batch(choice, num_samples=num_samples, seed=seed + 100 * step + replica)
+            for replica in range(layout.dp)
+        ]
+        for step in range(num_steps)
+    ]
+    untouched = copy.deepcopy(model) if dist.get_rank() == 0 else None
+    found = _run_layout(model, layout, batches)
+    verdict: list[tuple[StepComparison, ...] | None] = [None]
+    if untouched is not None:
+        verdict = [tuple(_compare(untouched, choice, layout, batches, found))]
+    dist.broadcast_object_list(verdict, src=0)
+    steps = verdict[0]
+    assert steps is not None
+    return Report(steps=steps, departure=first_departure(steps))
+
+
+def _compare(
+    model: nn.Module,
+    choice: ModelChoice,
+    layout: Layout,
+    batches: list[list[dict[str, Tensor]]],
+    found: list[StepRecord],
+) -> list[StepComparison]:
+    steps = [
+        [split(batch, num_microbatches=layout.microbatches, microbatch_size=None) for batch in replicas]
+        for replicas in batches
+    ]
+
+    def train(dtype: torch.dtype) -> list[StepRecord]:
+        return reference.train(
+            model,
+            steps,
+            make_optimizer=make_optimizer,
+            criterion=loss_of,
+            dtype=dtype,
+            max_norm=layout.max_norm,
+            loss_scale=LOSS_SCALE if dtype is torch.float16 else 1.0,
+        )
+
+    dtype = DTYPES[layout.precision]
+    float32 = train(torch.float32)
+    if dtype is torch.float32:
+        bitwise = layout.tp == layout.dp == 1 and not _is_tied(model)
+        return compare_float32(found, float32, learning_rate=LEARNING_RATE, bitwise=bitwise)
+    return compare_16_bit(found, train(dtype), float32, dtype=dtype, learning_rate=LEARNING_RATE)
+
+
+def _run_layout(model: nn.Module, layout: Layout, batches: list[list[dict[str, Tensor]]]) -> list[StepRecord]:
+    """The layout's steps, whole on rank 0; elsewhere records without tensors."""
+    plugin = HybridParallelPlugin(
+        tp_size=layout.tp,
+        pp_size=layout.pp,
+        dp_size=layout.dp,
+        zero_stage=layout.zero,
+        precision=layout.precision,
+        num_microbatches=layout.microbatches,
+        pp_style=layout.schedule,
+        max_norm=layout.max_norm,
+        initial_scale=LOSS_SCALE,
+        zero_bucket_size_in_m=0.005,  # several buckets even for a small model
+    )
+    booster = Booster(plugin=plugin)
+    boosted, optimizer, criterion, *_ = booster.boost(model, make_optimizer(model), loss_of)
+    assert isinstance(boosted, HybridParallelModule) and isinstance(optimizer, ShardedOptimizer)
+    records = []
+    for replicas in batches:
+        batch = replicas[plugin.mesh.rank("dp")]
+        output = booster.execute_pipeline(iter([batch]), boosted, criterion, optimizer)
+        optimizer.reduce_gradients()
+        gradients = _whole(boosted, optimizer.gradients())
+        optimizer.step()
+        norm = optimizer.get_grad_norm()
+        assert norm is not None
+        optimizer.zero_grad()
+        loss = output["loss"].clone()
+        dist.all_reduce(loss, group=plugin.mesh.group("dp"))
+        records.append(
+            StepRecord(
+                loss=loss.item() / layout.dp,
+                norm=norm,
+                gradients=gradients,
+                weights=_whole(boosted, optimizer.masters()),
+            )
+        )
+    return records
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW with weight decay on matrices alone, as fine-tuning scripts have it."""
+    parameters = list(model.parameters())
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.01},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ],
+        lr=LEARNING_RATE,
+        eps=1e-5,
+    )
+
+
+def _whole(boosted: HybridParallelModule, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole float32 tensors on rank 0, by parameter name, from all ranks' pieces. Collective over the world."""
+    placements = {name: placement_of(boosted.held[name]) for name in tensors}
+    whole = gather_whole(tensors, placements, boosted.plugin.mesh)
+    return {name: tensor.float().cpu().clone() for name, tensor in whole.items()}
+
+
+def _is_tied(model: nn.Module) -> bool:
+    with_duplicates = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
+    return len(with_duplicates) > len(set(with_duplicates))
