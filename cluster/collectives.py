@@ -63,7 +63,7 @@ class _CopyTo(Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return all_reduce(gradient, ctx.group), None
 
 
@@ -73,7 +73,7 @@ class _ReduceFrom(Function):
         return all_reduce(x, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
@@ -84,7 +84,7 @@ class _ScatterTo(Function):
         return own_slice(x, group, dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return all_gather(gradient, ctx.group, ctx.dim), None, None
 
 
@@ -95,7 +95,7 @@ class _GatherFrom(Function):
         return all_gather(x, group, dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return own_slice(gradient, ctx.group, ctx.dim), None, None
 
 
@@ -106,7 +106,7 @@ class _GatherTo(Function):
         return all_gather(x, group, dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return sum_slice(gradient, ctx.group, ctx.dim), None, None
 
 
@@ -117,7 +117,7 @@ class _ReduceScatter(Function):
         return sum_slice(x, group, dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return all_gather(gradient, ctx.group, ctx.dim), None, None
 
 

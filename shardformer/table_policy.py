@@ -208,64 +208,6 @@ def _widths(projection: Any) -> tuple[int, int]:
     return (rows, columns) if isinstance(projection, Conv1D) else (columns, rows)
 
 
-def _attributes(self, layer: nn.Module) -> dict[str, Any]:
-        ranks = self.shard_config.tensor_parallel_size
-        values = {path: _attribute(layer, path) // ranks for path in self.table.divide}
-        if self.table.groups is not None:
-            values[self.table.groups] = _attribute(layer, self.table.groups) // self._key_value_copies()
-        return values
-
-    def _split_randoms(self, layer: nn.Module) -> dict[str, SplitRandom]:
-        """A random state per region that drops at random, none for a probability of 0."""
-        group = self.shard_config.tensor_parallel_process_group
-        assert group is not None
-        device = next(layer.parameters()).device
-        return {
-            region: SplitRandom(group.rank(), device)
-            for region, dropout in self.table.dropout.items()
-            if _attribute(layer, dropout.probability) > 0
-        }
-
-    def _key_value_copies(self) -> int:
-        """How many neighbouring ranks hold the same key-value head."""
-        return max(self.shard_config.tensor_parallel_size // self._config.num_key_value_heads, 1)
-
-    def _base_prefix(self) -> str:
-        base = self.model.base_model
-        return "" if base is self.model else str(self.model.base_model_prefix)
-
-    def _head_name(self) -> str | None:
-        """The language-model head's path, where this class of model has one."""
-        names = [name for name in self.table.heads if _has_submodule(self.model, name)]
-        return names[0] if names else None
-
-    def _is_held(self, name: str) -> bool:
-        manager = self.shard_config.pipeline_stage_manager
-        if manager is None:
-            return True
-        plan = self.stage_plan()
-        return plan.stage_of(name, manager.bounds(plan.num_layers(self.model))) == manager.stage
-
-    def _held_layer(self, plan: StagePlan) -> nn.Module:
-        """One of the layers that this rank holds: they are all of one kind."""
-        manager = self.shard_config.pipeline_stage_manager
-        start = manager.bounds(plan.num_layers(self.model))[manager.stage] if manager is not None else 0
-        return self.model.get_submodule(f"{plan.layers}.{start}")
-
-
-def _by_type(layer: nn.Module, name: str, linear: Any, conv1d: Any) -> Any:
-    """The parallel layer for an nn.Linear or for transformers' Conv1D."""
-    return conv1d if isinstance(layer.get_submodule(name), Conv1D) else linear
-
-
-def _widths(projection: nn.Module) -> tuple[int, int]:
-    """Input and output features of an nn.Linear or of transformers' Conv1D."""
-    inputs, outputs = (
-        projection.weight.shape if isinstance(projection, Conv1D) else projection.weight.shape[::-1]
-    )
-    return int(inputs), int(outputs)
-
-
 def _attribute(root: Any, path: str) -> Any:
     return reduce(getattr, path.split("."), root)
 
