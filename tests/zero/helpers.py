@@ -1,0 +1,71 @@
+"""Short ways to build what the tests of zero need."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from echelon.cluster.mesh import ParallelMesh
+from echelon.zero.optimizer import ShardedOptimizer
+from echelon.zero.parameter import ManagedParameter
+from echelon.zero.precision import PrecisionConfig
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+def small_model() -> nn.Sequential:
+    """The same weights on every call; odd sizes."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def sgd(parameters: Any) -> Optimizer:
+    """A step of 1: the weights show the gradients."""
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def managed(model: nn.Module) -> list[ManagedParameter]:
+    """All parameters of a model that is on no axis but the data axis."""
+    return [ManagedParameter(name=name, parameter=each) for name, each in model.named_parameters()]
+
+
+def shard(
+    model: nn.Module,
+    build: Callable[[Any], Optimizer] = sgd,
+    *,
+    stage: Literal[0, 1] = 1,
+    precision: Precision = "fp32",
+    mesh: ParallelMesh | None = None,
+    **arguments: Any,
+) -> ShardedOptimizer:
+    """A sharded optimizer over all parameters of a model."""
+    return ShardedOptimizer(
+        build(model.parameters()),
+        managed(model),
+        mesh=mesh or ParallelMesh(),
+        stage=stage,
+        precision=PrecisionConfig(precision=precision, initial_scale=2.0**6),
+        **arguments,
+    )
+
+
+def loss_of(model: nn.Sequential, seed: int) -> Tensor:
+    """A loss that depends on all parameters."""
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+    return model(x.to(next(model.parameters()).dtype)).float().pow(2).mean()
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies."""
+    return {name: each.detach().clone() for name, each in model.named_parameters()}
+
+
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], **tolerances: float) -> None:
+    """The same names and, to float32's last bits or the tolerance given, the same numbers."""
+    assert set(ours) == set(theirs)
+    for name in theirs:
+        torch.testing.assert_close(
+            ours[name], theirs[name], msg=lambda text, name=name: f"{name}: {text}", **tolerances
+        )

@@ -1,0 +1,230 @@
+"""When gradients are reduced, kept and forgotten."""
+
+from typing import Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..pool import Pool
+from .helpers import Precision, assert_equal, loss_of, shard, small_model, weights_of
+
+STAGES = pytest.mark.parametrize("stage", [0, 1])
+
+
+def mean_gradients(model: nn.Sequential, seeds_of_ranks: list[list[int]]) -> dict[str, Tensor]:
+    """The mean over ranks of the sum over microbatches, in plain torch; leaves the model's gradients alone."""
+    sums = {name: torch.zeros_like(each) for name, each in model.named_parameters()}
+    for seeds in seeds_of_ranks:
+        for seed in seeds:
+            gradients = torch.autograd.grad(loss_of(model, seed), list(model.parameters()))
+            for name, gradient in zip(sums, gradients, strict=True):
+                sums[name] += gradient / len(seeds_of_ranks)
+    return sums
+
+
+@STAGES
+def test_reducing_twice_reduces_once(pool: Pool, stage: Literal[0, 1]) -> None:
+    pool.run(2, check_reducing_twice, stage)
+
+
+def check_reducing_twice(stage: Literal[0, 1]) -> None:
+    model = small_model()
+    expected = mean_gradients(model, [[0], [1]])
+    optimizer = shard(model, stage=stage)
+    optimizer.backward(loss_of(model, dist.get_rank()))
+    optimizer.reduce_gradients()
+    optimizer.reduce_gradients()
+    assert_equal(optimizer.gradients(), expected)
+    optimizer.step()
+    assert_equal(optimizer.gradients(), expected)
+
+
+@STAGES
+def test_backward_after_a_reduction_adds_to_it(pool: Pool, stage: Literal[0, 1]) -> None:
+    pool.run(3, check_backward_after_reduction, stage)
+
+
+def check_backward_after_reduction(stage: Literal[0, 1]) -> None:
+    model, rank = small_model(), dist.get_rank()
+    expected = mean_gradients(model, [[0, 3, 6], [1, 4, 7], [2, 5, 8]])
+    optimizer = shard(model, stage=stage)
+    for seeds in ((rank, rank + 3), (rank + 6,)):
+        for seed in seeds:
+            optimizer.backward(loss_of(model, seed))
+        optimizer.reduce_gradients()
+    assert_equal(optimizer.gradients(), expected)
+
+
+@STAGES
+def test_reduction_that_a_rank_gave_nothing_to_is_added_to_as_well(pool: Pool, stage: Literal[0, 1]) -> None:
+    pool.run(2, check_addition_to_the_others, stage)
+
+
+def check_addition_to_the_others(stage: Literal[0, 1]) -> None:
+    model, rank = small_model(), dist.get_rank()
+    first = mean_gradients(model, [[0], []])
+    second = mean_gradients(model, [[1], [2]])
+    optimizer = shard(model, stage=stage)
+    if rank == 0:
+        optimizer.backward(loss_of(model, 0))
+    optimizer.reduce_gradients()
+    optimizer.backward(loss_of(model, 1 + rank))
+    optimizer.reduce_gradients()
+    assert_equal(optimizer.gradients(), {name: first[name] + second[name] for name in first})
+
+
+@STAGES
+@pytest.mark.parametrize("zeroing", ["optimizer", "optimizer to zeros", "model", "model to zeros"])
+def test_zeroed_gradients_are_forgotten(
+    pool: Pool,
+    stage: Literal[0, 1],
+    zeroing: Literal["optimizer", "optimizer to zeros", "model", "model to zeros"],
+) -> None:
+    pool.run(2, check_zeroing, stage, zeroing)
+
+
+def check_zeroing(stage: Literal[0, 1], zeroing: str) -> None:
+    model, rank = small_model(), dist.get_rank()
+    optimizer = shard(model, stage=stage)
+    expected = mean_gradients(model, [[2], [3]])
+    for reduced in (False, True):
+        optimizer.backward(loss_of(model, rank))
+        if reduced:
+            optimizer.reduce_gradients()
+        zeroed = optimizer if zeroing.startswith("optimizer") else model
+        zeroed.zero_grad(set_to_none=not zeroing.endswith("zeros"))
+        for parameter in model.parameters():
+            assert parameter.grad is None or not parameter.grad.any()
+        optimizer.backward(loss_of(model, 2 + rank))
+        optimizer.reduce_gradients()
+        assert_equal(optimizer.gradients(), expected)
+        optimizer.zero_grad()
+
+
+def test_zeroed_gradients_step_and_missing_ones_do_not(pool: Pool) -> None:
+    pool.run(1, check_zeros_against_none)
+
+
+def check_zeros_against_none() -> None:
+    for set_to_none in (True, False):
+        model = small_model()
+        optimizer = shard(model, lambda parameters: torch.optim.SGD(parameters, lr=1.0, weight_decay=0.5))
+        optimizer.backward(loss_of(model, 0))
+        optimizer.zero_grad(set_to_none=set_to_none)
+        before = weights_of(model)
+        optimizer.step()
+        factor = 1.0 if set_to_none else 0.5
+        assert_equal(weights_of(model), {name: factor * weight for name, weight in before.items()})
+
+
+@STAGES
+def test_gradients_that_the_user_assigns_are_taken(pool: Pool, stage: Literal[0, 1]) -> None:
+    pool.run(2, check_assigned_gradients, stage)
+
+
+def check_assigned_gradients(stage: Literal[0, 1]) -> None:
+    model, rank = small_model(), dist.get_rank()
+    optimizer = shard(model, stage=stage)
+    optimizer.backward(loss_of(model, 0))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1.0 + 2 * rank)
+    optimizer.backward(0 * loss_of(model, 1))
+    optimizer.reduce_gradients()
+    assert_equal(
+        optimizer.gradients(), {name: torch.full_like(w, 2.0) for name, w in weights_of(model).items()}
+    )
+
+
+def test_gradient_left_from_before_boost_is_kept(pool: Pool) -> None:
+    pool.run(1, check_gradient_from_before)
+
+
+def check_gradient_from_before() -> None:
+    model = small_model()
+    expected = mean_gradients(model, [[0, 1]])
+    loss_of(model, 0).backward()
+    optimizer = shard(model)
+    optimizer.backward(loss_of(model, 1))
+    optimizer.reduce_gradients()
+    assert_equal(optimizer.gradients(), expected)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_gradient_factor_acts_on_one_step(pool: Pool, precision: Precision, as_tensor: bool) -> None:
+    pool.run(2, check_gradient_factor, precision, as_tensor)
+
+
+def check_gradient_factor(precision: Precision, as_tensor: bool) -> None:
+    model = small_model()
+    optimizer = shard(model, precision=precision, max_norm=0.125)
+    optimizer.backward(loss_of(model, dist.get_rank()))
+    optimizer.reduce_gradients()
+    plain, before = optimizer.gradients(), optimizer.masters()
+    norm = torch.cat([gradient.flatten() for gradient in plain.values()]).norm().item()
+    optimizer.gradient_factor = torch.tensor(0.5) if as_tensor else 0.5
+    halved = {name: gradient / 2 for name, gradient in plain.items()}
+    assert_equal(optimizer.gradients(), halved)
+    optimizer.step()
+    assert optimizer.last_norm == pytest.approx(norm / 2, rel=1e-5)
+    assert_equal(optimizer.gradients(), halved)
+    clip = min(1.0, 0.125 / (norm / 2))
+    expected = {name: before[name] - clip * gradient for name, gradient in halved.items()}
+    assert_equal(optimizer.masters(), expected, rtol=1e-5, atol=2e-6)  # the 1e-6 in torch's clipping
+    assert optimizer.gradient_factor == 1.0
+
+
+def test_gradients_accumulate_in_float32(pool: Pool) -> None:
+    pool.run(1, check_float32_accumulation)
+
+
+def check_float32_accumulation() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = shard(model, precision="bf16")
+    for value in (256.0, 1.0, 1.0):  # 256 + 1 is 256 in bfloat16
+        optimizer.backward(model(torch.full((1, 1), value, dtype=torch.bfloat16)).sum())
+    assert model.weight.grad is not None and model.weight.grad.item() == 258.0
+
+
+def test_unreduced_gradients_are_not_handed_out(pool: Pool) -> None:
+    pool.run(1, check_unreduced)
+
+
+def check_unreduced() -> None:
+    model = small_model()
+    optimizer = shard(model)
+    optimizer.backward(loss_of(model, 0))
+    with pytest.raises(RuntimeError, match="call reduce_gradients"):
+        optimizer.gradients()
+
+
+def test_sparse_gradients_are_refused_by_name(pool: Pool) -> None:
+    pool.run(1, check_sparse)
+
+
+def check_sparse() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True))
+    optimizer = shard(model)
+    with pytest.raises(ValueError, match=r"0\.weight is torch.sparse_coo.*sparse=False"):
+        optimizer.backward(model(torch.tensor([1])).sum())
+
+
+def test_closure_computes_the_gradients(pool: Pool) -> None:
+    pool.run(1, check_closure)
+
+
+def check_closure() -> None:
+    model = small_model()
+    before, expected = weights_of(model), mean_gradients(model, [[0]])
+    optimizer = shard(model)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        optimizer.backward(loss)
+        return loss
+
+    assert optimizer.step(closure).item() > 0
+    assert_equal(weights_of(model), {name: before[name] - expected[name] for name in before})

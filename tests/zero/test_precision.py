@@ -1,0 +1,77 @@
+import pytest
+import torch
+
+from echelon.zero.precision import DynamicScaler, PrecisionConfig, precision_faults
+
+
+def scaler(**arguments: float) -> DynamicScaler:
+    return DynamicScaler(PrecisionConfig(precision="fp16", **arguments))
+
+
+def test_scale_shrinks_at_the_hysteresis_and_at_every_overflow_after_it() -> None:
+    fp16 = scaler(initial_scale=64, hysteresis=2)
+    scales = []
+    for overflow in (True, False, True, True):
+        fp16.update(overflow)
+        scales.append(fp16.scale)
+    assert scales == [64, 64, 32, 16]
+
+
+def test_scale_grows_after_an_interval_without_overflow_and_resets_the_hysteresis() -> None:
+    fp16 = scaler(initial_scale=64, growth_interval=3, hysteresis=2, max_scale=128)
+    for overflow in (True, False, False, True, False, False, False):
+        fp16.update(overflow)
+    assert fp16.scale == 64  # shrunk to 32, grown again
+    fp16.update(True)
+    assert fp16.scale == 64
+    for _ in range(6):
+        fp16.update(False)
+    assert fp16.scale == 128
+
+
+def test_overflow_in_a_row_at_the_minimum_is_an_error_that_explains() -> None:
+    fp16 = scaler(initial_scale=2, hysteresis=2)
+    fp16.update(True)
+    fp16.update(True)
+    assert fp16.scale == 1
+    with pytest.raises(RuntimeError, match=r"min_scale=1.*precision='bf16'"):
+        fp16.update(True)
+
+
+def test_single_overflow_at_the_minimum_is_no_error() -> None:
+    fp16 = scaler(initial_scale=1, hysteresis=2)
+    for overflow in (True, False, True, False, True, False):
+        fp16.update(overflow)
+    assert fp16.scale == 1
+
+
+def test_scaler_continues_from_its_state() -> None:
+    arguments = {"initial_scale": 64, "hysteresis": 2, "growth_interval": 3}
+    fp16, other = scaler(**arguments), scaler(**arguments)
+    for overflow in (True, False, False):
+        fp16.update(overflow)
+    other.load_state_dict(fp16.state_dict())
+    for each in (fp16, other):
+        each.update(False)
+        each.update(True)
+    assert other.state_dict() == fp16.state_dict()
+
+
+def test_all_faults_of_a_configuration_are_told_at_once() -> None:
+    faults = precision_faults(
+        precision="fp8", initial_scale=0.5, growth_factor=1, growth_interval=0, backoff_factor=1, hysteresis=0
+    )
+    assert [fault.split("=")[0] for fault in faults] == [
+        "precision",
+        "initial_scale",
+        "growth_factor",
+        "growth_interval",
+        "backoff_factor",
+        "hysteresis",
+    ]
+    with pytest.raises(ValueError, match=r"precision='fp8': use one of 'fp32', 'bf16', 'fp16'"):
+        PrecisionConfig(precision="fp8")  # type: ignore[arg-type]
+
+
+def test_dtype_is_that_of_the_parameters() -> None:
+    assert PrecisionConfig(precision="bf16").dtype == torch.bfloat16
