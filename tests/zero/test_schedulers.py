@@ -1,0 +1,113 @@
+"""Schedulers act on the sharded optimizer, or on the user's own under it, as on a plain one."""
+
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, OneCycleLR, ReduceLROnPlateau
+from transformers import get_scheduler
+
+from ..pool import Pool
+from .helpers import assert_equal, loss_of, shard, small_model, weights_of
+
+STEPS = 4
+
+
+def linear(optimizer: Optimizer) -> LambdaLR:
+    return get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=6)
+
+
+def one_cycle(optimizer: Optimizer) -> OneCycleLR:  # sets lr and momentum
+    return OneCycleLR(optimizer, max_lr=0.1, total_steps=6)
+
+
+def restarts(optimizer: Optimizer) -> CosineAnnealingWarmRestarts:
+    return CosineAnnealingWarmRestarts(optimizer, T_0=2)
+
+
+SCHEDULES = (linear, one_cycle, restarts)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    parameters = list(model.parameters())
+    slow = {"params": parameters[2:], "lr": 1e-3, "weight_decay": 0.1}
+    return torch.optim.AdamW([{"params": parameters[:2]}, slow], lr=1e-2, eps=1e-5)
+
+
+@pytest.mark.parametrize("built_on", ["inner", "sharded"])
+def test_schedulers_act_as_on_a_plain_optimizer(pool: Pool, built_on: Literal["inner", "sharded"]) -> None:
+    pool.run(2, check_schedulers, built_on)
+
+
+def check_schedulers(built_on: str) -> None:
+    for build in SCHEDULES:
+        model, plain_model = small_model(), small_model()
+        plain, inner = adamw(plain_model), adamw(model)
+        plain_schedule: Any = build(plain)
+        schedule: Any = build(inner) if built_on == "inner" else None
+        sharded = shard(model, lambda _, inner=inner: inner)
+        schedule = schedule or build(sharded)
+        assert isinstance(sharded, Optimizer) and sharded.param_groups is inner.param_groups
+        for step in range(STEPS):
+            plain.zero_grad()
+            (loss_of(plain_model, step) + loss_of(plain_model, 100 + step)).mul(0.5).backward()
+            plain.step()
+            plain_schedule.step()
+            sharded.backward(loss_of(model, step + 100 * dist.get_rank()))
+            sharded.step()
+            schedule.step()
+            sharded.zero_grad()
+            assert schedule.get_last_lr() == plain_schedule.get_last_lr()
+        assert_equal(weights_of(model), weights_of(plain_model), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("built_on", ["inner", "sharded"])
+def test_scheduler_does_not_complain_of_a_skipped_first_step(
+    pool: Pool, built_on: Literal["inner", "sharded"]
+) -> None:
+    pool.run(1, check_skipped_first_step, built_on)
+
+
+def check_skipped_first_step(built_on: str) -> None:
+    model = small_model()
+    inner = adamw(model)
+    schedule = linear(inner) if built_on == "inner" else None
+    sharded = shard(model, lambda _: inner)
+    schedule = schedule or linear(sharded)
+    sharded.backward(loss_of(model, 0) * float("inf"))
+    sharded.step()
+    schedule.step()  # a warning would be an error
+    assert sharded.skipped_steps == 1
+
+
+def test_plateau_scheduler_takes_the_sharded_optimizer(pool: Pool) -> None:
+    pool.run(1, check_plateau)
+
+
+def check_plateau() -> None:
+    model = small_model()
+    sharded = shard(model)
+    schedule = ReduceLROnPlateau(sharded, patience=0)
+    for _ in range(2):
+        sharded.backward(loss_of(model, 0))
+        sharded.step()
+        schedule.step(1.0)
+    assert sharded.inner.param_groups[0]["lr"] == pytest.approx(0.1)
+
+
+def test_step_hooks_of_either_optimizer_run_once_per_step(pool: Pool) -> None:
+    pool.run(1, check_step_hooks)
+
+
+def check_step_hooks() -> None:
+    model, calls = small_model(), []
+    inner = adamw(model)
+    inner.register_step_post_hook(lambda *_: calls.append("inner"))
+    sharded = shard(model, lambda _: inner)
+    sharded.register_step_post_hook(lambda *_: calls.append("sharded"))
+    sharded.backward(loss_of(model, 0))
+    sharded.step()
+    assert calls == ["inner", "sharded"]

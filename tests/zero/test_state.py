@@ -1,0 +1,129 @@
+"""What is saved and loaded, and weights that change under the optimizer."""
+
+import copy
+from typing import Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.zero.optimizer import ShardedOptimizer
+
+from ..pool import Pool
+from .helpers import Precision, assert_equal, loss_of, shard, small_model, weights_of
+
+PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+
+
+def adamw(parameters: object) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=1e-2)  # type: ignore[arg-type]
+
+
+def train(model: nn.Sequential, optimizer: ShardedOptimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.backward(loss_of(model, step + 100 * dist.get_rank()))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@PRECISIONS
+@pytest.mark.parametrize("stage", [0, 1])
+def test_training_continues_bit_for_bit(pool: Pool, stage: Literal[0, 1], precision: Precision) -> None:
+    pool.run(2, check_continuation, stage, precision)
+
+
+def check_continuation(stage: Literal[0, 1], precision: Precision) -> None:
+    model, other = small_model(), small_model()
+    optimizer = shard(model, adamw, stage=stage, precision=precision)
+    train(model, optimizer, range(2))
+    optimizer.param_groups[0]["lr"] = 5e-3
+    state = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, range(2, 4))
+    restored = shard(other, adamw, stage=stage, precision=precision)
+    restored.load_state_dict(state)
+    train(other, restored, range(2, 4))
+    assert_equal(restored.masters(), optimizer.masters(), rtol=0, atol=0)
+    assert_equal(weights_of(other), weights_of(model), rtol=0, atol=0)
+    assert restored.last_norm == optimizer.last_norm
+
+
+def test_loss_scale_and_skipped_steps_are_restored(pool: Pool) -> None:
+    pool.run(1, check_scale_restored)
+
+
+def check_scale_restored() -> None:
+    model = small_model()
+    optimizer = shard(model, precision="fp16")
+    for _ in range(2):
+        optimizer.backward(loss_of(model, 0) * float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+    restored = shard(small_model(), precision="fp16")
+    restored.load_state_dict(optimizer.state_dict())
+    assert (restored.loss_scale, restored.skipped_steps) == (32.0, 2)
+
+
+def test_state_of_another_layout_is_refused(pool: Pool) -> None:
+    pool.run(2, check_other_layout)
+
+
+def check_other_layout() -> None:
+    optimizer = shard(small_model(), adamw)
+    for other in (
+        shard(small_model(), adamw, stage=0),
+        shard(small_model(), adamw, precision="bf16"),
+        shard(small_model(), adamw, bucket_size=10),
+    ):
+        with pytest.raises(
+            ValueError, match=r"another layout: number 0 is 0\.weight \(7, 5\) at 0 of group 0"
+        ):
+            optimizer.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match="number 0 is a state dict of another optimizer there"):
+        optimizer.load_state_dict(adamw(small_model().parameters()).state_dict())
+    peer = shard(small_model(), adamw).state_dict()
+    states: list[dict] = [{}, {}]
+    dist.all_gather_object(states, peer)
+    with pytest.raises(ValueError, match=r"slice [01] of 2 there"):
+        optimizer.load_state_dict(states[1 - dist.get_rank()])
+
+
+@PRECISIONS
+@pytest.mark.parametrize("told", [False, True])
+def test_loaded_weights_are_trained_on(pool: Pool, precision: Precision, told: bool) -> None:
+    pool.run(2, check_loaded_weights, precision, told)
+
+
+def check_loaded_weights(precision: Precision, told: bool) -> None:
+    model = small_model()
+    optimizer = shard(model, precision=precision)
+    train(model, optimizer, range(2))
+    loaded = {name: torch.full_like(weight, 0.25) for name, weight in weights_of(model).items()}
+    model.load_state_dict(loaded)
+    if told:
+        optimizer.refresh_masters()
+        assert_equal(
+            optimizer.masters(), {name: each.float() for name, each in loaded.items()}, rtol=0, atol=0
+        )
+    optimizer.backward(loss_of(model, dist.get_rank()))
+    optimizer.step()
+    gradients = optimizer.gradients()
+    expected = {name: 0.25 - gradient for name, gradient in gradients.items()}
+    assert_equal(optimizer.masters(), expected)
+    dtype = next(model.parameters()).dtype
+    assert_equal(weights_of(model), {name: each.to(dtype) for name, each in optimizer.masters().items()})
+
+
+def test_masters_keep_their_low_bits_where_weights_did_not_change(pool: Pool) -> None:
+    pool.run(2, check_low_bits)
+
+
+def check_low_bits() -> None:
+    model = small_model()
+    optimizer = shard(model, precision="bf16")
+    before = optimizer.masters()
+    weights = weights_of(model)
+    weights["0.bias"] += 1
+    model.load_state_dict(weights)
+    optimizer.refresh_masters()
+    assert_equal(optimizer.masters(), before | {"0.bias": weights["0.bias"].float()}, rtol=0, atol=0)
