@@ -66,7 +66,7 @@ class Slot:
                 f"the gradient of {self.managed.name} is {gradient.layout} and only dense ones can be "
                 "reduced: build the embedding with sparse=False"
             )
-        self.gradient.copy_(gradient)
+        self.gradient.copy_(gradient.detach())
         self.parameter.grad = self.gradient
 
     @property

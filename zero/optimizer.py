@@ -9,13 +9,14 @@ step()                norm and verdict of all ranks (norm.py), unscale and clip,
 from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Any, Literal
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..cluster.mesh import ParallelMesh
-from .bucket import Slot, fill_buckets
+from .bucket import fill_buckets
 from .elementwise import require_elementwise
 from .groups import hold_pieces, managed_groups
 from .norm import clip_coefficient, norm_over_all_ranks
@@ -309,12 +310,14 @@ class ShardedOptimizer(Optimizer):
             self._is_stepping = False
 
     def _add_hooks(self) -> None:
+        # Weakly: the garbage collector does not see through the hooks of a tensor that lives elsewhere too, and
+        # a cycle through one would keep this optimizer, its memory and its process groups for ever.
         for slot in self._slots:
-            slot.parameter.register_hook(self._before_accumulation)
-            slot.parameter.register_post_accumulate_grad_hook(_collector(slot))
+            slot.parameter.register_hook(_calling(WeakMethod(self._before_accumulation)))
+            slot.parameter.register_post_accumulate_grad_hook(_calling(WeakMethod(slot.collect)))
         self.inner.register_step_pre_hook(self._refuse_inner_step)
 
-    def _before_accumulation(self, gradient: Tensor) -> None:
+    def _before_accumulation(self) -> None:
         if self._is_reduced:
             self._reopen()
 
@@ -373,12 +376,15 @@ class ShardedOptimizer(Optimizer):
             )
 
 
-def _collector(slot: Slot) -> Callable[[Tensor], None]:
-    def collect(_: Tensor) -> None:
-        with torch.no_grad():
-            slot.collect()
+def _calling(method: WeakMethod[Callable[[], None]]) -> Callable[[Tensor], None]:
+    """A tensor hook that calls the method while its object lives."""
 
-    return collect
+    def call(_: Tensor) -> None:
+        bound = method()
+        if bound is not None:
+            bound()
+
+    return call
 
 
 def sharding_faults(*, stage: int, max_norm: float, norm_type: float, bucket_size: int) -> list[str]:

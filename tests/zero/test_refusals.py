@@ -1,5 +1,8 @@
 """What the optimizer refuses, and in which words."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +13,7 @@ from echelon.zero.parameter import ManagedParameter
 from echelon.zero.precision import PrecisionConfig
 
 from ..pool import Pool
-from .helpers import loss_of, managed, sgd, shard, small_model, weights_of
+from .helpers import assert_equal, loss_of, managed, sgd, shard, small_model, weights_of
 
 
 def test_all_faults_are_told_at_once() -> None:
@@ -170,3 +173,25 @@ def check_not_held() -> None:
     optimizer.step()
     assert set(optimizer.gradients()) == {"2.weight", "2.bias"}
     assert torch.equal(model[0].weight, before["0.weight"]) and model[0].weight.grad is not None
+
+
+def test_an_optimizer_that_is_let_go_leaves_no_trace(pool: Pool) -> None:
+    pool.run(1, check_let_go)
+
+
+def check_let_go() -> None:
+    model = small_model()
+    optimizer = shard(model)
+    optimizer.backward(loss_of(model, 0))
+    optimizer.step()
+    trace = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert trace() is None
+    model.zero_grad()
+    before = weights_of(model)
+    second = shard(model)
+    second.backward(loss_of(model, 0))
+    second.step()
+    gradients = second.gradients()
+    assert_equal(weights_of(model), {name: before[name] - gradients[name] for name in before})
