@@ -126,14 +126,15 @@ class Bucket:
             self.own_gradients.add_(self._reduced_before)
             self._reduced_before = None
 
-    def reopen(self, factor: float) -> None:
-        """Set the reduced slice aside, times `factor`, to be added to the next reduction."""
+    def set_aside(self, factor: float) -> None:
+        """Keep the reduced slice, times `factor`, to be added to the next reduction."""
         self._reduced_before = self.own_gradients * factor
 
-    def zero_(self) -> None:
-        """Forget all gradients."""
-        self.gradients.zero_()
+    def forget(self, *, to_zeros: bool) -> None:
+        """Drop what was set aside; with `to_zeros`, gradients too."""
         self._reduced_before = None
+        if to_zeros:
+            self.gradients.zero_()
 
     def publish_(self) -> None:
         """Bring the masters of all ranks into the parameters of all. One all-gather if sliced."""

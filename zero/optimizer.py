@@ -9,7 +9,6 @@ step()                norm and verdict of all ranks (norm.py), unscale and clip,
 from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Any, Literal
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from .norm import clip_coefficient, norm_over_all_ranks
 from .parameter import ManagedParameter
 from .partition import Partition, require_agreement
 from .precision import DynamicScaler, PrecisionConfig
-from .reduction import sharing, sum_over_groups
+from .reduction import Reducer, sharing
 from .state import load_local_state, local_state
 
 
@@ -90,17 +89,12 @@ class ShardedOptimizer(Optimizer):
         self.buckets = fill_buckets(
             groups, dtype=precision.dtype, partition=self._partition, bucket_size=bucket_size
         )
-        self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        self._reducer = Reducer(self.buckets, partition=self._partition, device=mesh.device)
         hold_pieces(optimizer, self.buckets)
-        # Whether the buckets hold reduced gradients, and for which slots any rank had one.
-        self._is_reduced = False
-        self._contributed = False
-        self._present = torch.zeros(len(self._slots), device=mesh.device)
-        self._present_before: Tensor | None = None
         # What reduced gradients must be multiplied with to be the true ones; None before a step.
         self._unclip: float | None = None
         self._is_stepping = False
-        self._add_hooks()
+        optimizer.register_step_pre_hook(self._refuse_inner_step)
         # Hooks registered on this optimizer run with the inner one's.
         self.__dict__.update(
             {name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")}
@@ -141,15 +135,8 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. As in torch, a parameter is stepped with zeros, but not with None."""
-        self._is_reduced = False
         self._unclip = None
-        self._present_before = None
-        if not set_to_none:
-            for bucket in self.buckets:
-                bucket.zero_()
-        for slot in self._slots:
-            keep = not set_to_none and slot.parameter.grad is not None
-            slot.parameter.grad = slot.gradient if keep else None
+        self._reducer.forget(to_zeros=not set_to_none)
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
@@ -158,24 +145,9 @@ class ShardedOptimizer(Optimizer):
         Collective over the sum groups and the data axis. After it, `parameter.grad` is the reduced gradient
         only in this rank's slice: all of it in stage 0; in stage 1 see `gradients`.
         """
-        if self._is_reduced:
-            return
-        for slot in self._slots:
-            slot.collect()
-            if slot.parameter.grad is None:
-                slot.gradient.zero_()
-        flags = [float(slot.parameter.grad is not None) for slot in self._slots]
-        self._contributed = any(flags)
-        self._present = torch.tensor(flags, device=self._mesh.device)
-        sum_over_groups(self._slots, self._present)
-        for bucket in self.buckets:
-            bucket.reduce_()
-        self._partition.maximum_(self._present)
-        if self._present_before is not None:
-            self._present = torch.maximum(self._present, self._present_before)
-            self._present_before = None
-        self._is_reduced = True
-        self._unclip = None
+        if not self._reducer.is_reduced:
+            self._reducer.reduce()
+            self._unclip = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -215,6 +187,7 @@ class ShardedOptimizer(Optimizer):
                 bucket.publish_()
         if self._scaler is not None:
             self._scaler.update(overflow)
+        self._reducer.resumed_factor = self.loss_scale
         return loss
 
     @torch.no_grad()
@@ -228,16 +201,16 @@ class ShardedOptimizer(Optimizer):
         Raises:
             RuntimeError: the gradients are not reduced.
         """
-        if not self._is_reduced:
+        if not self._reducer.is_reduced:
             raise RuntimeError("gradients() needs reduced gradients: call reduce_gradients() or step() first")
         true = self.gradient_factor / self.loss_scale if self._unclip is None else self._unclip
         named: dict[str, Tensor] = {}
         for bucket in self.buckets:
             named |= bucket.unflattened(self._partition.gathered(bucket.own_gradients) * true)
-        present = self._present.tolist()
+        present = self._reducer.present.tolist()
         return {
             slot.managed.name: named[slot.managed.name]
-            for slot, is_present in zip(self._slots, present, strict=True)
+            for slot, is_present in zip(self._reducer.slots, present, strict=True)
             if is_present
         }
 
@@ -291,8 +264,12 @@ class ShardedOptimizer(Optimizer):
             device=device,
         )
         factor = torch.as_tensor(self.gradient_factor, dtype=torch.float64, device=device).view(1)
-        measured, factor_, *present = torch.cat([norm.view(1), factor, self._present.double()]).tolist()
-        return measured, factor_ / self.loss_scale, [flag > 0 for flag in present]
+        measured, factor_, *present = torch.cat(
+            [norm.view(1), factor, self._reducer.present.double()]
+        ).tolist()
+        # A second step on the same gradients finds them unscaled.
+        scale = self.loss_scale if self._unclip is None else 1.0
+        return measured, factor_ / scale, [flag > 0 for flag in present]
 
     def _update_own_slices(self, coefficient: float, present: list[bool]) -> None:
         for bucket in self.buckets:
@@ -300,7 +277,7 @@ class ShardedOptimizer(Optimizer):
                 bucket.refresh_()
             if coefficient != 1.0:
                 bucket.own_gradients.mul_(coefficient)
-        for slot, is_present in zip(self._slots, present, strict=True):
+        for slot, is_present in zip(self._reducer.slots, present, strict=True):
             if slot.piece is not None:
                 slot.piece.grad = slot.piece_gradient if is_present else None
         self._is_stepping = True
@@ -308,31 +285,6 @@ class ShardedOptimizer(Optimizer):
             self.inner.step()
         finally:
             self._is_stepping = False
-
-    def _add_hooks(self) -> None:
-        # Weakly: the garbage collector does not see through the hooks of a tensor that lives elsewhere too, and
-        # a cycle through one would keep this optimizer, its memory and its process groups for ever.
-        for slot in self._slots:
-            slot.parameter.register_hook(_calling(WeakMethod(self._before_accumulation)))
-            slot.parameter.register_post_accumulate_grad_hook(_calling(WeakMethod(slot.collect)))
-        self.inner.register_step_pre_hook(self._refuse_inner_step)
-
-    def _before_accumulation(self) -> None:
-        if self._is_reduced:
-            self._reopen()
-
-    def _reopen(self) -> None:
-        """Set reduced gradients aside: a backward accumulates on top of them and is reduced on its own."""
-        # The model's own zero_grad drops what this rank contributed.
-        is_forgotten = self._contributed and all(slot.parameter.grad is None for slot in self._slots)
-        if not is_forgotten:
-            for bucket in self.buckets:
-                bucket.reopen(1.0 if self._unclip is None else self.loss_scale)
-            self._present_before = self._present
-        for slot in self._slots:
-            slot.parameter.grad = None
-        self._is_reduced = False
-        self._unclip = None
 
     def _require_one_layout(self, groups: list[list[ManagedParameter]]) -> None:
         """Ranks of the data axis, and of a sum group, must mean the same parameters. Small all-reduces."""
@@ -356,7 +308,7 @@ class ShardedOptimizer(Optimizer):
             )
 
     def _require_untouched(self) -> None:
-        for slot in self._slots:
+        for slot in self._reducer.slots:
             if not slot.is_in_place:
                 raise RuntimeError(
                     f"{slot.managed.name} is no longer in the memory that boost gave it (model.to(), .half() "
@@ -374,17 +326,6 @@ class ShardedOptimizer(Optimizer):
             raise RuntimeError(
                 "this optimizer was boosted: step the one that boost returned, which reduces gradients first"
             )
-
-
-def _calling(method: WeakMethod[Callable[[], None]]) -> Callable[[Tensor], None]:
-    """A tensor hook that calls the method while its object lives."""
-
-    def call(_: Tensor) -> None:
-        bound = method()
-        if bound is not None:
-            bound()
-
-    return call
 
 
 def sharding_faults(*, stage: int, max_norm: float, norm_type: float, bucket_size: int) -> list[str]:

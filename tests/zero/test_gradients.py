@@ -228,3 +228,41 @@ def check_closure() -> None:
 
     assert optimizer.step(closure).item() > 0
     assert_equal(weights_of(model), {name: before[name] - expected[name] for name in before})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_second_step_on_the_same_gradients_repeats_the_first(pool: Pool, precision: Precision) -> None:
+    pool.run(2, check_second_step, precision)
+
+
+def check_second_step(precision: Precision) -> None:
+    model = small_model()
+    optimizer = shard(model, precision=precision, max_norm=0.125)
+    before = optimizer.masters()
+    optimizer.backward(loss_of(model, dist.get_rank()))
+    optimizer.step()
+    once = optimizer.masters()
+    optimizer.step()
+    twice = optimizer.masters()
+    expected = {name: once[name] + (once[name] - before[name]) for name in once}
+    assert_equal(twice, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_backward_after_a_step_adds_to_its_gradients_as_in_torch(pool: Pool, precision: Precision) -> None:
+    pool.run(2, check_backward_after_step, precision)
+
+
+def check_backward_after_step(precision: Precision) -> None:
+    model, rank = small_model(), dist.get_rank()
+    optimizer = shard(model, lambda parameters: torch.optim.SGD(parameters, lr=0.0), precision=precision)
+    seeds = (0, 1)
+    for seed in seeds:
+        optimizer.backward(loss_of(model, seed + 10 * rank))
+        optimizer.step()
+    together = optimizer.gradients()
+    optimizer.zero_grad()
+    for seed in seeds:
+        optimizer.backward(loss_of(model, seed + 10 * rank))
+    optimizer.reduce_gradients()
+    assert_equal(together, optimizer.gradients(), rtol=1e-5, atol=1e-6)
