@@ -79,7 +79,7 @@ class ModelChoice:
             head_dim=8,
             max_position_embeddings=64,
             tie_word_embeddings=self.tied,
-            num_labels=3,
+            num_labels=2 if self.head_name == "question" else 3,
             pad_token_id=0,
             bos_token_id=1,
             eos_token_id=2,
