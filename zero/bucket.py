@@ -26,7 +26,7 @@ from .partition import Partition
 ALIGNMENT = 16
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Slot:
     """One parameter's place in a bucket.
 

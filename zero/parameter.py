@@ -15,7 +15,8 @@ class ManagedParameter:
         parameter: the parameter object; it keeps its identity.
         sum_groups: its gradient is partial over each of these groups and is summed there before anything
             else: ties across pipeline stages, copies of key-value heads, norms inside a tensor-parallel
-            region. All ranks of a group list the parameters of that group in the same order.
+            region. All ranks of a group list the parameters of that group in the same order, and all ranks
+            that hold the parameter list its groups in the same order of axes.
         counts: whether this rank counts it in the gradient norm; False on all but one of the ranks that hold
             the same gradient along the tensor, sequence and pipeline axes. Copies along the data axis are
             the optimizer's own matter.

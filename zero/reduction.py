@@ -109,17 +109,19 @@ def sum_over_groups(slots: Sequence[Slot], present: Tensor) -> None:
 
 
 def sharing(parameters: Sequence[ManagedParameter]) -> list[tuple[dist.ProcessGroup, list[int]]]:
-    """The groups over which gradients are summed, each with the indices of its parameters.
+    """The sums to be made, in order: over which group, and the indices of its parameters.
 
-    Groups stand in the order of their ranks in the world, the same on all ranks: two ranks that share two
-    groups cannot wait for each other.
+    First come the first groups of all parameters, then the second ones: a rank must not pass on a gradient over
+    its second group before it is complete over its first. Among those, groups stand in the order of their ranks
+    in the world, the same on all ranks: two ranks that share two groups cannot wait for each other.
     """
-    members: dict[dist.ProcessGroup, list[int]] = {}
+    members: dict[tuple[int, dist.ProcessGroup], list[int]] = {}
     for index, managed in enumerate(parameters):
-        for group in managed.sum_groups:
+        for position, group in enumerate(managed.sum_groups):
             if group.size() > 1:
-                members.setdefault(group, []).append(index)
-    return sorted(members.items(), key=lambda item: dist.get_process_group_ranks(item[0]))
+                members.setdefault((position, group), []).append(index)
+    ordered = sorted(members.items(), key=lambda item: (item[0][0], dist.get_process_group_ranks(item[0][1])))
+    return [(group, indices) for (_, group), indices in ordered]
 
 
 def _calling(method: WeakMethod[Callable[[], None]]) -> Callable[[Tensor], None]:

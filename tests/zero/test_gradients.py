@@ -7,6 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from echelon.cluster.mesh import ParallelMesh
+from echelon.zero.optimizer import ShardedOptimizer
+from echelon.zero.parameter import ManagedParameter
+from echelon.zero.precision import PrecisionConfig
+
 from ..pool import Pool
 from .helpers import Precision, assert_equal, loss_of, shard, small_model, weights_of
 
@@ -266,3 +271,48 @@ def check_backward_after_step(precision: Precision) -> None:
         optimizer.backward(loss_of(model, seed + 10 * rank))
     optimizer.reduce_gradients()
     assert_equal(together, optimizer.gradients(), rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_are_summed_over_every_group_though_ranks_have_none(pool: Pool) -> None:
+    pool.run(4, check_sums)
+
+
+def check_sums() -> None:
+    mesh, rank = ParallelMesh(sp=2, tp=2), dist.get_rank()
+    both, one, none = (nn.Parameter(torch.zeros(size)) for size in (3, 2, 4))
+    optimizer = ShardedOptimizer(
+        torch.optim.SGD([both, one, none], lr=1.0, weight_decay=0.5),
+        [
+            ManagedParameter(name="both", parameter=both, sum_groups=(mesh.group("tp"), mesh.group("sp"))),
+            ManagedParameter(name="one", parameter=one, sum_groups=(mesh.group("sp"),)),
+            ManagedParameter(name="none", parameter=none, sum_groups=(mesh.group("tp"),)),
+        ],
+        mesh=mesh,
+        stage=1,
+        precision=PrecisionConfig(),
+    )
+    if rank < 3:
+        both.grad = torch.full((3,), 10.0**rank)
+    if rank > 1:
+        one.grad = torch.full((2,), 10.0**rank)
+    optimizer.reduce_gradients()
+    # Ranks 0 and 2, and 1 and 3, differ in sp alone.
+    expected = {"both": torch.full((3,), 111.0), "one": torch.full((2,), 1000.0 if rank % 2 else 100.0)}
+    assert_equal(optimizer.gradients(), expected)
+    for _ in range(2):  # a backward that follows a reduction is summed on its own
+        optimizer.backward(both.sum() + one.sum())
+        optimizer.reduce_gradients()
+    assert_equal(optimizer.gradients(), {"both": expected["both"] + 8, "one": expected["one"] + 4})
+
+
+def test_a_rank_without_trainable_parameters_steps_too(pool: Pool) -> None:
+    pool.run(2, check_nothing_to_train)
+
+
+def check_nothing_to_train() -> None:
+    model = small_model().requires_grad_(False)
+    for stage in (0, 1):
+        optimizer = shard(model, torch.optim.AdamW, stage=stage, precision="fp16", max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.last_norm == 0.0 and optimizer.masters() == {}
