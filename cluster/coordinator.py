@@ -8,6 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .faults import stop_watch
+
 
 class DistCoordinator:
     """The processes of a run as one: who is master, who goes first.
@@ -90,5 +92,6 @@ class DistCoordinator:
 
     def destroy(self) -> None:
         """End the process group. Every rank calls it, at the end of the script."""
+        stop_watch()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Starting the process group of a run. The mesh over it is mesh.py; watching it is faults.py."""
+"""Starting the process group of a run. The mesh over it is mesh.py; the watch over its ranks is faults.py."""
 
 import os
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from .faults import start_watch
 from .random import seed_everything
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -56,6 +57,7 @@ def launch_from_torch(
             dist.init_process_group(backends, timeout=timeout)
         else:
             dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    start_watch()
     seed_everything(seed)
 
 

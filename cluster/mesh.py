@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .faults import start_watch
 from .launch import default_device
 
 AXES = ("pp", "dp", "sp", "tp")
@@ -60,6 +61,7 @@ class ParallelMesh:
         world_size = dist.get_world_size()
         if faults := mesh_faults(world_size=world_size, pp=pp, dp=dp, sp=sp, tp=tp):
             raise ValueError("; ".join(faults))
+        start_watch()
         self.device = default_device()
         shape = (pp, world_size // (pp * sp * tp), sp, tp)
         self._mesh: DeviceMesh = init_device_mesh(self.device.type, shape, mesh_dim_names=AXES)

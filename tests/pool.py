@@ -20,6 +20,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -125,7 +126,7 @@ class Pool:
         self._workers: list[_Worker] = []
         self._names = (f"run-{number}" for number in itertools.count())
         self._folder = Path(tempfile.mkdtemp(prefix="echelon-pool-"))
-        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self._store = _local_store()
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(PRELOADED))
 
@@ -284,6 +285,19 @@ class _Collection:
         if not self._failures:
             self._deadline = min(self._deadline, time.monotonic() + self._grace)
         self._failures.append(failure)
+
+
+def _local_store() -> dist.TCPStore:
+    """A store for this machine alone, by IPv4.
+
+    The server looks up the name of whoever connects. Left to itself it listens by IPv6, where 127.0.0.1 appears
+    as ::ffff:127.0.0.1, which no /etc/hosts knows: without a name server every connection takes seconds.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def _is_gone(failure: _Failure) -> bool:

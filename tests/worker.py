@@ -104,12 +104,12 @@ def _run(task: Task) -> Any:
         LOCAL_RANK=str(task.rank),
         WORLD_SIZE=str(task.world_size),
         LOCAL_WORLD_SIZE=str(task.world_size),
-        MASTER_ADDR="localhost",
+        MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(task.port),
     )
     _seed(0)
     timeout = timedelta(seconds=task.timeout)
-    store = dist.TCPStore("localhost", task.port, is_master=False, timeout=timeout)
+    store = dist.TCPStore("127.0.0.1", task.port, is_master=False, timeout=timeout)
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore(task.name, store),

@@ -1,0 +1,129 @@
+"""The notice board of a run in its store: signs of life and news of ranks. What follows from them is faults.py."""
+
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+# A store that takes longer to answer is treated as gone.
+ANSWER_SECONDS = 30.0
+_TOLD = {
+    "failed": "rank {rank} failed: {text}",
+    "gone": "rank {rank} died: its process is gone",
+    "silent": "rank {rank} gives no sign of life",
+    "left": "rank {rank} left: its script ended, or it destroyed the process group",
+    "recovered": "rank {rank} is back",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """News of a rank: that it "failed", is "gone" or "silent", "left", or "recovered" from any of these.
+
+    Args:
+        text: the error that it failed with.
+        consequence: it failed because another rank had.
+        heard: when this process read it.
+    """
+
+    rank: int
+    kind: str
+    text: str = ""
+    consequence: bool = False
+    heard: float = field(default_factory=time.monotonic, compare=False)
+
+    def __str__(self) -> str:
+        return _TOLD[self.kind].format(rank=self.rank, text=self.text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sign:
+    """A sign of life: a number that changes, and where the process stands."""
+
+    beat: int
+    action: str | None
+    calls: int
+
+    def __str__(self) -> str:
+        where = "outside of Echelon, after" if self.action is None else f"in {self.action},"
+        return f"{where} call {self.calls}"
+
+
+class Board:
+    """One rank's access to the board, over a connection of its own, which two of its threads may use.
+
+    Args:
+        store: the store of the default process group.
+        rank: this process.
+    """
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        # The group's own connection is locked while something waits on it.
+        connection = store.clone()
+        connection.set_timeout(timedelta(seconds=ANSWER_SECONDS))
+        # A store may outlive a process group, and its ranks count alike how often they have started anew.
+        life = connection.add(f"echelon/board/lives/{rank}", 1)
+        self._store = dist.PrefixStore(f"echelon/board/{life}", connection)
+        self._rank = rank
+        self._num_read = 0
+        self._processes: dict[int, tuple[str, int]] = {}
+        self._store.set(f"process/{rank}", json.dumps([_place(), os.getpid()]))
+
+    def show(self, sign: Sign) -> None:
+        """Replace this rank's sign of life."""
+        self._store.set(f"sign/{self._rank}", json.dumps(asdict(sign)))
+
+    def sign(self, rank: int) -> Sign | None:
+        """A rank's latest sign of life; None before its first."""
+        sign = self._get(f"sign/{rank}")
+        return None if sign is None else Sign(**sign)
+
+    def post(self, event: Event) -> None:
+        """Add news for all ranks, this one included."""
+        number = self._store.add("events", 1)
+        content = {key: value for key, value in asdict(event).items() if key != "heard"}
+        self._store.set(f"event/{number}", json.dumps(content))
+
+    def news(self) -> list[Event]:
+        """What has been posted since the last call, in one order on all ranks."""
+        events = []
+        while self._num_read < self._store.add("events", 0):
+            self._num_read += 1
+            events.append(Event(**json.loads(self._store.get(f"event/{self._num_read}"))))
+        return events
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether a rank's process has ended for certain: only known of processes on this machine."""
+        if rank not in self._processes and (process := self._get(f"process/{rank}")) is not None:
+            self._processes[rank] = process[0], process[1]
+        place, process_id = self._processes.get(rank, ("", 0))
+        return place == _place() and _has_ended(process_id)
+
+    def _get(self, key: str) -> Any:
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+
+@cache
+def _place() -> str:
+    """This machine, and the name space in which its process numbers count."""
+    namespace = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {os.readlink(namespace) if namespace.exists() else ''}"
+
+
+def _has_ended(process_id: int) -> bool:
+    """Whether a process of this machine no longer runs; one that nobody has waited for yet counts as ended."""
+    try:
+        os.kill(process_id, 0)
+        status = Path(f"/proc/{process_id}/stat")
+        return status.exists() and status.read_text().rpartition(")")[2].split()[0] in "ZX"
+    except ProcessLookupError:
+        return True
+    except OSError:  # it runs as another user
+        return False

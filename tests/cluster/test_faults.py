@@ -1,0 +1,278 @@
+"""A rank that fails, dies or leaves is named on every rank that waits for it, directly or not."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from echelon.cluster import faults
+from echelon.cluster.board import Board, Event, Sign
+from echelon.cluster.faults import RankFailure, naming_failures, start_watch, stop_watch
+
+from ..pool import Pool, RankDied
+
+
+def fail(how: str) -> None:
+    time.sleep(0.3)  # the others wait by now
+    if how == "raise":
+        raise ValueError("the data is bad")
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(3)
+
+
+def all_reduce_but(rank: int, how: str) -> None:
+    with naming_failures("optimizer.step"):
+        dist.all_reduce(torch.zeros(1))
+        if dist.get_rank() == rank:
+            fail(how)
+        dist.all_reduce(torch.zeros(1))
+
+
+def wait_in_a_chain(how: str) -> None:
+    """Each rank receives from the next one, and the last one fails."""
+    rank = dist.get_rank()
+    with naming_failures("execute_pipeline"):
+        if rank == dist.get_world_size() - 1:
+            fail(how)
+        dist.recv(torch.zeros(1), src=rank + 1)
+
+
+def fail_between_calls() -> None:
+    with naming_failures("execute_pipeline"):
+        dist.all_reduce(torch.zeros(1))
+    if dist.get_rank() == 1:
+        raise KeyError("outside")
+    with naming_failures("optimizer.step"):
+        dist.all_reduce(torch.zeros(1))
+
+
+def receive_in_vain() -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    if dist.get_rank() == 0:
+        with naming_failures("execute_pipeline"):
+            dist.recv(torch.zeros(1), src=1, group=group)
+    else:
+        with naming_failures("optimizer.step"):
+            time.sleep(6)
+
+
+def recover_from_an_error() -> None:
+    for _ in range(2):
+        with pytest.raises(ValueError, match="refused"), naming_failures("boost"):
+            raise ValueError("refused")
+        time.sleep(1.2)  # the news is out
+        with naming_failures("execute_pipeline"):
+            dist.all_reduce(torch.zeros(1))
+    if dist.get_rank() == 2:
+        with naming_failures("optimizer.step"):
+            raise ValueError("the real one")
+    with naming_failures("optimizer.step"):
+        dist.all_reduce(torch.zeros(1))
+
+
+def wait_for_one_that_failed_and_lives() -> None:
+    faults.STUCK_SECONDS = 1.0
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError), naming_failures("execute_pipeline"):
+            raise ValueError("kept")
+        time.sleep(5)  # its connections stay open
+        return
+    with naming_failures("execute_pipeline"):
+        dist.all_reduce(torch.zeros(1))
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "echelon watch"]
+
+
+def count_threads() -> list[int]:
+    counts = [len(threads())]
+    for _ in range(2):
+        start_watch()
+        counts.append(len(threads()))
+    stop_watch()
+    counts.append(len(threads()))
+    with naming_failures("boost"):
+        counts.append(len(threads()))
+    dist.destroy_process_group()
+    time.sleep(1.5)
+    return [*counts, len(threads())]
+
+
+def enter_without_peers() -> list[str]:
+    with naming_failures("boost"):
+        return threads()
+
+
+def nest() -> None:
+    with naming_failures("outer"), naming_failures("inner"):
+        all_reduce_but(1, "raise")
+
+
+def run_the_data_out() -> list[str]:
+    with pytest.raises(StopIteration), naming_failures("execute_pipeline"):
+        next(iter([]))
+    time.sleep(1.2)
+    return [] if faults._watch is None else [str(event) for event in faults._watch._standing()]
+
+
+def exchange_news() -> list[str]:
+    rank = dist.get_rank()
+    board = Board(faults._default_store(), rank)
+    assert board.news() == []
+    assert board.sign(rank) is None
+    board.show(Sign(beat=1, action="boost", calls=rank))
+    dist.barrier()
+    board.post(Event(rank=rank, kind="failed", text="ValueError: no"))
+    dist.barrier()
+    assert not board.is_gone(1 - rank)
+    news = board.news()
+    assert board.news() == []
+    return [*sorted(map(str, news)), str(board.sign(1 - rank))]
+
+
+def assert_named(errors: list[BaseException | None], rank: int, message: str) -> None:
+    """Every rank but the one at fault ended with an error that names it, and before the timeout."""
+    for other, error in enumerate(errors):
+        if other != rank:
+            assert isinstance(error, RankFailure), (other, error)
+            assert error.rank == rank
+            assert str(error).startswith(message), error
+            assert f"this rank ({other}) was waiting for it in " in str(error)
+            assert "RuntimeError: " in str(error.__cause__)
+            assert "imed out" not in str(error.__cause__)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_raises_is_named_by_all_and_keeps_its_own_error(pool: Pool, rank: int) -> None:
+    errors = pool.run_failing(4, all_reduce_but, rank, "raise")
+    assert_named(errors, rank, f"rank {rank} failed: ValueError: the data is bad; ")
+    assert isinstance(errors[rank], ValueError)
+    assert str(errors[rank]) == "the data is bad"
+
+
+@pytest.mark.parametrize("how", ["kill", "exit"])
+def test_a_rank_that_dies_is_named_by_all(pool: Pool, how: str) -> None:
+    errors = pool.run_failing(4, all_reduce_but, 1, how)
+    assert_named(errors, 1, "rank 1 died: its process is gone; ")
+    assert isinstance(errors[1], RankDied)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"), [("kill", "rank 3 died"), ("raise", "rank 3 failed: ValueError: the data is bad")]
+)
+def test_who_waits_for_one_that_waits_names_the_first_cause(pool: Pool, how: str, told: str) -> None:
+    errors = pool.run_failing(4, wait_in_a_chain, how)
+    assert_named(errors, 3, told)
+
+
+def test_the_pool_raises_the_first_cause(pool: Pool) -> None:
+    with pytest.raises(ValueError, match="the data is bad"):
+        pool.run(3, wait_in_a_chain, "raise")
+    with pytest.raises(RankDied, match="rank 2"):
+        pool.run(3, wait_in_a_chain, "kill")
+
+
+def test_a_rank_that_leaves_between_calls_is_named(pool: Pool) -> None:
+    errors = pool.run_failing(3, fail_between_calls)
+    assert isinstance(errors[1], KeyError)
+    assert_named(errors, 1, "rank 1 left: ")
+
+
+def test_a_wait_in_vain_says_where_the_others_are(pool: Pool) -> None:
+    error = pool.run_failing(2, receive_in_vain)[0]
+    assert isinstance(error, RankFailure)
+    assert "rank 0 waited in vain in execute_pipeline (call 1) and no rank has failed" in str(error)
+    assert "rank 1 in optimizer.step, call 1" in str(error)
+
+
+def test_an_error_that_was_handled_is_not_blamed_later(pool: Pool) -> None:
+    assert_named(pool.run_failing(3, recover_from_an_error), 2, "rank 2 failed: ValueError: the real one; ")
+
+
+def test_a_process_that_cannot_be_freed_ends_itself(pool: Pool, capfd: pytest.CaptureFixture[str]) -> None:
+    error = Pool.run_failing(pool, 2, wait_for_one_that_failed_and_lives)[0]
+    assert isinstance(error, RankDied)
+    assert "exit code 1" in str(error)
+
+
+def test_the_thread_lives_as_long_as_the_group(pool: Pool) -> None:
+    assert pool.run(2, count_threads) == [[0, 1, 1, 0, 1, 0]] * 2
+
+
+def test_one_process_has_no_thread(pool: Pool) -> None:
+    assert pool.run(1, enter_without_peers) == [[]]
+
+
+def test_nested_calls_count_as_the_outermost(pool: Pool) -> None:
+    errors = pool.run_failing(2, nest)
+    assert_named(errors, 1, "rank 1 failed: ValueError: the data is bad; ")
+    assert str(errors[0]).endswith("in outer")
+
+
+def test_data_that_ends_is_no_failure(pool: Pool) -> None:
+    assert pool.run(2, run_the_data_out) == [[], []]
+
+
+def test_news_reach_every_rank_once(pool: Pool) -> None:
+    told = ["rank 0 failed: ValueError: no", "rank 1 failed: ValueError: no"]
+    assert pool.run(2, exchange_news) == [[*told, "in boost, call 1"], [*told, "in boost, call 0"]]
+
+
+SCRIPT = """
+import sys, time
+import torch
+import torch.distributed as dist
+from echelon.cluster.faults import naming_failures
+from echelon.cluster.launch import launch_from_torch
+
+launch_from_torch(backend="gloo")
+dist.all_reduce(torch.zeros(1))
+time.sleep(0.5)
+if dist.get_rank() == int(sys.argv[1]):
+    raise LookupError("no such file")
+with naming_failures("execute_pipeline"):
+    dist.all_reduce(torch.zeros(1))
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_script_that_ends_by_an_exception_is_named_without_torchrun(tmp_path: Path, rank: int) -> None:
+    """Started by hand: rank 0 holds the store, which goes with it."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank)],
+            env=os.environ
+            | {
+                "RANK": str(own),
+                "LOCAL_RANK": str(own),
+                "WORLD_SIZE": "3",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for own in range(3)
+    ]
+    for own, process in enumerate(processes):
+        errors = process.communicate(timeout=60)[1]
+        assert process.returncode == 1
+        if own == rank:
+            assert "LookupError: no such file" in errors
+        else:
+            assert f"rank {rank} failed: LookupError: no such file; this rank ({own}) was waiting" in errors
