@@ -221,14 +221,15 @@ class Transport:
 
     @contextmanager
     def _naming_peer(self, action: Action) -> Iterator[None]:
+        """Put the peer's name before what the backend says; its words and class stay for who goes by them."""
         try:
             yield
         except RuntimeError as error:
+            kind = type(error) if isinstance(error, dist.DistError) else RuntimeError
             global_rank = self._global_ranks[self._peer(action)]
-            raise RuntimeError(
+            raise kind(
                 f"lost rank {global_rank} (pipeline stage {counterpart(action).stage}) while "
-                f"{_DOING[action.op]} of microbatch {action.microbatch} at stage {action.stage}: "
-                "it ended, or did not answer in time"
+                f"{_DOING[action.op]} of microbatch {action.microbatch} at stage {action.stage}: {error}"
             ) from error
 
 

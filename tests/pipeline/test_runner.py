@@ -90,6 +90,28 @@ def test_evaluation_between_steps_changes_nothing(pool: Pool, world_size: int) -
     pool.run(world_size, evaluate_between_steps)
 
 
+class TrainingExtraStage(LayerStage):
+    """Sends a second tensor in training only, as a model with an auxiliary loss does."""
+
+    def forward(self, microbatch: Batch, received: tuple[Tensor, ...]) -> Any:
+        is_training = torch.is_grad_enabled()
+        assert len(received) == (0 if self.is_first else 1 + is_training)
+        assert all(tensor.requires_grad == is_training for tensor in received)
+        output = super().forward(microbatch, received[:1])
+        return output if self.is_last or not is_training else (output[0], output[0] * 2)
+
+
+def evaluate_and_train_on_equal_shapes() -> None:
+    pipeline = Pipeline(stage_class=TrainingExtraStage)
+    for seed in range(2):
+        pipeline.evaluate(pieces(4, 2, seed))
+        pipeline.check_train(pieces(4, 2, seed))
+
+
+def test_evaluation_may_send_other_tensors_than_training(pool: Pool) -> None:
+    pool.run(2, evaluate_and_train_on_equal_shapes)
+
+
 def weighted(outputs: Any, microbatch: Batch) -> tuple[Tensor, Tensor]:
     error = (outputs["out"] - microbatch["labels"]).square()
     return error.sum(), torch.tensor(error.numel())
