@@ -63,25 +63,29 @@ def compare_float32(
 ) -> list[StepComparison]:
     """Compare float32 runs tensor by tensor.
 
-    Loss 1e-6 (relative to max(1, loss)); gradients 1e-5 × max(largest entry of the tensor, 1e-3 × largest of
-    all), and where all entries are below 1e-6 × largest of all, that: such a gradient is mathematically zero (a
-    key's bias in BERT, the bias of its span head) and what is left is the noise of its sum; weights 1e-5 × largest entry + 1e-3 × learning
-    rate, since AdamW divides gradients by their own size.
+    Loss 1e-6 (relative to max(1, loss)). Gradients 1e-5 × max(largest entry of the tensor, 1e-3 × largest of
+    all); where all entries are below 1e-6 × largest of all, that: such a gradient is mathematically zero (a key's
+    bias in BERT, the bias of its span head) and what is left is the noise of its sum. Weights 1e-5 × largest
+    entry + 1e-3 × learning rate, since AdamW divides gradients by their own size; 1e-1 × learning rate where it
+    divided noise.
 
     Args:
         bitwise: the first step's loss and gradients must be equal (a pipeline alone, nothing tied). Later
             steps follow from weights that an update in another memory layout may round differently.
     """
-    compared = []
+    compared, noisy = [], set()
     for index, (own, other) in enumerate(zip(found, expected, strict=True)):
         exact = bitwise and index == 0
-        largest = max(gradient.abs().max().item() for gradient in other.gradients.values())
+        peaks = {name: gradient.abs().max().item() for name, gradient in other.gradients.items()}
+        largest = max(peaks.values())
+        noise = ZERO_GRADIENT * largest
         gradient_allowed = {
-            name: 0.0 if exact else _gradient_allowed(gradient.abs().max().item(), largest)
-            for name, gradient in other.gradients.items()
+            name: 0.0 if exact else noise if peak < noise else 1e-5 * max(peak, 1e-3 * largest)
+            for name, peak in peaks.items()
         }
+        noisy |= {name for name, peak in peaks.items() if peak < noise}
         weight_allowed = {
-            name: 1e-5 * weight.abs().max().item() + 1e-3 * learning_rate
+            name: 1e-5 * weight.abs().max().item() + (1e-1 if name in noisy else 1e-3) * learning_rate
             for name, weight in other.weights.items()
         }
         measures = (
@@ -130,12 +134,6 @@ def compare_16_bit(
             StepComparison(step=index + 1, loss=own.loss, reference_loss=other.loss, measures=measures)
         )
     return compared
-
-
-def _gradient_allowed(own_largest: float, largest: float) -> float:
-    if own_largest < ZERO_GRADIENT * largest:
-        return ZERO_GRADIENT * largest
-    return 1e-5 * max(own_largest, 1e-3 * largest)
 
 
 def first_departure(comparisons: Sequence[StepComparison]) -> str | None:
