@@ -1,3 +1,23 @@
 """Echelon trains Hugging Face transformers over many processes. This module only exports the public names."""
 
+from .booster import Booster
+from .cluster.coordinator import DistCoordinator
+from .cluster.launch import launch_from_torch
+from .cluster.mesh import ParallelMesh
+from .plugins import HybridParallelPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
+from .shardformer import ShardConfig, ShardFormer
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "Booster",
+    "DistCoordinator",
+    "HybridParallelPlugin",
+    "LowLevelZeroPlugin",
+    "ParallelMesh",
+    "Plugin",
+    "ShardConfig",
+    "ShardFormer",
+    "TorchDDPPlugin",
+    "launch_from_torch",
+]
