@@ -139,7 +139,7 @@ class Pool:
         self.close()
 
     def run(
-        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any
     ) -> list[Any]:
         """Run `function(*args, **kwargs)` on every rank of a new process group.
 
@@ -165,7 +165,7 @@ class Pool:
         return values
 
     def run_failing(
-        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any
     ) -> list[BaseException | None]:
         """Like `run`, but return how each rank failed: its exception, RankDied, RankHung, or None."""
         failures = self._run(world_size, function, args, kwargs, timeout)[1]
