@@ -33,6 +33,28 @@ class StagePlan:
         """How many layers the model has."""
         return len(model.get_submodule(self.layers))  # type: ignore[arg-type]
 
+    def path_faults(self, model: nn.Module) -> list[str]:
+        """What the model does not have of what the plan names; empty when it has all of it."""
+        names = {name for name, _ in model.named_modules()}
+        found = [
+            f"the stage plan names {name!r}, and this {type(model).__name__} has no such module"
+            for name in (self.layers, *self.entry)
+            if name not in names
+        ]
+        if not found and not list(model.get_submodule(self.layers).children()):
+            found.append(f"the model has no layers in {self.layers!r}")
+        return found
+
+    def loose_faults(self, model: nn.Module) -> list[str]:
+        """Parameters that belong to no stage, since they stand on a module around the layers; empty when none do."""
+        kept = (self.layers, *self.entry)
+        return [
+            f"{name} stands beside the layers, on a module that every stage has: put it in a module of its own"
+            for name, _ in model.named_parameters()
+            if any(path.startswith(f"{name.rpartition('.')[0]}.".lstrip(".")) for path in kept)
+            and not any(name.startswith(f"{path}.") for path in kept)
+        ]
+
     def stage_of(self, name: str, bounds: Sequence[int]) -> int:
         """The stage that holds the parameter of this name, by the bounds of `layer_bounds`."""
         if name.startswith(f"{self.layers}."):

@@ -77,9 +77,12 @@ class Policy(ABC):
         plan = self.stage_plan()
         if plan is None:
             return [f"{type(self).__name__} has no stage_plan, so pp_size must be 1"]
+        if missing := plan.path_faults(self.model):
+            return missing
         config = getattr(self.model, "config", None)
         settings = config.to_dict() if config is not None else {}
         found = layer_faults(plan.num_layers(self.model), pp_size, num_layers_per_stage)
+        found += plan.loose_faults(self.model)
         return found + partial_output_faults(settings, "the model's config")
 
     def preprocess(self) -> nn.Module:

@@ -44,9 +44,10 @@ class ModelSharder:
         """
         self.model = self.policy.preprocess()
         shared = self.policy.get_shared_params()
-        self._cut()
         self._replace_class()
-        self._replace_modules()
+        classes = {type(module) for module in self.model.modules()}  # of all stages
+        self._cut()
+        self._replace_modules(classes)
         self.model = self.policy.postprocess()
         return shared
 
@@ -60,8 +61,14 @@ class ModelSharder:
         if (new_class := self.policy.new_model_class()) is not None:
             self.model.__class__ = new_class
 
-    def _replace_modules(self) -> None:
+    def _replace_modules(self, classes: set[type[nn.Module]]) -> None:
         descriptions = self.policy.module_policy()
+        known = {key for each in classes for key in (each, each.__name__)}
+        if unknown := [getattr(key, "__name__", key) for key in descriptions if key not in known]:
+            raise ValueError(
+                f"the policy describes {', '.join(map(str, unknown))}, and the model has no module of that class; its "
+                f"classes are {', '.join(sorted(each.__name__ for each in classes))}"
+            )
         # Listed first: what a replacement brings in is not searched again.
         for module in list(self.model.modules()):
             for key in (type(module), type(module).__name__):
@@ -74,6 +81,10 @@ class ModelSharder:
         for change in description.param_replacement:
             change(module)
         for name, function in description.method_replacement.items():
+            if not callable(getattr(module, name, None)):
+                raise ValueError(
+                    f"the policy replaces the method {name!r} of {type(module).__name__}, which has none of that name"
+                )
             setattr(module, name, MethodType(function, module))
         for replacement in description.sub_module_replacement:
             self._replace(module, replacement)

@@ -40,6 +40,9 @@ class Table:
         dropout: by region, dropout on its split activations.
         embedding: path of the vocabulary's embedding, seen from the base model.
         heads: paths of language-model heads, seen from the whole model; a class has at most one of them.
+
+    Raises:
+        ValueError: the names contradict one another; all contradictions at once.
     """
 
     stage: StagePlan
@@ -55,6 +58,39 @@ class Table:
     dropout: Mapping[str, RegionDropout] = field(default_factory=dict)
     embedding: str
     heads: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if faults := self._faults():
+            raise ValueError("\n".join(faults))
+
+    def region_of(self, name: str) -> str | None:
+        """The region that a path of the layer lies in, or None."""
+        return next((region for region in self.regions if is_within(name, region)), None)
+
+    def _faults(self) -> list[str]:
+        inside = ((kind, name) for kind in ("column", "partial") for name in getattr(self, kind))
+        found = [
+            f"{kind} {name!r} lies in none of the regions {list(self.regions)}: its input's gradient would be a part "
+            "on each rank"
+            for kind, name in inside
+            if self.region_of(name) is None
+        ]
+        subsets = {
+            "fused": (self.fused, "column", self.column),
+            "key_value": (self.key_value, "column", self.column),
+            "dropout": (self.dropout, "regions", self.regions),
+            "row of dropout": ([dropout.row for dropout in self.dropout.values()], "row", self.row),
+        }
+        for kind, (names, of, allowed) in subsets.items():
+            found += [
+                f"{kind} {name!r} is not in {of} {list(allowed)}" for name in names if name not in allowed
+            ]
+        return found
+
+
+def is_within(name: str, path: str) -> bool:
+    """Whether a dotted name is `path` or lies below it."""
+    return name == path or name.startswith(f"{path}.")
 
 
 _TABLES: dict[str, Table] = {}

@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..cluster.mesh import divisors
 from ..cluster.random import SplitRandom
 from ..pipeline.plan import StagePlan
 from .layer.embedding import VocabParallelEmbedding1D, VocabParallelLMHead1D
@@ -21,6 +20,7 @@ from .layer.loss import route_loss
 from .layer.region import PartialGradient, Region
 from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from .table import Table
+from .table_faults import ATTENTIONS_FAULT, has_submodule, table_faults, widths
 
 Replacement = SubModuleReplacementDescription
 
@@ -35,43 +35,13 @@ class TablePolicy(Policy):
         self, *, tp_size: int = 1, pp_size: int = 1, num_layers_per_stage: Sequence[int] | None = None
     ) -> list[str]:
         """All reasons why this model cannot be split so, each with what would work. No communication."""
+        plan = self.stage_plan()
+        if missing := plan.path_faults(self.model):
+            return missing
         return [
-            *self._head_faults(tp_size),
-            *self._width_faults(tp_size),
+            *table_faults(self.model, self.table, plan=plan, ends=self._ends(), ranks=tp_size),
             *super().faults(tp_size=tp_size, pp_size=pp_size, num_layers_per_stage=num_layers_per_stage),
         ]
-
-    def _head_faults(self, ranks: int) -> list[str]:
-        config = self._config
-        found = [
-            f"{name}={count} is not divisible by tp_size={ranks}: use one of tp_size={divisors(count)}"
-            for name, count in ((name, getattr(config, name)) for name in self.table.divisible)
-            if count % ranks
-        ]
-        heads = config.num_key_value_heads if self.table.key_value else ranks
-        if heads % ranks and ranks % heads:
-            sizes = divisors(config.num_attention_heads)
-            found.append(
-                f"num_key_value_heads={heads} neither divides tp_size={ranks} nor is divided by it: "
-                f"use one of tp_size={[size for size in sizes if heads % size == 0 or size % heads == 0]}"
-            )
-        return found
-
-    def _width_faults(self, ranks: int) -> list[str]:
-        plan = self.stage_plan()
-        layers = list(self.model.get_submodule(plan.layers).children())
-        if not layers:
-            return [f"the model has no layers in {plan.layers}"]
-        found = []
-        for name in (*self.table.column, *self.table.row):
-            inputs, outputs = _widths(layers[0].get_submodule(name))
-            width = inputs if name in self.table.row else outputs // self.table.fused.get(name, 1)
-            if name not in self.table.key_value and width % ranks:
-                found.append(
-                    f"{plan.layers}.*.{name} is {width} wide, which is not divisible by tp_size={ranks}: "
-                    f"use one of tp_size={divisors(width)}"
-                )
-        return found
 
     @property
     def _config(self) -> Any:
@@ -89,14 +59,8 @@ class TablePolicy(Policy):
         plan = self.stage_plan()
         ends = [
             Replacement(suffix=name, target_module=target, kwargs=vocabulary)
-            for name, target in (
-                (
-                    ".".join(filter(None, (self._base_prefix(), self.table.embedding))),
-                    VocabParallelEmbedding1D,
-                ),
-                (self._head_name(), VocabParallelLMHead1D),
-            )
-            if name and self._is_held(name)
+            for name, target in self._ends().items()
+            if self._is_held(name)
         ]
         layer = self._held_layer(plan)
         return {
@@ -108,7 +72,9 @@ class TablePolicy(Policy):
         }
 
     def postprocess(self) -> nn.Module:
-        """Route the loss of a split head."""
+        """Route the loss of a split head, and refuse calls whose results would be a rank's part of them."""
+        if self.shard_config.tensor_parallel_size > 1:
+            self.model.register_forward_pre_hook(_refuse_attentions, with_kwargs=True)
         head = self.model.get_submodule(name) if (name := self._head_name()) else None
         if isinstance(head, VocabParallelLMHead1D):
             route_loss(self.model, head, parallel_output=self.shard_config.parallel_output)
@@ -146,7 +112,7 @@ class TablePolicy(Policy):
         kwargs: dict[str, Any] = {}
         if name in self.table.fused:
             blocks = self.table.fused[name]
-            _, outputs = _widths(layer.get_submodule(name))
+            _, outputs = widths(layer.get_submodule(name))
             kwargs["split_sizes"] = (outputs // blocks,) * blocks
         if name in self.table.key_value:
             kwargs["copies"] = self._key_value_copies()
@@ -178,9 +144,15 @@ class TablePolicy(Policy):
         base = self.model.base_model
         return "" if base is self.model else str(self.model.base_model_prefix)
 
+    def _ends(self) -> dict[str, Any]:
+        """The paths of embedding and head, and what takes their places."""
+        embedding = ".".join(filter(None, (self._base_prefix(), self.table.embedding)))
+        head = self._head_name()
+        return {embedding: VocabParallelEmbedding1D} | ({head: VocabParallelLMHead1D} if head else {})
+
     def _head_name(self) -> str | None:
         """The language-model head's path, where this class of model has one."""
-        names = [name for name in self.table.heads if _has_submodule(self.model, name)]
+        names = [name for name in self.table.heads if has_submodule(self.model, name)]
         return names[0] if names else None
 
     def _is_held(self, name: str) -> bool:
@@ -202,19 +174,11 @@ def _by_type(layer: nn.Module, name: str, linear: Any, conv1d: Any) -> Any:
     return conv1d if isinstance(layer.get_submodule(name), Conv1D) else linear
 
 
-def _widths(projection: Any) -> tuple[int, int]:
-    """Input and output features of an nn.Linear or of transformers' Conv1D."""
-    rows, columns = projection.weight.shape
-    return (rows, columns) if isinstance(projection, Conv1D) else (columns, rows)
+def _refuse_attentions(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    asked = kwargs.get("output_attentions")
+    if model.config.output_attentions if asked is None else asked:
+        raise ValueError(ATTENTIONS_FAULT.format("this call"))
 
 
 def _attribute(root: Any, path: str) -> Any:
     return reduce(getattr, path.split("."), root)
-
-
-def _has_submodule(model: nn.Module, name: str) -> bool:
-    try:
-        model.get_submodule(name)
-    except AttributeError:
-        return False
-    return True

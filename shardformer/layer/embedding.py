@@ -3,7 +3,7 @@
 # B batch, S sequence, H hidden, V vocabulary, P vocabulary padded to a multiple of T, T size of the group
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from ...cluster.collectives import copy_to, gather_from, reduce_from
 from ...cluster.placement import Shard, place
-from .parallel_module import ParallelModule
+from .parallel_module import ParallelModule, native_faults, require_all, require_native
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,14 @@ def vocab_range(shard: Shard, rank: int) -> VocabRange:
     return VocabRange(vocab_size=vocab_size, first=rank * width, width=width, valid=valid)
 
 
+def embedding_faults(native: nn.Embedding) -> list[str]:
+    """Why an embedding cannot be split by its entries and look up the same; empty when it can."""
+    found = native_faults(native, nn.Embedding)
+    if native.max_norm is not None or native.scale_grad_by_freq or native.sparse:
+        found.append("has max_norm, scale_grad_by_freq or sparse gradients, which need all of a row's uses")
+    return found
+
+
 class VocabParallelEmbedding1D(ParallelModule):
     """An embedding split by its entries: each rank looks up its own, one all-reduce adds them up.
 
@@ -62,11 +70,10 @@ class VocabParallelEmbedding1D(ParallelModule):
         *,
         make_vocab_size_divisible_by: int = 64,
     ) -> None:
+        require_native(native, nn.Embedding)
+        if faults := embedding_faults(native):
+            raise ValueError(f"this embedding {faults[0]}")
         super().__init__()
-        if native.max_norm is not None or native.scale_grad_by_freq or native.sparse:
-            raise ValueError(
-                "an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be split"
-            )
         self.group = process_group
         self.num_embeddings = native.num_embeddings
         self.embedding_dim = native.embedding_dim
@@ -82,14 +89,21 @@ class VocabParallelEmbedding1D(ParallelModule):
         module: nn.Module, process_group: dist.ProcessGroup, **kwargs: Any
     ) -> "VocabParallelEmbedding1D":
         """See the class for the arguments; takes an nn.Embedding."""
-        if not isinstance(module, nn.Embedding):
-            raise TypeError(
-                f"a vocabulary-parallel embedding is made from an nn.Embedding, not {type(module).__name__}"
-            )
-        return VocabParallelEmbedding1D(module, process_group, **kwargs)
+        return VocabParallelEmbedding1D(cast(nn.Embedding, module), process_group, **kwargs)
 
     def forward(self, ids_BS: Tensor) -> Tensor:
-        """(B, S) of entries, equal on all ranks; (B, S, H) out, equal on all ranks. Forward all-reduce."""
+        """(B, S) of entries, equal on all ranks; (B, S, H) out, equal on all ranks. Forward all-reduce.
+
+        Raises:
+            ValueError: an entry that the vocabulary does not have.
+        """
+        is_entry_BS = (ids_BS >= 0) & (ids_BS < self.num_embeddings)
+        require_all(
+            is_entry_BS,
+            lambda: (
+                f"entry {ids_BS[~is_entry_BS][0].item()} is outside the vocabulary of {self.num_embeddings}"
+            ),
+        )
         first, valid = self.range.first, self.range.valid
         elsewhere_BS = (ids_BS < first) | (ids_BS >= first + valid)
         local_ids_BS = (ids_BS - first).masked_fill(elsewhere_BS, 0)
@@ -112,6 +126,7 @@ class VocabParallelLMHead1D(ParallelModule):
     def __init__(
         self, native: nn.Linear, process_group: dist.ProcessGroup, *, make_vocab_size_divisible_by: int = 64
     ) -> None:
+        require_native(native, nn.Linear)
         super().__init__()
         self.group = process_group
         self.gather_output = True
@@ -132,11 +147,7 @@ class VocabParallelLMHead1D(ParallelModule):
         module: nn.Module, process_group: dist.ProcessGroup, **kwargs: Any
     ) -> "VocabParallelLMHead1D":
         """See the class for the arguments; takes an nn.Linear."""
-        if not isinstance(module, nn.Linear):
-            raise TypeError(
-                f"a vocabulary-parallel head is made from an nn.Linear, not {type(module).__name__}"
-            )
-        return VocabParallelLMHead1D(module, process_group, **kwargs)
+        return VocabParallelLMHead1D(cast(nn.Linear, module), process_group, **kwargs)
 
     def forward(self, hidden_BSH: Tensor) -> Tensor:
         """(B, S, H) in, equal on all ranks; (B, S, V) out, or this rank's (B, S, P/T) without `gather_output`."""

@@ -9,19 +9,22 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
+from transformers.pytorch_utils import Conv1D
 
 from ...cluster.collectives import copy_to, gather_from, reduce_from
 from ...cluster.placement import Shard, place
 from ...cluster.random import SplitRandom
-from .parallel_module import ParallelModule
+from .parallel_module import ParallelModule, require_native
 
 
 class _SplitLinear(ParallelModule):
     """What the linear layers share: the native module's parameters and in which dimension they hold outputs."""
 
+    native_class: type[nn.Module] = nn.Linear
     output_dim = 0  # nn.Linear holds (O, I)
 
     def __init__(self, native: nn.Module, process_group: dist.ProcessGroup) -> None:
+        require_native(native, self.native_class)
         super().__init__()
         self.group = process_group
         self.weight: Parameter = native.weight  # type: ignore[assignment]
@@ -135,6 +138,7 @@ class Linear1D_Row(_SplitLinear):
 class _Transposed(_SplitLinear):
     """For transformers' Conv1D, which holds (I, O)."""
 
+    native_class = Conv1D
     output_dim = 1
 
     def _product(self, x_BSI: Tensor, bias: Tensor | None) -> Tensor:

@@ -13,8 +13,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from .embedding import VocabParallelLMHead1D, VocabRange
+from .parallel_module import require_all
 
 
 class _VocabParallelCrossEntropy(Function):
@@ -73,13 +75,18 @@ def vocab_parallel_cross_entropy(
 
     Returns:
         A float32 scalar, or (N,) for "none"; equal on all ranks.
+
+    Raises:
+        ValueError: a label that the vocabulary does not have, another reduction.
     """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction={reduction!r} must be 'mean', 'sum' or 'none'")
     ignored_N = labels_N == ignore_index
-    outside = (~ignored_N) & ((labels_N < 0) | (labels_N >= held.vocab_size))
-    if labels_N.device.type == "cpu" and bool(outside.any()):
-        raise ValueError(
-            f"label {labels_N[outside][0].item()} is outside the vocabulary of {held.vocab_size}"
-        )
+    is_entry_N = ignored_N | ((labels_N >= 0) & (labels_N < held.vocab_size))
+    require_all(
+        is_entry_N,
+        lambda: f"label {labels_N[~is_entry_N][0].item()} is outside the vocabulary of {held.vocab_size}",
+    )
     losses_N = _VocabParallelCrossEntropy.apply(logits_NP, labels_N, held, group).masked_fill(ignored_N, 0.0)
     if reduction == "none":
         return losses_N
@@ -120,6 +127,10 @@ def _causal_lm_loss(
     **kwargs: Any,
 ) -> Tensor:
     """transformers' causal language-model loss (next token, mean or divided by a given count), from split logits."""
+    if head.gather_output:  # whole logits: the model's forward was called past the hooks of `route_loss`
+        return ForCausalLMLoss(
+            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
+        )
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     total = vocab_parallel_cross_entropy(
@@ -130,6 +141,8 @@ def _causal_lm_loss(
         ignore_index=ignore_index,
         reduction="mean" if num_items_in_batch is None else "sum",
     )
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(total.device)
     return total if num_items_in_batch is None else total / num_items_in_batch
 
 
@@ -137,15 +150,15 @@ def route_loss(model: nn.Module, head: VocabParallelLMHead1D, *, parallel_output
     """Let a model with a split head compute its loss without gathering the logits, wherever it can.
 
     A transformers head that goes through `model.loss_function` for its causal loss gets one for split
-    logits; calls with labels then keep the logits split. Heads that hard-code their loss, and calls without
-    labels, get whole logits. No forward is rewritten: whether it reads `loss_function` is seen in its code.
+    logits; calls with labels then keep the logits split. Heads that hard-code their loss, losses and forwards
+    of the user's, and calls without labels get whole logits. No forward is rewritten.
 
     Args:
         model: a transformers model.
         head: its head, already split.
         parallel_output: leave `outputs.logits` split (as `VocabParallelLogits`) after training calls with labels.
     """
-    if not uses_loss_function(model) or getattr(model, "loss_type", None) not in (None, "ForCausalLM"):
+    if not has_causal_loss(model):
         return
     model.loss_function = partial(_causal_lm_loss, head=head)  # type: ignore[assignment]
     signature = inspect.signature(model.forward)
@@ -155,7 +168,7 @@ def route_loss(model: nn.Module, head: VocabParallelLMHead1D, *, parallel_output
 
     def after(module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> Any:
         was_split, head.gather_output = not head.gather_output, True
-        if not was_split:
+        if not was_split or outputs is None:  # None: the forward raised
             return outputs
         keep_split = module.training and parallel_output
         finish: Callable[[Tensor], Any] = (
@@ -167,9 +180,32 @@ def route_loss(model: nn.Module, head: VocabParallelLMHead1D, *, parallel_output
         return outputs
 
     model.register_forward_pre_hook(before, with_kwargs=True)
-    model.register_forward_hook(after, with_kwargs=True)
+    model.register_forward_hook(after, with_kwargs=True, always_call=True)
 
 
-def uses_loss_function(model: nn.Module) -> bool:
-    """Whether the model's forward computes its loss through `self.loss_function`, which can be replaced."""
-    return "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
+def has_causal_loss(model: nn.Module) -> bool:
+    """Whether all that this model's forward does with logits is to give them to transformers' own causal loss.
+
+    Seen in its code: a forward of transformers that reads `self.loss_function`, which nobody has replaced. A
+    forward from elsewhere may use the logits for more, and gets them whole.
+    """
+    return (
+        getattr(_forward(model), "__module__", "").startswith("transformers.")
+        and "loss_function" in _names_read(model)
+        and getattr(model, "loss_function", None) is ForCausalLMLoss
+    )
+
+
+def reads_weights(model: nn.Module) -> bool:
+    """Whether the model's own forward reads a weight instead of calling the module that holds it."""
+    return "weight" in _names_read(model)
+
+
+def _forward(model: nn.Module) -> Any:
+    unwrapped: Any = inspect.unwrap(model.forward)
+    return getattr(unwrapped, "__func__", unwrapped)
+
+
+def _names_read(model: nn.Module) -> tuple[str, ...]:
+    code = getattr(_forward(model), "__code__", None)
+    return code.co_names if code is not None else ()

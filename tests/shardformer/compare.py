@@ -1,0 +1,216 @@
+"""A split model or layer against the whole one, for code that runs on every rank of a tensor axis."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from echelon.cluster.collectives import all_gather
+from echelon.cluster.placement import Shard, Shared, placement_of
+from echelon.shardformer import ShardConfig, ShardFormer
+
+# No number of ranks divides it, and with padding to a multiple of 8 per rank all ranks hold some of it.
+VOCABULARY = 101
+LENGTH = 13
+TINY = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=48,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    num_labels=3,
+)
+GPT2 = dict(
+    vocab_size=VOCABULARY,
+    n_embd=32,
+    n_layer=2,
+    n_head=4,
+    n_inner=48,
+    n_positions=64,
+    num_labels=3,
+    pad_token_id=0,
+)
+NO_DROPOUT = dict(
+    bert=dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, classifier_dropout=0.0),
+    gpt2=dict(
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, summary_first_dropout=0.0, classifier_dropout=0.0
+    ),
+)
+# A multiple that leaves a short last piece, and no rank without entries, at 2 and at 4 ranks.
+MULTIPLE = 8
+
+
+def build(class_name: str, *, attention: str = "sdpa", seed: int = 0, **settings: Any) -> nn.Module:
+    """A small model of this class in training mode, equal on all ranks; without dropout unless asked for."""
+    model_class = getattr(transformers, class_name)
+    config_class = model_class.config_class
+    model_type = config_class.model_type
+    base = GPT2 if model_type == "gpt2" else TINY
+    quiet = NO_DROPOUT.get(model_type, {"attention_dropout": 0.0, "classifier_dropout": 0.0})
+    torch.manual_seed(seed)
+    model = model_class._from_config(
+        config_class(**{**base, **quiet, **settings}), attn_implementation=attention, dtype=torch.float32
+    )
+    for (
+        parameter
+    ) in model.parameters():  # biases and norms start at 0 and 1: equal entries hide a wrong order
+        parameter.data += 0.05 * torch.randn(parameter.shape)
+    return model.train()
+
+
+def split(model: nn.Module, **settings: Any) -> nn.Module:
+    """The model split over the world."""
+    settings = {"make_vocab_size_divisible_by": MULTIPLE, **settings}
+    config = ShardConfig(tensor_parallel_process_group=dist.group.WORLD, **settings)
+    return ShardFormer(config).optimize(model)[0]
+
+
+def integers(low: int, high: int, *shape: int, seed: int = 1) -> Tensor:
+    """Equal on all ranks."""
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def numbers(*shape: int, seed: int = 1) -> Tensor:
+    """Equal on all ranks."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def text() -> dict[str, Tensor]:
+    """Three rows of different lengths, padded."""
+    mask = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [7], [10]])).long()
+    return {"input_ids": integers(3, VOCABULARY, 3, LENGTH) * mask, "attention_mask": mask}
+
+
+def batch_for(model: nn.Module) -> dict[str, Tensor]:
+    """Text with the labels of the model's head."""
+    name, batch = type(model).__name__, text()
+    tokens = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    if "SequenceClassification" in name:
+        return {**batch, "labels": torch.tensor([0, 2, 1])}
+    if "NextSentence" in name:
+        return {**batch, "labels": torch.tensor([0, 1, 1])}
+    if "MultipleChoice" in name:
+        return {**_choices(batch), "labels": torch.tensor([0, 1, 1])}
+    if "TokenClassification" in name:
+        return {**batch, "labels": torch.where(tokens < 0, tokens, tokens % 3)}
+    if "QuestionAnswering" in name:
+        return {**batch, "start_positions": torch.tensor([1, 2, 0]), "end_positions": torch.tensor([3, 4, 9])}
+    if "ForPreTraining" in name:
+        return {**batch, "labels": tokens, "next_sentence_label": torch.tensor([0, 1, 1])}
+    if name == "GPT2DoubleHeadsModel":
+        return _choices(batch) | {
+            "mc_token_ids": torch.tensor([[5, 3], [2, 6], [1, 1]]),
+            "labels": tokens[:, None].repeat(1, 2, 1),
+            "mc_labels": torch.tensor([0, 1, 1]),
+        }
+    return batch if name in ("BertModel", "GPT2Model", "LlamaModel") else {**batch, "labels": tokens}
+
+
+def _choices(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Two choices per row, the second that of the next row."""
+    return {key: torch.stack([value, value.roll(1, 0)], 1) for key, value in batch.items()}
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """The model's loss; without one, a weighted sum of its first output; with two, both."""
+    if getattr(outputs, "loss", None) is None:
+        first = outputs[0]
+        return (first * torch.linspace(-1, 1, first.shape[-1])).mean()
+    second = getattr(outputs, "mc_loss", None)
+    return outputs.loss if second is None else outputs.loss + second
+
+
+def pieces(tensor: Tensor) -> list[Tensor]:
+    """This tensor of all ranks, in their order."""
+    world = dist.group.WORLD
+    assert world is not None
+    return list(all_gather(tensor.detach()[None], world, 0).unbind(0))
+
+
+def require_equal_on_ranks(tensor: Tensor, what: str) -> None:
+    """Bitwise."""
+    for rank, piece in enumerate(pieces(tensor)):
+        assert torch.equal(piece, tensor), f"{what} of rank {rank} is not that of rank {dist.get_rank()}"
+
+
+def whole_of(parameter: Parameter, *, gradient: bool, name: str = "") -> Tensor:
+    """The whole parameter or gradient from the pieces of all ranks, parts of a gradient summed."""
+    tensor = parameter.grad if gradient else parameter.data
+    assert tensor is not None
+    placement = placement_of(parameter)
+    if placement is None:
+        require_equal_on_ranks(tensor, name)
+        return tensor
+    all_pieces = pieces(tensor)
+    if isinstance(placement, Shared):
+        return torch.stack(all_pieces).sum(0) if gradient else tensor
+    if not gradient:
+        return placement.whole(all_pieces)
+    copies = placement.copies
+    summed = [torch.stack(all_pieces[i : i + copies]).sum(0) for i in range(0, len(all_pieces), copies)]
+    whole = placement.whole([piece for piece in summed for _ in range(copies)])
+    _require_no_gradient_of_padding(placement, summed, whole, name)
+    return whole
+
+
+def _require_no_gradient_of_padding(placement: Shard, summed: list[Tensor], whole: Tensor, name: str) -> None:
+    count = sum(int(piece.count_nonzero()) for piece in summed)
+    assert count == int(whole.count_nonzero()), f"{name}: its padding has a gradient"
+
+
+def require_same_gradients(model: nn.Module, whole: nn.Module) -> None:
+    """Every gradient of a split model is that of the whole one.
+
+    Tolerance: float32 sums in another order, 1e-5 of the tensor's largest entry. Where the terms cancel (the
+    bias of a key, or of one logit per position, has no gradient but noise) the last bit of the model's largest.
+    """
+    expected = dict(whole.named_parameters())
+    found = dict(model.named_parameters())
+    assert list(found) == list(expected)
+    assert any(parameter.grad is not None for parameter in expected.values())
+    largest = max(p.grad.abs().max().item() for p in expected.values() if p.grad is not None)
+    for name, parameter in expected.items():
+        if parameter.grad is None:
+            assert found[name].grad is None or not found[name].grad.any(), f"{name} has a gradient"
+            continue
+        gradient = whole_of(found[name], gradient=True, name=name)
+        tolerance = max(1e-5 * parameter.grad.abs().max().item(), 2**-23 * largest)
+        departure = (gradient - parameter.grad).abs().max().item()
+        assert departure <= tolerance, (
+            f"gradient of {name} departs by {departure:.2e}, allowed {tolerance:.2e}"
+        )
+
+
+def require_same_training(
+    model: nn.Module, batch: Mapping[str, Any], *, loss: Callable[[Any], Tensor] = loss_of, **settings: Any
+) -> tuple[nn.Module, Any, Any]:
+    """Split a copy of the model; loss and all gradients are the whole model's. Returns it and both outputs."""
+    copied = split(deepcopy(model), **settings)
+    expected = model(**batch)
+    loss(expected).backward()
+    outputs = copied(**batch)
+    loss(outputs).backward()
+    difference = abs(loss(outputs).item() - loss(expected).item())
+    assert difference <= 1e-6 * max(1.0, abs(loss(expected).item())), f"the loss departs by {difference:.2e}"
+    require_equal_on_ranks(loss(outputs), "the loss")
+    require_same_gradients(copied, model)
+    return copied, outputs, expected
+
+
+@contextmanager
+def named(case: object) -> Iterator[None]:
+    """Say in which case an assertion failed."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"case {case}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,87 @@
+"""The comparison of these tests can fail: three faults put in on purpose are found, and the parameter is named."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from echelon.cluster.placement import Shard, placement_of
+from echelon.shardformer.layer import embedding, linear, loss, region
+
+from ..pool import Pool
+from . import compare
+from .compare import batch_for, build, require_same_training
+
+
+def same(x: Tensor, group: object) -> Tensor:
+    return x
+
+
+class LabelForgotten:
+    """torch.distributed, whose reduction forgets the row of the label's logit."""
+
+    ReduceOp = torch.distributed.ReduceOp
+
+    @staticmethod
+    def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        part = tensor[0] if tensor.dim() == 2 else tensor
+        torch.distributed.all_reduce(part, *args, **kwargs)
+
+
+def train() -> None:
+    model = build("LlamaForCausalLM", num_key_value_heads=2, tie_word_embeddings=False)
+    require_same_training(model, batch_for(model))
+
+
+def without_entry() -> None:
+    with patch.object(region, "copy_to", same):
+        train()
+
+
+def without_exit() -> None:
+    with patch.object(linear, "reduce_from", same):
+        train()
+
+
+def without_embedding_sum() -> None:
+    with patch.object(embedding, "reduce_from", same):
+        train()
+
+
+def without_label() -> None:
+    with patch.object(loss, "dist", LabelForgotten):
+        train()
+
+
+def without_copies() -> None:
+    """A key-value head that two ranks share is taken for one of their own."""
+
+    def first_copy(parameter: torch.nn.Parameter, **kwargs: Any) -> Tensor:
+        placement = placement_of(parameter)
+        if isinstance(placement, Shard) and placement.copies > 1:
+            assert parameter.grad is not None
+            return placement.whole(compare.pieces(parameter.grad))
+        return native(parameter, **kwargs)
+
+    native = compare.whole_of
+    model = build("LlamaForCausalLM", num_key_value_heads=1)
+    with patch.object(compare, "whole_of", first_copy):
+        require_same_training(model, batch_for(model))
+
+
+@pytest.mark.parametrize(
+    ("mutation", "message"),
+    [
+        (without_entry, r"is not that of rank|departs"),
+        (without_exit, r"the loss departs by"),
+        (without_embedding_sum, r"the loss departs by"),
+        (without_label, r"the loss departs by"),
+        (without_copies, r"k_proj.weight departs"),
+    ],
+)
+def test_a_fault_put_in_is_found(pool: Pool, mutation: Callable[[], None], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        pool.run(2, mutation)

@@ -1,0 +1,269 @@
+"""A policy written by hand, for a model that is not of transformers, and what is told of its mistakes."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from echelon.pipeline.cut import Stage
+from echelon.pipeline.plan import StagePlan
+from echelon.shardformer import (
+    ModulePolicyDescription,
+    Policy,
+    ShardConfig,
+    ShardFormer,
+    SubModuleReplacementDescription,
+)
+from echelon.shardformer.layer import Linear1D_Col, Linear1D_Row
+
+from ..pool import Pool
+from .compare import build, numbers, require_same_gradients
+from .test_stages import StageAlone, inbox_of
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_groups = 4
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def activation(self, x: Tensor) -> Tensor:
+        return x.tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        grouped = self.activation(self.up(x)).unflatten(-1, (self.num_groups, -1))
+        return x + self.scale * self.down((grouped / grouped.abs().sum(-1, keepdim=True)).flatten(-2))
+
+
+class Tower(nn.Module):
+    """A model that is not of transformers: no config, no loss of its own."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(layers)])
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class TunedTower(Tower):
+    """What the policy makes of a Tower."""
+
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+
+def doubled(module: nn.Module) -> None:
+    module.scale.data *= 2  # type: ignore[union-attr, operator]
+
+
+def sine(self: Block, x: Tensor) -> Tensor:
+    return x.sin()
+
+
+class TowerPolicy(Policy):
+    """Uses everything that a description can say."""
+
+    def preprocess(self) -> nn.Module:
+        self.model.first.bias.data += 1  # type: ignore[union-attr, operator]
+        return self.model
+
+    def module_policy(self) -> dict[type[nn.Module] | str, ModulePolicyDescription]:
+        ranks = self.shard_config.tensor_parallel_size
+        replaced = (
+            SubModuleReplacementDescription(suffix="up", target_module=Linear1D_Col),
+            SubModuleReplacementDescription(suffix="down", target_module=Linear1D_Row),
+            SubModuleReplacementDescription(
+                suffix="gate", target_module=Linear1D_Col, ignore_if_not_exist=True
+            ),
+        )
+        return {
+            "Block": ModulePolicyDescription(
+                attribute_replacement={"num_groups": 4 // ranks},
+                param_replacement=(doubled,),
+                method_replacement={"activation": sine},
+                sub_module_replacement=replaced if ranks > 1 else (),
+            )
+        }
+
+    def new_model_class(self) -> type[nn.Module]:
+        return TunedTower
+
+    def stage_plan(self) -> StagePlan:
+        return StagePlan(layers="blocks", entry=("first",))
+
+    def postprocess(self) -> nn.Module:
+        self.model.last.bias.data -= 1  # type: ignore[union-attr, operator]
+        return self.model
+
+
+def by_hand(model: Tower) -> Tower:
+    """What the policy says, without it."""
+    model.first.bias.data += 1
+    model.last.bias.data -= 1
+    for block in model.blocks:
+        block.scale.data *= 2
+        block.activation = torch.sin  # type: ignore[assignment]
+    return model
+
+
+def train_tower() -> None:
+    whole = by_hand(Tower())
+    config = ShardConfig(tensor_parallel_process_group=dist.group.WORLD)
+    model, shared = ShardFormer(config).optimize(Tower(), TowerPolicy())
+    assert shared == []
+    assert type(model) is TunedTower
+    assert model.num_blocks() == 3
+    x = numbers(4, 5)
+    expected, found = whole(x), model(x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    require_same_gradients(model, whole)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_model_of_any_kind_is_split_as_its_policy_says(pool: Pool, ranks: int) -> None:
+    pool.run(ranks, train_tower)
+
+
+def test_a_model_of_any_kind_is_cut_as_its_policy_says() -> None:
+    whole, x = by_hand(Tower()), numbers(4, 5)
+    expected = whole(x)
+    received: tuple = ()
+    names = []
+    for index in range(2):
+        manager: Any = StageAlone(index, [0, 2, 3])
+        policy = TowerPolicy()
+        model, _ = ShardFormer(ShardConfig(pipeline_stage_manager=manager)).optimize(Tower(), policy)
+        policy = TowerPolicy()
+        policy.set_model(model)
+        policy.set_shard_config(ShardConfig(pipeline_stage_manager=manager))
+        held = policy.get_held_layers()
+        assert [type(module).__name__ for module in held] == (
+            ["Linear", "Block", "Block"] if index == 0 else ["Block"]
+        )
+        names += [name for name, _ in model.named_parameters()]
+        received = Stage(model, inbox_of(model), index=index, num_stages=2).forward((x,), received)
+    assert torch.equal(received, expected)  # type: ignore[arg-type]
+    assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
+
+
+def described(**kwargs: Any) -> type[TowerPolicy]:
+    key = kwargs.pop("key", "Block")
+
+    class Mistaken(TowerPolicy):
+        def module_policy(self) -> dict[type[nn.Module] | str, ModulePolicyDescription]:
+            return {key: ModulePolicyDescription(**kwargs)}
+
+    return Mistaken
+
+
+MISSING = SubModuleReplacementDescription(suffix="gate", target_module=Linear1D_Col)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (
+            described(sub_module_replacement=(MISSING,)),
+            r"names 'gate' in Block, which has no such module; its modules are \['up', 'down'\]",
+        ),
+        (
+            described(attribute_replacement={"num_heads": 2}),
+            "names the attribute 'num_heads' of Block, which has none",
+        ),
+        (
+            described(attribute_replacement={"up.heads": 2}),
+            "names the attribute 'up.heads' of Block, which has none",
+        ),
+        (
+            described(method_replacement={"activate": sine}),
+            "replaces the method 'activate' of Block, which has none",
+        ),
+        (
+            described(key="Blok"),
+            r"describes Blok, and the model has no module of that class; .*Block, Linear",
+        ),
+        (described(key=nn.Conv2d), "describes Conv2d, and the model has no module of that class"),
+    ],
+)
+def test_a_name_that_matches_nothing_is_an_error(policy: type[TowerPolicy], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ShardFormer(ShardConfig()).optimize(Tower(), policy())
+
+
+def test_a_class_that_another_stage_holds_is_not_missing() -> None:
+    manager: Any = StageAlone(1, [0, 2, 3])
+    model = Tower()
+    model.first = nn.Sequential(model.first)  # type: ignore[assignment]
+
+    class Policy_(TowerPolicy):
+        def preprocess(self) -> nn.Module:
+            return self.model
+
+        def module_policy(self) -> dict[type[nn.Module] | str, ModulePolicyDescription]:
+            return {nn.Sequential: ModulePolicyDescription()}
+
+    ShardFormer(ShardConfig(pipeline_stage_manager=manager)).optimize(model, Policy_())
+
+
+class Plain(TowerPolicy):
+    def stage_plan(self) -> None:  # type: ignore[override]
+        return None
+
+
+class Elsewhere(TowerPolicy):
+    def stage_plan(self) -> StagePlan:
+        return StagePlan(layers="layers", entry=("embed",))
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (Plain, "Plain has no stage_plan, so pp_size must be 1"),
+        (
+            Elsewhere,
+            "the stage plan names 'layers', and this Tower has no such module\nthe stage plan names 'embed'",
+        ),
+    ],
+)
+def test_a_policy_without_a_plan_that_fits_cuts_nothing(policy: type[Policy], message: str) -> None:
+    manager: Any = StageAlone(0, [0, 2, 3])
+    model = Tower()
+    before = deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        ShardFormer(ShardConfig(pipeline_stage_manager=manager)).optimize(model, policy())
+    after = model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_padding_to_a_multiple_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="make_vocab_size_divisible_by=0 must be at least 1"):
+        ShardConfig(make_vocab_size_divisible_by=0)
+
+
+def test_without_a_group_nothing_is_split() -> None:
+    model = build("LlamaForCausalLM")
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    uses: list[Callable[[], ShardConfig]] = [
+        ShardConfig,
+        lambda: ShardConfig(tensor_parallel_process_group=None, enable_tensor_parallelism=False),
+    ]
+    for config in uses:
+        ShardFormer(config()).optimize(model)
+        assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
