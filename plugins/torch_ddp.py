@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,14 +46,17 @@ class TorchDDPPlugin(Plugin):
             raise RuntimeError(
                 "no process group is started: call echelon.launch_from_torch() before the plugin"
             )
-        self._ddp_kwargs = dict(
-            broadcast_buffers=broadcast_buffers,
-            bucket_cap_mb=bucket_cap_mb,
-            find_unused_parameters=find_unused_parameters,
-            check_reduction=check_reduction,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            static_graph=static_graph,
-        )
+        given = {
+            "broadcast_buffers": broadcast_buffers,
+            "bucket_cap_mb": bucket_cap_mb,
+            "find_unused_parameters": find_unused_parameters,
+            "check_reduction": check_reduction,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "static_graph": static_graph,
+        }
+        # torch warns of some of its own arguments as deprecated even when they are what they would be anyway.
+        usual = {name: parameter.default for name, parameter in signature(TorchDDPPlugin).parameters.items()}
+        self._ddp_kwargs = {name: value for name, value in given.items() if value != usual[name]}
         self.mesh = ParallelMesh()
         self._dtype: torch.dtype | None = None
 

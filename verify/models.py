@@ -92,9 +92,8 @@ class ModelChoice:
         dropouts = {
             name: 0.0 for name in vars(blank) if "drop" in name and isinstance(getattr(blank, name), float)
         }
-        return AutoConfig.for_model(
-            self.model_type, **{**known, **dropouts, "classifier_dropout": 0.0}, **dict(self.settings)
-        )
+        chosen = {**known, **dropouts, "classifier_dropout": 0.0, **dict(self.settings)}
+        return AutoConfig.for_model(self.model_type, **chosen)
 
     def build(self, seed: int = 0) -> nn.Module:
         """The model, in float32, equal for equal seeds, in training mode."""

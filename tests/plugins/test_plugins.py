@@ -1,0 +1,136 @@
+"""The plugins through the Booster, as scripts call them."""
+
+from pathlib import Path
+
+import pytest
+import transformers
+
+from ..pool import Pool
+from . import training
+from .training import BERT, LLAMA
+
+
+def test_the_documented_call_trains_a_bert(pool: Pool) -> None:
+    first, last = pool.run(2, training.documented_call)
+    assert first["losses"] == last["losses"], "the loss is the same on every rank"
+    assert last["losses"][-1] < last["losses"][0]
+    assert (first["pp_size"], first["last"], last["last"]) == (2, False, True)
+    assert first["lr"] == pytest.approx(1e-3 / 7)
+
+
+def test_losses_do_not_depend_on_the_layout(pool: Pool) -> None:
+    # One label per sample and microbatches of one size: a mean of means is the mean over the global batch.
+    expected = pool.run(1, training.train, "hybrid", {"num_microbatches": 4}, BERT)[0]
+    for sizes in ({"tp_size": 2, "pp_size": 2}, {"pp_size": 2, "zero_stage": 1}, {"zero_stage": 1}):
+        assert pool.run(4, training.train, "hybrid", sizes, BERT)[0] == pytest.approx(expected, abs=1e-5)
+    assert pool.run(2, training.train, "zero", {"precision": "fp32"}, BERT)[0] == pytest.approx(
+        expected, abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("plugin", ["hybrid", "ddp", "ddp_fp16"])
+def test_a_plain_loop_gives_the_same_losses(pool: Pool, plugin: str) -> None:
+    expected = pool.run(1, training.train, "hybrid", {"num_microbatches": 1}, BERT)[0]
+    tolerance = 5e-3 if plugin == "ddp_fp16" else 1e-5
+    assert pool.run(2, training.train_by_calls, plugin)[0] == pytest.approx(expected, abs=tolerance)
+
+
+def test_evaluation_with_other_batch_sizes_between_training_steps(pool: Pool) -> None:
+    by_rank = pool.run(4, training.evaluate_between_steps)
+    for step, num_samples in enumerate((4, 5, 3)):
+        assert len({rank[step]["loss"] for rank in by_rank}) == 1
+        assert [rank[step]["logits"] is None for rank in by_rank] == [True, True, False, False]
+        assert by_rank[3][step]["logits"].shape == (num_samples, 13, 101)
+
+
+@pytest.mark.parametrize("sizes", [{"pp_size": 2}, {"tp_size": 2}, {"zero_stage": 1}], ids=str)
+def test_a_weighted_criterion_is_exact_over_replicas_and_microbatches(pool: Pool, sizes: dict) -> None:
+    expected = pool.run(1, training.weighted, {"num_microbatches": 1})[0]
+    assert pool.run(4, training.weighted, {**sizes, "num_microbatches": 2})[0] == pytest.approx(
+        expected, rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_model_saved_under_one_layout_loads_under_another(pool: Pool, tmp_path: Path, safe: bool) -> None:
+    path = tmp_path / "folder" / ("model.safetensors" if safe else "pytorch_model.bin")
+    saver = {"tp_size": 2, "pp_size": 2}
+    pool.run(4, training.save_then_load, path, saver, {"pp_size": 4}, safe=safe)
+    LLAMA.config().save_pretrained(path.parent)
+    whole, info = transformers.AutoModelForCausalLM.from_pretrained(path.parent, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert whole.model.embed_tokens.weight.shape == (101, 32)
+    with pytest.raises(ValueError, match=r"bert.embeddings.word_embeddings.weight is missing"):
+        pool.run(1, load_into_bert, path)
+
+
+def load_into_bert(path: Path) -> None:
+    booster = training.hybrid()
+    model, _ = training.boosted(booster)
+    booster.load_model(model, path)
+
+
+def test_a_random_collator_gives_one_batch_to_all_ranks_of_a_replica(pool: Pool) -> None:
+    by_rank = pool.run(4, training.collated)
+    assert by_rank[0] == by_rank[1]
+    assert by_rank[2] == by_rank[3]
+    assert by_rank[0] != by_rank[2]
+    drawn = [int(number) for rank in (0, 2) for batch in by_rank[rank] for number in batch]
+    assert sorted(drawn) == list(range(16))
+
+
+REFUSALS = {
+    "refuse_sizes": (
+        "does not divide the world size 2",
+        "precision='fp8'",
+        "zero_stage=7",
+        "pp_style='zigzag'",
+    ),
+    "refuse_without_microbatches": ("needs num_microbatches",),
+    "refuse_unavailable": ("enable_jit_fused=True", "sp_size=2"),
+    "refuse_heads_and_foreign_optimizer": (
+        "num_attention_heads=3 is not divisible by tp_size=2: use one of tp_size=[1, 3]",
+        "parameters that are not the model's",
+    ),
+    "refuse_few_layers": ("1 layers and pp_size=2 stages",),
+    "refuse_unknown_model": ("no table says how to split a Sequential", "bert, gpt2, llama"),
+    "refuse_call_under_pipeline": ("booster.execute_pipeline(data_iter, model, criterion, optimizer)",),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_bad_configuration_is_refused_alike_on_every_rank_all_faults_at_once(pool: Pool, name: str) -> None:
+    messages = pool.run(2, getattr(training, name))
+    assert messages[0] == messages[1]
+    for part in REFUSALS[name]:
+        assert part in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("small", r"num_microbatches=3 is more than the 2 samples of the batch on rank\(s\) \[0, 1, 2, 3\]"),
+        ("ends", r"the dataloader has ended on rank\(s\) \[2\]"),
+        ("differs", r"replica 0: rank\(s\) \[3\]"),
+        ("hidden", r"output_hidden_states=True in the batch"),
+    ],
+)
+def test_a_fault_in_the_data_is_told_alike_on_every_rank(pool: Pool, fault: str, message: str) -> None:
+    errors = pool.run_failing(4, training.feed, fault)
+    assert all(isinstance(error, ValueError) for error in errors)
+    assert len({str(error) for error in errors}) == 1
+    with pytest.raises(ValueError, match=message):
+        raise errors[0]  # type: ignore[misc]
+
+
+def test_data_that_ends_on_every_rank_ends_the_loop(pool: Pool) -> None:
+    assert all(isinstance(error, StopIteration) for error in pool.run_failing(2, training.end_of_data))
+
+
+@pytest.mark.parametrize("how", ["raises", "is killed"])
+def test_every_rank_names_the_one_that_failed_in_a_step(pool: Pool, how: str) -> None:
+    errors = pool.run_failing(4, training.die_in_a_step, 1, how, timeout=60.0)
+    assert isinstance(errors[1], ZeroDivisionError) or type(errors[1]).__name__ == "RankDied"
+    for rank in (0, 2, 3):
+        assert type(errors[rank]).__name__ == "RankFailure", errors[rank]
+        assert "rank 1 " in str(errors[rank])
