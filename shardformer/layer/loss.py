@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from .embedding import VocabParallelLMHead1D, VocabRange
@@ -45,6 +46,7 @@ class _VocabParallelCrossEntropy(Function):
         return sums_2N[0].log() - sums_2N[1]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient_N: Tensor) -> tuple[Tensor, None, None, None]:
         probabilities_NP, index_N, here_N = ctx.saved_tensors
         gradient_NP = probabilities_NP * gradient_N.unsqueeze(-1)

@@ -103,11 +103,13 @@ def attention_dropout() -> None:
 
 
 def checkpointing() -> None:
-    """Recomputation drops what was dropped before: bitwise the same gradients."""
+    """Recomputation drops what was dropped before: bitwise the same gradients.
+
+    Without the cache, which checkpointing turns off: it copies keys and values, and sums come in another order.
+    """
     for name, settings in BOTH.items():
         with named(name):
-            plain = split(build(name, **settings))
-            again = split(build(name, **settings))
+            plain, again = (split(build(name, use_cache=False, **settings)) for _ in range(2))
             # The name before transformers 5.23, which warns of it.
             enable = (
                 getattr(again, "activation_checkpointing_enable", None) or again.gradient_checkpointing_enable

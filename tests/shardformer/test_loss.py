@@ -181,6 +181,19 @@ def test_the_causal_loss_of_split_logits_is_that_of_transformers(pool: Pool) -> 
     pool.run(2, causal_losses)
 
 
+def curvature() -> None:
+    held = vocab_range(vocab_shard(8, 2, 1), dist.get_rank())
+    local = numbers(2, held.width).requires_grad_()
+    found = vocab_parallel_cross_entropy(local, torch.tensor([1, 6]), held=held, group=dist.group.WORLD)
+    (gradient,) = torch.autograd.grad(found.square(), local, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.square().sum().backward()
+
+
+def test_a_second_derivative_is_an_error_and_not_wrong(pool: Pool) -> None:
+    pool.run(2, curvature)
+
+
 def one_rank() -> None:
     held = vocab_range(vocab_shard(8, 1, 1), 0)
     with pytest.raises(ValueError, match="reduction='avg' must be"):
