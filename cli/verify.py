@@ -6,18 +6,20 @@ from typing import Annotated
 
 import torch
 import torch.multiprocessing as multiprocessing
+import transformers
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from ..cluster.launch import join_local_group, local_store
 from ..shardformer.shard_former import policy_for
+from ..verify.compare import Measure
 from ..verify.layout import Layout
 from ..verify.models import ModelChoice
 from ..verify.parity import Report, parity
 
 BAD_ARGUMENTS = 2
-QUANTITIES = ("gradient", "norm", "weight")
+WIDTH = 160  # of the table where the output is no terminal
 
 
 def verify(
@@ -72,12 +74,12 @@ def verify(
 
 def argument_faults(choice: ModelChoice, layout: Layout, num_steps: int) -> list[str]:
     """All that is wrong with what was asked for, found without starting a process."""
-    faults = layout.faults() + choice.faults()
+    faults = layout.faults()
     if num_steps < 1:
         faults.append(f"steps={num_steps} must be at least 1")
-    if faults:
-        return faults
-    return split_faults(choice, layout)
+    model_faults = choice.faults()
+    sizes_are_sound = min(layout.tp, layout.pp, layout.dp) >= 1
+    return faults + (model_faults or (split_faults(choice, layout) if sizes_are_sound else []))
 
 
 def split_faults(choice: ModelChoice, layout: Layout) -> list[str]:
@@ -130,6 +132,7 @@ def _check(
     answers: multiprocessing.SimpleQueue,
 ) -> None:
     torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
     try:
         with join_local_group(rank, layout.world_size, port=port, timeout_seconds=timeout_seconds):
             report = parity(choice, layout, num_steps=num_steps, seed=seed)
@@ -140,39 +143,35 @@ def _check(
 
 
 def show(report: Report, *, title: str) -> None:
-    """Print a report as a table, a row for each step."""
-    table = Table(title=title)
-    for heading in (
-        "step",
-        "loss",
-        "reference",
-        "off by",
-        "gradient off by",
-        "norm off by",
-        "weight off by",
-        "worst",
-    ):
-        table.add_column(heading, justify="left" if heading == "worst" else "right")
+    """Print a report as a table, a row for each step: distances, each with its share of what is allowed."""
+    table = Table(title=title, title_justify="left")
+    for heading in ("step", "loss", "reference", "loss off by", "norm off by"):
+        table.add_column(heading, justify="right")
+    table.add_column("worst gradient off by", overflow="fold")
+    table.add_column("worst weight off by", overflow="fold")
     for step in report.steps:
-        loss = step.measure("loss")
-        measures = [step.measure(quantity) for quantity in QUANTITIES]
-        worst = max(
-            (measure for measure in step.measures if measure.name),
-            key=lambda measure: measure.distance / measure.allowed if measure.allowed else measure.distance,
+        loss, norm, gradient, weight = (
+            step.measure(quantity) for quantity in ("loss", "norm", "gradient", "weight")
         )
         table.add_row(
             str(step.step),
             f"{step.loss:.6f}",
             f"{step.reference_loss:.6f}",
-            *(_shown(measure) for measure in (loss, *measures)),
-            worst.name,
+            _shown(loss),
+            _shown(norm),
+            f"{_shown(gradient)} {gradient.name}",
+            f"{_shown(weight)} {weight.name}",
         )
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
     console.print(table)
-    console.print("all agree" if report.agrees else f"departs: {report.departure}", highlight=False)
+    console.print(
+        "all agree" if report.agrees else f"departs: {report.departure}", highlight=False, soft_wrap=True
+    )
 
 
-def _shown(measure: object) -> str:
-    distance, allowed = measure.distance, measure.allowed  # type: ignore[attr-defined]
-    text = f"{distance:.1e} / {allowed:.1e}"
-    return text if measure.agrees else f"[red]{text}[/red]"  # type: ignore[attr-defined]
+def _shown(measure: Measure) -> str:
+    share = f" ({measure.distance / measure.allowed:.0%})" if measure.allowed else ""
+    text = f"{measure.distance:.1e}{share}"
+    return text if measure.agrees else f"[red]{text}[/red]"

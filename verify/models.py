@@ -59,13 +59,29 @@ class ModelChoice:
             found.append(f"head {self.head_name!r} is unknown: use one of {', '.join(HEADS)}")
         if found:
             return found
+        if self.num_layers < 1:
+            return [f"layers={self.num_layers} must be at least 1"]
+        config_class = transformers.CONFIG_MAPPING[self.model_type]
+        heads = [
+            head for head, auto in HEADS.items() if config_class in getattr(transformers, auto)._model_mapping
+        ]
+        if self.head_name not in heads:
+            return [
+                f"transformers has no {self.model_type!r} with head {self.head_name!r}: "
+                + (
+                    f"use one of {', '.join(heads)}"
+                    if heads
+                    else "nor with any other head that can be verified"
+                )
+            ]
         try:
-            model = self.build_on_meta()
-        except (ValueError, TypeError, AttributeError) as error:
-            return [f"transformers cannot build {self.model_type!r} with head {self.head_name!r}: {error}"]
-        return (
-            [] if sum(p.numel() for p in model.parameters()) else [f"{self.model_type!r} has no parameters"]
-        )
+            self.build_on_meta()
+        except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            return [
+                f"transformers cannot build a small {self.model_type!r} with head {self.head_name!r}: {reason}"
+            ]
+        return []
 
     def config(self) -> PretrainedConfig:
         """Its config: small, without dropout."""

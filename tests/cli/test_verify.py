@@ -1,0 +1,82 @@
+"""`echelon verify`: exit status, table and refusals."""
+
+import os
+import signal
+
+import pytest
+from typer.testing import CliRunner
+
+from echelon.cli import verify as command
+from echelon.cli.main import app
+from echelon.verify.compare import Measure, StepComparison
+from echelon.verify.layout import Layout
+from echelon.verify.models import ModelChoice
+from echelon.verify.parity import Report
+
+
+def call(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["verify", *arguments])
+    return result.exit_code, result.output
+
+
+def report(distance: float) -> Report:
+    measures = tuple(
+        Measure(quantity=quantity, name=name, distance=distance, allowed=1.0)
+        for quantity, name in (("loss", ""), ("gradient", "a.weight"), ("norm", ""), ("weight", "b.weight"))
+    )
+    step = StepComparison(step=1, loss=2.0, reference_loss=2.0, measures=measures)
+    return Report(steps=(step,), departure=None if distance <= 1 else f"step 1: {measures[1]}")
+
+
+def test_a_layout_on_local_processes_agrees_and_says_so() -> None:
+    status, output = call("--model", "bert", "--tp", "2", "--steps", "1", "--layers", "1")
+    assert (status, "all agree" in output) == (0, True), output
+    assert "bert (classification) under tp2·fp32 beside one process" in output
+
+
+def test_a_departure_is_named_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "run_local", lambda *_, **__: report(3.0))
+    status, output = call("--tp", "2")
+    assert status == 1
+    assert "departs: step 1: gradient of a.weight is off by 3, allowed 1" in output
+
+
+def kill_rank_1(rank: int, *_: object) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_dies_is_told_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_check", kill_rank_1)
+    status, output = call("--tp", "2")
+    assert status == 1
+    assert "exit codes by rank are {0: 0, 1: -9}" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--tp", "3"), ("num_attention_heads=4 is not divisible by tp_size=3",)),
+        (("--pp", "5"), ("4 layers and pp_size=5 stages",)),
+        (("--pp", "0", "--steps", "0"), ("pp=0 must be at least 1", "steps=0 must be at least 1")),
+        (("--precision", "fp8", "--schedule", "zigzag"), ("'fp8'", "'zigzag'")),
+        (("--model", "nonesuch", "--zero", "9"), ("'nonesuch' is not a model type", "zero_stage=9")),
+        (("--model", "t5", "--tp", "2"), ("no 't5' with head 'causal'",)),
+        (("--model", "t5", "--head", "base", "--tp", "2"), ("no table says how to split a T5Model",)),
+        (("--microbatches", "0"), ("num_microbatches=0",)),
+        (("--tp", "two"), ("'--tp'", "integer")),
+    ],
+)
+def test_bad_arguments_are_refused_all_at_once_with_status_2(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], told: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(command, "run_local", lambda *_, **__: pytest.fail("a process was started"))
+    status, output = call(*arguments)
+    assert status == 2
+    for part in told:
+        assert part in output
+
+
+def test_every_default_head_can_be_built() -> None:
+    for model_type in ("bert", "gpt2", "llama", "mistral", "qwen2", "qwen3"):
+        assert command.argument_faults(ModelChoice(model_type=model_type), Layout(tp=2, pp=2), 1) == []
