@@ -59,7 +59,7 @@ def _extend(code: int, tree: Any, on_devices: list[Tensor]) -> int:
         code = zlib.crc32(f"{tuple(tree.shape)} {tree.dtype}".encode(), code)
         data = tree.detach().contiguous().view(-1).view(torch.uint8)
         if data.device.type == "cpu":
-            return zlib.crc32(data.numpy(), code)
+            return zlib.crc32(data.numpy().data, code)
         on_devices.append(device_hash(data))
         return code
     if isinstance(tree, Mapping):

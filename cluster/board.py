@@ -66,7 +66,7 @@ class Board:
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         # The group's own connection is locked while something waits on it.
-        connection = store.clone()
+        connection = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
         connection.set_timeout(timedelta(seconds=ANSWER_SECONDS))
         # A store may outlive a process group, and its ranks count alike how often they have started anew.
         life = connection.add(f"echelon/board/lives/{rank}", 1)

@@ -33,10 +33,13 @@ SILENT_SECONDS = 10.0
 STUCK_SECONDS = 20.0
 # How long a rank whose connection broke waits for news of the cause: longer than it takes to notice a silence.
 NEWS_SECONDS = SILENT_SECONDS + 4 * INTERVAL_SECONDS
+BRIEF_SECONDS = 4 * INTERVAL_SECONDS
 
 # What gloo says of a peer that is gone; NCCL and the store have error types of their own.
 _BROKEN = re.compile(
-    r"connection (closed|reset) by peer|broken pipe|socket closed|remote worker crashing", re.I
+    r"connection (closed by peer|reset by peer|refused)|broken pipe|socket closed|remote worker crashing"
+    r"|connectFullMesh failed",
+    re.I,
 )
 _TIMED_OUT = re.compile(r"timed out waiting|(wait|operation|application) timeout|operation timed out", re.I)
 
@@ -102,21 +105,27 @@ class _Watch:
         text = f"{type(error).__name__}: {error}".removesuffix(": ")
         self._post("failed", text[:2000], consequence=isinstance(error, RankFailure))
 
-    def explain(self, error: Exception, action: str) -> RankFailure | None:
+    def explain(self, error: BaseException, action: str) -> RankFailure | None:
         """What is behind a broken connection or a timeout; waits for the news. None if no one knows."""
-        patience = 2 * INTERVAL_SECONDS if _is_timeout(error) else NEWS_SECONDS
-        deadline = time.monotonic() + patience
-        self._read()
-        while self._cause() is None and not self._store_is_lost and time.monotonic() < deadline:
-            time.sleep(INTERVAL_SECONDS / 5)
+        start = time.monotonic()
+        while True:
             self._read()
+            cause = self._cause()
+            if _is_certain(cause) or self._store_is_lost:
+                break
+            # A silence may end, and a rank may leave in consequence: better news may be on its way.
+            patience = NEWS_SECONDS if cause is None and not _is_timeout(error) else BRIEF_SECONDS
+            if time.monotonic() - start > patience:
+                break
+            time.sleep(INTERVAL_SECONDS / 5)
         return self._failure(action) or self._unexplained(error, action)
 
     def end(self) -> None:
         """Stop the thread, after telling the others that this rank leaves, or with what error it ends."""
         self._stop.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=2 * SILENT_SECONDS)
+        self._thread.join(timeout=2 * SILENT_SECONDS)
+        if self._has_failed and self.rank == 0:  # it may hold the store: let the others read the news
+            time.sleep(2 * INTERVAL_SECONDS)
 
     # What the thread does.
 
@@ -164,12 +173,13 @@ class _Watch:
     def _end_if_stuck(self) -> None:
         """See [Note: end of a stuck process]. A silence is not certain, and who left may have done all its work."""
         action, cause = self._action, self._cause()
-        if action is None or cause is None or cause.kind not in ("failed", "gone"):
+        if action is None or cause is None or not _is_certain(cause):
             return
         if time.monotonic() - max(self._entered, cause.heard) > STUCK_SECONDS:
-            print(f"{self._failure(action)}; it could not be freed and ends here", file=sys.stderr)
-            faulthandler.dump_traceback(file=sys.stderr)
-            sys.stderr.flush()
+            with suppress(OSError, ValueError):  # a standard error that is closed, or is no file
+                message = f"{self._failure(action)}; it could not be freed and ends here"
+                print(message, file=sys.stderr, flush=True)
+                faulthandler.dump_traceback(file=sys.stderr)
             os._exit(1)
 
     def _say_goodbye(self) -> None:
@@ -198,8 +208,7 @@ class _Watch:
         candidates = [
             event for event in self._standing() if event.rank != self.rank and not event.consequence
         ]
-        order = ("failed", "gone"), ("silent",), ("left",)
-        return next((event for kinds in order for event in candidates if event.kind in kinds), None)
+        return min(candidates, key=lambda event: (not _is_certain(event), event.kind == "left"), default=None)
 
     def _failure(self, action: str) -> RankFailure | None:
         cause = self._cause()
@@ -210,7 +219,7 @@ class _Watch:
             return RankFailure(f"the store is gone, which rank 0 or its launcher holds; {here}", 0)
         return None
 
-    def _unexplained(self, error: Exception, action: str) -> RankFailure | None:
+    def _unexplained(self, error: BaseException, action: str) -> RankFailure | None:
         if not _is_timeout(error) or self._store_is_lost:
             return None
         with suppress(RuntimeError):
@@ -293,6 +302,11 @@ def _default_store() -> dist.Store | None:
         return distributed_c10d._get_default_store() if dist.is_initialized() else None
     except (ValueError, KeyError):  # another thread is destroying the group
         return None
+
+
+def _is_certain(cause: Event | None) -> bool:
+    """Whether it is known that the rank will not come back."""
+    return cause is not None and cause.kind in ("failed", "gone")
 
 
 def _is_broken(error: BaseException) -> bool:

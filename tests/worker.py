@@ -2,11 +2,13 @@
 
 import faulthandler
 import gc
+import multiprocessing
 import os
 import pickle
 import random
 import re
 import signal
+import threading
 import time
 import traceback
 import warnings
@@ -19,9 +21,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-
-# How much longer than its timeout a worker lives when nobody stops it (the parent was killed).
-ORPHANED_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +62,13 @@ def serve(connection: Connection, stacks: str) -> None:
     the group at once, so that ranks that wait for it fail too instead of hanging.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole foreground; the parent decides
+    threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
     gc.freeze()  # what was imported before the fork is not searched for garbage after each test
     environment = dict(os.environ)
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         try:
             while (task := pickle.loads(connection.recv_bytes())) is not None:
-                faulthandler.dump_traceback_later(task.timeout + ORPHANED_SECONDS, exit=True, file=file)
                 outcome = _outcome(task)
                 connection.send_bytes(pickle.dumps(outcome))
                 if outcome.kind == "raised":
@@ -77,11 +76,18 @@ def serve(connection: Connection, stacks: str) -> None:
                 connection.recv_bytes()
                 _leave_group()
                 _restore(environment)
-                faulthandler.cancel_dump_traceback_later()
                 connection.send_bytes(pickle.dumps("clean"))
         except (EOFError, BrokenPipeError, ConnectionResetError):
             pass  # the parent is gone
         faulthandler.unregister(signal.SIGUSR1)
+
+
+def _end_with_parent() -> None:
+    """A worker in the middle of a test does not notice that the parent was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _outcome(task: Task) -> Outcome:

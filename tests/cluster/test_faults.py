@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -230,7 +231,7 @@ def test_news_reach_every_rank_once(pool: Pool) -> None:
 
 
 SCRIPT = """
-import sys, time
+import os, sys, time
 import torch
 import torch.distributed as dist
 from echelon.cluster.faults import naming_failures
@@ -239,40 +240,48 @@ from echelon.cluster.launch import launch_from_torch
 launch_from_torch(backend="gloo")
 dist.all_reduce(torch.zeros(1))
 time.sleep(0.5)
-if dist.get_rank() == int(sys.argv[1]):
+if dist.get_rank() == 0:
+    if sys.argv[1] == "kill":
+        os.kill(os.getpid(), 9)
     raise LookupError("no such file")
 with naming_failures("execute_pipeline"):
     dist.all_reduce(torch.zeros(1))
 """
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_script_that_ends_by_an_exception_is_named_without_torchrun(tmp_path: Path, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("raise", "rank 0 failed: LookupError: no such file; "),
+        ("kill", "the store is gone, which rank 0 or its launcher holds; "),
+    ],
+)
+def test_a_script_whose_first_rank_ends_is_explained_without_torchrun(
+    tmp_path: Path, how: str, told: str
+) -> None:
     """Started by hand: rank 0 holds the store, which goes with it."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank)],
-            env=os.environ
-            | {
-                "RANK": str(own),
-                "LOCAL_RANK": str(own),
-                "WORLD_SIZE": "3",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            },
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for own in range(3)
-    ]
-    for own, process in enumerate(processes):
-        errors = process.communicate(timeout=60)[1]
-        assert process.returncode == 1
-        if own == rank:
-            assert "LookupError: no such file" in errors
-        else:
-            assert f"rank {rank} failed: LookupError: no such file; this rank ({own}) was waiting" in errors
+    common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, str(script), how],
+                    env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for rank in range(3)
+        ]
+        for process in processes:
+            stack.callback(process.kill)
+        errors = [process.communicate(timeout=100)[1] for process in processes]
+    assert [process.returncode for process in processes[1:]] == [1, 1]
+    if how == "raise":
+        assert "LookupError: no such file" in errors[0]
+    for rank in (1, 2):
+        assert f"{told}this rank ({rank}) was waiting for it in execute_pipeline" in errors[rank]
