@@ -316,3 +316,21 @@ def check_nothing_to_train() -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert optimizer.last_norm == 0.0 and optimizer.masters() == {}
+
+
+@STAGES
+def test_gradient_of_an_earlier_reduction_counts_though_the_later_has_none(
+    pool: Pool, stage: Literal[0, 1]
+) -> None:
+    pool.run(2, check_gradient_of_earlier_reduction, stage)
+
+
+def check_gradient_of_earlier_reduction(stage: Literal[0, 1]) -> None:
+    model, rank = small_model(), dist.get_rank()
+    expected = mean_gradients(model, [[0], [1]])
+    optimizer = shard(model, stage=stage)
+    optimizer.backward(loss_of(model, rank))
+    optimizer.reduce_gradients()
+    optimizer.backward(model[2].bias.sum())
+    optimizer.step()
+    assert_equal(optimizer.gradients(), expected | {"2.bias": expected["2.bias"] + 1})
