@@ -9,14 +9,19 @@ that communicates turns what the backend says into a `RankFailure` that names th
 News of a rank that only failed in consequence is marked as such, so that C names A too.
 
 [Note: end of a stuck process] gloo reports a closed connection at once, but nothing frees a thread that waits
-inside NCCL, or in gloo for a process that has failed and lives on. Once a failure has been certain for
-`STUCK_SECONDS` and this rank still waits in the same call, the thread prints the message and ends the process.
+inside NCCL, or in gloo for a process that has failed and lives on. So the thread prints what it learns while
+this rank waits, and once a failure has been certain for `STUCK_SECONDS` in the same call it ends the process.
+
+[Note: launchers] torchrun sends SIGTERM to all others as soon as one process has ended, which would end them
+before they could say why. So a process that failed lingers until the others have read its news, and one that
+is asking for news is not ended before it has them.
 """
 
 import atexit
 import faulthandler
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -75,6 +80,7 @@ class _Watch:
         self._action: str | None = None
         self._calls = 0
         self._entered = 0.0
+        self._told = False
         self._has_failed = False
         self._looked_after: tuple[int, Sign | None, float] | None = None
         self._board.show(self._sign())
@@ -92,6 +98,7 @@ class _Watch:
             self._post("recovered")
         self._calls += 1
         self._entered = time.monotonic()
+        self._told = False
         self._action = action
         return True
 
@@ -108,23 +115,25 @@ class _Watch:
     def explain(self, error: BaseException, action: str) -> RankFailure | None:
         """What is behind a broken connection or a timeout; waits for the news. None if no one knows."""
         start = time.monotonic()
-        while True:
-            self._read()
-            cause = self._cause()
-            if _is_certain(cause) or self._store_is_lost:
-                break
-            # A silence may end, and a rank may leave in consequence: better news may be on its way.
-            patience = NEWS_SECONDS if cause is None and not _is_timeout(error) else BRIEF_SECONDS
-            if time.monotonic() - start > patience:
-                break
-            time.sleep(INTERVAL_SECONDS / 5)
-        return self._failure(action) or self._unexplained(error, action)
+        self._told = True
+        with _termination_deferred():
+            while True:
+                self._read()
+                cause = self._cause()
+                if _is_certain(cause) or self._store_is_lost:
+                    break
+                # A silence may end, and a rank may leave in consequence: better news may be on its way.
+                patience = NEWS_SECONDS if cause is None and not _is_timeout(error) else BRIEF_SECONDS
+                if time.monotonic() - start > patience:
+                    break
+                time.sleep(INTERVAL_SECONDS / 5)
+            return self._failure(action) or self._unexplained(error, action)
 
     def end(self) -> None:
         """Stop the thread, after telling the others that this rank leaves, or with what error it ends."""
         self._stop.set()
         self._thread.join(timeout=2 * SILENT_SECONDS)
-        if self._has_failed and self.rank == 0:  # it may hold the store: let the others read the news
+        if self._has_failed:  # see [Note: launchers]; and rank 0 may hold the store
             time.sleep(2 * INTERVAL_SECONDS)
 
     # What the thread does.
@@ -171,15 +180,19 @@ class _Watch:
             self._board.post(Event(rank=rank, kind="silent"))
 
     def _end_if_stuck(self) -> None:
-        """See [Note: end of a stuck process]. A silence is not certain, and who left may have done all its work."""
+        """See [Note: end of a stuck process]. Silence is not certain, and who left may have done its work."""
         action, cause = self._action, self._cause()
         if action is None or cause is None or not _is_certain(cause):
             return
-        if time.monotonic() - max(self._entered, cause.heard) > STUCK_SECONDS:
-            with suppress(OSError, ValueError):  # a standard error that is closed, or is no file
-                message = f"{self._failure(action)}; it could not be freed and ends here"
-                print(message, file=sys.stderr, flush=True)
+        waited = time.monotonic() - max(self._entered, cause.heard)
+        with suppress(OSError, ValueError):  # a standard error that is closed, or is no file
+            if not self._told:
+                self._told = True
+                print(self._failure(action), file=sys.stderr, flush=True)
+            if waited > STUCK_SECONDS:
+                print(f"rank {self.rank} could not be freed and ends here", file=sys.stderr, flush=True)
                 faulthandler.dump_traceback(file=sys.stderr)
+        if waited > STUCK_SECONDS:
             os._exit(1)
 
     def _say_goodbye(self) -> None:
@@ -302,6 +315,20 @@ def _default_store() -> dist.Store | None:
         return distributed_c10d._get_default_store() if dist.is_initialized() else None
     except (ValueError, KeyError):  # another thread is destroying the group
         return None
+
+
+@contextmanager
+def _termination_deferred() -> Iterator[None]:
+    """Do not end by SIGTERM in the block. See [Note: launchers]; a handler of the user's own stays as it is."""
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _is_certain(cause: Event | None) -> bool:

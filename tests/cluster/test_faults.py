@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -237,51 +238,66 @@ import torch.distributed as dist
 from echelon.cluster.faults import naming_failures
 from echelon.cluster.launch import launch_from_torch
 
+how, bad = sys.argv[1], int(sys.argv[2])
 launch_from_torch(backend="gloo")
 dist.all_reduce(torch.zeros(1))
-time.sleep(0.5)
-if dist.get_rank() == 0:
-    if sys.argv[1] == "kill":
+if dist.get_rank() == bad:
+    time.sleep(0.5)
+    if how == "kill":
         os.kill(os.getpid(), 9)
     raise LookupError("no such file")
 with naming_failures("execute_pipeline"):
-    dist.all_reduce(torch.zeros(1))
+    dist.recv(torch.zeros(1), src=bad)
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "told"),
-    [
-        ("raise", "rank 0 failed: LookupError: no such file; "),
-        ("kill", "the store is gone, which rank 0 or its launcher holds; "),
-    ],
-)
-def test_a_script_whose_first_rank_ends_is_explained_without_torchrun(
-    tmp_path: Path, how: str, told: str
-) -> None:
-    """Started by hand: rank 0 holds the store, which goes with it."""
-    script = tmp_path / "script.py"
+def run_script(folder: Path, how: str, rank: int) -> str:
+    """What three processes that torchrun starts write to standard error."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3"]
+    command = [*launcher, str(script), how, str(rank)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    return done.stderr
+
+
+def run_script_by_hand(folder: Path, how: str, rank: int) -> str:
+    """The same without a launcher. Rank 0 holds the store, which goes with it."""
+    script = folder / "script.py"
     script.write_text(SCRIPT)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common = {**os.environ, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with ExitStack() as stack:
         processes = [
             stack.enter_context(
                 subprocess.Popen(
-                    [sys.executable, str(script), how],
-                    env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    [sys.executable, str(script), how, str(rank)],
+                    env={**common, "RANK": str(own), "LOCAL_RANK": str(own)},
                     stderr=subprocess.PIPE,
                     text=True,
                 )
             )
-            for rank in range(3)
+            for own in range(3)
         ]
         for process in processes:
             stack.callback(process.kill)
-        errors = [process.communicate(timeout=100)[1] for process in processes]
-    assert [process.returncode for process in processes[1:]] == [1, 1]
-    if how == "raise":
-        assert "LookupError: no such file" in errors[0]
-    for rank in (1, 2):
-        assert f"{told}this rank ({rank}) was waiting for it in execute_pipeline" in errors[rank]
+        return "".join(process.communicate(timeout=100)[1] for process in processes)
+
+
+@pytest.mark.parametrize(
+    ("run", "how", "rank", "told"),
+    [
+        (run_script, "raise", 2, "rank 2 failed: LookupError: no such file; "),
+        (run_script, "kill", 2, "rank 2 died: its process is gone; "),
+        (run_script_by_hand, "raise", 0, "rank 0 failed: LookupError: no such file; "),
+        (run_script_by_hand, "kill", 0, "the store is gone, which rank 0 or its launcher holds; "),
+    ],
+)
+def test_the_ranks_of_a_script_say_who_failed(
+    tmp_path: Path, run: Callable[[Path, str, int], str], how: str, rank: int, told: str
+) -> None:
+    errors = run(tmp_path, how, rank)
+    for other in {0, 1, 2} - {rank}:
+        assert f"{told}this rank ({other}) was waiting for it in execute_pipeline" in errors
