@@ -1,18 +1,40 @@
 """A whole model in one file, from any layout and into any. Sharded, asynchronous and optimizer files are to come."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..cluster.mesh import ParallelMesh
 from ..cluster.placement import Placement, Shard
 from .gather import gather_whole
+
+
+class TensorNames(NamedTuple):
+    """The names of a whole model's parameters and persistent buffers.
+
+    Args:
+        needed: one for each tensor.
+        known: all of them; a tied parameter has several.
+    """
+
+    needed: tuple[str, ...]
+    known: frozenset[str]
+
+    @staticmethod
+    def of(model: nn.Module) -> "TensorNames":
+        """The names of a whole model, before it is cut."""
+        first: dict[int, str] = {}
+        state = model.state_dict(keep_vars=True)
+        for name, tensor in state.items():
+            first.setdefault(id(tensor), name)
+        return TensorNames(needed=tuple(first.values()), known=frozenset(state))
 
 
 def save_model_file(
@@ -51,7 +73,12 @@ def save_model_file(
 
 
 def load_model_file(
-    path: Path, tensors: Mapping[str, Tensor], placements: Mapping[str, Placement | None], mesh: ParallelMesh
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    placements: Mapping[str, Placement | None],
+    mesh: ParallelMesh,
+    *,
+    names: TensorNames,
 ) -> None:
     """Copy this rank's pieces of a whole model's file into its tensors. Every rank reads; nothing communicates.
 
@@ -60,24 +87,22 @@ def load_model_file(
         tensors: this rank's parameters and buffers by name; changed in place.
         placements: how each is spread over the tensor axis.
         mesh: the mesh.
+        names: those of the whole model.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: tensors are missing in the file, or have another shape; lists all of them. Nothing was changed.
+        ValueError: tensors are missing, extra or of another shape; lists all of them. Nothing was changed.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no model file {path}: give the path that save_model was given")
-    stored = _read(path, tensors)
-    pieces, faults = {}, []
-    for name, tensor in tensors.items():
-        if name not in stored:
-            faults.append(f"{name} is missing")
-            continue
-        piece = _piece(stored[name], placements[name], mesh)
-        if piece is None or piece.shape != tensor.shape:
-            faults.append(
-                f"{name} has shape {tuple(stored[name].shape)} in the file, which does not fit the model"
-            )
+    stored_names, stored = _read(path, tensors)
+    faults = [f"{name} is missing" for name in names.needed if name not in stored_names]
+    faults += [f"{name} is not in the model" for name in stored_names if name not in names.known]
+    pieces = {}
+    for name, whole in stored.items():
+        piece = _piece(whole, placements[name], mesh)
+        if piece is None or piece.shape != tensors[name].shape:
+            faults.append(f"{name} has shape {tuple(whole.shape)} in the file, which is not the model's")
         else:
             pieces[name] = piece
     if faults:
@@ -108,10 +133,13 @@ def _write(path: Path, tensors: dict[str, Tensor], use_safetensors: bool) -> Non
     os.replace(beside, path)
 
 
-def _read(path: Path, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _read(path: Path, wanted: Collection[str]) -> tuple[list[str], dict[str, Tensor]]:
+    """All names in a file, and the wanted ones of its tensors."""
     with open(path, "rb") as start:
         is_torch = start.read(2) == b"PK"
     if is_torch:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return list(stored), {name: tensor for name, tensor in stored.items() if name in wanted}
     with safe_open(path, framework="pt", device="cpu") as file:
-        return {name: file.get_tensor(name) for name in file.keys() if name in names}  # noqa: SIM118 (no mapping)
+        names = list(file.keys())
+        return names, {name: file.get_tensor(name) for name in names if name in wanted}

@@ -51,7 +51,7 @@ class PipelineEngine:
     ) -> dict[str, Any]:
         """One batch, with backward where gradients are on; see `HybridParallelPlugin.execute_pipeline`."""
         batch, replica_batch_size = self._agreed_batch(data_iter)
-        microbatches = cut_batch(self._to_compute(batch), self._config.pipeline)
+        microbatches = cut_batch(self.to_compute(batch), self._config.pipeline)
         criterion = criterion or _model_loss
         wants_loss = return_loss or torch.is_grad_enabled()
         judge = _Judge(criterion, num_microbatches=len(microbatches), first_weight=replica_batch_size)
@@ -128,8 +128,8 @@ class PipelineEngine:
         if is_cut and isinstance(batch, Mapping) and (faults := partial_output_faults(batch, "the batch")):
             raise ValueError("\n".join(faults))
 
-    def _to_compute(self, batch: Any) -> Any:
-        """The batch on this rank's device, floating tensors in the model's precision."""
+    def to_compute(self, batch: Any) -> Any:
+        """A batch on this rank's device, floating tensors in the model's precision."""
         dtype = self._config.precision.dtype
 
         def convert(tensor: Tensor) -> Tensor:
@@ -153,6 +153,12 @@ class PipelineEngine:
             return figures[0] / judge.num_microbatches
         dist.all_reduce(figures, group=self._mesh.group("dp"))
         if optimizer is not None and torch.is_grad_enabled():
+            if optimizer.gradient_factor != 1.0:
+                raise ValueError(
+                    "a criterion that returns (loss_sum, weight) was run twice before optimizer.step(), and the "
+                    "weights of both batches are not known together: step after each execute_pipeline, and take "
+                    "larger batches in more microbatches instead"
+                )
             # Gradients are those of loss_sum / first_weight, averaged over the replicas.
             optimizer.gradient_factor = judge.first_weight * self._mesh.size("dp") / figures[1]
         return figures[0] / figures[1]

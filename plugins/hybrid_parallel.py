@@ -283,7 +283,7 @@ class HybridParallelPlugin(Plugin):
         assert isinstance(model, HybridParallelModule)
         with naming_failures("load_model"):
             tensors = model.tensors()
-            load_model_file(path, tensors, _placements(tensors), self.mesh)
+            load_model_file(path, tensors, _placements(tensors), self.mesh, names=model.names.state)
             if model.optimizer is not None:
                 model.optimizer.refresh_masters()
 
@@ -326,6 +326,7 @@ class HybridParallelModule(nn.Module):
         self.module = module
         self.plugin = plugin
         self.optimizer: ShardedOptimizer | None = None
+        self.names = names
         self.held = names.held(module)
         manager = plugin.stage_manager
         stage = Stage(module, _inbox_of(module), index=manager.stage, num_stages=manager.num_stages)
@@ -336,12 +337,13 @@ class HybridParallelModule(nn.Module):
         return self.module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs, at pp_size=1.
+        """The model's outputs, at pp_size=1; tensors are brought to the model's device and precision first.
 
         Raises:
             RuntimeError: under a pipeline.
         """
         self.plugin._refuse_pipeline("model(**batch)")
+        args, kwargs = self.engine.to_compute(args), self.engine.to_compute(kwargs)
         return self.module(*args, **kwargs)
 
     def tensors(self) -> dict[str, Tensor]:

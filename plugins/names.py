@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from ..checkpoint.model_file import TensorNames
 from ..cluster.mesh import ParallelMesh
 from ..cluster.placement import Placement, Shard, Shared, placement_of
 from ..pipeline.stage_manager import PipelineStageManager
@@ -19,12 +20,13 @@ class ParameterNames:
 
     first: Mapping[Parameter, str]
     order: tuple[str, ...]
+    state: TensorNames
 
     @staticmethod
     def of(model: nn.Module) -> "ParameterNames":
         """The names of a whole model."""
         first = {parameter: name for name, parameter in model.named_parameters()}
-        return ParameterNames(first=first, order=tuple(first.values()))
+        return ParameterNames(first=first, order=tuple(first.values()), state=TensorNames.of(model))
 
     def held(self, model: nn.Module) -> dict[str, Parameter]:
         """The parameters that a cut model still holds, by their first name in the whole model, in its order."""

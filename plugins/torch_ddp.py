@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from ..checkpoint.model_file import load_model_file, save_model_file
+from ..checkpoint.model_file import TensorNames, load_model_file, save_model_file
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
 from .base import Boosted, Plugin
@@ -144,7 +144,9 @@ class TorchDDPPlugin(Plugin):
     def load_model(self, model: nn.Module, path: Path) -> None:
         """Read the model from one file. Every rank calls."""
         tensors = _tensors(model)
-        load_model_file(path, tensors, dict.fromkeys(tensors), self.mesh)
+        assert isinstance(model, TorchDDPModel)
+        names = TensorNames.of(model.module)
+        load_model_file(path, tensors, dict.fromkeys(tensors), self.mesh, names=names)
 
 
 class TorchDDPModel(nn.Module):

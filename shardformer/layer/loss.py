@@ -95,6 +95,12 @@ def vocab_parallel_cross_entropy(
     return losses_N.sum() if reduction == "sum" else losses_N.sum() / (~ignored_N).sum()
 
 
+_SPLIT_LOGITS = (
+    "these logits are split over the vocabulary; call outputs.logits.gather() on every rank, or give "
+    "parallel_output=False to the plugin"
+)
+
+
 @dataclass(frozen=True)
 class VocabParallelLogits:
     """In the place of `outputs.logits` after a training step with labels: this rank's slice, not the whole.
@@ -111,10 +117,10 @@ class VocabParallelLogits:
         return self.head.gathered(self.local)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"outputs.logits.{name}: these logits are split over the vocabulary; call outputs.logits.gather() on "
-            "every rank, or give parallel_output=False to the plugin"
-        )
+        raise AttributeError(f"outputs.logits.{name}: {_SPLIT_LOGITS}")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError(f"outputs.logits[...]: {_SPLIT_LOGITS}")
 
 
 def _causal_lm_loss(

@@ -60,14 +60,28 @@ def test_a_model_saved_under_one_layout_loads_under_another(pool: Pool, tmp_path
     whole, info = transformers.AutoModelForCausalLM.from_pretrained(path.parent, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     assert whole.model.embed_tokens.weight.shape == (101, 32)
-    with pytest.raises(ValueError, match=r"bert.embeddings.word_embeddings.weight is missing"):
-        pool.run(1, load_into_bert, path)
+    errors = pool.run_failing(2, load_into_bert, path)
+    assert str(errors[0]) == str(errors[1]), "every rank lists the faults of all stages"
+    with pytest.raises(
+        ValueError, match=r"word_embeddings.weight is missing.*model.norm.weight is not in the model"
+    ):
+        raise errors[0]  # type: ignore[misc]
+
+
+def test_a_tensor_of_another_shape_in_a_file_is_refused_and_nothing_changes(
+    pool: Pool, tmp_path: Path
+) -> None:
+    assert pool.run(2, training.load_misshapen, tmp_path / "model.safetensors") == [True, True]
 
 
 def load_into_bert(path: Path) -> None:
-    booster = training.hybrid()
+    booster = training.hybrid(pp_size=2)
     model, _ = training.boosted(booster)
     booster.load_model(model, path)
+
+
+def test_two_weighted_batches_before_one_step_are_refused(pool: Pool) -> None:
+    assert "run twice before optimizer.step()" in pool.run(2, training.weighted_twice)[0]
 
 
 def test_a_random_collator_gives_one_batch_to_all_ranks_of_a_replica(pool: Pool) -> None:

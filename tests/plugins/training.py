@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
@@ -164,6 +165,40 @@ def save_then_load(path: Path, saver: dict[str, Any], loader: dict[str, Any], *,
     other.load_model(reloaded, path)
     with torch.no_grad():
         assert abs(float(other.execute_pipeline(iter([batch]), reloaded, loss_of)["loss"]) - expected) < 1e-6
+
+
+def weighted_twice() -> str:
+    booster = hybrid(tp_size=2)
+    model, optimizer = boosted(booster)
+
+    def criterion(outputs: Any, inputs: Any) -> tuple[Tensor, Tensor]:
+        return outputs.loss * 8, torch.tensor(8.0)
+
+    booster.execute_pipeline(share(booster, BERT, 0), model, criterion, optimizer)
+    try:
+        booster.execute_pipeline(share(booster, BERT, 1), model, criterion, optimizer)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def load_misshapen(path: Path) -> bool:
+    booster = hybrid(tp_size=2)
+    model, _ = boosted(booster)
+    booster.save_model(model, path)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        stored = load_file(path)
+        stored["classifier.weight"] = torch.zeros(5, 32)
+        save_file(stored, path)
+    dist.barrier()
+    before = {name: tensor.detach().clone() for name, tensor in model.tensors().items()}
+    try:
+        booster.load_model(model, path)
+    except ValueError as error:
+        unchanged = all(torch.equal(before[name], tensor) for name, tensor in model.tensors().items())
+        return unchanged and "classifier.weight has shape (5, 32)" in str(error)
+    return False
 
 
 def refused(make: Callable[[], Any]) -> str:
