@@ -1,0 +1,200 @@
+"""Paraphrase data for the BERT example: generated, from MRPC's files or from the hub, and a tokenizer for it."""
+
+import csv
+import itertools
+import os
+import random
+import socket
+from pathlib import Path
+
+from datasets import Dataset, DatasetDict, load_dataset
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+NUM_PAIRS = 7000
+NUM_TEST_PAIRS = 1000
+VOCABULARY = 8000
+MAX_LENGTH = 128
+
+ADJECTIVES = ("young", "old", "tall", "kind")
+TITLES = ("doctor", "captain", "judge", "coach")
+NAMES = ("ann", "bob", "carl", "dora", "emma", "frank", "grace", "henry", "iris", "jack")
+VERBS = """
+    praised helped called visited followed blamed thanked invited ignored warned hired painted teased chased kissed
+    hugged tricked defended trusted admired feared rescued copied joined watched surprised pushed greeted questioned
+    consulted
+""".split()  # noqa: SIM905 (a list of thirty literals)
+HEADER = ["Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"]
+
+
+def paraphrases(*, num_pairs: int = NUM_PAIRS, seed: int = 0) -> list[dict]:
+    """Sentence pairs about who did what to whom; half say the same, half swap the two people.
+
+    One sentence of a pair is active and the other passive, in either order. Both classes have the same words
+    in both sentences, so that a bag of words knows nothing: who acts must be read off the order.
+
+    Returns:
+        Dicts of sentence1, sentence2 and label (1 for a paraphrase), no pair twice, classes balanced.
+    """
+    drawn = random.Random(seed)
+    seen, pairs = set(), []
+    while len(pairs) < num_pairs:
+        label = len(pairs) % 2
+        actor, other = (
+            " ".join(words)
+            for words in zip(
+                drawn.sample(ADJECTIVES, 2), drawn.sample(TITLES, 2), drawn.sample(NAMES, 2), strict=True
+            )
+        )
+        verb = drawn.choice(VERBS)
+        first = f"{actor} {verb} {other}"
+        actor, other = (actor, other) if label else (other, actor)
+        sentences = [first, f"{other} was {verb} by {actor}"]
+        if drawn.random() < 0.5:
+            sentences.reverse()
+        if tuple(sentences) not in seen:
+            seen.add(tuple(sentences))
+            pairs.append({"sentence1": sentences[0], "sentence2": sentences[1], "label": label})
+    drawn.shuffle(pairs)
+    return pairs
+
+
+def generated_data(seed: int) -> DatasetDict:
+    """The generated task, with a held-out test split."""
+    pairs = paraphrases(seed=seed)
+    return DatasetDict(
+        train=Dataset.from_list(pairs[NUM_TEST_PAIRS:]), test=Dataset.from_list(pairs[:NUM_TEST_PAIRS])
+    )
+
+
+def read_mrpc(path: Path) -> list[dict]:
+    """The pairs of one of MRPC's tab-separated files; quotes in it are literal.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: its header or a line is not as MRPC has it; names file and line.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"there is no {path}: --data_dir takes a folder with MRPC's train.tsv and test.tsv"
+        )
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+        header = next(rows, [])
+        if header != HEADER:
+            raise ValueError(f"{path}, line 1: expected the columns {HEADER}, tab-separated, found {header}")
+        pairs = []
+        for number, row in enumerate(rows, start=2):
+            if len(row) != len(HEADER) or row[0] not in ("0", "1"):
+                raise ValueError(
+                    f"{path}, line {number}: expected {len(HEADER)} tab-separated fields that begin with 0 or 1, "
+                    f"found {len(row)}: {row}"
+                )
+            pairs.append({"sentence1": row[3], "sentence2": row[4], "label": int(row[0])})
+    return pairs
+
+
+def mrpc_files(folder: Path) -> DatasetDict:
+    """MRPC from a folder with train.tsv and test.tsv."""
+    return DatasetDict(
+        train=Dataset.from_list(read_mrpc(folder / "train.tsv")),
+        test=Dataset.from_list(read_mrpc(folder / "test.tsv")),
+    )
+
+
+def mrpc_from_hub() -> DatasetDict:
+    """MRPC from the Hugging Face hub.
+
+    Raises:
+        ConnectionError: the hub cannot be reached; says what to do.
+    """
+    if not hub_is_reachable():
+        raise ConnectionError(
+            "--task mrpc loads the data set from the Hugging Face hub, which cannot be reached from here: give "
+            "--data_dir with MRPC's train.tsv and test.tsv, or leave --task out for generated data"
+        )
+    found = load_dataset("nyu-mll/glue", "mrpc")
+    return DatasetDict(train=found["train"], test=found["validation"])
+
+
+def hub_is_reachable(timeout_seconds: float = 5.0) -> bool:
+    """Whether the hub answers. Its client retries for nearly a minute before it says that it does not."""
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", ""):
+        return False
+    host = os.environ.get("HF_ENDPOINT", "https://huggingface.co").split("//")[-1].split("/")[0]
+    name, _, port = host.partition(":")
+    try:
+        with socket.create_connection((name, int(port or 443)), timeout_seconds):
+            return True
+    except OSError:
+        return False
+
+
+def train_tokenizer(data: DatasetDict) -> str:
+    """A WordPiece tokenizer trained on the training sentences, for pairs as BERT reads them, as JSON.
+
+    Its ids differ from one training to the next: processes must share one.
+    """
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))  # type: ignore[call-arg]
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=VOCABULARY, special_tokens=["[PAD]", "[UNK]", "[CLS]", "[SEP]"], show_progress=False
+    )
+    sentences = itertools.chain(data["train"]["sentence1"], data["train"]["sentence2"])
+    tokenizer.train_from_iterator(sentences, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")],
+    )
+    return tokenizer.to_str()
+
+
+def wrap_tokenizer(trained: str) -> PreTrainedTokenizerFast:
+    """What `train_tokenizer` returned, as transformers has its tokenizers."""
+    tokenizer = Tokenizer.from_str(trained)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]"
+    )
+
+
+def pretrained_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local directory or of the hub; see `pretrained_source`."""
+    return AutoTokenizer.from_pretrained(pretrained_source(name_or_path))
+
+
+def pretrained_source(name_or_path: str) -> str:
+    """The name, once it is a local directory or the hub can be asked for it.
+
+    Raises:
+        ConnectionError: it is no directory here, and the hub cannot be reached.
+    """
+    if Path(name_or_path).is_dir() or hub_is_reachable():
+        return name_or_path
+    raise ConnectionError(
+        f"--model_name_or_path {name_or_path} is no directory here, and the Hugging Face hub cannot be reached: "
+        "give a local directory of a pretrained model with its tokenizer, or leave it out for a small new BERT"
+    )
+
+
+def tokenize(data: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
+    """Token ids, types and labels, padded to the longest pair, as tensors."""
+
+    def encode(rows: dict, **padding: object) -> dict:
+        return tokenizer(
+            rows["sentence1"], rows["sentence2"], truncation=True, max_length=MAX_LENGTH, **padding
+        )
+
+    lengths = [len(ids) for split in data.values() for ids in split.map(encode, batched=True)["input_ids"]]
+    padding = {"padding": "max_length", "max_length": max(lengths)}
+    encoded = data.map(
+        lambda rows: tokenizer(rows["sentence1"], rows["sentence2"], truncation=True, **padding), batched=True
+    )
+    columns = [
+        name
+        for name in ("input_ids", "attention_mask", "token_type_ids")
+        if name in encoded["train"].features
+    ]
+    encoded = encoded.rename_column("label", "labels")
+    return encoded.with_format("torch", columns=[*columns, "labels"])

@@ -1,0 +1,309 @@
+r"""Fine-tune BERT on paraphrases under any plugin, and report F1.
+
+    torchrun --standalone --nproc_per_node 4 examples/language/bert/finetune.py \
+        --target_f1 0.86 --plugin hybrid_parallel --model_type bert
+
+By default the data is generated and a small BERT is built from a config, so that nothing is downloaded.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import data as paraphrase_data
+import datasets
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedTokenizerBase,
+    get_linear_schedule_with_warmup,
+)
+
+from echelon import (
+    Booster,
+    DistCoordinator,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    TorchDDPPlugin,
+    launch_from_torch,
+)
+
+PLUGINS = ("torch_ddp", "torch_ddp_fp16", "low_level_zero", "hybrid_parallel")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--plugin", choices=PLUGINS, default="hybrid_parallel")
+    parser.add_argument("--model_type", choices=["bert"], default="bert")
+    parser.add_argument(
+        "--model_name_or_path", help="a local directory of model and tokenizer, or a name on the hub"
+    )
+    parser.add_argument(
+        "--task", choices=["paraphrase", "mrpc"], default="paraphrase", help="mrpc is on the hub"
+    )
+    parser.add_argument("--data_dir", type=Path, help="a folder with MRPC's train.tsv and test.tsv")
+    parser.add_argument("--target_f1", type=float, help="end with status 1 below it")
+    parser.add_argument("--tp_size", type=int, help="default: what the number of processes allows")
+    parser.add_argument("--pp_size", type=int, help="default: what the number of processes allows")
+    parser.add_argument("--zero_stage", type=int, default=0, help="of hybrid_parallel; low_level_zero has 1")
+    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="bf16")
+    parser.add_argument("--num_microbatches", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch_size", type=int, default=32, help="of all processes together")
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--warmup_fraction", type=float, default=0.1)
+    parser.add_argument("--dropout", type=float, help="default: a pretrained model's own, 0 for a new one")
+    parser.add_argument("--max_norm", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--max_steps", type=int, help="end an epoch early")
+    parser.add_argument(
+        "--log_losses", type=Path, help="write the loss of each step to this file, as JSON lines"
+    )
+    return parser.parse_args()
+
+
+def default_sizes(world_size: int, tp_size: int | None, pp_size: int | None) -> tuple[int, int]:
+    """Tensor and pipeline sizes: 2 each where the number of processes allows, the pipeline first."""
+    if pp_size is None:
+        pp_size = 2 if world_size % (2 * (tp_size or 1)) == 0 else 1
+    if tp_size is None:
+        tp_size = 2 if world_size % (2 * pp_size) == 0 else 1
+    return tp_size, pp_size
+
+
+def make_booster(arguments: argparse.Namespace, world_size: int) -> Booster:
+    if arguments.plugin == "torch_ddp":
+        return Booster(plugin=TorchDDPPlugin())
+    if arguments.plugin == "torch_ddp_fp16":
+        return Booster(plugin=TorchDDPPlugin(), mixed_precision="fp16")
+    common: dict[str, Any] = dict(
+        precision=arguments.precision,
+        num_microbatches=arguments.num_microbatches,
+        initial_scale=2**16,
+        max_norm=arguments.max_norm,
+    )
+    if arguments.plugin == "low_level_zero":
+        return Booster(plugin=LowLevelZeroPlugin(stage=1, **common))
+    tp_size, pp_size = default_sizes(world_size, arguments.tp_size, arguments.pp_size)
+    return Booster(
+        plugin=HybridParallelPlugin(
+            tp_size=tp_size, pp_size=pp_size, zero_stage=arguments.zero_stage, **common
+        )
+    )
+
+
+def load_data(arguments: argparse.Namespace) -> tuple[datasets.DatasetDict, PreTrainedTokenizerBase]:
+    if arguments.data_dir is not None:
+        raw = paraphrase_data.mrpc_files(arguments.data_dir)
+    elif arguments.task == "mrpc":
+        raw = paraphrase_data.mrpc_from_hub()
+    else:
+        raw = paraphrase_data.generated_data(arguments.seed)
+    if arguments.model_name_or_path is not None:
+        tokenizer = paraphrase_data.pretrained_tokenizer(arguments.model_name_or_path)
+    else:
+        trained = [paraphrase_data.train_tokenizer(raw) if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(trained, src=0)
+        tokenizer = paraphrase_data.wrap_tokenizer(trained[0])
+    return paraphrase_data.tokenize(raw, tokenizer), tokenizer
+
+
+def make_model(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
+    """A pretrained model, or a small BERT with random weights, equal on every rank."""
+    torch.manual_seed(arguments.seed)
+    if arguments.model_name_or_path is not None:
+        source = paraphrase_data.pretrained_source(arguments.model_name_or_path)
+        own = arguments.dropout
+        dropouts = {} if own is None else {"hidden_dropout_prob": own, "attention_probs_dropout_prob": own}
+        model = AutoModelForSequenceClassification.from_pretrained(
+            source, num_labels=2, dtype=torch.float32, **dropouts
+        )
+    else:
+        config = BertConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            intermediate_size=512,
+            max_position_embeddings=paraphrase_data.MAX_LENGTH,
+            pad_token_id=tokenizer.pad_token_id,
+            # What a new model must find, that the two sentences are to be compared, begins as a faint signal:
+            # larger weights than BERT's 0.02 show it, and dropout would drown it.
+            initializer_range=0.1,
+            hidden_dropout_prob=arguments.dropout or 0.0,
+            attention_probs_dropout_prob=arguments.dropout or 0.0,
+            num_labels=2,
+        )
+        model = BertForSequenceClassification(config)
+    return model.train()
+
+
+def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """AdamW without weight decay on biases and norms."""
+    named = list(model.named_parameters())
+    plain = [parameter for name, parameter in named if name.endswith("bias") or "LayerNorm" in name]
+    decayed = [parameter for name, parameter in named if not (name.endswith("bias") or "LayerNorm" in name)]
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+def train_step(booster: Booster, model: nn.Module, optimizer: Any, batches: Any) -> float:
+    """One step; the loss of this replica's batch."""
+    if isinstance(booster.plugin, TorchDDPPlugin):
+        loss = model(**next(batches)).loss
+        booster.backward(loss, optimizer)
+    else:
+        loss = booster.execute_pipeline(batches, model, criterion, optimizer)["loss"]
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def criterion(outputs: Any, inputs: Any) -> Tensor:
+    return outputs.loss
+
+
+def mean_over_replicas(loss: float, booster: Booster) -> float:
+    """The mean of a figure that all ranks of a replica share."""
+    total = torch.tensor(loss, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+@torch.no_grad()
+def evaluate(
+    booster: Booster, model: nn.Module, dataset: datasets.Dataset, batch_size: int
+) -> tuple[float, float]:
+    """F1 and accuracy over the whole data set, on every rank; each replica predicts its share."""
+    model.eval()
+    replica, num_replicas = booster.plugin.data_rank
+    loader = booster.plugin.prepare_dataloader(dataset, batch_size=max(batch_size // num_replicas, 1))
+    is_last = isinstance(booster.plugin, TorchDDPPlugin) or booster.plugin.stage_manager.is_last_stage(
+        ignore_chunk=True
+    )
+    counts = torch.zeros(
+        4, dtype=torch.float64
+    )  # true positives, false positives, false negatives, all right
+    batches, done = iter(loader), 0
+    for expected in loader:
+        if isinstance(booster.plugin, TorchDDPPlugin):
+            outputs = model(**next(batches))
+        else:
+            outputs = booster.execute_pipeline(
+                batches, model, criterion, return_loss=False, return_outputs=True
+            )["outputs"]
+        size = len(expected["labels"])
+        if is_last:
+            # The sampler gives every n-th sample, and pads the last ones with samples that were counted already.
+            positions = (torch.arange(size) + done) * num_replicas + replica
+            counts += count(outputs.logits.float().cpu(), expected["labels"], positions < len(dataset))
+        done += size
+    dist.all_reduce(counts)
+    model.train()
+    true_positives, false_positives, false_negatives, right = (counts / holders_of_outputs(booster)).tolist()
+    wrong = false_positives + false_negatives
+    return 2 * true_positives / max(2 * true_positives + wrong, 1), right / len(dataset)
+
+
+def holders_of_outputs(booster: Booster) -> int:
+    """How many ranks count the same predictions: all of a tensor group."""
+    return booster.plugin.tp_size
+
+
+def count(logits: Tensor, labels: Tensor, is_counted: Tensor) -> Tensor:
+    predicted, labels = logits.argmax(-1)[is_counted] == 1, labels[is_counted] == 1
+    return torch.stack(
+        [
+            (predicted & labels).sum(),
+            (predicted & ~labels).sum(),
+            (~predicted & labels).sum(),
+            (predicted == labels).sum(),
+        ]
+    ).double()
+
+
+def train(
+    arguments: argparse.Namespace,
+    booster: Booster,
+    model: nn.Module,
+    optimizer: Any,
+    scheduler: Any,
+    loader: DataLoader,
+) -> list[float]:
+    """All epochs, with a progress bar on one rank; the loss of every step."""
+    losses: list[float] = []
+    for epoch in range(arguments.epochs):
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        batches = iter(loader)
+        num_steps = min(len(loader), arguments.max_steps or len(loader))
+        bar = tqdm(
+            range(num_steps), desc=f"epoch {epoch + 1}/{arguments.epochs}", disable=dist.get_rank() != 0
+        )
+        start = time.monotonic()
+        for step in bar:
+            loss = train_step(booster, model, optimizer, batches)
+            scheduler.step()
+            losses.append(mean_over_replicas(loss, booster))
+            speed = arguments.batch_size * (step + 1) / (time.monotonic() - start)
+            bar.set_postfix_str(
+                f"loss {losses[-1]:.4f}, lr {scheduler.get_last_lr()[0]:.2e}, {speed:.0f} samples/s"
+            )
+    return losses
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    launch_from_torch(seed=arguments.seed)
+    transformers.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    coordinator = DistCoordinator()
+    start = time.monotonic()
+    booster = make_booster(arguments, coordinator.world_size)
+    num_replicas = booster.plugin.data_rank[1]
+    if arguments.batch_size % num_replicas:
+        raise ValueError(
+            f"--batch_size {arguments.batch_size} does not divide by {num_replicas} data-parallel ranks"
+        )
+    data, tokenizer = load_data(arguments)
+    loader = booster.plugin.prepare_dataloader(
+        data["train"],
+        batch_size=arguments.batch_size // num_replicas,
+        shuffle=True,
+        drop_last=True,
+        seed=arguments.seed,
+    )
+    model = make_model(arguments, tokenizer)
+    optimizer = make_optimizer(model, arguments.lr)
+    num_steps = arguments.epochs * min(len(loader), arguments.max_steps or len(loader))
+    scheduler = get_linear_schedule_with_warmup(
+        optimizer, math.ceil(arguments.warmup_fraction * num_steps), num_steps
+    )
+    model, optimizer, _, _, scheduler = booster.boost(model, optimizer, criterion, loader, scheduler)
+
+    losses = train(arguments, booster, model, optimizer, scheduler, loader)
+    if arguments.log_losses is not None and coordinator.is_master():
+        arguments.log_losses.write_text("".join(f"{json.dumps({'loss': loss})}\n" for loss in losses))
+    f1, accuracy = evaluate(booster, model, data["test"], arguments.batch_size)
+    missed = arguments.target_f1 is not None and f1 < arguments.target_f1
+    if missed:
+        coordinator.print_on_master(f"F1 {f1:.4f} is below the target {arguments.target_f1}")
+    coordinator.print_on_master(f"f1={f1:.4f} accuracy={accuracy:.4f} seconds={time.monotonic() - start:.1f}")
+    coordinator.destroy()
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
