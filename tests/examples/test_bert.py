@@ -1,0 +1,187 @@
+"""The BERT example: its data, its refusals, and that a layout's losses are those of one process."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import transformers
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "language" / "bert"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"bert_example_{name}", EXAMPLE / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+data = load("data")
+
+
+def run(*arguments: str, processes: int = 1, status: int = 0) -> str:
+    """What the script prints; its progress bar is beside that, on the error stream."""
+    script = [str(EXAMPLE / "finetune.py"), *arguments]
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    done = subprocess.run([*launcher, *script], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def bag(pairs: list[dict]) -> torch.Tensor:
+    """Counts of every word in either sentence, their differences' sizes, and the overlap."""
+    words = sorted({word for pair in pairs for word in f"{pair['sentence1']} {pair['sentence2']}".split()})
+    rows = []
+    for pair in pairs:
+        first, second = Counter(pair["sentence1"].split()), Counter(pair["sentence2"].split())
+        rows.append(
+            [first[word] for word in words]
+            + [second[word] for word in words]
+            + [abs(first[word] - second[word]) for word in words]
+            + [sum((first & second).values())]
+        )
+    return torch.tensor(rows, dtype=torch.float32)
+
+
+def test_pairs_are_balanced_distinct_and_follow_the_seed() -> None:
+    pairs = data.paraphrases(num_pairs=2000, seed=3)
+    assert pairs == data.paraphrases(num_pairs=2000, seed=3)
+    assert pairs != data.paraphrases(num_pairs=2000, seed=4)
+    assert sum(pair["label"] for pair in pairs) == 1000
+    assert len({(pair["sentence1"], pair["sentence2"]) for pair in pairs}) == 2000
+
+
+def test_no_pair_of_the_test_split_is_in_the_training_split() -> None:
+    splits = data.generated_data(0)
+    train, test = (set(zip(split["sentence1"], split["sentence2"], strict=True)) for split in splits.values())
+    assert (len(train), len(test)) == (6000, 1000)
+    assert not train & test
+
+
+def test_a_bag_of_words_is_near_chance() -> None:
+    pairs = data.paraphrases(num_pairs=4000, seed=0)
+    features, labels = bag(pairs), torch.tensor([float(pair["label"]) for pair in pairs])
+    torch.manual_seed(0)
+    for model in (
+        torch.nn.Linear(features.shape[1], 1),
+        torch.nn.Sequential(torch.nn.Linear(features.shape[1], 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)),
+    ):
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        for _ in range(150):
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(
+                model(features[:3000])[:, 0], labels[:3000]
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        predicted = model(features[3000:])[:, 0] > 0
+        accuracy = (predicted == labels[3000:].bool()).float().mean().item()
+        assert 0.42 < accuracy < 0.58, accuracy
+
+
+def test_mrpc_is_read_with_literal_quotes_and_a_byte_order_mark(tmp_path: Path) -> None:
+    header = "\t".join(data.HEADER)
+    path = tmp_path / "train.tsv"
+    path.write_text(
+        f'\ufeff{header}\n1\t10\t11\tHe said "no.\tShe said no".\n0\t1\t2\tA\tB\n', encoding="utf-8"
+    )
+    assert data.read_mrpc(path) == [
+        {"sentence1": 'He said "no.', "sentence2": 'She said no".', "label": 1},
+        {"sentence1": "A", "sentence2": "B", "label": 0},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("wrong\theader\n", "train.tsv, line 1: expected the columns"),
+        ("{header}\n1\t2\t3\tA\tB\n1\t2\tA\n", "train.tsv, line 3: expected 5 tab-separated fields"),
+        (
+            "{header}\nyes\t2\t3\tA\tB\n",
+            "train.tsv, line 2: expected 5 tab-separated fields that begin with 0 or 1",
+        ),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "train.tsv"
+    path.write_text(text.format(header="\t".join(data.HEADER)), encoding="utf-8")
+    with pytest.raises(ValueError, match=told):
+        data.read_mrpc(path)
+
+
+def test_a_missing_folder_and_a_hub_that_cannot_be_reached_say_what_to_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(FileNotFoundError, match=r"--data_dir takes a folder with MRPC's train\.tsv"):
+        data.mrpc_files(tmp_path / "nowhere")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConnectionError, match="hub, which cannot be reached from here: give --data_dir"):
+        data.mrpc_from_hub()
+    with pytest.raises(ConnectionError, match="some/model is no directory here"):
+        data.pretrained_source("some/model")
+    assert data.pretrained_source(str(tmp_path)) == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes"), [(1, (1, 1)), (2, (1, 2)), (3, (1, 1)), (4, (2, 2)), (6, (1, 2)), (8, (2, 2))]
+)
+def test_sizes_default_to_what_the_number_of_processes_allows(
+    world_size: int, sizes: tuple[int, int]
+) -> None:
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        finetune = load("finetune")
+    finally:
+        sys.path.remove(str(EXAMPLE))
+    assert finetune.default_sizes(world_size, None, None) == sizes
+    assert finetune.default_sizes(4, 4, None) == (4, 1)
+    assert finetune.default_sizes(4, None, 1) == (2, 1)
+
+
+def test_the_first_20_losses_of_tp2_pp2_are_those_of_one_process(tmp_path: Path) -> None:
+    common = ("--precision", "fp32", "--dropout", "0", "--epochs", "1", "--max_steps", "20")
+    whole, split = tmp_path / "whole.jsonl", tmp_path / "split.jsonl"
+    run(*common, "--log_losses", str(whole))
+    output = run(*common, "--log_losses", str(split), "--plugin", "hybrid_parallel", processes=4)
+    assert "f1=" in output.strip().splitlines()[-1]
+    expected, found = (
+        [json.loads(line)["loss"] for line in path.read_text().splitlines()] for path in (whole, split)
+    )
+    assert len(found) == 20
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("plugin", ["torch_ddp", "torch_ddp_fp16", "low_level_zero"])
+def test_every_other_plugin_runs_and_misses_a_target_with_status_1(plugin: str) -> None:
+    output = run("--plugin", plugin, "--epochs", "1", "--max_steps", "2", "--target_f1", "1.01", status=1)
+    assert "is below the target 1.01" in output
+    assert "seconds=" in output.strip().splitlines()[-1]
+
+
+def test_a_pretrained_directory_and_mrpc_files_train(tmp_path: Path) -> None:
+    rows = [f"{number % 2}\t1\t2\tthe cat {number} sat\tthe cat {number} sat down" for number in range(12)]
+    for name in ("train.tsv", "test.tsv"):
+        (tmp_path / name).write_text("\n".join(["\t".join(data.HEADER), *rows]), encoding="utf-8")
+    tokenizer = data.wrap_tokenizer(data.train_tokenizer(data.mrpc_files(tmp_path)))
+    config = transformers.BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
+    )
+    folder = tmp_path / "model"
+    transformers.BertForMaskedLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    arguments = ("--data_dir", str(tmp_path), "--model_name_or_path", str(folder))
+    output = run(*arguments, "--epochs", "1", "--batch_size", "4", "--num_microbatches", "2")
+    assert "f1=" in output.strip().splitlines()[-1]
