@@ -63,7 +63,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num_microbatches", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch_size", type=int, default=32, help="of all processes together")
-    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--warmup_fraction", type=float, default=0.1)
     parser.add_argument("--dropout", type=float, help="default: a pretrained model's own, 0 for a new one")
     parser.add_argument("--max_norm", type=float, default=1.0)
@@ -135,7 +135,7 @@ def make_model(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
         config = BertConfig(
             vocab_size=len(tokenizer),
             hidden_size=128,
-            num_hidden_layers=4,
+            num_hidden_layers=2,
             num_attention_heads=4,
             intermediate_size=512,
             max_position_embeddings=paraphrase_data.MAX_LENGTH,
