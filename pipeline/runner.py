@@ -79,15 +79,17 @@ def run_schedule(
             either the transport refuses further steps.
     """
     run = _Run(actions, stages, microbatches, criterion, transport, scale, keep_outputs)
-    if transport is None:
-        run.run(actions)
-        return run.result()
-    transport.check_open()
+    if transport is not None:
+        transport.check_open()
     try:
         run.run(actions)
-        transport.flush()
+        if transport is not None:
+            transport.flush()
     except BaseException as error:
-        transport.close(f"{type(error).__name__}: {error}")
+        if transport is not None:
+            transport.close(f"{type(error).__name__}: {error}")
+        if isinstance(error, StopIteration):  # or the caller would take it for the end of the data
+            raise RuntimeError("the model or the criterion raised StopIteration") from error
         raise
     return run.result()
 
@@ -240,15 +242,19 @@ class _Run:
             self._outputs[microbatch] = map_tensors(output, Tensor.detach)
         if self._criterion is None:
             return
-        loss = self._criterion(output, self._microbatches[microbatch])
-        if isinstance(loss, tuple):
-            loss, weight = loss
-            self._weights[microbatch] = torch.as_tensor(weight, device=loss.device).detach()
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            given = (
-                f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        judged = self._criterion(output, self._microbatches[microbatch])
+        loss, *weight = judged if isinstance(judged, tuple) else (judged,)
+        if not _is_scalar(loss) or len(weight) > 1 or not all(map(_is_number, weight)):
+            raise TypeError(
+                f"the criterion must return a scalar tensor, or (loss_sum, weight), not {_told(judged)}"
             )
-            raise TypeError(f"the criterion must return a scalar tensor, or (loss_sum, weight), not {given}")
+        if self._trains and not loss.requires_grad:
+            raise ValueError(
+                "the criterion's loss has no graph to differentiate: compute it from the outputs without detach() "
+                "or item(), or evaluate under torch.no_grad()"
+            )
+        if weight:
+            self._weights[microbatch] = torch.as_tensor(weight[0], device=loss.device).detach()
         self._losses[microbatch] = loss.detach()
         if self._trains:
             self._graphs[place] = loss
@@ -293,3 +299,17 @@ _METHODS: dict[Op, Callable[[_Run, Action], None]] = {
     Op.SEND_BACKWARD: _Run.send_backward,
     Op.RECV_BACKWARD: _Run.receive_backward,
 }
+
+
+def _is_scalar(loss: Any) -> bool:
+    return isinstance(loss, Tensor) and loss.numel() == 1
+
+
+def _is_number(weight: Any) -> bool:
+    return isinstance(weight, (int, float)) or _is_scalar(weight)
+
+
+def _told(judged: Any) -> str:
+    if isinstance(judged, tuple):
+        return f"({', '.join(map(_told, judged))})"
+    return f"a tensor of shape {tuple(judged.shape)}" if isinstance(judged, Tensor) else type(judged).__name__

@@ -119,8 +119,10 @@ class SeededCollate:
 
     def __call__(self, samples: list) -> Any:
         worker = get_worker_info()
+        # A worker starts anew each epoch, from a base seed that the loader draws from its generator.
+        epoch = 0 if worker is None else worker.seed - worker.id
         drawn = np.random.SeedSequence(
-            (self._seed, self._rank, self._num_batches, 0 if worker is None else worker.id)
+            (self._seed, self._rank, self._num_batches, 0 if worker is None else worker.id, epoch)
         )
         self._num_batches += 1
         seed = int(drawn.generate_state(1)[0])

@@ -22,6 +22,8 @@ from ..shardformer.layer.loss import VocabParallelLogits
 from ..zero.optimizer import ShardedOptimizer
 from .hybrid_config import HybridConfig, PipelineConfig
 
+_ENDED = object()
+
 
 class PipelineEngine:
     """Runs batches through this rank's stage; one per boosted model.
@@ -37,8 +39,6 @@ class PipelineEngine:
         self._mesh = mesh
         self._config = config
         self._transport = Transport(mesh) if mesh.size("pp") > 1 else None
-        self._last_criterion: Criterion | None = None
-        self._last_is_weighted = False
 
     def run(
         self,
@@ -73,6 +73,11 @@ class PipelineEngine:
         outputs = None if result.outputs is None else merge([_whole(output) for output in result.outputs])
         return {"loss": loss if return_loss else None, "outputs": outputs}
 
+    def check_open(self) -> None:
+        """Raise RuntimeError where an earlier step broke off, so that no rank waits for one that knows."""
+        if self._transport is not None:
+            self._transport.check_open()
+
     def _agreed_batch(self, data_iter: Iterator) -> tuple[Any, float]:
         """The next batch, and the samples per replica, once all ranks have one that fits. All-gather.
 
@@ -80,14 +85,16 @@ class PipelineEngine:
             StopIteration: all iterators have ended.
             ValueError: some have ended, or batches differ within a replica or are too small.
         """
-        try:
-            batch = next(data_iter)
-        except StopIteration:
-            batch = None
+        if not isinstance(data_iter, Iterator):
+            raise TypeError(
+                f"execute_pipeline takes an iterator, not a {type(data_iter).__name__}: give iter(dataloader)"
+            )
+        batch = next(data_iter, _ENDED)
+        has_batch = batch is not _ENDED
         is_shared = self._mesh.size("pp", "sp", "tp") > 1
-        code = batch_hash(batch) if is_shared and batch is not None else 0
-        samples = 0 if batch is None else batch_size(batch)
-        found = gather_integers((int(batch is not None), code, samples, self._mesh.rank("dp")))
+        code = batch_hash(batch) if is_shared and has_batch else 0
+        samples = batch_size(batch) if has_batch else 0
+        found = gather_integers((int(has_batch), code, samples, self._mesh.rank("dp")))
         ended = [rank for rank, (has_batch, *_) in enumerate(found) if not has_batch]
         if len(ended) == len(found):
             raise StopIteration
@@ -140,37 +147,41 @@ class PipelineEngine:
         return map_tensors(batch, convert)
 
     def _common_loss(self, result: RunResult, judge: "_Judge", optimizer: ShardedOptimizer | None) -> Tensor:
-        """The loss, equal on every rank of the pipeline. Broadcast over pp; with weights also all-reduce over dp."""
-        figures = torch.zeros(2, device=self._mesh.device)
+        """The loss, equal on every rank of the pipeline. Broadcast over pp, all-reduce of three numbers over dp."""
+        figures = torch.zeros(3, device=self._mesh.device)  # losses, weights, whether there are weights
         if self._stage.is_last:
             figures[0] = torch.stack([loss.float() for loss in result.losses]).sum()
             if result.weights is not None:
                 figures[1] = torch.stack([weight.float() for weight in result.weights]).sum()
-        is_weighted = self._is_weighted(judge)
+                figures[2] = 1
+        num_replicas = self._mesh.size("dp")
         if self._mesh.size("pp") > 1:
             dist.broadcast(figures, group=self._mesh.group("pp"), group_src=self._mesh.size("pp") - 1)
-        if not is_weighted:
-            return figures[0] / judge.num_microbatches
-        dist.all_reduce(figures, group=self._mesh.group("dp"))
+        own = figures.clone()
+        if num_replicas > 1:
+            dist.all_reduce(figures, group=self._mesh.group("dp"))
+        num_weighted = int(figures[2])
+        if num_weighted not in (0, num_replicas):
+            raise ValueError(
+                f"the criterion returned (loss_sum, weight) on {num_weighted} of {num_replicas} data-parallel "
+                "ranks and a plain loss on the others: return the same kind for every batch"
+            )
+        factor = judge.first_weight * num_replicas / figures[1] if num_weighted else 1.0
         if optimizer is not None and torch.is_grad_enabled():
-            if optimizer.gradient_factor != 1.0:
-                raise ValueError(
-                    "a criterion that returns (loss_sum, weight) was run twice before optimizer.step(), and the "
-                    "weights of both batches are not known together: step after each execute_pipeline, and take "
-                    "larger batches in more microbatches instead"
-                )
-            # Gradients are those of loss_sum / first_weight, averaged over the replicas.
-            optimizer.gradient_factor = judge.first_weight * self._mesh.size("dp") / figures[1]
-        return figures[0] / figures[1]
+            _note_factor(optimizer, factor)
+        return figures[0] / figures[1] if num_weighted else own[0] / judge.num_microbatches
 
-    def _is_weighted(self, judge: "_Judge") -> bool:
-        """Whether the criterion gives weights; agreed over the pipeline when it is a new one."""
-        if self._mesh.size("pp") == 1:
-            return judge.is_weighted
-        if judge.criterion is not self._last_criterion:
-            flags = gather_integers((int(judge.is_weighted),), self._mesh.group("pp"))
-            self._last_criterion, self._last_is_weighted = judge.criterion, any(flag for (flag,) in flags)
-        return self._last_is_weighted
+
+def _note_factor(optimizer: ShardedOptimizer, factor: float | Tensor) -> None:
+    """Leave the optimizer what corrects the gradients of a batch, where it accumulates no other that needs another."""
+    held = optimizer.gradient_factor
+    if held is not None and (isinstance(held, Tensor) or isinstance(factor, Tensor)):
+        raise ValueError(
+            "a batch whose criterion returned (loss_sum, weight) was accumulated with another before "
+            "optimizer.step(), and the weights of both are not known together: step after each "
+            "execute_pipeline, and take larger batches in more microbatches instead"
+        )
+    optimizer.gradient_factor = factor
 
 
 class _Judge:

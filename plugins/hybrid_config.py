@@ -24,11 +24,13 @@ class PipelineConfig:
     style: str = "1f1b"
     num_microbatches: int | None = None
     microbatch_size: int | None = None
-    num_layers_per_stage: tuple[int, ...] | None = None
+    num_layers_per_stage: Sequence[int] | None = None
 
     def faults(self, pp_size: int) -> list[str]:
         """All that is wrong with it, each with what would work."""
-        found = []
+        counts = {"num_microbatches": self.num_microbatches, "microbatch_size": self.microbatch_size}
+        if found := [*whole_number_faults(counts), *self._layer_faults(pp_size)]:
+            return found
         if self.style not in SCHEDULES:
             found.append(f"pp_style={self.style!r} is unknown: use one of {', '.join(SCHEDULES)}")
         both = self.num_microbatches is not None and self.microbatch_size is not None
@@ -46,12 +48,21 @@ class PipelineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 found.append(f"{name}={value} must be at least 1")
-        if self.num_layers_per_stage is not None and len(self.num_layers_per_stage) != pp_size:
-            found.append(
-                f"num_layers_per_stage={list(self.num_layers_per_stage)} has {len(self.num_layers_per_stage)} "
-                f"entries for pp_size={pp_size}: give one for each stage"
-            )
         return found
+
+    def _layer_faults(self, pp_size: int) -> list[str]:
+        given = self.num_layers_per_stage
+        if given is None:
+            return []
+        is_list = isinstance(given, Sequence) and all(
+            isinstance(count, int) and count >= 1 for count in given
+        )
+        if is_list and len(given) == pp_size:
+            return []
+        return [
+            f"num_layers_per_stage={given!r} must be a list of positive whole numbers, one for each of "
+            f"pp_size={pp_size} stages"
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +76,7 @@ class HybridConfig:
         pipeline: how a batch goes through it.
         precision_settings: the arguments of `zero.precision.PrecisionConfig`.
         max_norm: gradients are clipped to this norm; 0 does not clip.
-        bucket_elements: how many gradients are reduced together.
+        bucket_size_in_m: millions (2**20) of gradient elements that are reduced together.
         parallel_output, make_vocab_size_divisible_by: see `shardformer.ShardConfig`.
         flash_attention: attention by torch's fused kernels.
         unavailable: options that this version does not have, with what was given.
@@ -79,7 +90,7 @@ class HybridConfig:
     pipeline: PipelineConfig
     precision_settings: Mapping[str, Any]
     max_norm: float = 0.0
-    bucket_elements: int = 12 * 2**20
+    bucket_size_in_m: float = 12
     parallel_output: bool = True
     make_vocab_size_divisible_by: int = 64
     flash_attention: bool = False
@@ -92,21 +103,33 @@ class HybridConfig:
 
     def faults(self, world_size: int) -> list[str]:
         """All that is wrong with it in a world of this size, each with what would work."""
+        sizes = {"tp_size": self.tp, "pp_size": self.pp, "sp_size": self.sp, "dp_size": self.dp}
+        if found := whole_number_faults(sizes):
+            return found
         found = mesh_faults(world_size=world_size, pp=self.pp, dp=self.dp, sp=self.sp, tp=self.tp)
         if self.zero_stage not in (0, 1):
             found.append(
                 f"zero_stage={self.zero_stage} is not available: use 0 (plain data parallelism) or 1 (states split)"
             )
-        if self.max_norm < 0:
-            found.append(f"max_norm={self.max_norm} must not be negative: use 0 for no clipping")
-        if self.bucket_elements < 1:
-            found.append(f"zero_bucket_size_in_m must be positive, not {self.bucket_elements / 2**20}")
+        if not (isinstance(self.max_norm, (int, float)) and self.max_norm >= 0):
+            found.append(f"max_norm={self.max_norm} must be a number of at least 0: use 0 for no clipping")
+        if not (isinstance(self.bucket_size_in_m, (int, float)) and 2**-20 <= self.bucket_size_in_m < 2**20):
+            found.append(f"zero_bucket_size_in_m={self.bucket_size_in_m} must be a positive number")
         if self.make_vocab_size_divisible_by < 1:
             found.append(
                 f"make_vocab_size_divisible_by={self.make_vocab_size_divisible_by} must be at least 1"
             )
         found += [f"{option} is not available in this version: leave it out" for option in self.unavailable]
         return found + self.pipeline.faults(self.pp) + precision_faults(**self.precision_settings)
+
+
+def whole_number_faults(given: Mapping[str, Any]) -> list[str]:
+    """Which of these are neither whole numbers nor None."""
+    return [
+        f"{name}={value!r} must be a whole number"
+        for name, value in given.items()
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int))
+    ]
 
 
 def told(faults: Sequence[str]) -> str:

@@ -109,7 +109,7 @@ class HybridParallelPlugin(Plugin):
                 style=pp_style,
                 num_microbatches=num_microbatches,
                 microbatch_size=microbatch_size,
-                num_layers_per_stage=None if num_layers_per_stage is None else tuple(num_layers_per_stage),
+                num_layers_per_stage=num_layers_per_stage,
             ),
             precision_settings=dict(
                 precision=precision,
@@ -122,7 +122,7 @@ class HybridParallelPlugin(Plugin):
                 max_scale=max_scale,
             ),
             max_norm=max_norm,
-            bucket_elements=int(zero_bucket_size_in_m * 2**20),
+            bucket_size_in_m=zero_bucket_size_in_m,
             parallel_output=parallel_output,
             make_vocab_size_divisible_by=make_vocab_size_divisible_by,
             flash_attention=enable_flash_attention or enable_all_optimization,
@@ -205,7 +205,7 @@ class HybridParallelPlugin(Plugin):
                     stage=1 if self.config.zero_stage else 0,
                     precision=self.config.precision,
                     max_norm=self.config.max_norm,
-                    bucket_size=self.config.bucket_elements,
+                    bucket_size=int(self.config.bucket_size_in_m * 2**20),
                 )
             for parameter in model.parameters():  # what no optimizer manages: frozen, or none was given
                 if parameter.is_floating_point() and parameter.dtype != self.config.precision.dtype:
@@ -220,7 +220,9 @@ class HybridParallelPlugin(Plugin):
             RuntimeError: under a pipeline, where no rank has the whole graph.
         """
         self._refuse_pipeline("booster.backward(loss, optimizer)")
-        optimizer.backward(loss)  # type: ignore[attr-defined]
+        if not isinstance(optimizer, ShardedOptimizer):
+            raise ValueError("booster.backward takes the optimizer that booster.boost returned")
+        optimizer.backward(loss)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
         """Gradients are reduced once, in `optimizer.step()`, so nothing is left to hold back."""
@@ -266,6 +268,12 @@ class HybridParallelPlugin(Plugin):
             raise ValueError(
                 "execute_pipeline needs the optimizer while gradients are on: give it, or evaluate under no_grad()"
             )
+        if optimizer is not None and optimizer is not model.optimizer:
+            raise ValueError(
+                "execute_pipeline takes the optimizer that booster.boost returned with this model, not the one "
+                "that was given to it or another model's"
+            )
+        model.engine.check_open()
         with naming_failures("execute_pipeline"):
             return model.engine.run(
                 data_iter, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
@@ -346,6 +354,9 @@ class HybridParallelModule(nn.Module):
         args, kwargs = self.engine.to_compute(args), self.engine.to_compute(kwargs)
         return self.module(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HybridParallelModule":
+        raise TypeError("a boosted model holds process groups and cannot be copied: copy model.unwrap()")
+
     def tensors(self) -> dict[str, Tensor]:
         """This rank's parameters and persistent buffers by their names in the whole model; a tied one once."""
         parameters = set(self.held.values())
@@ -359,6 +370,10 @@ class HybridParallelModule(nn.Module):
 
 def optimizer_faults(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
     """Why this optimizer cannot train this model; empty when it can."""
+    if isinstance(model, HybridParallelModule) or any(
+        placement_of(parameter) is not None for parameter in model.parameters()
+    ):
+        return ["the model is already boosted: give booster.boost the plain transformers model, once"]
     if optimizer is None:
         return []
     if isinstance(optimizer, ShardedOptimizer):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
 from .bucket import fill_buckets
 from .elementwise import require_elementwise
@@ -50,8 +51,8 @@ class ShardedOptimizer(Optimizer):
 
     Attributes:
         inner: the user's optimizer.
-        gradient_factor: what the next step multiplies gradients with besides; equal on all ranks. A step
-            sets it back to 1.
+        gradient_factor: what the next step multiplies gradients with besides, None for nothing; equal on all
+            ranks. `step` and `zero_grad` set it back to None.
         last_norm: norm of the gradients of the last step, unscaled, before clipping; None before the first.
         skipped_steps: how many steps were skipped since their gradients were not finite on some rank.
     """
@@ -75,7 +76,7 @@ class ShardedOptimizer(Optimizer):
             raise ValueError("; ".join(faults))
         require_elementwise(optimizer)
         self.inner = optimizer
-        self.gradient_factor: float | Tensor = 1.0
+        self.gradient_factor: float | Tensor | None = None
         self.last_norm: float | None = None
         self.skipped_steps = 0
         self._mesh = mesh
@@ -128,6 +129,16 @@ class ShardedOptimizer(Optimizer):
         """Scale the loss and accumulate its gradients."""
         self.scale_loss(loss).backward(retain_graph=retain_graph)
 
+    @property
+    def _factor(self) -> float | Tensor:
+        return 1.0 if self.gradient_factor is None else self.gradient_factor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedOptimizer":
+        raise TypeError(
+            "a boosted optimizer cannot be copied, since its parameters and process groups cannot: take its "
+            "state_dict(), or copy the optimizer before boost"
+        )
+
     def get_grad_norm(self) -> float | None:
         """`last_norm`, under ColossalAI's name."""
         return self.last_norm
@@ -136,6 +147,7 @@ class ShardedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. As in torch, a parameter is stepped with zeros, but not with None."""
         self._unclip = None
+        self.gradient_factor = None
         self._reducer.forget(to_zeros=not set_to_none)
 
     @torch.no_grad()
@@ -149,6 +161,7 @@ class ShardedOptimizer(Optimizer):
             self._reducer.reduce()
             self._unclip = None
 
+    @naming_failures("optimizer.step")
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, or skip the step on all ranks if any gradient of any rank is not finite.
@@ -173,7 +186,7 @@ class ShardedOptimizer(Optimizer):
         norm, factor, present = self._measured()
         self.last_norm = norm * abs(factor)
         overflow = not isfinite(self.last_norm)
-        self.gradient_factor = 1.0
+        self.gradient_factor = None
         if overflow:
             self.skipped_steps += 1
             self._unclip = factor
@@ -203,7 +216,7 @@ class ShardedOptimizer(Optimizer):
         """
         if not self._reducer.is_reduced:
             raise RuntimeError("gradients() needs reduced gradients: call reduce_gradients() or step() first")
-        true = self.gradient_factor / self.loss_scale if self._unclip is None else self._unclip
+        true = self._factor / self.loss_scale if self._unclip is None else self._unclip
         named: dict[str, Tensor] = {}
         for bucket in self.buckets:
             named |= bucket.unflattened(self._partition.gathered(bucket.own_gradients) * true)
@@ -263,7 +276,7 @@ class ShardedOptimizer(Optimizer):
             norm_type=self._norm_type,
             device=device,
         )
-        factor = torch.as_tensor(self.gradient_factor, dtype=torch.float64, device=device).view(1)
+        factor = torch.as_tensor(self._factor, dtype=torch.float64, device=device).view(1)
         measured, factor_, *present = torch.cat(
             [norm.view(1), factor, self._reducer.present.double()]
         ).tolist()

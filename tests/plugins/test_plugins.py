@@ -3,7 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
+from torch.utils.data import DataLoader
+
+from echelon.plugins.base import SeededCollate
 
 from ..pool import Pool
 from . import training
@@ -81,7 +85,54 @@ def load_into_bert(path: Path) -> None:
 
 
 def test_two_weighted_batches_before_one_step_are_refused(pool: Pool) -> None:
-    assert "run twice before optimizer.step()" in pool.run(2, training.weighted_twice)[0]
+    assert "was accumulated with another before optimizer.step()" in pool.run(2, training.weighted_twice)[0]
+
+
+def test_a_criterion_may_weigh_in_training_and_not_in_evaluation(pool: Pool) -> None:
+    for before, trained in pool.run(2, training.weighted_in_training_alone):
+        assert trained == pytest.approx(before, rel=1e-6)
+
+
+def test_a_dropped_weighted_batch_leaves_nothing_behind(pool: Pool) -> None:
+    for plain, after_dropped in pool.run(2, training.norm_after_a_dropped_batch):
+        assert after_dropped == pytest.approx(plain, rel=1e-6)
+
+
+def test_weights_on_some_replicas_alone_are_refused_on_all(pool: Pool) -> None:
+    for error in pool.run_failing(2, training.weighted_on_one_replica):
+        assert "on 1 of 2 data-parallel ranks" in str(error)
+
+
+MISUSES = {
+    "criterion gives logits": "TypeError: the criterion must return a scalar tensor, or (loss_sum, weight)",
+    "criterion gives none": "TypeError: the criterion must return a scalar tensor",
+    "criterion detaches": "ValueError: the criterion's loss has no graph",
+    "criterion stops": "RuntimeError: the model or the criterion raised StopIteration",
+    "plain optimizer": "ValueError: execute_pipeline takes the optimizer that booster.boost returned",
+    "a list of batches": "give iter(dataloader)",
+    "boost twice": "ValueError: the model is already boosted",
+    "copy of the model": "copy model.unwrap()",
+    "copy of the optimizer": "take its state_dict()",
+    "argument types": "tp_size='2' must be a whole number\n- pp_size=1.5 must be a whole number",
+    "argument values": "num_layers_per_stage=[0] must be a list of positive whole numbers",
+}
+
+
+@pytest.mark.parametrize("kind", MISUSES)
+def test_a_slip_in_a_call_is_explained(pool: Pool, kind: str) -> None:
+    assert MISUSES[kind] in pool.run(1, training.misuse, kind)[0]
+
+
+def test_a_worker_collates_with_other_randomness_each_epoch() -> None:
+    loader = DataLoader(
+        training.Numbers(),
+        batch_size=8,
+        collate_fn=SeededCollate(training.random_collate, seed=0, rank=0),
+        num_workers=1,
+        generator=torch.Generator().manual_seed(0),
+    )
+    first, second = ([batch["drawn"].tolist() for batch in loader] for _ in range(2))
+    assert first != second
 
 
 def test_a_random_collator_gives_one_batch_to_all_ranks_of_a_replica(pool: Pool) -> None:

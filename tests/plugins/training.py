@@ -1,5 +1,6 @@
 """What the plugin tests run on every rank. Small models, a few steps."""
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,89 @@ def weighted_twice() -> str:
         booster.execute_pipeline(share(booster, BERT, 1), model, criterion, optimizer)
     except ValueError as error:
         return str(error)
+    return ""
+
+
+def weighted_in_training_alone() -> list[float]:
+    booster = hybrid(pp_size=2)
+    model, optimizer = boosted(booster)
+
+    def criterion(outputs: Any, inputs: Any) -> Any:
+        size = len(inputs["labels"])
+        return (
+            (outputs.loss * size * 4, torch.tensor(size * 4.0)) if torch.is_grad_enabled() else outputs.loss
+        )
+
+    with torch.no_grad():
+        before = booster.execute_pipeline(share(booster, BERT, 0), model, criterion)["loss"]
+    output = booster.execute_pipeline(share(booster, BERT, 0), model, criterion, optimizer)
+    return [float(before), float(output["loss"])]
+
+
+def norm_after_a_dropped_batch() -> list[float]:
+    booster = hybrid(tp_size=2)
+    model, optimizer = boosted(booster)
+
+    def weighted_by(weight: float) -> Any:
+        return lambda outputs, inputs: (outputs.loss * weight, torch.tensor(weight))
+
+    norms = []
+    for dropped in (None, 16.0):
+        if dropped is not None:
+            booster.execute_pipeline(share(booster, BERT, 0), model, weighted_by(dropped), optimizer)
+            optimizer.zero_grad()
+        booster.execute_pipeline(share(booster, BERT, 0), model, loss_of, optimizer)
+        optimizer.reduce_gradients()
+        norms.append(sum(float(gradient.square().sum()) for gradient in optimizer.gradients().values()))
+        optimizer.zero_grad()
+    return norms
+
+
+def weighted_on_one_replica() -> None:
+    booster = hybrid()
+    model, optimizer = boosted(booster)
+
+    def criterion(outputs: Any, inputs: Any) -> Any:
+        return (outputs.loss, torch.tensor(1.0)) if dist.get_rank() == 0 else outputs.loss
+
+    booster.execute_pipeline(share(booster, BERT, 0), model, criterion, optimizer)
+
+
+def misuse(kind: str) -> str:
+    """What the error says, for a slip in a call."""
+    booster = hybrid()
+    model, optimizer = boosted(booster)
+    batch = make_batch(BERT, num_samples=4, seed=0)
+    calls: dict[str, Callable[[], Any]] = {
+        "criterion gives logits": lambda: booster.execute_pipeline(
+            iter([batch]), model, lambda outputs, inputs: (outputs.loss, outputs.logits), optimizer
+        ),
+        "criterion gives none": lambda: booster.execute_pipeline(
+            iter([batch]), model, lambda *_: None, optimizer
+        ),
+        "criterion detaches": lambda: booster.execute_pipeline(
+            iter([batch]), model, lambda outputs, _: outputs.loss.detach(), optimizer
+        ),
+        "criterion stops": lambda: booster.execute_pipeline(
+            iter([batch]), model, lambda *_: next(iter([])), optimizer
+        ),
+        "plain optimizer": lambda: booster.execute_pipeline(iter([batch]), model, loss_of, optimizer.inner),
+        "a list of batches": lambda: booster.execute_pipeline([batch], model, loss_of, optimizer),  # type: ignore[arg-type]
+        "boost twice": lambda: booster.boost(model, make_optimizer(model)),
+        "copy of the model": lambda: copy.deepcopy(model),
+        "copy of the optimizer": lambda: copy.deepcopy(optimizer),
+        "argument types": lambda: HybridParallelPlugin(tp_size="2", pp_size=1.5, precision="fp32"),  # type: ignore[arg-type]
+        "argument values": lambda: HybridParallelPlugin(
+            precision="fp32",
+            max_norm=float("nan"),
+            zero_bucket_size_in_m=float("nan"),
+            num_layers_per_stage=[0],
+        ),
+    }
+    try:
+        calls[kind]()
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
     return ""
 
 

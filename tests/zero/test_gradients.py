@@ -178,7 +178,7 @@ def check_gradient_factor(precision: Precision, as_tensor: bool) -> None:
     clip = min(1.0, 0.125 / (norm / 2))
     expected = {name: before[name] - clip * gradient for name, gradient in halved.items()}
     assert_equal(optimizer.masters(), expected, rtol=1e-5, atol=2e-6)  # the 1e-6 in torch's clipping
-    assert optimizer.gradient_factor == 1.0
+    assert optimizer.gradient_factor is None
 
 
 def test_gradients_accumulate_in_float32(pool: Pool) -> None:
