@@ -171,7 +171,7 @@ def test_a_pretrained_directory_and_mrpc_files_train(tmp_path: Path) -> None:
     rows = [f"{number % 2}\t1\t2\tthe cat {number} sat\tthe cat {number} sat down" for number in range(12)]
     for name in ("train.tsv", "test.tsv"):
         (tmp_path / name).write_text("\n".join(["\t".join(data.HEADER), *rows]), encoding="utf-8")
-    tokenizer = data.wrap_tokenizer(data.train_tokenizer(data.mrpc_files(tmp_path)))
+    tokenizer = data.train_tokenizer(data.mrpc_files(tmp_path))
     config = transformers.BertConfig(
         vocab_size=len(tokenizer),
         hidden_size=16,

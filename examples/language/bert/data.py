@@ -130,15 +130,16 @@ def hub_is_reachable(timeout_seconds: float = 5.0) -> bool:
         return False
 
 
-def train_tokenizer(data: DatasetDict) -> str:
-    """A WordPiece tokenizer trained on the training sentences, for pairs as BERT reads them, as JSON.
+def train_tokenizer(data: DatasetDict) -> PreTrainedTokenizerFast:
+    """A tokenizer of the training sentences' words, for pairs as BERT reads them.
 
-    Its ids differ from one training to the next: processes must share one.
+    Words and not pieces of them, since training for pieces gives other ids each time, and every process and
+    every run with the same seed must read the same.
     """
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))  # type: ignore[call-arg]
+    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))  # type: ignore[call-arg]
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(
+    trainer = trainers.WordLevelTrainer(
         vocab_size=VOCABULARY, special_tokens=["[PAD]", "[UNK]", "[CLS]", "[SEP]"], show_progress=False
     )
     sentences = itertools.chain(data["train"]["sentence1"], data["train"]["sentence2"])
@@ -148,12 +149,6 @@ def train_tokenizer(data: DatasetDict) -> str:
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
         special_tokens=[(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")],
     )
-    return tokenizer.to_str()
-
-
-def wrap_tokenizer(trained: str) -> PreTrainedTokenizerFast:
-    """What `train_tokenizer` returned, as transformers has its tokenizers."""
-    tokenizer = Tokenizer.from_str(trained)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]"
     )

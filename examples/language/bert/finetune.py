@@ -115,9 +115,7 @@ def load_data(arguments: argparse.Namespace) -> tuple[datasets.DatasetDict, PreT
     if arguments.model_name_or_path is not None:
         tokenizer = paraphrase_data.pretrained_tokenizer(arguments.model_name_or_path)
     else:
-        trained = [paraphrase_data.train_tokenizer(raw) if dist.get_rank() == 0 else ""]
-        dist.broadcast_object_list(trained, src=0)
-        tokenizer = paraphrase_data.wrap_tokenizer(trained[0])
+        tokenizer = paraphrase_data.train_tokenizer(raw)
     return paraphrase_data.tokenize(raw, tokenizer), tokenizer
 
 
