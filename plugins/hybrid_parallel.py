@@ -30,7 +30,7 @@ from ..zero.optimizer import ShardedOptimizer
 from .base import Boosted, Plugin
 from .engine import PipelineEngine
 from .hybrid_config import HybridConfig, PipelineConfig, told
-from .names import ParameterNames, managed_parameters
+from .names import ParameterNames, managed_parameters, require_equal_models
 
 
 class HybridParallelPlugin(Plugin):
@@ -187,6 +187,7 @@ class HybridParallelPlugin(Plugin):
         """
         sharder = self._checked_sharder(model, optimizer)
         with naming_failures("boost"):
+            require_equal_models(model)
             names = ParameterNames.of(model)
             if self.config.flash_attention and hasattr(model, "set_attn_implementation"):
                 cast(Any, model).set_attn_implementation("sdpa")

@@ -123,6 +123,12 @@ def test_a_slip_in_a_call_is_explained(pool: Pool, kind: str) -> None:
     assert MISUSES[kind] in pool.run(1, training.misuse, kind)[0]
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_models_that_differ_between_ranks_are_refused_on_all(pool: Pool, frozen: bool) -> None:
+    for error in pool.run_failing(2, training.boost_unequal_models, frozen):
+        assert "the model of rank(s) [1] differs from that of rank 0" in str(error)
+
+
 def test_a_worker_collates_with_other_randomness_each_epoch() -> None:
     loader = DataLoader(
         training.Numbers(),

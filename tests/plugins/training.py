@@ -266,6 +266,14 @@ def misuse(kind: str) -> str:
     return ""
 
 
+def boost_unequal_models(frozen: bool) -> None:
+    booster = hybrid(tp_size=2)
+    model = BERT.build(seed=dist.get_rank())
+    if frozen:
+        model.requires_grad_(False)
+    booster.boost(model, None if frozen else make_optimizer(model))
+
+
 def load_misshapen(path: Path) -> bool:
     booster = hybrid(tp_size=2)
     model, _ = boosted(booster)
