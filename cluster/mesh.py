@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Iterable, Sequence
 from math import prod
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -132,14 +131,3 @@ class ParallelMesh:
             if self.global_rank in ranks:
                 mine = group
         return mine
-
-
-def group_size(group: dist.ProcessGroup | None) -> int:
-    """The number of ranks in a group; None stands for this process alone."""
-    return 1 if group is None else group.size()
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that was asked of it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

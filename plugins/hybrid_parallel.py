@@ -61,7 +61,7 @@ class HybridParallelPlugin(Plugin):
         ValueError: what is asked for does not fit; all faults at once, on every rank, before any communication.
     """
 
-    def __init__(
+    def __init__(  # long since it is a list of arguments, handed on to a config
         self,
         tp_size: int = 1,
         pp_size: int = 1,

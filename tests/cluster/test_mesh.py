@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from echelon.cluster.mesh import AXES, ParallelMesh, divisors, group_size, mesh_faults
+from echelon.cluster.mesh import AXES, ParallelMesh, divisors, mesh_faults
 
 from ..pool import Pool
 
@@ -83,10 +83,6 @@ def test_sizes_that_do_not_fit_are_told_with_what_would(sizes: dict[str, int], t
 
 def test_divisors_rise() -> None:
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
-
-
-def test_no_group_stands_for_one_rank() -> None:
-    assert group_size(None) == 1
 
 
 def test_tensor_ranks_are_neighbours_and_stages_are_farthest(pool: Pool) -> None:
