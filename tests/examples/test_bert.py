@@ -37,6 +37,14 @@ def run(*arguments: str, processes: int = 1, status: int = 0) -> str:
     return done.stdout
 
 
+def run_refused(*arguments: str) -> str:
+    """What the script says on the error stream when it ends with status 2."""
+    script = [sys.executable, str(EXAMPLE / "finetune.py"), *arguments]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr[-4000:]
+    return done.stderr
+
+
 def bag(pairs: list[dict]) -> torch.Tensor:
     """Counts of every word in either sentence, their differences' sizes, and the overlap."""
     words = sorted({word for pair in pairs for word in f"{pair['sentence1']} {pair['sentence2']}".split()})
@@ -98,6 +106,13 @@ def test_mrpc_is_read_with_literal_quotes_and_a_byte_order_mark(tmp_path: Path) 
         {"sentence1": 'He said "no.', "sentence2": 'She said no".', "label": 1},
         {"sentence1": "A", "sentence2": "B", "label": 0},
     ]
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "train.tsv"
+    path.write_bytes("\t".join(data.HEADER).encode() + b"\n1\t1\t2\ta\tb\n0\t1\t2\tc\xe9\td\n")
+    with pytest.raises(ValueError, match=r"train\.tsv, line 3: not UTF-8"):
+        data.read_mrpc(path)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +180,17 @@ def test_every_other_plugin_runs_and_misses_a_target_with_status_1(plugin: str) 
     output = run("--plugin", plugin, "--epochs", "1", "--max_steps", "2", "--target_f1", "1.01", status=1)
     assert "is below the target 1.01" in output
     assert "seconds=" in output.strip().splitlines()[-1]
+
+
+def test_an_option_that_a_plugin_does_not_take_is_refused() -> None:
+    arguments = ("--plugin", "torch_ddp", "--tp_size", "2", "--precision", "fp16")
+    told = run_refused(*arguments)
+    assert "--plugin torch_ddp does not take --tp_size, --precision" in told
+
+
+def test_a_test_set_that_leaves_one_sample_for_the_last_batch_is_judged_whole() -> None:
+    output = run("--epochs", "1", "--max_steps", "1", "--batch_size", "37")  # 1000 = 27 × 37 + 1
+    assert "accuracy=" in output.strip().splitlines()[-1]
 
 
 def test_a_pretrained_directory_and_mrpc_files_train(tmp_path: Path) -> None:

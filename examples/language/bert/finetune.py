@@ -58,9 +58,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--target_f1", type=float, help="end with status 1 below it")
     parser.add_argument("--tp_size", type=int, help="default: what the number of processes allows")
     parser.add_argument("--pp_size", type=int, help="default: what the number of processes allows")
-    parser.add_argument("--zero_stage", type=int, default=0, help="of hybrid_parallel; low_level_zero has 1")
-    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="bf16")
-    parser.add_argument("--num_microbatches", type=int, default=4)
+    parser.add_argument("--zero_stage", type=int, help="default: 1 for low_level_zero, else 0")
+    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="default: bf16")
+    parser.add_argument("--num_microbatches", type=int, help="default: 4")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch_size", type=int, default=32, help="of all processes together")
     parser.add_argument("--lr", type=float, default=5e-4)
@@ -72,7 +72,21 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--log_losses", type=Path, help="write the loss of each step to this file, as JSON lines"
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    refused = {
+        "hybrid_parallel": (),
+        "low_level_zero": ("tp_size", "pp_size"),
+        "torch_ddp": ("tp_size", "pp_size", "zero_stage", "num_microbatches", "precision"),
+        "torch_ddp_fp16": ("tp_size", "pp_size", "zero_stage", "num_microbatches", "precision"),
+    }[arguments.plugin]
+    if given := [f"--{name}" for name in refused if getattr(arguments, name) is not None]:
+        parser.error(
+            f"--plugin {arguments.plugin} does not take {', '.join(given)}: leave out, or take another"
+        )
+    arguments.precision = arguments.precision or "bf16"
+    if arguments.num_microbatches is None:
+        arguments.num_microbatches = 4
+    return arguments
 
 
 def default_sizes(world_size: int, tp_size: int | None, pp_size: int | None) -> tuple[int, int]:
@@ -96,11 +110,12 @@ def make_booster(arguments: argparse.Namespace, world_size: int) -> Booster:
         max_norm=arguments.max_norm,
     )
     if arguments.plugin == "low_level_zero":
-        return Booster(plugin=LowLevelZeroPlugin(stage=1, **common))
+        stage = 1 if arguments.zero_stage is None else arguments.zero_stage
+        return Booster(plugin=LowLevelZeroPlugin(stage=stage, **common))
     tp_size, pp_size = default_sizes(world_size, arguments.tp_size, arguments.pp_size)
     return Booster(
         plugin=HybridParallelPlugin(
-            tp_size=tp_size, pp_size=pp_size, zero_stage=arguments.zero_stage, **common
+            tp_size=tp_size, pp_size=pp_size, zero_stage=arguments.zero_stage or 0, **common
         )
     )
 
@@ -158,16 +173,24 @@ def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=lr)
 
 
-def train_step(booster: Booster, model: nn.Module, optimizer: Any, batches: Any) -> float:
+def train_step(booster: Booster, model: nn.Module, optimizer: Any, batches: Any, max_norm: float) -> float:
     """One step; the loss of this replica's batch."""
     if isinstance(booster.plugin, TorchDDPPlugin):
-        loss = model(**next(batches)).loss
+        loss = model(**on_device_of(model, next(batches))).loss
         booster.backward(loss, optimizer)
+        if max_norm > 0:
+            optimizer.clip_grad_by_norm(max_norm)  # the other plugins clip in step()
     else:
         loss = booster.execute_pipeline(batches, model, criterion, optimizer)["loss"]
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
+
+
+def on_device_of(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch where the model is; `execute_pipeline` does this itself."""
+    device = next(model.parameters()).device
+    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def criterion(outputs: Any, inputs: Any) -> Tensor:
@@ -188,7 +211,10 @@ def evaluate(
     """F1 and accuracy over the whole data set, on every rank; each replica predicts its share."""
     model.eval()
     replica, num_replicas = booster.plugin.data_rank
-    loader = booster.plugin.prepare_dataloader(dataset, batch_size=max(batch_size // num_replicas, 1))
+    # Whole batches only, the last one filled up from the start: a short one may have too few samples to be cut.
+    filled = math.ceil(len(dataset) / batch_size) * batch_size
+    whole = dataset.select([row % len(dataset) for row in range(filled)])
+    loader = booster.plugin.prepare_dataloader(whole, batch_size=batch_size // num_replicas)
     is_last = isinstance(booster.plugin, TorchDDPPlugin) or booster.plugin.stage_manager.is_last_stage(
         ignore_chunk=True
     )
@@ -198,14 +224,14 @@ def evaluate(
     batches, done = iter(loader), 0
     for expected in loader:
         if isinstance(booster.plugin, TorchDDPPlugin):
-            outputs = model(**next(batches))
+            outputs = model(**on_device_of(model, next(batches)))
         else:
             outputs = booster.execute_pipeline(
                 batches, model, criterion, return_loss=False, return_outputs=True
             )["outputs"]
         size = len(expected["labels"])
         if is_last:
-            # The sampler gives every n-th sample, and pads the last ones with samples that were counted already.
+            # The sampler gives every n-th sample; what was filled up stands last and was counted already.
             positions = (torch.arange(size) + done) * num_replicas + replica
             counts += count(outputs.logits.float().cpu(), expected["labels"], positions < len(dataset))
         done += size
@@ -252,7 +278,7 @@ def train(
         )
         start = time.monotonic()
         for step in bar:
-            loss = train_step(booster, model, optimizer, batches)
+            loss = train_step(booster, model, optimizer, batches, arguments.max_norm)
             scheduler.step()
             losses.append(mean_over_replicas(loss, booster))
             speed = arguments.batch_size * (step + 1) / (time.monotonic() - start)
