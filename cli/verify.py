@@ -92,7 +92,7 @@ def split_faults(choice: ModelChoice, layout: Layout) -> list[str]:
     except ValueError as error:
         return [str(error)]
     policy.set_model(model)
-    return policy.faults(tp_size=layout.tp, pp_size=layout.pp)
+    return policy.faults(tp_size=layout.tp, num_stages=layout.pp)
 
 
 def run_local(

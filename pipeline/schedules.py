@@ -159,6 +159,15 @@ def stage_placement(style: str | UserSchedule, num_ranks: int, num_chunks: int) 
     return placement(_sample(style, num_ranks))
 
 
+def splits_backward(style: str | UserSchedule, num_ranks: int) -> bool:
+    """Whether weight gradients are computed apart, in a schedule that has no `style_faults`."""
+    if isinstance(style, str):
+        schedule = build_schedule(style, num_ranks, 1, 1)
+    else:
+        schedule = _sample(style, num_ranks)
+    return any(action.op is Op.BACKWARD_WEIGHT for actions in schedule for action in actions)
+
+
 def style_faults(style: str | UserSchedule, num_chunks: int, num_ranks: int) -> list[str]:
     """What is wrong with a choice of schedule, before a number of microbatches is known; empty if nothing is."""
     if isinstance(style, str):

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from ..cluster.mesh import mesh_faults
-from ..pipeline.schedules import UserSchedule, stage_placement, style_faults
+from ..pipeline.schedules import UserSchedule, splits_backward, stage_placement, style_faults
 from ..shardformer.checkpoint_config import PipelineGradientCheckpointConfig
 from ..zero.precision import PrecisionConfig, precision_faults
 
@@ -113,6 +113,11 @@ class HybridConfig:
     make_vocab_size_divisible_by: int = 64
     flash_attention: bool = False
     unavailable: tuple[str, ...] = ()
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule has weight gradients of its own."""
+        return splits_backward(self.pipeline.style, self.pp)
 
     @cached_property
     def precision(self) -> PrecisionConfig:

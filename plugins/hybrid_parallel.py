@@ -352,14 +352,12 @@ class HybridParallelModule(nn.Module):
         self.optimizer: ShardedOptimizer | None = None
         self.names = names
         self.held = names.held(module)
-        stages, pipeline = held_stages(module), plugin.config.pipeline
-        placement = plugin.stage_manager.placement if len(plugin.stage_manager.placement) > 1 else (0,)
         self.engine = PipelineEngine(
-            stages,
+            held_stages(module),
             plugin.mesh,
             plugin.config,
-            placement=placement,
-            weight_gradients=hold_weight_gradients(module) if splits_backward(pipeline.style) else None,
+            placement=plugin.stage_manager.placement,
+            weight_gradients=hold_weight_gradients(module) if plugin.config.splits_backward else None,
         )
 
     def unwrap(self) -> nn.Module:

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..pipeline.cut import StandIn, cut_stage
+from ..pipeline.cut import cut_stages, held_stages, remember_stages
+from ..pipeline.stand_in import StandIn
 from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from .shard_config import ShardConfig
 
@@ -31,7 +32,7 @@ class ModelSharder:
         manager = shard_config.pipeline_stage_manager
         if faults := policy.faults(
             tp_size=shard_config.tensor_parallel_size,
-            pp_size=shard_config.num_stages,
+            num_stages=shard_config.num_stages,
             num_layers_per_stage=None if manager is None else manager.num_layers_per_stage,
         ):
             raise ValueError("\n".join(faults))
@@ -48,14 +49,15 @@ class ModelSharder:
         classes = {type(module) for module in self.model.modules()}  # of all stages
         self._cut()
         self._replace_modules(classes)
+        stages = held_stages(self.model)
         self.model = self.policy.postprocess()
+        remember_stages(self.model, stages)  # it may be another
         return shared
 
     def _cut(self) -> None:
         manager, plan = self.shard_config.pipeline_stage_manager, self.policy.stage_plan()
         if manager is not None and manager.num_stages > 1 and plan is not None:
-            bounds = manager.bounds(plan.num_layers(self.model))
-            cut_stage(self.model, plan, stage=manager.stage, bounds=bounds)
+            cut_stages(self.model, plan, stages=manager.stages, bounds=self.policy.stage_bounds())
 
     def _replace_class(self) -> None:
         if (new_class := self.policy.new_model_class()) is not None:
