@@ -34,7 +34,8 @@ def verify(
     dp: Annotated[int, typer.Option(help="Replicas with different batches.")] = 1,
     zero: Annotated[int, typer.Option(help="ZeRO stage: 0 or 1.")] = 0,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
-    schedule: Annotated[str, typer.Option(help="Pipeline schedule: 1f1b or gpipe.")] = "1f1b",
+    schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved, zbh1 or zbv.")] = "1f1b",
+    chunks: Annotated[int, typer.Option(help="Pipeline stages per rank: interleaved and gpipe.")] = 1,
     microbatches: Annotated[int, typer.Option(help="Microbatches of a batch, of unequal size.")] = 3,
     max_norm: Annotated[float, typer.Option(help="Clip gradients to this norm; 0 does not.")] = 0.0,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
@@ -54,6 +55,7 @@ def verify(
         zero=zero,
         precision=precision,
         schedule=schedule,
+        chunks=chunks,
         microbatches=microbatches,
         max_norm=max_norm,
     )

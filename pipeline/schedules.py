@@ -161,10 +161,7 @@ def stage_placement(style: str | UserSchedule, num_ranks: int, num_chunks: int) 
 
 def splits_backward(style: str | UserSchedule, num_ranks: int) -> bool:
     """Whether weight gradients are computed apart, in a schedule that has no `style_faults`."""
-    if isinstance(style, str):
-        schedule = build_schedule(style, num_ranks, 1, 1)
-    else:
-        schedule = _sample(style, num_ranks)
+    schedule = build_schedule(style, num_ranks, 1, 1) if isinstance(style, str) else _sample(style, num_ranks)
     return any(action.op is Op.BACKWARD_WEIGHT for actions in schedule for action in actions)
 
 

@@ -57,7 +57,9 @@ class WeightGradients:
         """Drop all that is held, after a step that broke off."""
         self._by_place.clear()
 
-    def take(self, parameter: Parameter, x_NI: Tensor, gradient_NO: Tensor, is_transposed: bool) -> Tensor | None:
+    def take(
+        self, parameter: Parameter, x_NI: Tensor, gradient_NO: Tensor, is_transposed: bool
+    ) -> Tensor | None:
         """A weight's gradient, or None where it is held back."""
         if self._holding is None:
             return _weight_gradient(x_NI, gradient_NO, is_transposed)
@@ -102,7 +104,9 @@ class _SplitLinear(Function):
         return torch.nn.functional.linear(x, weight.T if is_transposed else weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         needs_input, _, needs_bias, *_ = ctx.needs_input_grad
         gradient_NO = gradient.reshape(-1, gradient.shape[-1])

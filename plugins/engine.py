@@ -17,7 +17,7 @@ from ..pipeline.communicate import with_communication
 from ..pipeline.cut import Stage, partial_output_faults
 from ..pipeline.microbatch import batch_size, map_tensors, merge, split
 from ..pipeline.runner import Criterion, RunResult, run_schedule
-from ..pipeline.schedules import build_schedule, forward_only
+from ..pipeline.schedules import forward_only
 from ..pipeline.simulate import Span
 from ..pipeline.split_backward import WeightGradients
 from ..pipeline.trace import Trace
@@ -108,9 +108,7 @@ class PipelineEngine:
         key = num_microbatches, trains
         if key not in self._schedules:
             config = self._config.pipeline
-            computations = build_schedule(
-                config.style, self._mesh.size("pp"), num_microbatches, config.num_model_chunks
-            )
+            computations = config.schedule(self._mesh.size("pp"), num_microbatches)
             full = with_communication(
                 computations if trains else forward_only(computations), ahead=config.overlap_p2p
             )

@@ -6,7 +6,14 @@ from functools import cached_property
 from typing import Any
 
 from ..cluster.mesh import mesh_faults
-from ..pipeline.schedules import UserSchedule, splits_backward, stage_placement, style_faults
+from ..pipeline.action import Schedule
+from ..pipeline.schedules import (
+    UserSchedule,
+    build_schedule,
+    splits_backward,
+    stage_placement,
+    style_faults,
+)
 from ..shardformer.checkpoint_config import PipelineGradientCheckpointConfig
 from ..zero.precision import PrecisionConfig, precision_faults
 
@@ -43,7 +50,7 @@ class PipelineConfig:
         if found := whole_number_faults(counts):
             return found
         if found := style_faults(self.style, self.num_model_chunks, pp_size):
-            return found
+            return [f"pp_style: {fault}" for fault in found]
         found = self._layer_faults(self.placement(pp_size))
         if self.checkpoint is not None:
             found += self.checkpoint.faults(len(self.placement(pp_size)))
@@ -66,7 +73,21 @@ class PipelineConfig:
 
     def placement(self, pp_size: int) -> tuple[int, ...]:
         """The pipeline rank of each stage."""
-        return stage_placement(self.style, pp_size, self.num_model_chunks)
+        return stage_placement(*self._style(pp_size))
+
+    def splits_backward(self, pp_size: int) -> bool:
+        """Whether the schedule has weight gradients of its own."""
+        style, num_ranks, _ = self._style(pp_size)
+        return splits_backward(style, num_ranks)
+
+    def schedule(self, pp_size: int, num_microbatches: int) -> Schedule:
+        """The computations of every rank."""
+        style, num_ranks, num_chunks = self._style(pp_size)
+        return build_schedule(style, num_ranks, num_microbatches, num_chunks)
+
+    def _style(self, pp_size: int) -> tuple[str | UserSchedule, int, int]:
+        """Style, ranks and chunks; a single rank has nothing to gain from several stages or from waiting work."""
+        return ("1f1b", 1, 1) if pp_size == 1 else (self.style, pp_size, self.num_model_chunks)
 
     def _layer_faults(self, placement: Sequence[int]) -> list[str]:
         given = self.num_layers_per_stage
@@ -113,11 +134,6 @@ class HybridConfig:
     make_vocab_size_divisible_by: int = 64
     flash_attention: bool = False
     unavailable: tuple[str, ...] = ()
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether the schedule has weight gradients of its own."""
-        return splits_backward(self.pipeline.style, self.pp)
 
     @cached_property
     def precision(self) -> PrecisionConfig:

@@ -24,7 +24,12 @@ from ..pipeline.runner import Criterion
 from ..pipeline.schedules import UserSchedule
 from ..pipeline.split_backward import hold_weight_gradients
 from ..pipeline.stage_manager import PipelineStageManager
-from ..shardformer.checkpoint_config import PipelineGradientCheckpointConfig
+from ..shardformer.checkpoint_config import (
+    PipelineGradientCheckpointConfig,
+    checkpoint_faults,
+    checkpoint_layers,
+    recomputable_layers,
+)
 from ..shardformer.policy import Policy
 from ..shardformer.shard_config import ShardConfig
 from ..shardformer.shard_former import policy_for
@@ -326,6 +331,12 @@ class HybridParallelPlugin(Plugin):
                 sharder = ModelSharder(model, self.custom_policy or policy_for(model), shard_config)
             except ValueError as error:
                 faults += str(error).split("\n")
+        checkpoint = self.config.pipeline.checkpoint
+        if checkpoint is not None and not faults:
+            layers = {0: recomputable_layers(model)} if sharder is None else sharder.layers_by_stage()
+            faults += checkpoint_faults(layers, checkpoint)
+            if not faults:
+                checkpoint_layers(layers, checkpoint)
         if faults:
             raise ValueError(told(faults))
         return sharder
@@ -352,12 +363,13 @@ class HybridParallelModule(nn.Module):
         self.optimizer: ShardedOptimizer | None = None
         self.names = names
         self.held = names.held(module)
+        splits_backward = plugin.config.pipeline.splits_backward(plugin.pp_size)
         self.engine = PipelineEngine(
             held_stages(module),
             plugin.mesh,
             plugin.config,
             placement=plugin.stage_manager.placement,
-            weight_gradients=hold_weight_gradients(module) if plugin.config.splits_backward else None,
+            weight_gradients=hold_weight_gradients(module) if splits_backward else None,
         )
 
     def unwrap(self) -> nn.Module:

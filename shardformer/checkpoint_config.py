@@ -32,7 +32,9 @@ class PipelineGradientCheckpointConfig:
             ]
         if counts is None:
             is_share = isinstance(ratio, (int, float)) and 0 <= ratio <= 1
-            return [] if is_share else [f"gradient_checkpointing_ratio={ratio!r} must be a number from 0 to 1"]
+            return (
+                [] if is_share else [f"gradient_checkpointing_ratio={ratio!r} must be a number from 0 to 1"]
+            )
         are_counts = isinstance(counts, Sequence) and all(
             isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts
         )
@@ -49,6 +51,11 @@ class PipelineGradientCheckpointConfig:
             return self.num_ckpt_layers_per_stage[stage]
         assert self.gradient_checkpointing_ratio is not None
         return int(self.gradient_checkpointing_ratio * num_layers)
+
+
+def recomputable_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that transformers can recompute, in the order of the model."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def checkpoint_faults(
@@ -68,7 +75,11 @@ def checkpoint_faults(
                 f"num_ckpt_layers_per_stage asks for {count} layers of stage {stage}, which has {len(held)}: ask for "
                 "at most that many"
             )
-        other = [type(layer).__name__ for layer in held[:count] if not isinstance(layer, GradientCheckpointingLayer)]
+        other = [
+            type(layer).__name__
+            for layer in held[:count]
+            if not isinstance(layer, GradientCheckpointingLayer)
+        ]
         if other:
             found.append(
                 f"{other[0]} cannot be recomputed: it is no GradientCheckpointingLayer of transformers. Leave "
@@ -77,7 +88,9 @@ def checkpoint_faults(
     return found
 
 
-def checkpoint_layers(layers: Mapping[int, Sequence[nn.Module]], config: PipelineGradientCheckpointConfig) -> None:
+def checkpoint_layers(
+    layers: Mapping[int, Sequence[nn.Module]], config: PipelineGradientCheckpointConfig
+) -> None:
     """Let the first layers of each stage be recomputed in backward, and no others.
 
     Without re-entrance, so that hooks of parameters fire as ever; random numbers are the same again.

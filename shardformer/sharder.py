@@ -1,5 +1,6 @@
 """Carrying a policy out on a model. What a policy may say is policy.py."""
 
+import itertools
 from types import MethodType
 from typing import Any
 
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 
 from ..pipeline.cut import cut_stages, held_stages, remember_stages
 from ..pipeline.stand_in import StandIn
+from .checkpoint_config import recomputable_layers
 from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from .shard_config import ShardConfig
 
@@ -36,6 +38,15 @@ class ModelSharder:
             num_layers_per_stage=None if manager is None else manager.num_layers_per_stage,
         ):
             raise ValueError("\n".join(faults))
+
+    def layers_by_stage(self) -> dict[int, list[nn.Module]]:
+        """The layers of every stage, before the cut; all layers stand under 0 where there are no stages."""
+        manager, plan = self.shard_config.pipeline_stage_manager, self.policy.stage_plan()
+        if manager is None or plan is None:
+            return {0: recomputable_layers(self.model)}
+        layers = [self.model.get_submodule(path) for path in plan.layer_paths(self.model)]
+        bounds = manager.bounds(len(layers))
+        return {stage: layers[start:stop] for stage, (start, stop) in enumerate(itertools.pairwise(bounds))}
 
     def shard(self) -> list[dict[int, Tensor]]:
         """Do it. Communicates nothing.

@@ -50,10 +50,11 @@ class Partition:
         """
         if self.group.size() == 1:
             return None
-        average = dict(op=dist.ReduceOp.AVG, group=self.group, async_op=True)
+        average = dist.ReduceOp.AVG
         if self.sliced:
-            return reduce_scatter_single(self.own(gradients), gradients, **average)
-        return dist.all_reduce(gradients, **average)
+            own = self.own(gradients)
+            return reduce_scatter_single(own, gradients, op=average, group=self.group, async_op=True)
+        return dist.all_reduce(gradients, op=average, group=self.group, async_op=True)
 
     def gather_(self, flat: Tensor) -> None:
         """Fill a whole buffer, in place, from the slices that its ranks own. One all-gather if sliced."""

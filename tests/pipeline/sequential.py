@@ -156,9 +156,7 @@ class Pipeline:
         return self.num_stages - 1 in self.stages
 
     def schedule(self, num_microbatches: int, style: str | None = None) -> Schedule:
-        compute = build_schedule(
-            style or self.style, self.mesh.size("pp"), num_microbatches, self.num_chunks
-        )
+        compute = build_schedule(style or self.style, self.mesh.size("pp"), num_microbatches, self.num_chunks)
         return with_communication(compute, ahead=self.overlap)
 
     def run(self, schedule: Schedule, microbatches: Sequence[Batch], **options: Any) -> RunResult:

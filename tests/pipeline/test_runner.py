@@ -34,8 +34,15 @@ from .sequential import (
     shuffled,
 )
 
-
-STYLES = [("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zbh1", 1), ("zbv", 2)]
+STYLES = [
+    ("gpipe", 1),
+    ("gpipe", 2),
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("zbh1", 1),
+    ("zbv", 2),
+]
 
 
 def train_like_one_process(

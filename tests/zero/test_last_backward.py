@@ -14,7 +14,7 @@ from echelon.zero.parameter import ManagedParameter
 from echelon.zero.precision import PrecisionConfig
 
 from ..pool import Pool
-from .helpers import assert_equal, loss_of, shard, sgd, small_model
+from .helpers import assert_equal, loss_of, sgd, shard, small_model
 from .test_gradients import mean_gradients
 
 STAGES = pytest.mark.parametrize("stage", [0, 1])
@@ -34,7 +34,9 @@ def watch_starts(optimizer: ShardedOptimizer, backward_is_done: list[bool]) -> l
 
 
 @STAGES
-def test_buckets_are_averaged_in_the_order_of_backward_while_it_runs(pool: Pool, stage: Literal[0, 1]) -> None:
+def test_buckets_are_averaged_in_the_order_of_backward_while_it_runs(
+    pool: Pool, stage: Literal[0, 1]
+) -> None:
     starts = pool.run(2, check_starts, stage)
     assert starts == [[(name, False) for name in ("2.bias", "2.weight", "0.bias", "0.weight")]] * 2
 
