@@ -14,10 +14,8 @@ Step = tuple[Op, int]  # what is done, and for which of the rank's stages, count
 def numbered(steps: Iterable[Step], stages: Sequence[int], num_microbatches: int) -> list[Action]:
     """The actions of a pattern: equal steps take the microbatches in turn.
 
-    [Note: steps beyond the last microbatch]
-    Steps that would take a microbatch beyond the last are left out. Where a pattern runs for many microbatches
-    it runs for fewer: whole microbatches are missing then, on all ranks, nothing that is left needs them, and
-    nothing starts later than with them.
+    Steps that would take a microbatch beyond the last are left out, so a pattern may go on as it is until all
+    that is left of it is what the last microbatches still need.
 
     Args:
         steps: in order.

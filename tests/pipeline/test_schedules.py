@@ -137,11 +137,11 @@ def test_the_placement_is_the_same_for_any_number_of_microbatches(name: str) -> 
         (
             "1f1b",
             2,
-            r"'1f1b' has 1 stage per rank and cannot have num_chunks=2: 'gpipe' and 'interleaved' take",
+            r"'1f1b' has 1 stage per rank and cannot have num_model_chunks=2: 'gpipe' and 'interleaved' take",
         ),
         ("zbh1", 2, r"'zbh1' has 1 stage per rank"),
         ("zbv", 3, r"'zbv' has 2 stages per rank"),
-        ("interleaved", 0, r"num_chunks=0: a rank has at least 1 stage"),
+        ("interleaved", 0, r"num_model_chunks=0: a rank has at least 1 stage"),
     ],
 )
 def test_a_style_that_cannot_be_had_is_told(name: str, num_chunks: int, fault: str) -> None:
@@ -216,14 +216,14 @@ def test_a_fixed_schedule_is_for_one_number_of_microbatches() -> None:
 
 def test_chunks_that_a_schedule_of_ones_own_does_not_have_are_told() -> None:
     assert style_faults(OWN, 2, 2) == [
-        "num_chunks=2, and the schedule's ranks have [2, 1] stages: leave it out"
+        "num_model_chunks=2, and the schedule's ranks have [2, 1] stages: leave it out"
     ]
     assert style_faults(gpipe(2, 2, 3), 3, 2) == []
 
 
 def test_all_that_is_wrong_with_its_sizes_is_told_at_once() -> None:
     with pytest.raises(
-        ValueError, match=r"for 2 ranks, and the pipeline has 3; .* 2 microbatches.*; num_chunks=5"
+        ValueError, match=r"for 2 ranks, and the pipeline has 3; .* 2 microbatches.*; num_model_chunks=5"
     ):
         build_schedule(OWN, 3, 4, 5)
 

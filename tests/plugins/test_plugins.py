@@ -155,7 +155,7 @@ REFUSALS = {
         "does not divide the world size 2",
         "precision='fp8'",
         "zero_stage=7",
-        "pp_style='zigzag'",
+        "pp_style: there is no schedule 'zigzag'",
     ),
     "refuse_without_microbatches": ("needs num_microbatches",),
     "refuse_unavailable": ("enable_jit_fused=True", "sp_size=2"),
