@@ -1,10 +1,14 @@
-"""Where a model's layers are and how they are dealt out to stages. Cutting by it is cut.py."""
+"""Where a model's layers are and what stands around them. How many a stage gets is balance.py, cutting cut.py."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import nn
+from torch.nn import Parameter
+
+from .balance import StageSize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,46 +64,39 @@ class StagePlan:
             and not any(name.startswith(f"{path}.") for path in kept)
         ]
 
-    def stages_of(self, model: nn.Module, name: str, bounds: Sequence[int]) -> tuple[int, ...]:
-        """The stages that hold the parameter of this name, by the bounds of `layer_bounds`."""
-        for layer, path in enumerate(self.layer_paths(model)):
+    def layers_of(self, model: nn.Module, name: str) -> list[int]:
+        """The layers whose stages hold the parameter or module of this name."""
+        paths = self.layer_paths(model)
+        for layer, path in enumerate(paths):
             if name.startswith(f"{path}."):
-                return (bisect_right(bounds, layer) - 1,)
+                return [layer]
         is_entry = any(name == entry or name.startswith(f"{entry}.") for entry in self.entry)
-        return (0 if is_entry else len(bounds) - 2,)
+        return [0 if is_entry else len(paths) - 1]
 
+    def stages_of(self, model: nn.Module, name: str, bounds: Sequence[int]) -> list[int]:
+        """The stages that hold the parameter or module of this name, by the bounds of `layer_bounds`."""
+        return sorted({bisect_right(bounds, layer) - 1 for layer in self.layers_of(model, name)})
 
-def spread_layers(num_layers: int, num_stages: int) -> list[int]:
-    """How many layers each stage gets: equal where they divide, else one more in the middle.
+    def stage_size(self, model: nn.Module) -> StageSize:
+        """The number of parameters of a stage by its layers, embedding and head included, a tied one once.
 
-    The first stage also carries the embedding and the last one the head, so they get no more than others.
-    """
-    base, extra = divmod(num_layers, num_stages)
-    first = (num_stages - extra) // 2
-    return [base + (first <= stage < first + extra) for stage in range(num_stages)]
+        Of a whole model, which may be without memory.
+        """
+        layers: dict[Parameter, set[int]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            layers.setdefault(parameter, set()).update(self.layers_of(model, name))
+        # Few are on several layers; the others are looked up as one sum.
+        sums = [0] * (self.num_layers(model) + 1)
+        several = []
+        for parameter, held in layers.items():
+            if len(held) > 1:
+                several.append((parameter.numel(), held))
+            else:
+                sums[held.pop() + 1] += parameter.numel()
+        sums = list(accumulate(sums))
 
+        def size(start: int, stop: int) -> int:
+            shared = sum(count for count, held in several if any(start <= layer < stop for layer in held))
+            return sums[stop] - sums[start] + shared
 
-def layer_bounds(counts: Sequence[int]) -> list[int]:
-    """Where each stage's layers begin, and at the end where the last one's stop: [2, 3] gives [0, 2, 5]."""
-    bounds = [0]
-    for count in counts:
-        bounds.append(bounds[-1] + count)
-    return bounds
-
-
-def layer_faults(num_layers: int, num_stages: int, num_layers_per_stage: Sequence[int] | None) -> list[str]:
-    """All that is wrong with dealing out the layers; empty when it works."""
-    if num_layers < num_stages:
-        return [
-            f"the model has {num_layers} layers and the pipeline {num_stages} stages, and each stage needs a layer: "
-            f"use at most {num_layers} stages (pp_size times the stages of a rank)"
-        ]
-    if num_layers_per_stage is None:
-        return []
-    given = list(num_layers_per_stage)
-    if len(given) == num_stages and sum(given) == num_layers and min(given) >= 1:
-        return []
-    return [
-        f"num_layers_per_stage={given} must give each of {num_stages} stages at least one layer and "
-        f"{num_layers} in all: {spread_layers(num_layers, num_stages)} would"
-    ]
+        return size

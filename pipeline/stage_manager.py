@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from ..cluster.mesh import ParallelMesh
-from .plan import layer_bounds, spread_layers
+from .balance import StageSize, deal_layers, layer_bounds
 
 
 class PipelineStageManager:
@@ -14,7 +14,8 @@ class PipelineStageManager:
     Args:
         mesh: the mesh whose axis pp the stages lie along.
         placement: the rank of every stage; None gives each rank one, in order. A schedule says which it needs.
-        num_layers_per_stage: how many layers each stage gets; None deals them out.
+        num_layers_per_stage: how many layers each stage gets; None deals them out by
+            their sizes, see `deal_layers`.
 
     Raises:
         ValueError: a rank of the placement does not exist, or one has no stage.
@@ -73,13 +74,13 @@ class PipelineStageManager:
         """The ranks that hold any of these stages, each once, ascending."""
         return sorted({self.placement[stage] for stage in stages})
 
-    def distribute_layers(self, num_layers: int) -> list[int]:
-        """How many layers each stage gets."""
-        return self.num_layers_per_stage or spread_layers(num_layers, self.num_stages)
+    def distribute_layers(self, num_layers: int, stage_size: StageSize | None = None) -> list[int]:
+        """How many layers each stage gets; `stage_size` says what is large (see `StagePlan.stage_size`)."""
+        return self.num_layers_per_stage or deal_layers(num_layers, self.num_stages, stage_size)
 
-    def bounds(self, num_layers: int) -> list[int]:
+    def bounds(self, num_layers: int, stage_size: StageSize | None = None) -> list[int]:
         """Where each stage's layers begin and the last one's stop."""
-        return layer_bounds(self.distribute_layers(num_layers))
+        return layer_bounds(self.distribute_layers(num_layers, stage_size))
 
     def get_stage_index(self, layers_per_stage: Sequence[int], stage: int | None = None) -> tuple[int, int]:
         """The first layer of a stage (this rank's first by default) and the one after its last."""

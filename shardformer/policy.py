@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..pipeline.balance import layer_faults
 from ..pipeline.cut import held_stages, partial_output_faults
-from ..pipeline.plan import StagePlan, layer_faults
+from ..pipeline.plan import StagePlan
 from .shard_config import ShardConfig
 
 
@@ -82,7 +83,9 @@ class Policy(ABC):
             return missing
         config = getattr(self.model, "config", None)
         settings = config.to_dict() if config is not None else {}
-        found = layer_faults(plan.num_layers(self.model), num_stages, num_layers_per_stage)
+        found = layer_faults(
+            plan.num_layers(self.model), num_stages, num_layers_per_stage, plan.stage_size(self.model)
+        )
         found += plan.loose_faults(self.model)
         return found + partial_output_faults(settings, "the model's config")
 
@@ -112,7 +115,7 @@ class Policy(ABC):
         assert plan is not None and manager is not None
         if known := next(iter(held_stages(self.model).values())).bounds:
             return known
-        return manager.bounds(plan.num_layers(self.model))
+        return manager.bounds(plan.num_layers(self.model), plan.stage_size(self.model))
 
     def get_held_layers(self) -> list[nn.Module]:
         """The modules that this rank's stages hold: their layers, after the entry of the model on the first stage."""

@@ -6,7 +6,7 @@ import transformers as T
 from torch import nn
 
 from echelon.pipeline.cut import cut_stages, held_stages
-from echelon.pipeline.plan import StagePlan, layer_bounds, layer_faults, spread_layers
+from echelon.pipeline.plan import StagePlan
 
 from .stages import Ranks, cut, gradients, plan_of, scalar, train
 
@@ -143,7 +143,7 @@ def test_stages_give_the_whole_models_loss_and_gradients_bit_for_bit(name: str) 
     require_bitwise(model, ranks, batch_for(model))
     for stage, part in zip(ranks.stages, ranks.parts, strict=True):
         for key, _ in part.named_parameters():
-            assert plan.stages_of(model, key, bounds) == (stage.index,), key
+            assert plan.stages_of(model, key, bounds) == [stage.index], key
 
 
 PLACEMENTS = {
@@ -238,19 +238,6 @@ def test_stages_that_are_none_are_refused(stages: list[int], bounds: list[int], 
     model = build("LlamaModel")
     with pytest.raises(ValueError, match=message):
         cut_stages(model, plan_of(model), stages=stages, bounds=bounds)
-
-
-def test_layers_are_spread_evenly_and_the_extra_ones_go_to_the_middle() -> None:
-    assert spread_layers(8, 4) == [2, 2, 2, 2]
-    assert spread_layers(9, 4) == [2, 3, 2, 2]
-    assert spread_layers(10, 4) == [2, 3, 3, 2]
-    assert layer_bounds([2, 3, 2]) == [0, 2, 5, 7]
-
-
-def test_a_layer_count_that_does_not_fit_says_what_would() -> None:
-    assert "at most 3 stages" in layer_faults(3, 4, None)[0]
-    assert "[1, 2, 1] would" in layer_faults(4, 3, [2, 2, 1])[0]
-    assert layer_faults(4, 3, [2, 1, 1]) == []
 
 
 def test_a_stand_in_answers_attributes_but_holds_no_parameters() -> None:

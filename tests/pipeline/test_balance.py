@@ -1,0 +1,106 @@
+"""How layers are dealt out to stages, against all ways there are, and by the sizes of real models."""
+
+import itertools
+import random
+
+import pytest
+import torch
+import transformers as T
+
+from echelon.pipeline.balance import StageSize, deal_layers, layer_bounds, layer_faults
+from echelon.pipeline.stage_manager import PipelineStageManager
+
+from ..shardformer.test_stages import RankAlone
+from .stages import plan_of
+
+
+def by_weights(weights: list[int]) -> StageSize:
+    return lambda start, stop: sum(weights[start:stop])
+
+
+def all_ways(num_layers: int, num_stages: int) -> list[list[int]]:
+    cuts = itertools.combinations(range(1, num_layers), num_stages - 1)
+    return [[stop - start for start, stop in itertools.pairwise((0, *inner, num_layers))] for inner in cuts]
+
+
+def largest(counts: list[int], size: StageSize) -> int:
+    return max(itertools.starmap(size, itertools.pairwise(layer_bounds(counts))))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_way_to_deal_out_layers_has_a_smaller_largest_stage_and_of_equal_ones_it_is_the_most_even(
+    seed: int,
+) -> None:
+    draw = random.Random(seed)
+    num_layers, num_stages = draw.randint(3, 9), draw.randint(2, 5)
+    num_layers += num_layers % num_stages == 0
+    num_stages = min(num_stages, num_layers)
+    weights = [draw.choice([1, 2, 3, 20]) for _ in range(num_layers)]
+    size = by_weights(weights)
+    ways = all_ways(num_layers, num_stages)
+    best = min(largest(counts, size) for counts in ways)
+    found = deal_layers(num_layers, num_stages, size)
+    assert largest(found, size) == best
+    rivals = [counts for counts in ways if largest(counts, size) == best]
+    order = [(sum(count**2 for count in counts), counts[0] + counts[-1], counts) for counts in rivals]
+    assert found == min(order)[-1]
+
+
+def test_layers_that_divide_are_dealt_evenly_and_extra_ones_go_to_the_middle() -> None:
+    assert deal_layers(8, 4, by_weights([100, *[1] * 7])) == [2, 2, 2, 2]
+    assert deal_layers(9, 4) == [2, 2, 3, 2]
+    assert deal_layers(10, 4) == [2, 3, 3, 2]
+    assert deal_layers(7, 1) == [7]
+    assert layer_bounds([2, 3, 2]) == [0, 2, 5, 7]
+
+
+def test_a_long_model_with_a_heavy_embedding_is_dealt_out() -> None:
+    weights = [50, *[1] * 125, 50]
+    counts = deal_layers(127, 32, by_weights(weights))
+    assert (counts[0], counts[-1], sum(counts)) == (1, 1, 127)
+    assert set(counts[1:-1]) == {4, 5}
+
+
+def on_meta(tied: bool, vocab_size: int) -> torch.nn.Module:
+    config = T.LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        num_hidden_layers=7,
+        num_attention_heads=4,
+        intermediate_size=64,
+        tie_word_embeddings=tied,
+    )
+    with torch.device("meta"):
+        return T.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_stages_size_is_that_of_its_parameters_and_a_tied_head_counts_on_the_last(tied: bool) -> None:
+    model = on_meta(tied, vocab_size=1000)
+    size = plan_of(model).stage_size(model)
+    layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+    assert size(1, 3) == 2 * layer
+    assert size(0, 2) == 2 * layer + 32000
+    assert size(5, 7) == 2 * layer + 32000 + 32
+    assert size(0, 7) == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("vocab_size", "expected"), [(100, [2, 3, 2]), (700, [2, 4, 1]), (1000, [1, 5, 1])])
+def test_a_heavy_embedding_and_head_leave_fewer_layers_at_the_ends(
+    vocab_size: int, expected: list[int]
+) -> None:
+    model = on_meta(True, vocab_size)
+    plan = plan_of(model)
+    mesh: object = RankAlone(0, 3)
+    manager = PipelineStageManager(mesh)  # type: ignore[arg-type]
+    counts = manager.distribute_layers(plan.num_layers(model), plan.stage_size(model))
+    assert counts == expected
+    given = PipelineStageManager(mesh, num_layers_per_stage=[1, 1, 5])  # type: ignore[arg-type]
+    assert given.bounds(7, plan.stage_size(model)) == [0, 1, 2, 7]
+
+
+def test_a_layer_count_that_does_not_fit_says_what_would() -> None:
+    assert "at most 3 stages" in layer_faults(3, 4, None)[0]
+    assert "[1, 2, 1] would" in layer_faults(4, 3, [2, 2, 1])[0]
+    assert "[1, 1, 2] would" in layer_faults(4, 3, [2, 2, 1], by_weights([9, 9, 1, 1]))[0]
+    assert layer_faults(4, 3, [2, 1, 1]) == []
