@@ -34,6 +34,17 @@ class Layout:
         """How many processes it takes."""
         return self.tp * self.pp * self.dp
 
+    @property
+    def num_stages(self) -> int:
+        """How many stages the pipeline's ranks hold together."""
+        return len(self._pipeline.placement(self.pp))
+
+    @property
+    def _pipeline(self) -> PipelineConfig:
+        return PipelineConfig(
+            style=self.schedule, num_model_chunks=self.chunks, num_microbatches=self.microbatches
+        )
+
     def faults(self) -> list[str]:
         """All that is wrong with it, each with what would work."""
         sizes = [
@@ -48,9 +59,7 @@ class Layout:
             pp=self.pp,
             dp=self.dp,
             zero_stage=self.zero,
-            pipeline=PipelineConfig(
-                style=self.schedule, num_model_chunks=self.chunks, num_microbatches=self.microbatches
-            ),
+            pipeline=self._pipeline,
             precision_settings={"precision": self.precision},
             max_norm=self.max_norm,
         ).faults(self.world_size)
