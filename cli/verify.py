@@ -15,12 +15,12 @@ from .local import run_on_processes
 
 
 def verify(
-    model: Annotated[str, typer.Option(help="Model type of transformers: llama, bert, gpt2, ...")] = "llama",
+    model: Annotated[str, typer.Option(help="Model type of transformers: llama, bert, t5, ...")] = "llama",
     head: Annotated[
-        str | None, typer.Option(help="causal, masked, classification, ...; the usual one of the model")
+        str | None, typer.Option(help="causal, classification, seq2seq, ...; the usual one of the model")
     ] = None,
     tied: Annotated[bool, typer.Option(help="Share the embedding's weight with the head.")] = False,
-    layers: Annotated[int, typer.Option(help="Layers of the small model.")] = 4,
+    layers: Annotated[int, typer.Option(help="Layers of the small model; of encoder and decoder each.")] = 4,
     tp: Annotated[int, typer.Option(help="Ranks over which layers are split.")] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
     dp: Annotated[int, typer.Option(help="Replicas with different batches.")] = 1,

@@ -1,6 +1,7 @@
 """A model as a table of names: what is split how. table_policy.py turns it into a policy.
 
-All paths but `embedding`, `head` and `stage` are seen from one layer. A name that matches nothing is an error.
+All paths but those of embeddings, heads and stacks are seen from one layer. A name that matches nothing is an
+error, unless the table says that it may.
 """
 
 from collections.abc import Mapping
@@ -28,17 +29,26 @@ class Table:
 
     Args:
         stage: where the layers are, seen from the base model.
+        stacks: further lists of layers (a decoder beside an encoder), seen from the base model; passed over in a
+            class of model that lacks them.
         regions: modules that take the replicated hidden states and work on split activations.
         column: linear layers split by output features.
         row: linear layers split by input features; each ends a region.
+        second_input: by region, the name of another replicated input besides the first (the states that cross
+            attention attends to).
+        optional: modules that some layers or models lack; they and all that is named below them are passed over
+            there.
         fused: of `column`, how many projections of equal length each one fuses.
         key_value: of `column`, those with one output block per key-value head.
         groups: path of the attribute "query heads per key-value head"; None where no layer reads one.
         divide: paths of attributes that the layer's code reads as counts of what is held; divided by the ranks.
         divisible: names in the config that must divide by the ranks.
+        split: parameters inside a region that are split as they are, each with the dimension that is cut.
         partial: replicated modules inside a region: their gradients are summed over the ranks.
         dropout: by region, dropout on its split activations.
         embedding: path of the vocabulary's embedding, seen from the base model.
+        further_embeddings: more embeddings of the vocabulary, mostly tied to the first; passed over where a class
+            lacks them.
         heads: paths of language-model heads, seen from the whole model; a class has at most one of them.
 
     Raises:
@@ -46,17 +56,22 @@ class Table:
     """
 
     stage: StagePlan
+    stacks: tuple[str, ...] = ()
     regions: tuple[str, ...]
     column: tuple[str, ...]
     row: tuple[str, ...]
+    second_input: Mapping[str, str] = field(default_factory=dict)
+    optional: tuple[str, ...] = ()
     fused: Mapping[str, int] = field(default_factory=dict)
     key_value: tuple[str, ...] = ()
     groups: str | None = None
     divide: tuple[str, ...] = ()
     divisible: tuple[str, ...] = ("num_attention_heads",)
+    split: Mapping[str, int] = field(default_factory=dict)
     partial: tuple[str, ...] = ()
     dropout: Mapping[str, RegionDropout] = field(default_factory=dict)
     embedding: str
+    further_embeddings: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -67,8 +82,14 @@ class Table:
         """The region that a path of the layer lies in, or None."""
         return next((region for region in self.regions if is_within(name, region)), None)
 
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules of a layer that the table names; for split parameters, the ones that hold them."""
+        owners = (name.rpartition(".")[0] for name in self.split)
+        return (*self.regions, *self.column, *self.row, *self.partial, *owners)
+
     def _faults(self) -> list[str]:
-        inside = ((kind, name) for kind in ("column", "partial") for name in getattr(self, kind))
+        inside = ((kind, name) for kind in ("column", "split", "partial") for name in getattr(self, kind))
         found = [
             f"{kind} {name!r} lies in none of the regions {list(self.regions)}: its input's gradient would be a part "
             "on each rank"
@@ -78,6 +99,7 @@ class Table:
         subsets = {
             "fused": (self.fused, "column", self.column),
             "key_value": (self.key_value, "column", self.column),
+            "second_input": (self.second_input, "regions", self.regions),
             "dropout": (self.dropout, "regions", self.regions),
             "row of dropout": ([dropout.row for dropout in self.dropout.values()], "row", self.row),
         }
@@ -85,6 +107,11 @@ class Table:
             found += [
                 f"{kind} {name!r} is not in {of} {list(allowed)}" for name in names if name not in allowed
             ]
+        found += [
+            f"optional {path!r} is no module that the table names, and none of those lies below it"
+            for path in self.optional
+            if not any(is_within(name, path) for name in self.modules)
+        ]
         return found
 
 

@@ -1,6 +1,7 @@
 """Why a model cannot be split by a table over so many ranks. What the split is: table_policy.py."""
 
-from collections.abc import Collection, Mapping
+import inspect
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -8,7 +9,6 @@ from torch.nn import Parameter
 from transformers.pytorch_utils import Conv1D
 
 from ..cluster.mesh import divisors
-from ..pipeline.plan import StagePlan
 from .layer.embedding import embedding_faults
 from .layer.loss import reads_weights
 from .layer.parallel_module import native_faults
@@ -21,29 +21,28 @@ ATTENTIONS_FAULT = (  # of the config or a call
 
 
 def table_faults(
-    model: nn.Module, table: Table, *, plan: StagePlan, ends: Collection[str], ranks: int
+    model: nn.Module, table: Table, *, stacks: Sequence[str], ends: Collection[str], ranks: int
 ) -> list[str]:
     """All reasons why the table does not split this model over so many ranks; empty when it does.
 
     Args:
         model: the whole model, not yet split; may be without memory.
         table: how it is to be split.
-        plan: the table's plan, seen from the model.
-        ends: paths of the embedding and, where there is one, of the head.
+        stacks: paths of the model's lists of layers.
+        ends: paths of the embeddings and, where there is one, of the head.
         ranks: the size of the tensor axis.
     """
     if ranks == 1:
         return []
-    layers = {
-        f"{plan.layers}.{name}": layer for name, layer in model.get_submodule(plan.layers).named_children()
-    }
+    layers = layers_of(model, stacks)
     if missing := _missing(model, layers, table, ends):
         return missing  # the other checks would stumble over them
     return [
         *_head_faults(model.config, table, ranks),
-        *_width_faults(layers, table, f"{plan.layers}.*", ranks),
+        *(fault for stack in stacks for fault in _stack_faults(model, stack, table, ranks)),
         *_class_faults(model, layers, table, ends),
         *_region_faults(layers, table),
+        *_input_faults(layers, table),
         *_tie_faults(model, _split_paths(layers, table, ends)),
         *_reading_faults(model, ends),
     ]
@@ -64,16 +63,36 @@ def has_submodule(model: nn.Module, name: str) -> bool:
     return True
 
 
+def present(root: nn.Module, names: Iterable[str]) -> list[str]:
+    """Those names that are sub-modules, in their order."""
+    return [name for name in names if has_submodule(root, name)]
+
+
+def layers_of(model: nn.Module, stacks: Iterable[str]) -> dict[str, nn.Module]:
+    """All layers of these lists of layers, by their paths."""
+    return {
+        f"{stack}.{name}": layer
+        for stack in stacks
+        for name, layer in model.get_submodule(stack).named_children()
+    }
+
+
 def _missing(
     model: nn.Module, layers: Mapping[str, nn.Module], table: Table, ends: Collection[str]
 ) -> list[str]:
     """Names that match nothing, each once."""
-    named = (*table.regions, *table.column, *table.row, *table.partial)
     found = [
         f"the table names {name!r} in a layer, and {path} has no such module"
-        for name in named
-        for path in [next((path for path, layer in layers.items() if not has_submodule(layer, name)), None)]
+        for name in table.modules
+        for path in [next((path for path, layer in layers.items() if _lacks(layer, name, table)), None)]
         if path is not None
+    ]
+    found += [
+        f"the table names {name!r} in a layer, and {path} has no such parameter"
+        for name in table.split
+        for path, layer in layers.items()
+        for owner, _, own_name in [name.rpartition(".")]
+        if has_submodule(layer, owner) and own_name not in dict(layer.get_submodule(owner).named_parameters())
     ]
     found += [
         f"the table names {name!r}, and the model has no such module"
@@ -81,6 +100,12 @@ def _missing(
         if not has_submodule(model, name)
     ]
     return found
+
+
+def _lacks(layer: nn.Module, name: str, table: Table) -> bool:
+    """Whether a layer has no module of this name, and nothing that the table calls optional explains it."""
+    is_excused = any(is_within(name, path) and not has_submodule(layer, path) for path in table.optional)
+    return not is_excused and not has_submodule(layer, name)
 
 
 def _head_faults(config: Any, table: Table, ranks: int) -> list[str]:
@@ -99,11 +124,18 @@ def _head_faults(config: Any, table: Table, ranks: int) -> list[str]:
     return found
 
 
-def _width_faults(layers: Mapping[str, nn.Module], table: Table, place: str, ranks: int) -> list[str]:
+def _stack_faults(model: nn.Module, stack: str, table: Table, ranks: int) -> list[str]:
+    layers = list(model.get_submodule(stack).children())
+    kinds = sorted({type(layer).__name__ for layer in layers})
+    mixed = [f"the layers are of several classes, {kinds}, and a table is for one"] if len(kinds) > 1 else []
+    return [*_width_faults(layers, table, f"{stack}.*", ranks), *mixed]
+
+
+def _width_faults(layers: Sequence[nn.Module], table: Table, place: str, ranks: int) -> list[str]:
     found = []
     for name in (*table.column, *table.row):
-        projections = [layer.get_submodule(name) for layer in layers.values()]
-        if not all(hasattr(projection, "weight") for projection in projections):
+        projections = [layer.get_submodule(name) for layer in layers if has_submodule(layer, name)]
+        if not projections or not all(hasattr(projection, "weight") for projection in projections):
             continue  # told by _class_faults
         shapes = {widths(projection) for projection in projections}
         if len(shapes) > 1:
@@ -126,14 +158,12 @@ def _class_faults(
 ) -> list[str]:
     """Modules of another kind than what can be split."""
     found = []
-    kinds = {type(layer).__name__ for layer in layers.values()}
-    if len(kinds) > 1:
-        found.append(f"the layers are of several classes, {sorted(kinds)}, and a table is for one")
     for name in (*table.column, *table.row):
         told: dict[str, list[str]] = {}
         for path, layer in layers.items():
-            for fault in native_faults(layer.get_submodule(name), nn.Linear, Conv1D):
-                told.setdefault(fault, []).append(f"{path}.{name}")
+            for held in present(layer, [name]):
+                for fault in native_faults(layer.get_submodule(held), nn.Linear, Conv1D):
+                    told.setdefault(fault, []).append(f"{path}.{name}")
         found += [f"{paths[0]}{_and_more(paths)} {fault}" for fault, paths in told.items()]
     for path in ends:
         module = model.get_submodule(path)
@@ -150,11 +180,11 @@ def _and_more(paths: list[str]) -> str:
 
 def _region_faults(layers: Mapping[str, nn.Module], table: Table) -> list[str]:
     """Whole parameters among split activations: each rank would have a part of their gradient, and nobody sum it."""
-    known = (*table.column, *table.row, *table.partial)
+    known = (*table.column, *table.row, *table.split, *table.partial)
     found: dict[str, list[str]] = {}
     for path, layer in layers.items():
         for name, _ in layer.named_parameters():
-            if table.region_of(name) and not any(is_within(name, module) for module in known):
+            if table.region_of(name) and not any(is_within(name, each) for each in known):
                 found.setdefault(name, []).append(f"{path}.{name}")
     return [
         f"{paths[0]}{_and_more(paths)} works on split activations in the region {table.region_of(name)!r}, and the "
@@ -163,8 +193,22 @@ def _region_faults(layers: Mapping[str, nn.Module], table: Table) -> list[str]:
     ]
 
 
+def _input_faults(layers: Mapping[str, nn.Module], table: Table) -> list[str]:
+    """Second inputs that a region's forward does not have, so that their gradients would be summed by nobody."""
+    return [
+        f"the table names the input {name!r} of {path}.{region}, whose inputs are {list(inputs)}"
+        for region, name in table.second_input.items()
+        for path, layer in layers.items()
+        for held in present(layer, [region])
+        for inputs in [inspect.signature(layer.get_submodule(held).forward).parameters]
+        if name not in inputs
+    ]
+
+
 def _split_paths(layers: Mapping[str, nn.Module], table: Table, ends: Collection[str]) -> set[str]:
-    return {*ends, *(f"{path}.{name}" for path in layers for name in (*table.column, *table.row))}
+    owners = (name.rpartition(".")[0] for name in table.split)
+    names = (*table.column, *table.row, *owners)
+    return {*ends, *(f"{path}.{name}" for path in layers for name in names)}
 
 
 def _tie_faults(model: nn.Module, split: Collection[str]) -> list[str]:
@@ -186,7 +230,8 @@ def _tie_faults(model: nn.Module, split: Collection[str]) -> list[str]:
 
 def _reading_faults(model: nn.Module, ends: Collection[str]) -> list[str]:
     found = []
-    if len(ends) > 1 and reads_weights(model):
+    has_head = any(not isinstance(model.get_submodule(path), nn.Embedding) for path in ends)
+    if has_head and reads_weights(model):
         found.append(
             f"the forward of this {type(model).__name__} reads a weight itself (a fused loss does), and the head's is "
             "split: use transformers' own forward, or tp_size=1"

@@ -1,6 +1,7 @@
 """The policy that a table makes. Tables are in tables/, carrying out is sharder.py."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..cluster.random import SplitRandom
+from ..pipeline.cut import StandIn
 from ..pipeline.plan import StagePlan
 from .layer.embedding import VocabParallelEmbedding1D, VocabParallelLMHead1D
 from .layer.linear import (
@@ -17,10 +19,10 @@ from .layer.linear import (
     Linear1D_Row,
 )
 from .layer.loss import route_loss
-from .layer.region import PartialGradient, Region
+from .layer.region import PartialGradient, Region, SplitParameter
 from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from .table import Table
-from .table_faults import ATTENTIONS_FAULT, has_submodule, table_faults, widths
+from .table_faults import ATTENTIONS_FAULT, has_submodule, layers_of, present, table_faults, widths
 
 Replacement = SubModuleReplacementDescription
 
@@ -38,8 +40,13 @@ class TablePolicy(Policy):
         plan = self.stage_plan()
         if missing := plan.path_faults(self.model):
             return missing
+        if num_stages > 1 and self.table.stacks:
+            return [
+                "a model of this type, with an encoder and a decoder, is not cut into stages: use pp_size=1"
+            ]
+        stacks, ends = self._stacks(plan), self._ends()
         return [
-            *table_faults(self.model, self.table, plan=plan, ends=self._ends(), ranks=tp_size),
+            *table_faults(self.model, self.table, stacks=stacks, ends=ends, ranks=tp_size),
             *super().faults(
                 tp_size=tp_size, num_stages=num_stages, num_layers_per_stage=num_layers_per_stage
             ),
@@ -64,13 +71,28 @@ class TablePolicy(Policy):
             for name, target in self._ends().items()
             if self._is_held(name)
         ]
-        layer = self._held_layer(plan)
+        layers = {
+            path: layer
+            for path, layer in layers_of(self.model, self._stacks(plan)).items()
+            if not isinstance(layer, StandIn)
+        }
+        # By path and not by class: an encoder's and a decoder's layers may be of one class and differ.
         return {
-            type(self.model): ModulePolicyDescription(sub_module_replacement=tuple(ends)),
-            type(layer): ModulePolicyDescription(
-                attribute_replacement=self._attributes(layer),
-                sub_module_replacement=self._replacements(layer),
-            ),
+            type(self.model): ModulePolicyDescription(
+                attribute_replacement={
+                    f"{path}.{name}": value
+                    for path, layer in layers.items()
+                    for name, value in self._attributes(layer).items()
+                },
+                sub_module_replacement=(
+                    *ends,
+                    *(
+                        replace(replacement, suffix=f"{path}.{replacement.suffix}")
+                        for path, layer in layers.items()
+                        for replacement in self._replacements(layer)
+                    ),
+                ),
+            )
         }
 
     def postprocess(self) -> nn.Module:
@@ -88,8 +110,12 @@ class TablePolicy(Policy):
         at_row = {table.dropout[region].row: split_random for region, split_random in randoms.items()}
         return (
             *(
-                Replacement(suffix=name, target_module=Region, kwargs={"split_random": randoms.get(name)})
-                for name in table.regions
+                Replacement(
+                    suffix=name,
+                    target_module=Region,
+                    kwargs={"split_random": randoms.get(name), "second_input": table.second_input.get(name)},
+                )
+                for name in present(layer, table.regions)
             ),
             *(
                 Replacement(
@@ -97,7 +123,7 @@ class TablePolicy(Policy):
                     target_module=_by_type(layer, name, Linear1D_Col, GPT2FusedLinearConv1D_Col),
                     kwargs={**self._column_kwargs(layer, name), "reduce_input_gradient": False},
                 )
-                for name in table.column
+                for name in present(layer, table.column)
             ),
             *(
                 Replacement(
@@ -105,9 +131,18 @@ class TablePolicy(Policy):
                     target_module=_by_type(layer, name, Linear1D_Row, GPT2FusedLinearConv1D_Row),
                     kwargs={"split_random": at_row.get(name)},
                 )
-                for name in table.row
+                for name in present(layer, table.row)
             ),
-            *(Replacement(suffix=name, target_module=PartialGradient) for name in table.partial),
+            *(
+                Replacement(suffix=owner, target_module=SplitParameter, kwargs={"name": name, "dim": dim})
+                for path, dim in table.split.items()
+                for owner, _, name in [path.rpartition(".")]
+                if has_submodule(layer, owner)
+            ),
+            *(
+                Replacement(suffix=name, target_module=PartialGradient)
+                for name in present(layer, table.partial)
+            ),
         )
 
     def _column_kwargs(self, layer: nn.Module, name: str) -> dict[str, Any]:
@@ -122,7 +157,7 @@ class TablePolicy(Policy):
 
     def _attributes(self, layer: nn.Module) -> dict[str, Any]:
         ranks = self.shard_config.tensor_parallel_size
-        values = {path: _attribute(layer, path) // ranks for path in self.table.divide}
+        values = {path: _attribute(layer, path) // ranks for path in _held(layer, self.table.divide)}
         if self.table.groups is not None:
             values[self.table.groups] = _attribute(layer, self.table.groups) // self._key_value_copies()
         return values
@@ -135,7 +170,7 @@ class TablePolicy(Policy):
         return {
             region: SplitRandom(group.rank(), device)
             for region, dropout in self.table.dropout.items()
-            if _attribute(layer, dropout.probability) > 0
+            if has_submodule(layer, region) and _attribute(layer, dropout.probability) > 0
         }
 
     def _key_value_copies(self) -> int:
@@ -146,11 +181,22 @@ class TablePolicy(Policy):
         base = self.model.base_model
         return "" if base is self.model else str(self.model.base_model_prefix)
 
+    def _stacks(self, plan: StagePlan) -> list[str]:
+        """The paths of the model's lists of layers, seen from the whole model."""
+        return [plan.layers, *present(self.model, map(self._from_model, self.table.stacks))]
+
     def _ends(self) -> dict[str, Any]:
-        """The paths of embedding and head, and what takes their places."""
-        embedding = ".".join(filter(None, (self._base_prefix(), self.table.embedding)))
+        """The paths of embeddings and head, and what takes their places."""
+        further = present(self.model, map(self._from_model, self.table.further_embeddings))
+        embeddings = [self._from_model(self.table.embedding), *further]
         head = self._head_name()
-        return {embedding: VocabParallelEmbedding1D} | ({head: VocabParallelLMHead1D} if head else {})
+        return dict.fromkeys(embeddings, VocabParallelEmbedding1D) | (
+            {head: VocabParallelLMHead1D} if head else {}
+        )
+
+    def _from_model(self, path: str) -> str:
+        """A path of the base model, seen from the whole model."""
+        return ".".join(filter(None, (self._base_prefix(), path)))
 
     def _head_name(self) -> str | None:
         """The language-model head's path, where this class of model has one."""
@@ -180,6 +226,11 @@ def _refuse_attentions(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     asked = kwargs.get("output_attentions")
     if model.config.output_attentions if asked is None else asked:
         raise ValueError(ATTENTIONS_FAULT.format("this call"))
+
+
+def _held(layer: nn.Module, attributes: Iterable[str]) -> list[str]:
+    """Those attributes whose modules the layer has."""
+    return [path for path in attributes if has_submodule(layer, path.rpartition(".")[0])]
 
 
 def _attribute(root: Any, path: str) -> Any:

@@ -10,8 +10,11 @@ from transformers import AutoConfig, PretrainedConfig
 # Odd and unequal sizes on purpose: a vocabulary that no number of ranks divides, padded rows of all lengths.
 VOCABULARY = 101
 LENGTH = 13
+TARGET_LENGTH = 9  # of what a decoder beside an encoder reads and predicts
+END = 2  # the token that ends a sequence
 
 HEADS = {
+    "seq2seq": "AutoModelForSeq2SeqLM",
     "causal": "AutoModelForCausalLM",
     "masked": "AutoModelForMaskedLM",
     "pretraining": "AutoModelForPreTraining",
@@ -22,7 +25,7 @@ HEADS = {
     "next_sentence": "AutoModelForNextSentencePrediction",
     "base": "AutoModel",
 }
-DEFAULT_HEAD = {"bert": "classification"}
+DEFAULT_HEAD = {"bert": "classification", "t5": "seq2seq", "mt5": "seq2seq", "umt5": "seq2seq"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +36,7 @@ class ModelChoice:
         model_type: `config.model_type` of transformers.
         head: a key of HEADS; None is the usual one of the type.
         tied: whether a language-model head shares the embedding's weight.
-        num_layers: how many layers.
+        num_layers: how many layers; so many each of an encoder and of a decoder, where a model has both.
         settings: further settings of its config, as (name, value).
     """
 
@@ -47,6 +50,11 @@ class ModelChoice:
     def head_name(self) -> str:
         """The head, the usual one where none was chosen."""
         return self.head or DEFAULT_HEAD.get(self.model_type, "causal")
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether the model type has an encoder and a decoder."""
+        return bool(AutoConfig.for_model(self.model_type).is_encoder_decoder)
 
     def faults(self) -> list[str]:
         """All that is wrong with it, each with what would work."""
@@ -89,22 +97,26 @@ class ModelChoice:
             vocab_size=VOCABULARY,
             hidden_size=32,
             num_hidden_layers=self.num_layers,
+            num_decoder_layers=self.num_layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             intermediate_size=48,
+            d_ff=48,
             head_dim=8,
             max_position_embeddings=64,
             tie_word_embeddings=self.tied,
             num_labels=2 if self.head_name == "question" else 3,
             pad_token_id=0,
             bos_token_id=1,
-            eos_token_id=2,
+            eos_token_id=END,
             is_decoder=self.head_name == "causal",
         )
         blank = AutoConfig.for_model(self.model_type)
         known = {
             name: value for name, value in settings.items() if hasattr(blank, name) or name == "num_labels"
         }
+        if self.is_encoder_decoder:
+            known["decoder_start_token_id"] = 0
         dropouts = {
             name: 0.0 for name in vars(blank) if "drop" in name and isinstance(getattr(blank, name), float)
         }
@@ -114,17 +126,27 @@ class ModelChoice:
     def build(self, seed: int = 0) -> nn.Module:
         """The model, in float32, equal for equal seeds, in training mode."""
         torch.manual_seed(seed)
-        model = getattr(transformers, HEADS[self.head_name]).from_config(self.config())
-        return model.float().train()
+        return self._from_config().float().train()
 
     def build_on_meta(self) -> nn.Module:
         """The model without memory, for checks."""
         with torch.device("meta"):
-            return getattr(transformers, HEADS[self.head_name]).from_config(self.config())
+            return self._from_config()
+
+    def _from_config(self) -> nn.Module:
+        model = getattr(transformers, HEADS[self.head_name]).from_config(self.config())
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        if not self.tied and head is not None and head.weight is embedding.weight:
+            # T5 ties whatever its config says; T5 1.1 has weights of its own in the head all the same.
+            head.weight = nn.Parameter(torch.randn_like(head.weight))
+        return model
 
 
 def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str, Tensor]:
-    """A batch of text for the model's head: (num_samples, LENGTH) tokens, rows padded to different lengths."""
+    """A batch of text for the model's head: (num_samples, LENGTH) tokens, rows padded to different lengths.
+
+    A decoder beside an encoder gets (num_samples, TARGET_LENGTH), padded too.
+    """
     drawn = torch.Generator().manual_seed(seed)
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
@@ -151,6 +173,13 @@ def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str,
         "next_sentence": {"labels": integers(0, 2, num_samples)},
         "base": {},
     }
+    lasting = torch.arange(TARGET_LENGTH) < integers(TARGET_LENGTH // 2, TARGET_LENGTH + 1, num_samples, 1)
+    targets = integers(3, VOCABULARY, num_samples, TARGET_LENGTH)
+    labels["seq2seq"] = {"labels": targets.masked_fill(~lasting, -100)}
+    if choice.is_encoder_decoder:
+        labels["base"] = {"decoder_input_ids": targets.masked_fill(~lasting, 0)}
+        # Such a head reads the state of each row's last end of sequence.
+        ids = ids.scatter(-1, lengths.unsqueeze(-1) - 1, END)
     own = labels[choice.head_name]
     if choice.head_name == "pretraining" and choice.model_type != "bert":
         own = {"labels": ids.masked_fill(mask == 0, -100)}

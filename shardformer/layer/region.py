@@ -4,13 +4,14 @@ A region's entry is a hook on the module that takes the replicated input; its ex
 that ends it (linear.py). So q, k and v together cost one reduction in backward.
 """
 
+import inspect
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...cluster.collectives import copy_to
-from ...cluster.placement import Shared, place
+from ...cluster.placement import Shard, Shared, place
 from ...cluster.random import SplitRandom
 
 
@@ -19,7 +20,11 @@ class Region:
 
     @staticmethod
     def from_native_module(
-        module: nn.Module, process_group: dist.ProcessGroup, *, split_random: SplitRandom | None = None
+        module: nn.Module,
+        process_group: dist.ProcessGroup,
+        *,
+        split_random: SplitRandom | None = None,
+        second_input: str | None = None,
     ) -> nn.Module:
         """Let the module's first tensor pass `copy_to` (backward all-reduce) before its forward.
 
@@ -27,15 +32,20 @@ class Region:
             module: called with the replicated tensor as its first argument.
             process_group: the tensor axis.
             split_random: random state to switch to until the region's exit, where the region drops at random.
+            second_input: the name of another replicated argument that passes `copy_to` too, where it is given.
         """
+        inputs = list(inspect.signature(module.forward).parameters)
+        second = (second_input, inputs.index(second_input)) if second_input is not None else ()
 
         def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             if split_random is not None and module.training:
                 split_random.enter()
-            if args:
-                return (copy_to(args[0], process_group), *args[1:]), kwargs
-            name = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
-            return args, {**kwargs, name: copy_to(kwargs[name], process_group)}
+            given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+            first = next(key for key in given if key not in second and isinstance(given[key], Tensor))
+            for key in (first, *second):  # in one order on all ranks: backward all-reduces in that order too
+                if isinstance(given.get(key), Tensor):
+                    given[key] = copy_to(given[key], process_group)
+            return tuple(given[index] for index in range(len(args))), {name: given[name] for name in kwargs}
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         return module
@@ -49,4 +59,25 @@ class PartialGradient:
         """Place the module's parameters as `Shared`; the module itself stays as it is."""
         for parameter in module.parameters():
             place(parameter, Shared(size=process_group.size()), process_group.rank())
+        return module
+
+
+class SplitParameter:
+    """Cuts one parameter of a module inside a region; the module computes with this rank's piece as with the whole."""
+
+    @staticmethod
+    def from_native_module(
+        module: nn.Module, process_group: dist.ProcessGroup, *, name: str, dim: int
+    ) -> nn.Module:
+        """Place the parameter as a `Shard`; the module itself stays as it is.
+
+        Args:
+            module: holds the parameter itself, not in a sub-module.
+            process_group: the tensor axis.
+            name: of the parameter.
+            dim: the dimension that is cut.
+        """
+        parameter = module.get_parameter(name)
+        shard = Shard(size=process_group.size(), dim=dim, blocks=(parameter.shape[dim],))
+        place(parameter, shard, process_group.rank())
         return module

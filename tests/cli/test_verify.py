@@ -61,8 +61,9 @@ def test_a_process_that_dies_is_told_with_status_1(monkeypatch: pytest.MonkeyPat
         (("--pp", "0", "--steps", "0"), ("pp=0 must be at least 1", "steps=0 must be at least 1")),
         (("--precision", "fp8", "--schedule", "zigzag"), ("'fp8'", "'zigzag'")),
         (("--model", "nonesuch", "--zero", "9"), ("'nonesuch' is not a model type", "zero_stage=9")),
-        (("--model", "t5", "--tp", "2"), ("no 't5' with head 'causal'",)),
-        (("--model", "t5", "--head", "base", "--tp", "2"), ("no table says how to split a T5Model",)),
+        (("--model", "t5", "--head", "causal", "--tp", "2"), ("no 't5' with head 'causal'", "seq2seq")),
+        (("--model", "t5", "--pp", "2"), ("is not cut into stages: use pp_size=1",)),
+        (("--model", "codegen", "--tp", "2"), ("no table says how to split a CodeGenForCausalLM",)),
         (("--microbatches", "0"), ("num_microbatches=0",)),
         (("--tp", "two"), ("'--tp'", "integer")),
     ],
@@ -80,3 +81,5 @@ def test_bad_arguments_are_refused_all_at_once_with_status_2(
 def test_every_default_head_can_be_built() -> None:
     for model_type in ("bert", "gpt2", "llama", "mistral", "qwen2", "qwen3"):
         assert command.argument_faults(ModelChoice(model_type=model_type), Layout(tp=2, pp=2), 1) == []
+    for model_type in ("t5", "mt5", "umt5"):
+        assert command.argument_faults(ModelChoice(model_type=model_type), Layout(tp=2), 1) == []

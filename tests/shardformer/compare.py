@@ -40,7 +40,26 @@ GPT2 = dict(
     num_labels=3,
     pad_token_id=0,
 )
+# Odd on purpose: the decoder's length is not the encoder's, nor its number of layers.
+TARGET_LENGTH = 9
+T5 = dict(
+    vocab_size=VOCABULARY,
+    d_model=32,
+    d_kv=6,
+    d_ff=48,
+    num_layers=2,
+    num_decoder_layers=3,
+    num_heads=4,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=16,
+    pad_token_id=0,
+    eos_token_id=2,
+    decoder_start_token_id=0,
+    num_labels=3,
+)
+BASES = dict(gpt2=GPT2, t5=T5, mt5=T5, umt5=T5)
 NO_DROPOUT = dict(
+    **{name: {"dropout_rate": 0.0} for name in ("t5", "mt5", "umt5")},
     bert=dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, classifier_dropout=0.0),
     gpt2=dict(
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, summary_first_dropout=0.0, classifier_dropout=0.0
@@ -55,7 +74,7 @@ def build(class_name: str, *, attention: str = "sdpa", seed: int = 0, **settings
     model_class = getattr(transformers, class_name)
     config_class = model_class.config_class
     model_type = config_class.model_type
-    base = GPT2 if model_type == "gpt2" else TINY
+    base = BASES.get(model_type, TINY)
     quiet = NO_DROPOUT.get(model_type, {"attention_dropout": 0.0, "classifier_dropout": 0.0})
     torch.manual_seed(seed)
     model = model_class._from_config(
@@ -94,6 +113,10 @@ def text() -> dict[str, Tensor]:
 def batch_for(model: nn.Module) -> dict[str, Tensor]:
     """Text with the labels of the model's head."""
     name, batch = type(model).__name__, text()
+    if "T5" in name and not name.endswith(("EncoderModel", "TokenClassification")):
+        batch = _targeted(name, batch)
+    if "labels" in batch:
+        return batch
     tokens = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     if "SequenceClassification" in name:
         return {**batch, "labels": torch.tensor([0, 2, 1])}
@@ -113,7 +136,20 @@ def batch_for(model: nn.Module) -> dict[str, Tensor]:
             "labels": tokens[:, None].repeat(1, 2, 1),
             "mc_labels": torch.tensor([0, 1, 1]),
         }
-    return batch if name in ("BertModel", "GPT2Model", "LlamaModel") else {**batch, "labels": tokens}
+    return batch if name.endswith("Model") else {**batch, "labels": tokens}
+
+
+def _targeted(name: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with what a decoder needs: labels of another length, or its own input."""
+    mask = torch.arange(TARGET_LENGTH) < torch.tensor([[5], [TARGET_LENGTH], [8]])
+    targets = integers(3, VOCABULARY, 3, TARGET_LENGTH, seed=2)
+    if "ConditionalGeneration" in name:
+        return {**batch, "labels": targets.masked_fill(~mask, -100)}
+    if "SequenceClassification" in name:  # reads the state of the last end of sequence, also in the decoder
+        ends = batch["attention_mask"].sum(-1, keepdim=True) - 1
+        return {**batch, "input_ids": batch["input_ids"].scatter(1, ends - 1, 2)}
+    own = {"decoder_input_ids": targets * mask, "decoder_attention_mask": mask.long()}
+    return batch | own if name.endswith("Model") else batch
 
 
 def _choices(batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -28,13 +28,17 @@ ATTENTION = dict(
     BertForSequenceClassification=dict(attention_probs_dropout_prob=0.1),
     GPT2LMHeadModel=dict(attn_pdrop=0.1),
     LlamaForCausalLM=dict(attention_dropout=0.1, num_key_value_heads=2),
+    T5ForConditionalGeneration=dict(dropout_rate=0.1),
 )
 BOTH = {name: HIDDEN.get(name, {}) | ATTENTION[name] for name in ATTENTION}
 LAYERS = dict(
     BertForSequenceClassification="bert.encoder.layer",
     GPT2LMHeadModel="transformer.h",
     LlamaForCausalLM="model.layers",
+    T5ForConditionalGeneration="decoder.block",
 )
+# Of what is dropped inside T5's feed forward, on one rank of two.
+T5_WIDTH = 24
 
 
 def train(model: nn.Module, *, steps: int = 1) -> list[float]:
@@ -59,6 +63,21 @@ def hidden_dropout() -> None:
             require_same_gradients(copied, model)
 
 
+def hidden_dropout_of_t5() -> None:
+    """T5 has one probability for all: here it is taken out of what is split."""
+    model = build("T5ForConditionalGeneration", dropout_rate=0.1)
+    for module in model.modules():
+        if type(module).__name__ == "T5Attention":
+            module.dropout = 0.0
+        if type(module).__name__ == "T5DenseActDense":
+            module.dropout.p = 0.0
+    copied = split(deepcopy(model))
+    expected, found = train(model, steps=2), train(copied, steps=2)
+    assert expected[0] != expected[1], "no dropout"
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-6, atol=1e-6)
+    require_same_gradients(copied, model)
+
+
 def replicated_activations() -> None:
     for name, settings in BOTH.items():
         copied = split(build(name, **settings))
@@ -73,8 +92,8 @@ def require_equal(module: nn.Module, args: tuple, output: Any, *, what: str) -> 
     require_equal_on_ranks(output[0] if isinstance(output, tuple) else output, what)
 
 
-def dropped_attention(name: str) -> Tensor:
-    """Which attention probabilities the first layer dropped on this rank."""
+def dropped_inside(name: str, *, attention: bool = True) -> list[Tensor]:
+    """What was dropped on this rank among attention probabilities, or else inside T5's feed forwards."""
     model = build(name, attention="eager", **BOTH[name])
     copied = split(model)
     dropped: list[Tensor] = []
@@ -82,7 +101,8 @@ def dropped_attention(name: str) -> Tensor:
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         output = native(input, p, training, inplace)
-        if input.dim() == 4:  # (B, heads, S, S)
+        is_attention = input.dim() == 4  # (B, heads, S, S)
+        if is_attention if attention else input.shape[-1] == T5_WIDTH:
             dropped.append((output == 0) & (input != 0))
         return output
 
@@ -91,15 +111,25 @@ def dropped_attention(name: str) -> Tensor:
         train(copied)
     finally:
         nn.functional.dropout = native
-    return dropped[0]
+    return dropped
 
 
 def attention_dropout() -> None:
     for name in ATTENTION:
-        mask = dropped_attention(name)
+        require_unlike(dropped_inside(name), f"{name}: attention")
+    masks = dropped_inside("T5ForConditionalGeneration")
+    assert len(masks) == 2 + 2 * 3, "self attention of two layers, self and cross attention of three"
+    masks = dropped_inside("T5ForConditionalGeneration", attention=False)
+    assert len(masks) == 2 + 3
+    require_unlike(masks, "feed forward")
+
+
+def require_unlike(masks: list[Tensor], what: str) -> None:
+    """What is dropped differs between two ranks, everywhere."""
+    for mask in masks:
         assert mask.any()
         first, second = pieces(mask.to(torch.uint8))
-        assert not torch.equal(first, second), f"{name}: both ranks dropped the same"
+        assert not torch.equal(first, second), f"{what}: both ranks dropped the same"
 
 
 def checkpointing() -> None:
@@ -134,7 +164,15 @@ def evaluation() -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [hidden_dropout, replicated_activations, attention_dropout, checkpointing, evaluation]
+    "function",
+    [
+        hidden_dropout,
+        hidden_dropout_of_t5,
+        replicated_activations,
+        attention_dropout,
+        checkpointing,
+        evaluation,
+    ],
 )
 def test_dropout_is_that_of_one_process_where_nothing_is_split(pool: Pool, function: Any) -> None:
     pool.run(2, function)

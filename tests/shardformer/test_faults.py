@@ -13,13 +13,14 @@ from echelon.shardformer import table as table_module
 from echelon.shardformer.table_policy import TablePolicy
 from echelon.shardformer.tables.gpt2 import GPT2
 from echelon.shardformer.tables.llama import LLAMA
+from echelon.shardformer.tables.t5 import T5
 
 from . import compare
 
 
 def on_meta(class_name: str, **settings: Any) -> nn.Module:
     model_class = getattr(transformers, class_name)
-    base = compare.GPT2 if class_name.startswith("GPT2") else compare.TINY
+    base = compare.BASES.get(model_class.config_class.model_type, compare.TINY)
     with torch.device("meta"):
         return model_class(model_class.config_class(**{**base, **settings}))
 
@@ -54,6 +55,51 @@ def test_what_works_is_not_refused(class_name: str, settings: dict[str, Any]) ->
     for tp_size in (1, 2, 4):
         for pp_size in (1, 2):
             assert faults(model, tp_size=tp_size, num_stages=pp_size) == []
+
+
+@pytest.mark.parametrize("head", ["ForConditionalGeneration", "EncoderModel", "ForSequenceClassification"])
+@pytest.mark.parametrize("family", ["T5", "MT5", "UMT5"])
+def test_an_encoder_decoder_is_split_and_not_cut_into_stages(family: str, head: str) -> None:
+    model = on_meta(family + head)
+    assert [faults(model, tp_size=tp_size) for tp_size in (1, 2, 4)] == [[], [], []]
+    require_one(faults(model, pp_size=2), "use pp_size=1")
+    found = faults(model, tp_size=3)
+    assert found[0] == "num_heads=4 is not divisible by tp_size=3: use one of tp_size=[1, 2, 4]"
+
+
+def test_what_is_optional_may_be_missing_and_nothing_else_may() -> None:
+    model = on_meta("T5Model")
+    del model.decoder.block[1].layer[1].EncDecAttention.o
+    require_one(
+        faults(model, tp_size=2),
+        "names 'layer.1.EncDecAttention.o' in a layer, and decoder.block.1 has no such module",
+    )
+    model = on_meta("T5Model")
+    del model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
+    require_one(faults(model, tp_size=2), "encoder.block.0 has no such parameter")
+    model = on_meta("T5Model")
+    feed_forward = model.encoder.block[1].layer[1].DenseReluDense
+    feed_forward.wi_2 = feed_forward.wi
+    del feed_forward.wi
+    require_one(faults(model, tp_size=2), "encoder.block.1.layer.1.DenseReluDense.wi_2.weight works on split")
+
+
+def test_a_second_input_that_the_forward_does_not_take_is_refused() -> None:
+    policy = TablePolicy(T5)  # umT5 names it otherwise
+    policy.set_model(on_meta("UMT5Model", num_decoder_layers=1))
+    require_one(
+        policy.faults(tp_size=2),
+        "the input 'key_value_states' of decoder.block.0.layer.1.EncDecAttention",
+        "'encoder_hidden_states'",
+    )
+
+
+def test_a_relative_position_bias_that_is_shared_is_refused() -> None:
+    model = on_meta("T5Model")
+    bias = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias
+    model.second_bias = nn.Embedding(*bias.weight.shape, device="meta")
+    model.second_bias.weight = bias.weight
+    require_one(faults(model, tp_size=2), "second_bias shares a weight with encoder.block.0.layer.0")
 
 
 def test_heads_that_do_not_divide_say_which_sizes_would() -> None:
@@ -124,12 +170,16 @@ def test_all_faults_are_told_at_once() -> None:
 
 
 def test_a_model_without_a_table_is_told_which_have_one() -> None:
-    with pytest.raises(ValueError, match=r"bert, gpt2, llama, mistral, qwen2, qwen3\. Write one"):
+    with pytest.raises(ValueError, match=r"bert, gpt2, llama, .*\. Write one"):
         policy_for(nn.Linear(2, 2))
     with torch.device("meta"):
-        t5 = transformers.T5Model(transformers.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
-    with pytest.raises(ValueError, match=r"no table says how to split a T5Model \(model_type='t5'\)"):
-        policy_for(t5)
+        other = transformers.CodeGenModel(
+            transformers.CodeGenConfig(n_embd=8, n_layer=1, n_head=2, rotary_dim=4)
+        )
+    with pytest.raises(
+        ValueError, match=r"no table says how to split a CodeGenModel \(model_type='codegen'\)"
+    ):
+        policy_for(other)
 
 
 class Adapted(nn.Linear):
@@ -245,17 +295,23 @@ def test_a_table_that_contradicts_itself_is_refused_with_all_contradictions() ->
             regions=("mlp",),
             column=("mlp.up", "attn.qkv"),
             row=("mlp.down",),
+            second_input={"cross": "states"},
+            optional=("mlp", "mlp.gate"),
             fused={"attn.q": 3},
             key_value=("mlp.k",),
+            split={"attn.bias": 1},
             dropout={"attn": RegionDropout(probability="attn.p", row="attn.out")},
             embedding="embed",
         )
     assert str(caught.value).split("\n") == [
         "column 'attn.qkv' lies in none of the regions ['mlp']: its input's gradient would be a part on each rank",
+        "split 'attn.bias' lies in none of the regions ['mlp']: its input's gradient would be a part on each rank",
         "fused 'attn.q' is not in column ['mlp.up', 'attn.qkv']",
         "key_value 'mlp.k' is not in column ['mlp.up', 'attn.qkv']",
+        "second_input 'cross' is not in regions ['mlp']",
         "dropout 'attn' is not in regions ['mlp']",
         "row of dropout 'attn.out' is not in row ['mlp.down']",
+        "optional 'mlp.gate' is no module that the table names, and none of those lies below it",
     ]
 
 

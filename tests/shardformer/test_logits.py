@@ -166,6 +166,8 @@ def generate() -> None:
         ("LlamaForCausalLM", "eager"),
         ("GPT2LMHeadModel", "sdpa"),
         ("Qwen3ForCausalLM", "sdpa"),
+        ("T5ForConditionalGeneration", "sdpa"),
+        ("UMT5ForConditionalGeneration", "eager"),
     ):
         settings: dict[str, Any] = {"head_dim": 8, "num_key_value_heads": 2} if "Qwen3" in class_name else {}
         model = build(class_name, attention=attention, seed=1, **settings).eval()
@@ -177,7 +179,7 @@ def generate() -> None:
             for each in (model, copied):
                 torch.manual_seed(3)
                 tokens.append(each.generate(**prompt, max_new_tokens=6, pad_token_id=0, **how))
-            assert tokens[0].shape == (2, 11)
+            assert tokens[0].shape == (2, 7 if "T5" in class_name else 11)
             assert torch.equal(*tokens), f"{class_name} {attention} {how}: {tokens}"
 
 

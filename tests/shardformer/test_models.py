@@ -40,6 +40,19 @@ def gpt2(class_name: str = "GPT2LMHeadModel", attention: str = "sdpa", **setting
     return Case(class_name, attention, {"tie_word_embeddings": False, **settings})
 
 
+def t5(class_name: str = "T5ForConditionalGeneration", attention: str = "sdpa", **settings: Any) -> Case:
+    return Case(class_name, attention, settings)
+
+
+T5_HEADS = (
+    "Model",
+    "EncoderModel",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+)
+GATED = {"feed_forward_proj": "gated-gelu"}
+
 CASES = {
     "llama": [
         llama(num_key_value_heads=heads, attention=attention)
@@ -91,6 +104,16 @@ CASES = {
         Case("BertLMHeadModel", settings={"tie_word_embeddings": True, "is_decoder": True}),
         Case("BertForSequenceClassification", settings={"chunk_size_feed_forward": 1, "num_labels": 5}),
         Case("BertForSequenceClassification", settings={"problem_type": "regression", "num_labels": 1}),
+    ],
+    "t5": [
+        t5(),
+        t5(attention="eager"),
+        t5(tie_word_embeddings=False, **GATED),  # the head's input is not scaled, as in T5 1.1
+        *(t5(f"T5{head}", **({"num_labels": 2} if "Question" in head else {})) for head in T5_HEADS),
+        t5("MT5ForConditionalGeneration", **GATED),
+        t5("MT5EncoderModel", "eager"),
+        t5("UMT5ForConditionalGeneration", **GATED),
+        t5("UMT5Model", "eager"),
     ],
 }
 
@@ -145,6 +168,19 @@ def resized_and_frozen() -> None:
     batch["labels"][0, 3] = 116
     with named("resized"):
         require_same_training(model, batch)
+    model = build("T5ForConditionalGeneration")
+    model.resize_token_embeddings(117, mean_resizing=False)
+    with named("T5 resized, which makes one module of its embeddings"):
+        assert model.shared is model.encoder.embed_tokens
+        require_same_training(model, batch_for(model))
+    model = build("T5ForConditionalGeneration", tie_word_embeddings=False)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 0.1)
+    with named("T5 with a head of its own"):
+        require_same_training(model, batch_for(model))
+    model = build("T5ForConditionalGeneration")
+    model.encoder.requires_grad_(False)
+    with named("T5 with a frozen encoder"):
+        require_same_training(model, batch_for(model))
     model = build("LlamaForCausalLM", num_key_value_heads=2, tie_word_embeddings=False)
     model.get_input_embeddings().requires_grad_(False)
     model.model.layers[0].requires_grad_(False)

@@ -1,6 +1,7 @@
-"""The comparison of these tests can fail: three faults put in on purpose are found, and the parameter is named."""
+"""The comparison of these tests can fail: faults put in on purpose are found, and the parameter is named."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -8,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.cluster.placement import Shard, placement_of
+from echelon.cluster.placement import Shard, place, placement_of
+from echelon.shardformer import table as table_module
 from echelon.shardformer.layer import embedding, linear, loss, region
+from echelon.shardformer.tables.t5 import T5
 
 from ..pool import Pool
 from . import compare
@@ -72,6 +75,33 @@ def without_copies() -> None:
         require_same_training(model, batch_for(model))
 
 
+def train_t5() -> None:
+    model = build("T5ForConditionalGeneration")
+    require_same_training(model, batch_for(model))
+
+
+def without_second_entry() -> None:
+    """Cross attention's part of the gradient of the encoder's states stays what each rank has of it."""
+    table = replace(T5, second_input={})
+    with patch.object(table_module, "_TABLES", {"t5": table}):
+        train_t5()
+
+
+def with_the_bias_of_other_heads() -> None:
+    """Every rank computes with the position biases of the first rank's heads."""
+
+    def first(parameter: torch.nn.Parameter, placement: Shard, rank: int) -> None:
+        place(parameter, placement, 0)
+
+    with patch.object(region, "place", first):
+        train_t5()
+
+
+def with_a_whole_bias() -> None:
+    with patch.object(region.SplitParameter, "from_native_module", lambda module, group, **kwargs: module):
+        train_t5()
+
+
 @pytest.mark.parametrize(
     ("mutation", "message"),
     [
@@ -80,8 +110,15 @@ def without_copies() -> None:
         (without_embedding_sum, r"the loss departs by"),
         (without_label, r"the loss departs by"),
         (without_copies, r"k_proj.weight departs"),
+        (without_second_entry, r"is not that of rank|departs"),
+        (with_the_bias_of_other_heads, r"the loss departs by"),
     ],
 )
 def test_a_fault_put_in_is_found(pool: Pool, mutation: Callable[[], None], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         pool.run(2, mutation)
+
+
+def test_a_bias_left_whole_does_not_fit_the_heads_that_are_held(pool: Pool) -> None:
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        pool.run(2, with_a_whole_bias)

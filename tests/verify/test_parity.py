@@ -1,11 +1,12 @@
 """Parity of every layout with one process, and that the check can fail."""
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 
 from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice
+from echelon.verify.models import ModelChoice, make_batch
 from echelon.verify.parity import Report, parity
 
 from ..pool import Pool
@@ -56,6 +57,39 @@ def test_the_llama_family_trains_also_with_fewer_key_value_heads_than_ranks(
     pool: Pool, model_type: str, layout: Layout
 ) -> None:
     assert check(pool, ModelChoice(model_type=model_type), layout).departure is None
+
+
+T5 = ModelChoice(model_type="t5", num_layers=2)
+T5_CASES = {
+    "t5": (T5, Layout(tp=2)),
+    "t5 over four": (T5, Layout(tp=4)),
+    "t5 tied": (replace(T5, tied=True), Layout(tp=2, dp=2, zero=1)),
+    "t5 replicated": (T5, Layout(dp=2, zero=1)),
+    "t5 bf16": (replace(T5, tied=True), Layout(tp=2, precision="bf16")),
+    "t5 replicated bf16": (T5, Layout(dp=2, zero=1, precision="bf16")),
+    "mt5": (ModelChoice(model_type="mt5", num_layers=2), Layout(tp=2)),
+    "umt5": (ModelChoice(model_type="umt5", tied=True, num_layers=2), Layout(tp=2)),
+} | {head: (replace(T5, head=head), Layout(tp=2)) for head in ("classification", "token", "question", "base")}
+
+
+@pytest.mark.parametrize("case", T5_CASES)
+def test_an_encoder_decoder_trains_as_one_process_does(pool: Pool, case: str) -> None:
+    choice, layout = T5_CASES[case]
+    assert check(pool, choice, layout).departure is None
+
+
+def test_a_batch_of_an_encoder_decoder_has_two_lengths_and_an_untied_head_its_own_weight() -> None:
+    choice = ModelChoice(model_type="t5", num_layers=1)
+    batch = make_batch(choice, num_samples=7, seed=0)
+    assert (batch["input_ids"].shape, batch["labels"].shape) == ((7, 13), (7, 9))
+    assert (batch["labels"] == -100).any()
+    assert (batch["attention_mask"] == 0).any()
+    model = choice.build()
+    assert (len(model.encoder.block), len(model.decoder.block)) == (1, 1)
+    assert model.lm_head.weight is not model.shared.weight
+    tied = ModelChoice(model_type="t5", tied=True, num_layers=1).build()
+    assert tied.lm_head.weight is tied.shared.weight
+    assert (tied.config.scale_decoder_outputs, model.config.scale_decoder_outputs) == (True, False)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
@@ -135,18 +169,31 @@ def with_replicas_not_averaged(choice: ModelChoice, layout: Layout) -> Report:
         return parity(choice, layout)
 
 
+def with_second_inputs_not_summed(choice: ModelChoice, layout: Layout) -> Report:
+    """Cross attention's part of the gradient of the encoder's states is left as each rank has it."""
+    from echelon.shardformer import table_for
+    from echelon.shardformer.table_policy import TablePolicy
+
+    table = table_for(choice.model_type)
+    assert table is not None
+    policy = TablePolicy(replace(table, second_input={}))
+    with patch("echelon.plugins.hybrid_parallel.policy_for", lambda model: policy):
+        return parity(choice, layout)
+
+
 MUTATIONS = {
     "an all-reduce dropped": (with_an_all_reduce_dropped, "llama", Layout(tp=2)),
     "one gradient scaled": (with_one_gradient_scaled, "bert-classification", Layout(pp=2)),
     "a tie forgotten": (with_a_tie_forgotten, "gpt2-tied", Layout(pp=2)),
     "replicas not averaged": (with_replicas_not_averaged, "llama", Layout(dp=2, zero=1)),
+    "gradients of the encoder's states not summed": (with_second_inputs_not_summed, "t5", Layout(tp=2)),
 }
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_check_catches(pool: Pool, mutation: str) -> None:
     function, model, layout = MUTATIONS[mutation]
-    report = pool.run(layout.world_size, function, MODELS[model], layout)[0]
+    report = pool.run(layout.world_size, function, {**MODELS, "t5": T5}[model], layout)[0]
     assert report.departure is not None
     assert report.departure.startswith("step 1: gradient of ")
 
