@@ -192,7 +192,7 @@ def measuring_faults(
         return [
             f"layers={choice.num_layers} must be at least {pipeline.num_stages}: each of so many stages needs one"
         ]
-    return split_faults(choice, tp=1, num_stages=pipeline.num_ranks * pipeline.chunks)
+    return split_faults(choice, tp=1, num_stages=pipeline.num_stages)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

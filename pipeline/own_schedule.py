@@ -67,7 +67,9 @@ def _size_faults(schedule: Schedule, num_ranks: int, num_microbatches: int, num_
         f"the schedule gives rank {rank} nothing to do" for rank, count in enumerate(stages) if not count
     ]
     if num_chunks != 1 and set(stages) != {num_chunks}:
-        faults.append(f"num_model_chunks={num_chunks}, and the schedule's ranks have {stages} stages: leave it out")
+        faults.append(
+            f"num_model_chunks={num_chunks}, and the schedule's ranks have {stages} stages: leave it out"
+        )
     return faults
 
 

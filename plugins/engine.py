@@ -112,7 +112,7 @@ class PipelineEngine:
             full = with_communication(
                 computations if trains else forward_only(computations), ahead=config.overlap_p2p
             )
-            validate(full, num_microbatches)
+            validate(full, num_microbatches, receives_block=not config.overlap_p2p)
             self._schedules[key] = full
         return self._schedules[key]
 

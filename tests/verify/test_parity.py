@@ -127,6 +127,43 @@ def test_other_schedules_microbatch_counts_and_clipping_agree(pool: Pool, layout
     assert check(pool, MODELS["llama-tied"], layout).departure is None
 
 
+SCHEDULES = {
+    "gpipe×2": {"schedule": "gpipe", "chunks": 2},
+    "gpipe": {"schedule": "gpipe"},
+    "interleaved×2": {"schedule": "interleaved", "chunks": 2},
+    "zbh1": {"schedule": "zbh1"},
+    "zbv": {"schedule": "zbv"},
+}
+SCHEDULE_CASES = [
+    (model, schedule, pp, () if is_quick else pytest.mark.slow)
+    for model in ("llama", "gpt2", "bert-classification")
+    for schedule in SCHEDULES
+    for pp in (2, 4)
+    for is_quick in [(model == "llama") == (pp == 2) and model != "bert-classification"]
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule", "pp"),
+    [pytest.param(model, schedule, pp, marks=marks) for model, schedule, pp, marks in SCHEDULE_CASES],
+)
+def test_every_schedule_gives_equal_bits(pool: Pool, model: str, schedule: str, pp: int) -> None:
+    choice = replace(MODELS[model], num_layers=9)
+    report = check(pool, choice, Layout(pp=pp, microbatches=5, **SCHEDULES[schedule]))
+    assert report.departure is None
+    assert report.steps[0].measure("gradient").distance == 0.0
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2, "zero": 1}], ids=str)
+def test_every_schedule_agrees_beside_tensor_parallelism_and_zero(
+    pool: Pool, schedule: str, sizes: dict[str, int]
+) -> None:
+    choice = replace(MODELS["llama-tied"], num_layers=5)
+    report = check(pool, choice, Layout(pp=2, microbatches=4, **sizes, **SCHEDULES[schedule]))
+    assert report.departure is None
+
+
 def test_uneven_layers_agree(pool: Pool) -> None:
     choice = ModelChoice(model_type="bert", num_layers=5)
     assert check(pool, choice, Layout(pp=4)).departure is None
@@ -165,7 +202,7 @@ def with_a_tie_forgotten(choice: ModelChoice, layout: Layout) -> Report:
 
 
 def with_replicas_not_averaged(choice: ModelChoice, layout: Layout) -> Report:
-    with patch("echelon.zero.bucket.Bucket.reduce_", lambda self: None):
+    with patch("echelon.zero.bucket.Bucket.start_average", lambda self: None):
         return parity(choice, layout)
 
 
