@@ -29,6 +29,7 @@ def verify(
     schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved, zbh1 or zbv.")] = "1f1b",
     chunks: Annotated[int, typer.Option(help="Pipeline stages per rank: interleaved and gpipe.")] = 1,
     microbatches: Annotated[int, typer.Option(help="Microbatches of a batch, of unequal size.")] = 3,
+    recompute: Annotated[float, typer.Option(help="Share of each stage's layers computed again.")] = 0.0,
     max_norm: Annotated[float, typer.Option(help="Clip gradients to this norm; 0 does not.")] = 0.0,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
@@ -50,6 +51,7 @@ def verify(
         chunks=chunks,
         microbatches=microbatches,
         max_norm=max_norm,
+        recompute=recompute,
     )
     refuse("verify", argument_faults(choice, layout, steps))
     report = run_local(choice, layout, num_steps=steps, seed=seed, timeout_seconds=timeout)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ..plugins.hybrid_config import HybridConfig, PipelineConfig
+from ..shardformer.checkpoint_config import PipelineGradientCheckpointConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,7 @@ class Layout:
         chunks: stages per rank, where the schedule takes any number.
         microbatches: parts that a batch is cut into; of unequal size with the batches of batches.py.
         max_norm: clip gradients to this norm; 0 does not.
+        recompute: the share of each stage's layers that is computed again in backward.
     """
 
     tp: int = 1
@@ -28,6 +30,7 @@ class Layout:
     chunks: int = 1
     microbatches: int = 3
     max_norm: float = 0.0
+    recompute: float = 0.0
 
     @property
     def world_size(self) -> int:
@@ -40,9 +43,18 @@ class Layout:
         return len(self._pipeline.placement(self.pp))
 
     @property
+    def checkpoint(self) -> PipelineGradientCheckpointConfig | None:
+        """Which layers are computed again."""
+        ratio = self.recompute
+        return PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=ratio) if ratio else None
+
+    @property
     def _pipeline(self) -> PipelineConfig:
         return PipelineConfig(
-            style=self.schedule, num_model_chunks=self.chunks, num_microbatches=self.microbatches
+            style=self.schedule,
+            num_model_chunks=self.chunks,
+            num_microbatches=self.microbatches,
+            checkpoint=self.checkpoint,
         )
 
     def faults(self) -> list[str]:
@@ -70,5 +82,7 @@ class Layout:
         ]
         chunks = f"×{self.chunks}" if self.chunks > 1 else ""
         schedule = [f"{self.schedule}{chunks}"] if self.pp > 1 and self.schedule != "1f1b" else []
-        zero = [f"zero{self.zero}"] if self.zero else []
-        return "·".join([*sizes, *schedule, *zero, self.precision])
+        rest = [f"zero{self.zero}"] * bool(self.zero) + [f"recompute{self.recompute:g}"] * bool(
+            self.recompute
+        )
+        return "·".join([*sizes, *schedule, *rest, self.precision])

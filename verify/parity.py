@@ -119,6 +119,7 @@ def _run_layout(model: nn.Module, layout: Layout, batches: list[list[dict[str, T
         num_microbatches=layout.microbatches,
         pp_style=layout.schedule,
         num_model_chunks=layout.chunks,
+        gradient_checkpoint_config=layout.checkpoint,
         max_norm=layout.max_norm,
         initial_scale=LOSS_SCALE,
         zero_bucket_size_in_m=0.005,  # several buckets even for a small model

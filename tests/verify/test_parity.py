@@ -164,6 +164,19 @@ def test_every_schedule_agrees_beside_tensor_parallelism_and_zero(
     assert report.departure is None
 
 
+RECOMPUTING = [
+    ("llama", Layout(pp=2, recompute=0.5, schedule="zbv", microbatches=4)),
+    ("bert-masked", Layout(tp=2, pp=2, recompute=1.0)),
+    ("gpt2-tied", Layout(tp=2, dp=2, zero=1, recompute=0.5)),
+    ("llama", Layout(tp=2, pp=2, recompute=1.0, schedule="zbh1", precision="bf16")),
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), RECOMPUTING, ids=str)
+def test_recomputed_layers_agree(pool: Pool, model: str, layout: Layout) -> None:
+    assert check(pool, MODELS[model], layout).departure is None
+
+
 def test_uneven_layers_agree(pool: Pool) -> None:
     choice = ModelChoice(model_type="bert", num_layers=5)
     assert check(pool, choice, Layout(pp=4)).departure is None
