@@ -1,0 +1,78 @@
+"""Who takes part in a benchmark, and the check that all compute the same. What they are built of is not here."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Of the largest entry. Orders of summation differ by some 1e-6; a wrong scale, mask or label by far more.
+TOLERANCE = 1e-4
+
+
+class Contender(Protocol):
+    """One way of training the workload on the processes of the run. All methods are called on every rank."""
+
+    name: str
+
+    def compute(self) -> None:
+        """Loss and gradients of the batch."""
+
+    def update(self) -> None:
+        """Step the optimizer and forget the gradients."""
+
+    def forget(self) -> None:
+        """Forget the gradients without a step."""
+
+    def loss(self) -> Tensor | None:
+        """The mean loss of the last `compute`; None on a rank that does not know it."""
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """This rank's gradients after `compute`, by the model's parameter names. May communicate."""
+
+
+def agreement(contenders: Sequence[Contender], reference: Contender) -> dict[str, dict[str, float]]:
+    """How far each contender's loss and gradients are from the reference's, relative; the largest of all ranks.
+
+    Communicates. Every parameter of the model must be on some rank.
+
+    Args:
+        contenders: each is run once, and its gradients are forgotten.
+        reference: the same work in one process, run here on every rank.
+
+    Raises:
+        ValueError: a contender departs by more than `TOLERANCE`.
+    """
+    reference.compute()
+    expected_loss, expected = reference.loss(), dict(reference.gradients())
+    assert expected_loss is not None
+    found = {}
+    for contender in contenders:
+        contender.compute()
+        loss = contender.loss()
+        loss_error = 0.0 if loss is None else abs(loss.item() / expected_loss.item() - 1)
+        gradients = contender.gradients()
+        gradient_error = max((_distance(gradients[name], expected[name]) for name in gradients), default=0.0)
+        held = torch.tensor([name in gradients for name in expected], dtype=torch.float64)
+        found[contender.name] = _verdict(contender.name, loss_error, gradient_error, held, loss is not None)
+        contender.forget()
+    reference.forget()
+    return found
+
+
+def _distance(gradient: Tensor, expected: Tensor) -> float:
+    return ((gradient - expected).abs().max() / expected.abs().max().clamp(min=1e-12)).item()
+
+
+def _verdict(name: str, loss: float, gradient: float, held: Tensor, knows: bool) -> dict[str, float]:
+    numbers = torch.cat([torch.tensor([loss, gradient, float(knows)], dtype=torch.float64), held])
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    loss, gradient, is_known, *is_held = numbers.tolist()
+    if not (is_known and all(is_held) and max(loss, gradient) <= TOLERANCE):
+        raise ValueError(
+            f"{name} does not compute what one process does: its loss is off by {loss:.1e} of it, its "
+            f"gradients by {gradient:.1e} of their largest entry, and {is_held.count(0.0)} parameters got none; "
+            f"{TOLERANCE:.0e} is allowed"
+        )
+    return {"loss": loss, "gradients": gradient}

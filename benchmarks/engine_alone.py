@@ -1,0 +1,186 @@
+"""What an engine costs by itself: stages of one tiny linear layer, so that hardly any time is arithmetic."""
+
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from peers import make_schedule, stages_of
+from rounds import Clock
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from echelon.cluster.mesh import ParallelMesh
+from echelon.pipeline.communicate import with_communication
+from echelon.pipeline.microbatch import split
+from echelon.pipeline.runner import run_schedule
+from echelon.pipeline.schedules import SCHEDULES
+from echelon.pipeline.transport import Transport
+
+_WIDTH = 8
+# Those that have one stage on a rank in both: a microbatch is two actions of each rank.
+STYLES = ("gpipe", "1f1b")
+
+
+class Engine(Protocol):
+    """A schedule over tiny stages."""
+
+    def step(self) -> None:
+        """All forwards and backwards of a batch."""
+
+    def gradients(self) -> list[Tensor]:
+        """Those of this rank's layer."""
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+
+
+class _TinyStage:
+    """A stage as Echelon's runner takes it."""
+
+    def __init__(self, layer: nn.Module, index: int, num_stages: int) -> None:
+        self.index = index
+        self.is_first = index == 0
+        self.is_last = index == num_stages - 1
+        self._layer = layer
+
+    def forward(self, microbatch: Tensor, received: tuple[Tensor, ...]) -> Any:
+        """One linear layer, on what arrived or on the microbatch."""
+        output = self._layer(microbatch if self.is_first else received[0])
+        return output if self.is_last else (output,)
+
+
+class EchelonEngine:
+    """Echelon's runner and transport, with the batch cut as the plugin does."""
+
+    def __init__(self, style: str, mesh: ParallelMesh, num_microbatches: int) -> None:
+        rank, size = mesh.rank("pp"), mesh.size("pp")
+        self._layer = _layer(mesh.device)
+        self._actions = with_communication(SCHEDULES[style](size, num_microbatches), size)[rank]
+        self._stages = {rank: _TinyStage(self._layer, rank, size)}
+        self._transport = Transport(mesh)
+        self._batch = torch.ones(num_microbatches, _WIDTH, device=mesh.device)
+        self._num_microbatches = num_microbatches
+
+    def step(self) -> None:
+        """All forwards and backwards of a batch."""
+        microbatches = split(self._batch, num_microbatches=self._num_microbatches, microbatch_size=None)
+        run_schedule(
+            self._actions,
+            stages=self._stages,
+            microbatches=microbatches,
+            criterion=lambda output, microbatch: F.mse_loss(output, microbatch),
+            transport=self._transport,
+            scale=lambda loss: loss / self._num_microbatches,
+        )
+
+    def gradients(self) -> list[Tensor]:
+        """Those of this rank's layer."""
+        return _gradients(self._layer)
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self._layer.zero_grad()
+
+
+class TorchEngine:
+    """A schedule of torch.distributed.pipelining."""
+
+    def __init__(self, style: str, mesh: ParallelMesh, num_microbatches: int) -> None:
+        rank, size = mesh.rank("pp"), mesh.size("pp")
+        self._layer = _layer(mesh.device)
+        held = stages_of(style, rank, size)
+        stages = [pipelining.PipelineStage(self._layer, index, size, mesh.device) for index in held]
+        self._schedule = make_schedule(
+            style,
+            stages,
+            num_microbatches,
+            lambda output, target: F.mse_loss(output, target) / num_microbatches,
+        )
+        batch = torch.ones(num_microbatches, _WIDTH, device=mesh.device)
+        self._inputs = (batch,) if rank == 0 else ()
+        self._target = batch if rank == size - 1 else None
+
+    def step(self) -> None:
+        """All forwards and backwards of a batch."""
+        self._schedule.step(*self._inputs, target=self._target, return_outputs=False)
+
+    def gradients(self) -> list[Tensor]:
+        """Those of this rank's layer."""
+        return _gradients(self._layer)
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self._layer.zero_grad()
+
+
+ENGINES: Mapping[str, Callable[[str, ParallelMesh, int], Engine]] = {
+    "echelon": EchelonEngine,
+    "torch": TorchEngine,
+}
+
+
+def time_engines(
+    mesh: ParallelMesh, *, num_microbatches: int, rounds: int, warmup: int
+) -> list[dict[str, Any]]:
+    """Time both engines under each of `STYLES`, in turn. Communicates over the world, which is the pipeline.
+
+    Returns:
+        By style: the microseconds per forward or backward of a rank by engine (medians, of the slowest rank),
+        the median of the rounds' ratios, and the seconds of each step.
+
+    Raises:
+        AssertionError: the engines computed different gradients.
+    """
+    clock = Clock(mesh.device)
+    found = []
+    for style in STYLES:
+        engines = {name: build(style, mesh, num_microbatches) for name, build in ENGINES.items()}
+        _require_equal(style, engines)
+        own = [[_timed(clock, engine) for engine in engines.values()] for _ in range(-warmup, rounds)]
+        steps = clock.slowest(own)[warmup:]
+        found.append(
+            {
+                "style": style,
+                "microbatches": num_microbatches,
+                "microseconds": {
+                    name: median(column) * 1e6 / (2 * num_microbatches)
+                    for name, column in zip(engines, zip(*steps, strict=True), strict=True)
+                },
+                "engine_ratio": median(ours / theirs for ours, theirs in steps),
+                "seconds": {
+                    name: list(column) for name, column in zip(engines, zip(*steps, strict=True), strict=True)
+                },
+            }
+        )
+    return found
+
+
+def _timed(clock: Clock, engine: Engine) -> float:
+    seconds = clock.time(engine.step)
+    engine.forget()
+    return seconds
+
+
+def _require_equal(style: str, engines: Mapping[str, Engine]) -> None:
+    results = []
+    for engine in engines.values():
+        engine.step()
+        results.append(engine.gradients())
+        engine.forget()
+    for ours, theirs in zip(*results, strict=True):
+        if not torch.allclose(ours, theirs):
+            raise AssertionError(f"the engines' gradients differ under {style}: {ours} and {theirs}")
+
+
+def _layer(device: torch.device) -> nn.Linear:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Linear(_WIDTH, _WIDTH).to(device)
+
+
+def _gradients(layer: nn.Module) -> list[Tensor]:
+    gradients = [parameter.grad for parameter in layer.parameters()]
+    assert all(gradient is not None for gradient in gradients)
+    return gradients  # type: ignore[return-value]

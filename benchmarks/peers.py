@@ -1,0 +1,197 @@
+"""The contenders beside Echelon: one process, and torch.distributed.pipelining as an expert would set it up.
+
+torch's schedules run a stage of transformers' own modules (embedding, rotary, layers, norm, head), do not
+merge the logits, and divide the loss by the microbatches instead of scaling all gradients at the end.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from transformers import LlamaForCausalLM
+from transformers.loss.loss_utils import ForCausalLMLoss
+from workload import Workload, adamw
+
+SINGLE = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
+LOOPED = {
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+}
+STYLES = (*SINGLE, *LOOPED)
+
+
+class OneProcess:
+    """The whole batch on one rank, microbatch by microbatch; the other ranks wait.
+
+    Args:
+        workload: what is computed.
+        device: where.
+        works: whether this rank is the one.
+    """
+
+    name = "one process"
+
+    def __init__(self, workload: Workload, device: torch.device, *, works: bool) -> None:
+        self._works = works
+        self._loss: Tensor | None = None
+        if works:
+            self._model = workload.model().to(device)
+            self._optimizer = adamw(self._model)
+            data = workload.data(device)
+            size = workload.batch // workload.microbatches
+            self._microbatches = [
+                dict(zip(data, parts, strict=True))
+                for parts in zip(*(tensor.split(size) for tensor in data.values()), strict=True)
+            ]
+
+    def compute(self) -> None:
+        """Loss and gradients of the batch."""
+        if not self._works:
+            return
+        losses = []
+        for microbatch in self._microbatches:
+            loss = self._model(**microbatch).loss / len(self._microbatches)
+            loss.backward()
+            losses.append(loss.detach())
+        self._loss = torch.stack(losses).sum()
+
+    def update(self) -> None:
+        """Step the optimizer and forget the gradients."""
+        if self._works:
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+    def forget(self) -> None:
+        """Forget the gradients."""
+        if self._works:
+            self._optimizer.zero_grad()
+
+    def loss(self) -> Tensor | None:
+        """The mean loss."""
+        return self._loss
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Gradients by name."""
+        return gradients_of(self._model) if self._works else {}
+
+
+class LlamaStage(nn.Module):
+    """Some layers of a Llama, with the embedding where they are the first and the head where they are the last.
+
+    Parameters have the names that they have in the model. Attention is causal by the fused kernel's own flag,
+    so that no mask is built.
+
+    Args:
+        model: a whole model, whose modules are taken.
+        layers: which of its layers.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, layers: range) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        if layers.start == 0:
+            self.model.embed_tokens = model.model.embed_tokens
+        self.model.rotary_emb = model.model.rotary_emb
+        self.model.layers = nn.ModuleDict({str(index): model.model.layers[index] for index in layers})
+        if layers.stop == len(model.model.layers):
+            self.model.norm = model.model.norm
+            self.lm_head = model.lm_head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Token numbers (B, S) on the first stage, else (B, S, H), to logits (B, S, V) on the last, else (B, S, H)."""
+        hidden = self.model.embed_tokens(x) if hasattr(self.model, "embed_tokens") else x
+        positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+        rotary = self.model.rotary_emb(hidden, positions)
+        for layer in self.model.layers.values():
+            hidden = layer(hidden, position_embeddings=rotary)
+        return self.lm_head(self.model.norm(hidden)) if hasattr(self, "lm_head") else hidden
+
+
+class TorchPipeline:
+    """A schedule of torch.distributed.pipelining over all ranks of the run.
+
+    Args:
+        style: one of `STYLES`.
+        workload: what is computed.
+        device: where.
+        rank, num_ranks: this rank of the pipeline.
+        counts: layers of each stage; a style of `LOOPED` has two stages on each rank.
+    """
+
+    def __init__(
+        self,
+        style: str,
+        workload: Workload,
+        device: torch.device,
+        *,
+        rank: int,
+        num_ranks: int,
+        counts: Sequence[int],
+    ) -> None:
+        self.name = f"torch {style}"
+        self._workload = workload
+        self._data = workload.data(device)
+        self._losses: list[Tensor] = []
+        model = workload.model()
+        starts = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
+        held = stages_of(style, rank, num_ranks)
+        modules = {stage: LlamaStage(model, range(starts[stage], starts[stage + 1])) for stage in held}
+        self._model = nn.ModuleList(modules.values()).to(device)
+        self._is_first, self._is_last = 0 in held, len(counts) - 1 in held
+        self._optimizer = adamw(self._model)
+        stages = [
+            pipelining.PipelineStage(module, stage, len(counts), device) for stage, module in modules.items()
+        ]
+        self._schedule = make_schedule(style, stages, workload.microbatches, self._judge)
+
+    def compute(self) -> None:
+        """Loss and gradients of the batch. Communicates with the neighbouring stages."""
+        inputs = (self._data["input_ids"],) if self._is_first else ()
+        target = self._data["labels"] if self._is_last else None
+        self._losses.clear()
+        self._schedule.step(*inputs, target=target, losses=self._losses, return_outputs=False)
+
+    def update(self) -> None:
+        """Step the optimizer and forget the gradients."""
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def forget(self) -> None:
+        """Forget the gradients."""
+        self._optimizer.zero_grad()
+
+    def loss(self) -> Tensor | None:
+        """The mean loss, on the rank of the last stage."""
+        return torch.stack(self._losses).detach().sum() if self._is_last else None
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """This rank's gradients by name."""
+        found: dict[str, Tensor] = {}
+        for module in self._model:
+            found |= gradients_of(module)
+        return found
+
+    def _judge(self, logits: Tensor, labels: Tensor) -> Tensor:
+        loss = ForCausalLMLoss(logits, labels, vocab_size=self._workload.vocabulary)
+        return loss / self._workload.microbatches
+
+
+def stages_of(style: str, rank: int, num_ranks: int) -> list[int]:
+    """The stages that a rank holds under a style: in turn, or for zbv down the ranks and up again."""
+    if style in SINGLE:
+        return [rank]
+    return [rank, 2 * num_ranks - 1 - rank if style == "zbv" else num_ranks + rank]
+
+
+def make_schedule(style: str, stages: Sequence[Any], num_microbatches: int, loss: Any) -> Any:
+    """One of torch's schedules; the loss is already divided by the microbatches."""
+    if style in SINGLE:
+        return SINGLE[style](stages[0], num_microbatches, loss_fn=loss, scale_grads=False)
+    return LOOPED[style](list(stages), num_microbatches, loss_fn=loss, scale_grads=False)
+
+
+def gradients_of(module: nn.Module) -> dict[str, Tensor]:
+    """The gradients that a module's parameters have, by name."""
+    return {name: each.grad for name, each in module.named_parameters() if each.grad is not None}

@@ -1,0 +1,286 @@
+r"""Step times of Echelon's pipeline beside those of torch.distributed.pipelining, on the same Llama.
+
+    python benchmarks/pipeline.py --json times.json --plot times.png
+
+Every round runs one step of each contender, in a rotating order. A ratio is the median of the rounds' ratios. The
+ideal is one process's step time over the same microbatches, alone, × (1 + bubble) / ranks. The last line compares
+Echelon's fastest schedule with torch's fastest and with its ideal. Run it on an idle machine: it shows no more
+than what the machine lets it.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import peers
+import report
+import torch
+import torch.distributed as dist
+import transformers
+from contender import Contender, agreement
+from engine_alone import time_engines
+from rounds import time_rounds
+from torch import Tensor
+from workload import Workload, adamw
+
+from echelon import Booster, HybridParallelPlugin, launch_from_torch
+from echelon.cluster.launch import default_device
+from echelon.cluster.mesh import ParallelMesh
+from echelon.pipeline.plan import spread_layers
+
+# Echelon's styles, with the stages of a rank and how often the bubble of all forwards, then all backwards,
+# (p - 1) / m of the work, goes into theirs where a backward is two forwards' work, half of it for the weights.
+STYLES = {"gpipe": (1, 1), "1f1b": (1, 1), "interleaved": (2, 2), "zbh1": (1, 3), "zbv": (2, 6)}
+
+
+class EchelonPipeline:
+    """A schedule of HybridParallelPlugin over all ranks of the run.
+
+    Args:
+        style: one of `STYLES`.
+        workload: what is computed.
+        num_ranks: of the run.
+        counts: layers of each stage.
+    """
+
+    def __init__(self, style: str, workload: Workload, *, num_ranks: int, counts: Sequence[int]) -> None:
+        self.name = f"echelon {style}"
+        chunks = {"num_model_chunks": 2} if style == "interleaved" else {}
+        plugin = HybridParallelPlugin(
+            tp_size=1,
+            pp_size=num_ranks,
+            precision="fp32",
+            num_microbatches=workload.microbatches,
+            pp_style=style,
+            num_layers_per_stage=counts,
+            **chunks,
+        )
+        self._booster = Booster(plugin=plugin)
+        model = workload.model()
+        self._model, self._optimizer, *_ = self._booster.boost(model, adamw(model))
+        self._data = workload.data(plugin.mesh.device)
+        self._loss: Tensor | None = None
+
+    def compute(self) -> None:
+        """Loss and gradients of the batch. Communicates over the world."""
+        outputs = self._booster.execute_pipeline(
+            iter([self._data]), self._model, _own_loss, self._optimizer, return_loss=True
+        )
+        self._loss = outputs["loss"]
+
+    def update(self) -> None:
+        """Step the optimizer and forget the gradients."""
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def forget(self) -> None:
+        """Forget the gradients."""
+        self._optimizer.zero_grad()
+
+    def loss(self) -> Tensor | None:
+        """The mean loss."""
+        return self._loss
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """This rank's gradients by name. Communicates."""
+        self._optimizer.reduce_gradients()
+        return self._optimizer.gradients()
+
+
+def _own_loss(outputs: Any, inputs: Any) -> Tensor:
+    return outputs.loss
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pp", type=int, default=2, help="ranks, one stage or two on each")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--sequence", type=int, default=256, help="32 lets overhead rule")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=5, help="steps of each contender that are not timed")
+    parser.add_argument(
+        "--schedules",
+        nargs="+",
+        choices=list(STYLES),
+        default=list(STYLES),
+        help="of Echelon; torch runs all its own",
+    )
+    parser.add_argument(
+        "--layers_per_stage",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="for styles of one stage per rank; all contenders",
+    )
+    parser.add_argument(
+        "--layers_per_chunk",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="for styles of two stages per rank; all contenders",
+    )
+    parser.add_argument(
+        "--matmul",
+        choices=["highest", "high", "medium"],
+        default="highest",
+        help="torch.set_float32_matmul_precision, for all contenders",
+    )
+    parser.add_argument("--json", type=Path, help="write every time to this file")
+    parser.add_argument("--plot", type=Path, help="draw the times to this file")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes and few rounds: shows that it runs, no more"
+    )
+    arguments = parser.parse_args()
+    if arguments.quick:
+        tiny = dict(hidden=64, layers=4, vocabulary=128, sequence=16, rounds=3, warmup=1)
+        parser.set_defaults(**tiny)
+        arguments = parser.parse_args()
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if "RANK" not in os.environ:
+        start_processes(arguments.pp)
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision(arguments.matmul)
+    transformers.logging.set_verbosity_error()
+    launch_from_torch()
+    if dist.get_world_size() != arguments.pp:
+        raise ValueError(f"--pp {arguments.pp} needs that many processes, not {dist.get_world_size()}")
+    results = measure(arguments)
+    if dist.get_rank() == 0:
+        tell(results, arguments)
+    dist.destroy_process_group()
+
+
+def start_processes(count: int) -> None:
+    """Start this script again under torchrun, in the place of this process."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
+    os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Everything that is measured, on every rank. Collective over the world."""
+    workload = Workload(**{name: getattr(arguments, name) for name in Workload.__dataclass_fields__})
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "plot")}
+    results: dict[str, Any] = {"machine": report.machine(), "settings": settings}
+    device = default_device()
+    contenders = make_contenders(arguments, workload, device)
+    results["agreement"] = agreement(contenders, peers.OneProcess(workload, device, works=True))
+    alone = peers.OneProcess(workload, device, works=dist.get_rank() == 0)
+    rounds = dict(rounds=arguments.rounds, warmup=arguments.warmup)
+    results["seconds"] = time_rounds([*contenders, alone], **rounds, device=device)
+    del contenders, alone
+    mesh = ParallelMesh(pp=arguments.pp)
+    results["engine"] = [
+        row
+        for microbatches in (8, 32)
+        for row in time_engines(mesh, num_microbatches=microbatches, rounds=5 * arguments.rounds, warmup=10)
+    ]
+    return results | {"summary": summary(results["seconds"], arguments.pp, workload)}
+
+
+def make_contenders(
+    arguments: argparse.Namespace, workload: Workload, device: torch.device
+) -> list[Contender]:
+    """All contenders, from equal weights. Collective over the world."""
+    num_ranks, rank = arguments.pp, dist.get_rank()
+    given = {1: arguments.layers_per_stage, 2: arguments.layers_per_chunk}
+    counts = {chunks: given[chunks] or spread_layers(workload.layers, chunks * num_ranks) for chunks in given}
+    ours = [
+        EchelonPipeline(style, workload, num_ranks=num_ranks, counts=counts[STYLES[style][0]])
+        for style in arguments.schedules
+    ]
+    theirs = [
+        peers.TorchPipeline(
+            style, workload, device, rank=rank, num_ranks=num_ranks, counts=counts[STYLES[style][0]]
+        )
+        for style in peers.STYLES
+    ]
+    return [*ours, *theirs]
+
+
+def ideal(style: str, num_ranks: int, workload: Workload) -> float:
+    """A step under a style, as a part of one process's step: equal shares, the bubble, and nothing else."""
+    bubble = (num_ranks - 1) / (STYLES[style][1] * workload.microbatches)
+    return (1 + bubble) / num_ranks
+
+
+def summary(seconds: Mapping[str, Sequence[float]], num_ranks: int, workload: Workload) -> dict[str, Any]:
+    """The contenders' medians and ratios, and the two numbers of the last line."""
+    ours = [name for name in seconds if name.startswith("echelon")]
+    best_peer = report.fastest(seconds, [name for name in seconds if name.startswith("torch")])
+    best = report.fastest(seconds, ours)
+    rows = {}
+    for name, times in seconds.items():
+        share = 1.0 if name == "one process" else ideal(name.split()[1], num_ranks, workload)
+        rows[name] = {
+            "median": median(times),
+            "quartiles": report.spread(times),
+            "ratio_to_best_peer": report.ratio(times, seconds[best_peer]),
+            "ratio_to_ideal": report.ratio(times, [share * each for each in seconds["one process"]]),
+        }
+    return {
+        "contenders": rows,
+        "best": best,
+        "best_peer": best_peer,
+        "ratio_to_best_peer": rows[best]["ratio_to_best_peer"],
+        "ratio_to_ideal": rows[best]["ratio_to_ideal"],
+    }
+
+
+def tell(results: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    """Print the tables and the last line; write the files that are asked for."""
+    found, machine = results["summary"], results["machine"]
+    title = (
+        f"Llama {arguments.hidden} × {arguments.layers}, vocabulary {arguments.vocabulary}, sequence "
+        f"{arguments.sequence}, batch {arguments.batch} in {arguments.microbatches}, pp {arguments.pp}"
+    )
+    rows = [
+        [
+            name,
+            f"{row['median'] * 1e3:.1f}",
+            " – ".join(f"{each * 1e3:.1f}" for each in row["quartiles"]),
+            f"{row['ratio_to_best_peer']:.3f}",
+            f"{row['ratio_to_ideal']:.3f}",
+        ]
+        for name, row in sorted(found["contenders"].items(), key=lambda item: item[1]["median"])
+    ]
+    header = ["contender", "median ms", "quartiles ms", f"to {found['best_peer']}", "to its ideal"]
+    note = f"{arguments.rounds} rounds; {machine['processor']}, {machine['cores']} cores, one thread per rank, torch "
+    note += f"{machine['torch']}, matmul {machine['matmul_precision']}"
+    report.show(title, header, rows, note=note)
+    rows = [
+        [
+            f"{row['style']}, {row['microbatches']} microbatches",
+            *(f"{row['microseconds'][name]:.1f}" for name in ("echelon", "torch")),
+            f"engine_ratio={row['engine_ratio']:.3f}",
+        ]
+        for row in results["engine"]
+    ]
+    report.show("the engine alone", ["schedule", "echelon µs/action", "torch µs/action", "ratio"], rows)
+    if arguments.json is not None:
+        report.write_json(arguments.json, results)
+    if arguments.plot is not None:
+        best = found["best"].split()[1]
+        share = found["contenders"][found["best"]]["median"] / found["ratio_to_ideal"]
+        report.plot(arguments.plot, results["seconds"], title=title, line=(f"ideal of {best}", share))
+    print(
+        f"ratio_to_best_peer={found['ratio_to_best_peer']:.3f} ratio_to_ideal={found['ratio_to_ideal']:.3f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

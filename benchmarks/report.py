@@ -1,0 +1,101 @@
+"""What a benchmark says: the machine, medians and ratios, JSON and a plot. Who is timed is not here."""
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+_WIDTH = 130  # of the table, also where the output is no terminal
+
+
+def machine() -> dict[str, Any]:
+    """What the times depend on besides the code."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "threads_per_rank": torch.get_num_threads(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def ratio(seconds: Sequence[float], others: Sequence[float]) -> float:
+    """The median of the rounds' ratios of two contenders: what slows a whole round cancels."""
+    return median(ours / theirs for ours, theirs in zip(seconds, others, strict=True))
+
+
+def spread(seconds: Sequence[float]) -> tuple[float, float]:
+    """The first and the third quartile."""
+    if len(seconds) < 2:
+        return seconds[0], seconds[0]
+    first, _, third = quantiles(seconds, n=4, method="inclusive")
+    return first, third
+
+
+def fastest(seconds: Mapping[str, Sequence[float]], names: Sequence[str]) -> str:
+    """Which of these has the smallest median."""
+    return min(names, key=lambda name: median(seconds[name]))
+
+
+def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, note: str = "") -> None:
+    """Print a table; the first column is a name, the others are numbers."""
+    table = Table(title=title, caption=note or None, title_justify="left", caption_justify="left")
+    for index, name in enumerate(header):
+        table.add_column(name, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=_WIDTH).print(table)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write everything that was measured."""
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def plot(path: Path, seconds: Mapping[str, Sequence[float]], *, title: str, line: tuple[str, float]) -> None:
+    """Draw every step's time as a point and each contender's quartiles as a box.
+
+    Args:
+        path: a file whose ending matplotlib knows.
+        seconds: of each step, by contender.
+        line: a name and a time, drawn across all.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("--plot needs matplotlib: pip install matplotlib") from error
+    figure = Figure(figsize=(8, 1.2 + 0.45 * len(seconds)), layout="constrained")
+    axes = figure.add_subplot()
+    names = sorted(seconds, key=lambda name: median(seconds[name]), reverse=True)
+    times = [[each * 1e3 for each in seconds[name]] for name in names]
+    axes.boxplot(times, orientation="horizontal", tick_labels=names, showfliers=False, widths=0.6)
+    for place, values in enumerate(times, start=1):
+        axes.plot(values, [place] * len(values), ".", alpha=0.4)
+    axes.axvline(line[1] * 1e3, linestyle="--", color="grey", label=line[0])
+    axes.set_xlabel("milliseconds per step, slowest rank")
+    axes.set_title(title)
+    axes.legend(loc="best")
+    figure.savefig(path)
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor()

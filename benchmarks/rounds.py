@@ -1,0 +1,76 @@
+"""Timing several contenders side by side: all run in every round. What the times say is report.py."""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from contender import Contender
+
+
+class Clock:
+    """The time of all ranks together, from a common start. Building it is collective over the world."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Gloo waits without spinning, so that a rank that waits leaves its core to the others.
+        self._group = dist.new_group(backend="gloo")
+
+    def time(self, work: Callable[[], None]) -> float:
+        """Seconds from a barrier over the world until this rank has done the work."""
+        self._synchronize()
+        dist.barrier(self._group)
+        start = time.perf_counter()
+        work()
+        self._synchronize()
+        return time.perf_counter() - start
+
+    def slowest(self, seconds: Sequence[Sequence[float]]) -> list[list[float]]:
+        """The largest of all ranks, by entry. All-reduce over the world."""
+        table = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(table, op=dist.ReduceOp.MAX, group=self._group)
+        return table.tolist()
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def time_rounds(
+    contenders: Sequence[Contender], *, rounds: int, warmup: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Run one step of every contender in each round, in an order that rotates from round to round.
+
+    A step lasts from a barrier until the slowest rank has stepped its optimizer and dropped its gradients.
+    Python's garbage is collected between the steps and not within them. Communicates.
+
+    Args:
+        rounds: how many are timed.
+        warmup: how many run before those.
+
+    Returns:
+        Seconds of each round's step, by contender.
+    """
+    clock = Clock(device)
+    own = [[0.0] * rounds for _ in contenders]
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    for number in range(-warmup, rounds):
+        for turn in range(len(contenders)):
+            index = (turn + number) % len(contenders)
+            seconds = clock.time(lambda: _step(contenders[index]))  # noqa: B023, called at once
+            if number >= 0:
+                own[index][number] = seconds
+            gc.collect()
+    gc.enable()
+    gc.unfreeze()
+    return {
+        contender.name: seconds for contender, seconds in zip(contenders, clock.slowest(own), strict=True)
+    }
+
+
+def _step(contender: Contender) -> None:
+    contender.compute()
+    contender.update()

@@ -1,0 +1,73 @@
+"""What every contender of a benchmark computes: a Llama with equal weights, and its batch. Timing is rounds.py."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+# B batch, S sequence
+_SEED = 17
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A Llama, and the batch of a step.
+
+    Args:
+        hidden, layers, vocabulary: of the model; heads are 64 wide where that divides.
+        sequence, batch: tokens of a sample, samples of a step.
+        microbatches: into how many the batch is cut.
+    """
+
+    hidden: int = 512
+    layers: int = 8
+    vocabulary: int = 8192
+    sequence: int = 256
+    batch: int = 8
+    microbatches: int = 8
+
+    def __post_init__(self) -> None:
+        if self.hidden % 16:
+            raise ValueError(
+                f"--hidden {self.hidden} must be a multiple of 16, so that heads divide it evenly"
+            )
+        if not 1 <= self.microbatches <= self.batch or self.batch % self.microbatches:
+            raise ValueError(
+                f"--batch {self.batch} must be a multiple of --microbatches {self.microbatches}: "
+                "torch's schedules take microbatches of one size"
+            )
+
+    @property
+    def config(self) -> LlamaConfig:
+        """The model's configuration: no cache, and attention by torch's fused kernel."""
+        head = 64 if self.hidden % 64 == 0 else 16
+        return LlamaConfig(
+            hidden_size=self.hidden,
+            intermediate_size=-(-self.hidden * 8 // 3 // 32) * 32,  # 8/3, in multiples of 32
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.hidden // head,
+            num_key_value_heads=self.hidden // head,
+            vocab_size=self.vocabulary,
+            max_position_embeddings=max(self.sequence, 64),
+            tie_word_embeddings=False,
+            use_cache=False,
+            attn_implementation="sdpa",
+        )
+
+    def model(self) -> LlamaForCausalLM:
+        """A model in training mode, with the same weights at every call and on every rank."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_SEED)
+            return LlamaForCausalLM(self.config).train()
+
+    def data(self, device: torch.device) -> dict[str, Tensor]:
+        """`input_ids` and `labels`, (B, S) each, the same on every rank."""
+        generator = torch.Generator().manual_seed(_SEED)
+        tokens = torch.randint(self.vocabulary, (self.batch, self.sequence), generator=generator).to(device)
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    """The optimizer that every contender uses."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
