@@ -15,7 +15,7 @@ _WIDENING = tuple(f"{path}.{name}" for path in _FEED_FORWARDS for name in ("wi",
 _BIAS = "layer.0.SelfAttention.relative_attention_bias"
 
 T5 = Table(
-    stage=StagePlan(layers="encoder.block", entry=("encoder.embed_tokens",)),
+    stage=StagePlan(layers="encoder.block", entry=("shared",)),
     stacks=("decoder.block",),
     regions=(*_ATTENTIONS, *_FEED_FORWARDS),
     column=(*(f"{path}.{name}" for path in _ATTENTIONS for name in "qkv"), *_WIDENING),

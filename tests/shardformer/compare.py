@@ -136,7 +136,8 @@ def batch_for(model: nn.Module) -> dict[str, Tensor]:
             "labels": tokens[:, None].repeat(1, 2, 1),
             "mc_labels": torch.tensor([0, 1, 1]),
         }
-    return batch if name.endswith("Model") else {**batch, "labels": tokens}
+    has_head = "Head" in name or not name.endswith("Model")
+    return {**batch, "labels": tokens} if has_head else batch
 
 
 def _targeted(name: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
