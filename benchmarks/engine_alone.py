@@ -12,15 +12,16 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from echelon.cluster.mesh import ParallelMesh
+from echelon.pipeline.action import placement
 from echelon.pipeline.communicate import with_communication
 from echelon.pipeline.microbatch import split
 from echelon.pipeline.runner import run_schedule
-from echelon.pipeline.schedules import SCHEDULES
+from echelon.pipeline.schedules import build_schedule
 from echelon.pipeline.transport import Transport
 
 _WIDTH = 8
-# Those that have one stage on a rank in both: a microbatch is two actions of each rank.
-STYLES = ("gpipe", "1f1b")
+# With the stages of a rank; those whose backwards are whole in both, so that the actions are the same.
+STYLES = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 
 
 class Engine(Protocol):
@@ -30,7 +31,7 @@ class Engine(Protocol):
         """All forwards and backwards of a batch."""
 
     def gradients(self) -> list[Tensor]:
-        """Those of this rank's layer."""
+        """Those of this rank's layers."""
 
     def forget(self) -> None:
         """Drop the gradients."""
@@ -56,10 +57,16 @@ class EchelonEngine:
 
     def __init__(self, style: str, mesh: ParallelMesh, num_microbatches: int) -> None:
         rank, size = mesh.rank("pp"), mesh.size("pp")
-        self._layer = _layer(mesh.device)
-        self._actions = with_communication(SCHEDULES[style](size, num_microbatches), size)[rank]
-        self._stages = {rank: _TinyStage(self._layer, rank, size)}
-        self._transport = Transport(mesh)
+        computations = build_schedule(style, size, num_microbatches, STYLES[style])
+        holders = placement(computations)
+        held = [stage for stage, holder in enumerate(holders) if holder == rank]
+        self._layers = _layers(len(held), mesh.device)
+        self._actions = with_communication(computations)[rank]
+        self._stages = {
+            stage: _TinyStage(layer, stage, len(holders))
+            for stage, layer in zip(held, self._layers, strict=True)
+        }
+        self._transport = Transport(mesh, holders)
         self._batch = torch.ones(num_microbatches, _WIDTH, device=mesh.device)
         self._num_microbatches = num_microbatches
 
@@ -76,12 +83,12 @@ class EchelonEngine:
         )
 
     def gradients(self) -> list[Tensor]:
-        """Those of this rank's layer."""
-        return _gradients(self._layer)
+        """Those of this rank's layers."""
+        return _gradients(self._layers)
 
     def forget(self) -> None:
         """Drop the gradients."""
-        self._layer.zero_grad()
+        self._layers.zero_grad()
 
 
 class TorchEngine:
@@ -89,9 +96,12 @@ class TorchEngine:
 
     def __init__(self, style: str, mesh: ParallelMesh, num_microbatches: int) -> None:
         rank, size = mesh.rank("pp"), mesh.size("pp")
-        self._layer = _layer(mesh.device)
         held = stages_of(style, rank, size)
-        stages = [pipelining.PipelineStage(self._layer, index, size, mesh.device) for index in held]
+        self._layers = _layers(len(held), mesh.device)
+        stages = [
+            pipelining.PipelineStage(layer, stage, len(held) * size, mesh.device)
+            for stage, layer in zip(held, self._layers, strict=True)
+        ]
         self._schedule = make_schedule(
             style,
             stages,
@@ -107,12 +117,12 @@ class TorchEngine:
         self._schedule.step(*self._inputs, target=self._target, return_outputs=False)
 
     def gradients(self) -> list[Tensor]:
-        """Those of this rank's layer."""
-        return _gradients(self._layer)
+        """Those of this rank's layers."""
+        return _gradients(self._layers)
 
     def forget(self) -> None:
         """Drop the gradients."""
-        self._layer.zero_grad()
+        self._layers.zero_grad()
 
 
 ENGINES: Mapping[str, Callable[[str, ParallelMesh, int], Engine]] = {
@@ -135,7 +145,7 @@ def time_engines(
     """
     clock = Clock(mesh.device)
     found = []
-    for style in STYLES:
+    for style, chunks in STYLES.items():
         engines = {name: build(style, mesh, num_microbatches) for name, build in ENGINES.items()}
         _require_equal(style, engines)
         own = [[_timed(clock, engine) for engine in engines.values()] for _ in range(-warmup, rounds)]
@@ -145,7 +155,7 @@ def time_engines(
                 "style": style,
                 "microbatches": num_microbatches,
                 "microseconds": {
-                    name: median(column) * 1e6 / (2 * num_microbatches)
+                    name: median(column) * 1e6 / (2 * num_microbatches * chunks)
                     for name, column in zip(engines, zip(*steps, strict=True), strict=True)
                 },
                 "engine_ratio": median(ours / theirs for ours, theirs in steps),
@@ -174,13 +184,13 @@ def _require_equal(style: str, engines: Mapping[str, Engine]) -> None:
             raise AssertionError(f"the engines' gradients differ under {style}: {ours} and {theirs}")
 
 
-def _layer(device: torch.device) -> nn.Linear:
+def _layers(count: int, device: torch.device) -> nn.ModuleList:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return nn.Linear(_WIDTH, _WIDTH).to(device)
+        return nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(count)).to(device)
 
 
-def _gradients(layer: nn.Module) -> list[Tensor]:
-    gradients = [parameter.grad for parameter in layer.parameters()]
+def _gradients(layers: nn.Module) -> list[Tensor]:
+    gradients = [parameter.grad for parameter in layers.parameters()]
     assert all(gradient is not None for gradient in gradients)
     return gradients  # type: ignore[return-value]

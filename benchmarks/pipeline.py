@@ -30,11 +30,12 @@ from workload import Workload, adamw
 from echelon import Booster, HybridParallelPlugin, launch_from_torch
 from echelon.cluster.launch import default_device
 from echelon.cluster.mesh import ParallelMesh
-from echelon.pipeline.plan import spread_layers
+from echelon.pipeline.balance import deal_layers
+from echelon.pipeline.schedules import build_schedule
+from echelon.pipeline.simulate import Costs, simulate
 
-# Echelon's styles, with the stages of a rank and how often the bubble of all forwards, then all backwards,
-# (p - 1) / m of the work, goes into theirs where a backward is two forwards' work, half of it for the weights.
-STYLES = {"gpipe": (1, 1), "1f1b": (1, 1), "interleaved": (2, 2), "zbh1": (1, 3), "zbv": (2, 6)}
+# Echelon's styles, with the stages that a rank holds under each.
+STYLES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbh1": 1, "zbv": 2}
 
 
 class EchelonPipeline:
@@ -49,7 +50,6 @@ class EchelonPipeline:
 
     def __init__(self, style: str, workload: Workload, *, num_ranks: int, counts: Sequence[int]) -> None:
         self.name = f"echelon {style}"
-        chunks = {"num_model_chunks": 2} if style == "interleaved" else {}
         plugin = HybridParallelPlugin(
             tp_size=1,
             pp_size=num_ranks,
@@ -57,7 +57,7 @@ class EchelonPipeline:
             num_microbatches=workload.microbatches,
             pp_style=style,
             num_layers_per_stage=counts,
-            **chunks,
+            num_model_chunks=STYLES[style],
         )
         self._booster = Booster(plugin=plugin)
         model = workload.model()
@@ -189,7 +189,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for microbatches in (8, 32)
         for row in time_engines(mesh, num_microbatches=microbatches, rounds=5 * arguments.rounds, warmup=10)
     ]
-    return results | {"summary": summary(results["seconds"], arguments.pp, workload)}
+    return results | {"summary": summary(results["seconds"], arguments.pp, workload.microbatches)}
 
 
 def make_contenders(
@@ -198,34 +198,34 @@ def make_contenders(
     """All contenders, from equal weights. Collective over the world."""
     num_ranks, rank = arguments.pp, dist.get_rank()
     given = {1: arguments.layers_per_stage, 2: arguments.layers_per_chunk}
-    counts = {chunks: given[chunks] or spread_layers(workload.layers, chunks * num_ranks) for chunks in given}
+    counts = {chunks: given[chunks] or deal_layers(workload.layers, chunks * num_ranks) for chunks in given}
     ours = [
-        EchelonPipeline(style, workload, num_ranks=num_ranks, counts=counts[STYLES[style][0]])
+        EchelonPipeline(style, workload, num_ranks=num_ranks, counts=counts[STYLES[style]])
         for style in arguments.schedules
     ]
     theirs = [
         peers.TorchPipeline(
-            style, workload, device, rank=rank, num_ranks=num_ranks, counts=counts[STYLES[style][0]]
+            style, workload, device, rank=rank, num_ranks=num_ranks, counts=counts[STYLES[style]]
         )
         for style in peers.STYLES
     ]
     return [*ours, *theirs]
 
 
-def ideal(style: str, num_ranks: int, workload: Workload) -> float:
+def ideal(style: str, num_ranks: int, num_microbatches: int) -> float:
     """A step under a style, as a part of one process's step: equal shares, the bubble, and nothing else."""
-    bubble = (num_ranks - 1) / (STYLES[style][1] * workload.microbatches)
-    return (1 + bubble) / num_ranks
+    computations = build_schedule(style, num_ranks, num_microbatches, STYLES[style])
+    return (1 + simulate(computations, Costs()).bubble) / num_ranks
 
 
-def summary(seconds: Mapping[str, Sequence[float]], num_ranks: int, workload: Workload) -> dict[str, Any]:
+def summary(seconds: Mapping[str, Sequence[float]], num_ranks: int, num_microbatches: int) -> dict[str, Any]:
     """The contenders' medians and ratios, and the two numbers of the last line."""
     ours = [name for name in seconds if name.startswith("echelon")]
     best_peer = report.fastest(seconds, [name for name in seconds if name.startswith("torch")])
     best = report.fastest(seconds, ours)
     rows = {}
     for name, times in seconds.items():
-        share = 1.0 if name == "one process" else ideal(name.split()[1], num_ranks, workload)
+        share = 1.0 if name == "one process" else ideal(name.split()[1], num_ranks, num_microbatches)
         rows[name] = {
             "median": median(times),
             "quartiles": report.spread(times),
