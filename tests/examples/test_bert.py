@@ -1,48 +1,20 @@
 """The BERT example: its data, its refusals, and that a layout's losses are those of one process."""
 
-import importlib.util
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 import transformers
 
+from .scripts import load, refusal, run
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "language" / "bert"
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"bert_example_{name}", EXAMPLE / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-data = load("data")
-
-
-def run(*arguments: str, processes: int = 1, status: int = 0) -> str:
-    """What the script prints; its progress bar is beside that, on the error stream."""
-    script = [str(EXAMPLE / "finetune.py"), *arguments]
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    done = subprocess.run([*launcher, *script], capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
-
-
-def run_refused(*arguments: str) -> str:
-    """What the script says on the error stream when it ends with status 2."""
-    script = [sys.executable, str(EXAMPLE / "finetune.py"), *arguments]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2, done.stderr[-4000:]
-    return done.stderr
+SCRIPT = EXAMPLE / "finetune.py"
+data = load(EXAMPLE / "data.py")
 
 
 def bag(pairs: list[dict]) -> torch.Tensor:
@@ -146,27 +118,11 @@ def test_a_missing_folder_and_a_hub_that_cannot_be_reached_say_what_to_give(
     assert data.pretrained_source(str(tmp_path)) == str(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "sizes"), [(1, (1, 1)), (2, (1, 2)), (3, (1, 1)), (4, (2, 2)), (6, (1, 2)), (8, (2, 2))]
-)
-def test_sizes_default_to_what_the_number_of_processes_allows(
-    world_size: int, sizes: tuple[int, int]
-) -> None:
-    sys.path.insert(0, str(EXAMPLE))
-    try:
-        finetune = load("finetune")
-    finally:
-        sys.path.remove(str(EXAMPLE))
-    assert finetune.default_sizes(world_size, None, None) == sizes
-    assert finetune.default_sizes(4, 4, None) == (4, 1)
-    assert finetune.default_sizes(4, None, 1) == (2, 1)
-
-
 def test_the_first_20_losses_of_tp2_pp2_are_those_of_one_process(tmp_path: Path) -> None:
     common = ("--precision", "fp32", "--dropout", "0", "--epochs", "1", "--max_steps", "20")
     whole, split = tmp_path / "whole.jsonl", tmp_path / "split.jsonl"
-    run(*common, "--log_losses", str(whole))
-    output = run(*common, "--log_losses", str(split), "--plugin", "hybrid_parallel", processes=4)
+    run(SCRIPT, *common, "--log_losses", str(whole))
+    output = run(SCRIPT, *common, "--log_losses", str(split), "--plugin", "hybrid_parallel", processes=4)
     assert "f1=" in output.strip().splitlines()[-1]
     expected, found = (
         [json.loads(line)["loss"] for line in path.read_text().splitlines()] for path in (whole, split)
@@ -177,19 +133,27 @@ def test_the_first_20_losses_of_tp2_pp2_are_those_of_one_process(tmp_path: Path)
 
 @pytest.mark.parametrize("plugin", ["torch_ddp", "torch_ddp_fp16", "low_level_zero"])
 def test_every_other_plugin_runs_and_misses_a_target_with_status_1(plugin: str) -> None:
-    output = run("--plugin", plugin, "--epochs", "1", "--max_steps", "2", "--target_f1", "1.01", status=1)
+    output = run(
+        SCRIPT, "--plugin", plugin, "--epochs", "1", "--max_steps", "2", "--target_f1", "1.01", status=1
+    )
     assert "is below the target 1.01" in output
     assert "seconds=" in output.strip().splitlines()[-1]
 
 
 def test_an_option_that_a_plugin_does_not_take_is_refused() -> None:
     arguments = ("--plugin", "torch_ddp", "--tp_size", "2", "--precision", "fp16")
-    told = run_refused(*arguments)
+    told = refusal(SCRIPT, *arguments)
     assert "--plugin torch_ddp does not take --tp_size, --precision" in told
 
 
+def test_what_the_plugin_refuses_is_told_at_once() -> None:
+    told = refusal(SCRIPT, "--precision", "fp8", "--tp_size", "3")
+    assert "precision='fp8'" in told
+    assert "tp_size=3" in told
+
+
 def test_a_test_set_that_leaves_one_sample_for_the_last_batch_is_judged_whole() -> None:
-    output = run("--epochs", "1", "--max_steps", "1", "--batch_size", "37")  # 1000 = 27 × 37 + 1
+    output = run(SCRIPT, "--epochs", "1", "--max_steps", "1", "--batch_size", "37")  # 1000 = 27 × 37 + 1
     assert "accuracy=" in output.strip().splitlines()[-1]
 
 
@@ -209,5 +173,5 @@ def test_a_pretrained_directory_and_mrpc_files_train(tmp_path: Path) -> None:
     transformers.BertForMaskedLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     arguments = ("--data_dir", str(tmp_path), "--model_name_or_path", str(folder))
-    output = run(*arguments, "--epochs", "1", "--batch_size", "4", "--num_microbatches", "2")
+    output = run(SCRIPT, *arguments, "--epochs", "1", "--batch_size", "4", "--num_microbatches", "2")
     assert "f1=" in output.strip().splitlines()[-1]

@@ -30,23 +30,23 @@ from transformers import (
     get_linear_schedule_with_warmup,
 )
 
-from echelon import (
-    Booster,
-    DistCoordinator,
-    HybridParallelPlugin,
-    LowLevelZeroPlugin,
-    TorchDDPPlugin,
-    launch_from_torch,
-)
+from echelon import Booster, DistCoordinator, TorchDDPPlugin, launch_from_torch
 
-PLUGINS = ("torch_ddp", "torch_ddp_fp16", "low_level_zero", "hybrid_parallel")
+sys.path.append(str(Path(__file__).parents[1]))  # what the examples of this folder share
+from command_line import (
+    BAD_ARGUMENTS,
+    FirstRankParser,
+    add_plugin_options,
+    booster_or_faults,
+    max_norm_of,
+    refused_options,
+    tell_faults,
+)
+from train_step import mean_over_replicas, on_device_of, train_step
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--plugin", choices=PLUGINS, default="hybrid_parallel")
+    parser = FirstRankParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_type", choices=["bert"], default="bert")
     parser.add_argument(
         "--model_name_or_path", help="a local directory of model and tokenizer, or a name on the hub"
@@ -56,68 +56,21 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--data_dir", type=Path, help="a folder with MRPC's train.tsv and test.tsv")
     parser.add_argument("--target_f1", type=float, help="end with status 1 below it")
-    parser.add_argument("--tp_size", type=int, help="default: what the number of processes allows")
-    parser.add_argument("--pp_size", type=int, help="default: what the number of processes allows")
-    parser.add_argument("--zero_stage", type=int, help="default: 1 for low_level_zero, else 0")
-    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="default: bf16")
-    parser.add_argument("--num_microbatches", type=int, help="default: 4")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch_size", type=int, default=32, help="of all processes together")
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--warmup_fraction", type=float, default=0.1)
     parser.add_argument("--dropout", type=float, help="default: a pretrained model's own, 0 for a new one")
-    parser.add_argument("--max_norm", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--max_steps", type=int, help="end an epoch early")
     parser.add_argument(
         "--log_losses", type=Path, help="write the loss of each step to this file, as JSON lines"
     )
+    add_plugin_options(parser)
     arguments = parser.parse_args()
-    refused = {
-        "hybrid_parallel": (),
-        "low_level_zero": ("tp_size", "pp_size"),
-        "torch_ddp": ("tp_size", "pp_size", "zero_stage", "num_microbatches", "precision"),
-        "torch_ddp_fp16": ("tp_size", "pp_size", "zero_stage", "num_microbatches", "precision"),
-    }[arguments.plugin]
-    if given := [f"--{name}" for name in refused if getattr(arguments, name) is not None]:
-        parser.error(
-            f"--plugin {arguments.plugin} does not take {', '.join(given)}: leave out, or take another"
-        )
-    arguments.precision = arguments.precision or "bf16"
-    if arguments.num_microbatches is None:
-        arguments.num_microbatches = 4
+    if refused := refused_options(arguments):
+        parser.error(refused[0])
     return arguments
-
-
-def default_sizes(world_size: int, tp_size: int | None, pp_size: int | None) -> tuple[int, int]:
-    """Tensor and pipeline sizes: 2 each where the number of processes allows, the pipeline first."""
-    if pp_size is None:
-        pp_size = 2 if world_size % (2 * (tp_size or 1)) == 0 else 1
-    if tp_size is None:
-        tp_size = 2 if world_size % (2 * pp_size) == 0 else 1
-    return tp_size, pp_size
-
-
-def make_booster(arguments: argparse.Namespace, world_size: int) -> Booster:
-    if arguments.plugin == "torch_ddp":
-        return Booster(plugin=TorchDDPPlugin())
-    if arguments.plugin == "torch_ddp_fp16":
-        return Booster(plugin=TorchDDPPlugin(), mixed_precision="fp16")
-    common: dict[str, Any] = dict(
-        precision=arguments.precision,
-        num_microbatches=arguments.num_microbatches,
-        initial_scale=2**16,
-        max_norm=arguments.max_norm,
-    )
-    if arguments.plugin == "low_level_zero":
-        stage = 1 if arguments.zero_stage is None else arguments.zero_stage
-        return Booster(plugin=LowLevelZeroPlugin(stage=stage, **common))
-    tp_size, pp_size = default_sizes(world_size, arguments.tp_size, arguments.pp_size)
-    return Booster(
-        plugin=HybridParallelPlugin(
-            tp_size=tp_size, pp_size=pp_size, zero_stage=arguments.zero_stage or 0, **common
-        )
-    )
 
 
 def load_data(arguments: argparse.Namespace) -> tuple[datasets.DatasetDict, PreTrainedTokenizerBase]:
@@ -173,35 +126,8 @@ def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=lr)
 
 
-def train_step(booster: Booster, model: nn.Module, optimizer: Any, batches: Any, max_norm: float) -> float:
-    """One step; the loss of this replica's batch."""
-    if isinstance(booster.plugin, TorchDDPPlugin):
-        loss = model(**on_device_of(model, next(batches))).loss
-        booster.backward(loss, optimizer)
-        if max_norm > 0:
-            optimizer.clip_grad_by_norm(max_norm)  # the other plugins clip in step()
-    else:
-        loss = booster.execute_pipeline(batches, model, criterion, optimizer)["loss"]
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
-def on_device_of(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch where the model is; `execute_pipeline` does this itself."""
-    device = next(model.parameters()).device
-    return {name: tensor.to(device) for name, tensor in batch.items()}
-
-
 def criterion(outputs: Any, inputs: Any) -> Tensor:
     return outputs.loss
-
-
-def mean_over_replicas(loss: float, booster: Booster) -> float:
-    """The mean of a figure that all ranks of a replica share."""
-    total = torch.tensor(loss, dtype=torch.float64)
-    dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
 
 
 @torch.no_grad()
@@ -278,9 +204,11 @@ def train(
         )
         start = time.monotonic()
         for step in bar:
-            loss = train_step(booster, model, optimizer, batches, arguments.max_norm)
+            loss, _ = train_step(
+                booster, model, optimizer, batches, criterion=criterion, max_norm=max_norm_of(arguments)
+            )
             scheduler.step()
-            losses.append(mean_over_replicas(loss, booster))
+            losses.append(mean_over_replicas(loss))
             speed = arguments.batch_size * (step + 1) / (time.monotonic() - start)
             bar.set_postfix_str(
                 f"loss {losses[-1]:.4f}, lr {scheduler.get_last_lr()[0]:.2e}, {speed:.0f} samples/s"
@@ -295,12 +223,15 @@ def main() -> int:
     datasets.disable_progress_bars()
     coordinator = DistCoordinator()
     start = time.monotonic()
-    booster = make_booster(arguments, coordinator.world_size)
-    num_replicas = booster.plugin.data_rank[1]
+    booster, faults = booster_or_faults(arguments, coordinator.world_size)
+    num_replicas = booster.plugin.data_rank[1] if booster else 1
     if arguments.batch_size % num_replicas:
-        raise ValueError(
+        faults.append(
             f"--batch_size {arguments.batch_size} does not divide by {num_replicas} data-parallel ranks"
         )
+    if tell_faults(faults, program="finetune.py") or booster is None:
+        coordinator.destroy()
+        return BAD_ARGUMENTS
     data, tokenizer = load_data(arguments)
     loader = booster.plugin.prepare_dataloader(
         data["train"],
