@@ -156,6 +156,24 @@ def booster_or_faults(
         return None, faults or [str(error)]
 
 
+def batch_faults(arguments: argparse.Namespace, booster: Booster, names: Sequence[str]) -> list[str]:
+    """Why batches of these sizes, of all processes together, cannot be dealt out and cut."""
+    faults = []
+    num_replicas = booster.plugin.data_rank[1]
+    is_cut = not isinstance(booster.plugin, TorchDDPPlugin) and arguments.microbatch_size is None
+    parts = (arguments.num_microbatches or DEFAULTS["num_microbatches"]) if is_cut else 1
+    for name in names:
+        size = getattr(arguments, name)
+        if size % num_replicas:
+            faults.append(f"--{name} {size} does not divide by {num_replicas} data-parallel ranks")
+        elif size < num_replicas * parts:
+            faults.append(
+                f"--{name} {size} is too small for {num_replicas} data-parallel rank(s) with {parts} microbatches "
+                f"each: use at least {num_replicas * parts}, or fewer --num_microbatches"
+            )
+    return faults
+
+
 def max_norm_of(arguments: argparse.Namespace) -> float:
     """The norm to clip to, for plugins that leave clipping to the script."""
     return DEFAULTS["max_norm"] if arguments.max_norm is None else arguments.max_norm

@@ -37,6 +37,7 @@ from command_line import (
     BAD_ARGUMENTS,
     FirstRankParser,
     add_plugin_options,
+    batch_faults,
     booster_or_faults,
     max_norm_of,
     refused_options,
@@ -224,14 +225,12 @@ def main() -> int:
     coordinator = DistCoordinator()
     start = time.monotonic()
     booster, faults = booster_or_faults(arguments, coordinator.world_size)
-    num_replicas = booster.plugin.data_rank[1] if booster else 1
-    if arguments.batch_size % num_replicas:
-        faults.append(
-            f"--batch_size {arguments.batch_size} does not divide by {num_replicas} data-parallel ranks"
-        )
+    if booster is not None:
+        faults += batch_faults(arguments, booster, ["batch_size"])
     if tell_faults(faults, program="finetune.py") or booster is None:
         coordinator.destroy()
         return BAD_ARGUMENTS
+    num_replicas = booster.plugin.data_rank[1]
     data, tokenizer = load_data(arguments)
     loader = booster.plugin.prepare_dataloader(
         data["train"],

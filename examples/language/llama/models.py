@@ -1,0 +1,149 @@
+"""Causal models of a chosen type and size, and their optimizer, for the Llama example."""
+
+import json
+import math
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from echelon.shardformer.shard_former import policy_for
+from echelon.shardformer.table import model_types
+
+# hidden size, layers, heads, key-value heads, width of the MLP (where the type has the last two)
+SIZES = {
+    "tiny": (128, 4, 4, 2, 384),
+    "small": (256, 6, 8, 4, 768),
+    "32m": (512, 8, 8, 8, 1408),
+    "125m": (768, 12, 12, 12, 2048),
+    "350m": (1024, 24, 16, 16, 2816),
+    "1b": (2048, 22, 32, 4, 5632),
+    "3b": (2560, 32, 32, 32, 6912),
+    "7b": (4096, 32, 32, 32, 11008),
+}
+DEFAULT_SIZE = "tiny"
+
+
+def causal_types() -> list[str]:
+    """The model types that read from left to right and that a table can split."""
+    return [
+        name
+        for name in model_types()
+        if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and name not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    ]
+
+
+def sized_config(model_type: str, size: str, *, vocabulary: int, sequence_length: int) -> PretrainedConfig:
+    """A config of the type in one of SIZES, without dropout.
+
+    Names that a type does not have are left out: GPT-2 has no key-value heads.
+    """
+    hidden, layers, heads, key_value_heads, width = SIZES[size]
+    settings = {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_value_heads,
+        "head_dim": hidden // heads,
+        "intermediate_size": width,
+        "max_position_embeddings": sequence_length,
+    }
+    usual = AutoConfig.for_model(model_type)
+    known = {name: value for name, value in settings.items() if hasattr(usual, name)}
+    dropouts = {
+        name: 0.0 for name, value in vars(usual).items() if "drop" in name and isinstance(value, float)
+    }
+    return AutoConfig.for_model(model_type, **known, **dropouts)
+
+
+def config_from_file(path: Path, model_type: str | None) -> tuple[PretrainedConfig | None, list[str]]:
+    """The config of a JSON file as transformers writes it, and what is wrong with it."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return None, [f"--config {path}: cannot be read as JSON: {error}"]
+    if not isinstance(settings, dict) or not isinstance(settings.get("model_type"), str):
+        return None, [f'--config {path}: names no "model_type"']
+    own = settings.pop("model_type")
+    if model_type not in (None, own):
+        return None, [f"--config {path} is a {own}, and --model_type is {model_type}: leave one out"]
+    if own not in causal_types():
+        return None, [f"--config {path}: model_type {own!r} must be one of {', '.join(causal_types())}"]
+    try:
+        return AutoConfig.for_model(own, **settings), []
+    except Exception as error:  # transformers raises many kinds, some of them not its own
+        return None, [f"--config {path}: transformers does not take it: {error}"]
+
+
+def config_faults(config: PretrainedConfig, *, sequence_length: int, vocabulary: int) -> list[str]:
+    """Why a model of this config cannot read these sequences."""
+    faults = []
+    longest = getattr(config, "max_position_embeddings", sequence_length)
+    if sequence_length > longest:
+        faults.append(f"--sequence_length {sequence_length} is more than the config's {longest} positions")
+    if vocabulary > config.vocab_size:
+        faults.append(f"--vocab_size {vocabulary} is more than the config's vocab_size {config.vocab_size}")
+    return faults
+
+
+def split_faults(config: PretrainedConfig, *, tp_size: int, pp_size: int) -> list[str]:
+    """Why a model of this config cannot be built or split so; known without its weights."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # as above
+        return [f"transformers cannot build a model of this config: {error}"]
+    policy = policy_for(model)
+    policy.set_model(model)
+    return policy.faults(tp_size=tp_size, pp_size=pp_size)
+
+
+def make_model(config: PretrainedConfig, *, end_of_text: int, seed: int) -> nn.Module:
+    """A model with random weights in float32, equal on every rank; its special tokens are the tokenizer's."""
+    config.bos_token_id = config.eos_token_id = end_of_text
+    config.pad_token_id = None  # there is no padding, and its row of the embedding would not be trained
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+
+
+def checkpoint_layers(model: Any, ratio: float) -> None:
+    """Let this share of the layers, evenly spread, recompute their activations in backward."""
+    model.gradient_checkpointing_enable()
+    share = Fraction(ratio).limit_denominator(1000)
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for index, layer in enumerate(layers):
+        layer.gradient_checkpointing = math.floor((index + 1) * share) > math.floor(index * share)
+
+
+def make_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    """AdamW with weight decay on matrices alone."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [one for one in parameters if one.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [one for one in parameters if one.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
+
+
+def make_scheduler(
+    optimizer: torch.optim.Optimizer, *, num_steps: int, warmup_steps: int, min_lr_fraction: float
+) -> LambdaLR:
+    """A linear warm-up that begins above 0, then half a cosine down to a fraction of the learning rate."""
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / (warmup_steps + 1)
+        progress = min((step - warmup_steps) / max(num_steps - warmup_steps, 1), 1.0)
+        return min_lr_fraction + (1 - min_lr_fraction) * (1 + math.cos(math.pi * progress)) / 2
+
+    return LambdaLR(optimizer, factor)

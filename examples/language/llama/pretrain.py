@@ -1,0 +1,378 @@
+r"""Train a causal language model from nothing on text files, under any plugin.
+
+    python examples/language/llama/pretrain.py
+    torchrun --standalone --nproc_per_node 4 examples/language/llama/pretrain.py \
+        --data ../shared/data/tinyshakespeare --tp_size 2 --pp_size 2 --log losses.jsonl --curve losses.svg
+
+By default the text is a part of Python's own library, so that nothing is downloaded.
+"""
+
+import argparse
+import itertools
+import math
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import data as texts
+import datasets
+import metrics
+import models
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+from transformers import PretrainedConfig
+
+from echelon import Booster, DistCoordinator, TorchDDPPlugin, launch_from_torch
+
+sys.path.append(str(Path(__file__).parents[1]))  # what the examples of this folder share
+from command_line import (
+    BAD_ARGUMENTS,
+    FirstRankParser,
+    add_plugin_options,
+    batch_faults,
+    booster_or_faults,
+    max_norm_of,
+    refused_options,
+    tell_faults,
+)
+from train_step import mean_over_replicas, on_device_of, train_step
+
+PROGRAM = "pretrain.py"
+DEFAULT_STEPS = 200
+DEFAULT_VOCABULARY = 2048
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = FirstRankParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--data", type=Path, nargs="+", metavar="FILE", help="text files, or folders with *.txt")
+    add("--max_bytes", type=int, help=f"of the default data; default: {texts.MAX_BYTES}")
+    add("--cache_dir", type=Path, help="keeps tokenizer and sequences for later runs; default: none are kept")
+    add("--sequence_length", type=int, default=128)
+    add("--vocab_size", type=int, help=f"default: the config's, or {DEFAULT_VOCABULARY}")
+    add("--model_type", choices=models.causal_types(), help="default: llama")
+    add("--size", choices=models.SIZES, help=f"default: {models.DEFAULT_SIZE}")
+    add("--config", type=Path, metavar="FILE.json", help="a config of transformers, instead of a size")
+    add("--gradient_checkpoint_ratio", type=float, default=0.0, help="of the layers, from 0 to 1")
+    add("--steps", type=int, help=f"default: {DEFAULT_STEPS}")
+    add("--epochs", type=int, help="instead of --steps")
+    add("--batch_size", type=int, default=16, help="sequences per step of all processes together")
+    add("--lr", type=float, default=3e-3, help="the highest, after warm-up")
+    add("--min_lr_fraction", type=float, default=0.1, help="of --lr, at the end")
+    add("--warmup_fraction", type=float, default=0.1, help="of the steps")
+    add("--weight_decay", type=float, default=0.1, help="of matrices; the rest has none")
+    add("--eval_every", type=int, default=50, help="steps; 0 never evaluates")
+    add("--eval_sequences", type=int, default=64, help="the last ones, which are not trained on")
+    add("--eval_batch_size", type=int, help="default: twice --batch_size")
+    add("--seed", type=int, default=42)
+    add("--log", type=Path, metavar="FILE.jsonl", help="one JSON object per step")
+    add("--curve", type=Path, metavar="FILE.svg", help="a picture of the losses: .png, .svg or .pdf")
+    add_plugin_options(parser)
+    return parser
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The arguments, with defaults that depend on others filled in."""
+    arguments = make_parser().parse_args()
+    if arguments.eval_batch_size is None:
+        arguments.eval_batch_size = 2 * arguments.batch_size
+    if arguments.steps is None and arguments.epochs is None:
+        arguments.steps = DEFAULT_STEPS
+    return arguments
+
+
+def value_faults(arguments: argparse.Namespace) -> list[str]:
+    """Numbers out of their range, and options that exclude each other."""
+    lowest = {
+        "sequence_length": 2,
+        "vocab_size": texts.MIN_VOCABULARY,
+        "max_bytes": 1,
+        "steps": 1,
+        "epochs": 1,
+        "batch_size": 1,
+        "eval_batch_size": 1,
+        "eval_sequences": 1,
+        "eval_every": 0,
+        "weight_decay": 0,
+        "lr": 0,
+        "warmup_fraction": 0,
+        "min_lr_fraction": 0,
+        "gradient_checkpoint_ratio": 0,
+    }
+    highest = dict.fromkeys(("warmup_fraction", "min_lr_fraction", "gradient_checkpoint_ratio"), 1)
+    faults = []
+    for name, low in lowest.items():
+        value, high = getattr(arguments, name), highest.get(name, math.inf)
+        if value is not None and not low <= value <= high:
+            allowed = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+            faults.append(f"--{name} {value} must be {allowed}")
+    for first, second in (("steps", "epochs"), ("size", "config"), ("data", "max_bytes")):
+        if getattr(arguments, first) is not None and getattr(arguments, second) is not None:
+            faults.append(f"--{first} and --{second} exclude each other: give one")
+    return faults
+
+
+def chosen_config(arguments: argparse.Namespace) -> tuple[PretrainedConfig | None, int, list[str]]:
+    """The model's config, the tokenizer's size, and what is wrong with them."""
+    if arguments.config is None:
+        vocabulary = arguments.vocab_size or DEFAULT_VOCABULARY
+        config = models.sized_config(
+            arguments.model_type or "llama",
+            arguments.size or models.DEFAULT_SIZE,
+            vocabulary=vocabulary,
+            sequence_length=arguments.sequence_length,
+        )
+        return config, vocabulary, []
+    config, faults = models.config_from_file(arguments.config, arguments.model_type)
+    if config is None:
+        return None, 0, faults
+    vocabulary = arguments.vocab_size or config.vocab_size
+    return (
+        config,
+        vocabulary,
+        models.config_faults(config, sequence_length=arguments.sequence_length, vocabulary=vocabulary),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run works with, known to be sound."""
+
+    booster: Booster
+    config: PretrainedConfig
+    recipe: texts.Recipe
+
+
+def plan_or_none(arguments: argparse.Namespace, world_size: int) -> Plan | None:
+    """All that is asked for, or None once the first rank has told what is wrong with it. All-gather."""
+    faults = value_faults(arguments) + refused_options(arguments)
+    faults += metrics.file_faults(arguments.log, arguments.curve)
+    if arguments.data is None:
+        files, file_faults = texts.library_files(arguments.max_bytes or texts.MAX_BYTES)
+    else:
+        files, file_faults = texts.files_of(arguments.data)
+    config, vocabulary, config_faults = chosen_config(arguments)
+    booster, plugin_faults = booster_or_faults(arguments, world_size)
+    faults += file_faults + config_faults + plugin_faults
+    if booster is not None:
+        faults += batch_faults(arguments, booster, ["batch_size", "eval_batch_size"])
+        if config is not None:
+            plugin = booster.plugin
+            faults += models.split_faults(config, tp_size=plugin.tp_size, pp_size=plugin.pp_size)
+    if tell_faults(faults, program=PROGRAM) or booster is None or config is None:
+        return None
+    recipe = texts.Recipe(files=files, vocabulary=vocabulary, sequence_length=arguments.sequence_length)
+    return Plan(booster=booster, config=config, recipe=recipe)
+
+
+@contextmanager
+def folder_of_texts(cache_dir: Path | None) -> Iterator[Path]:
+    """For the block, the folder for packed texts: the first rank's choice, gone afterwards. Broadcast."""
+    if cache_dir is not None:
+        yield cache_dir
+        return
+    is_first = dist.get_rank() == 0
+    chosen: list[Any] = [tempfile.mkdtemp(prefix="echelon-llama-") if is_first else None]
+    dist.broadcast_object_list(chosen)
+    try:
+        yield Path(chosen[0])
+    finally:
+        shutil.rmtree(chosen[0], ignore_errors=True)
+
+
+def packed_texts(
+    recipe: texts.Recipe, folder: Path, coordinator: DistCoordinator
+) -> tuple[datasets.Dataset, texts.Facts] | None:
+    """The sequences, made by the first rank and read by the others; None where ranks have other files.
+
+    A rank that does not see the first one's files, on another machine, makes its own, which are equal.
+    """
+    digests: list[Any] = [None] * coordinator.world_size
+    dist.all_gather_object(digests, recipe.digest())
+    faults = [
+        f"the texts on rank {rank}, or its versions of datasets and tokenizers, differ from those on rank 0"
+        for rank, digest in enumerate(digests)
+        if digest != digests[0]
+    ]
+    if tell_faults(faults, program=PROGRAM):
+        return None
+    place = folder / digests[0]
+    with coordinator.priority_execution():
+        texts.prepare(recipe, place)
+    return texts.load(place)
+
+
+def number_of_steps(arguments: argparse.Namespace, num_sequences: int) -> tuple[int, list[str]]:
+    """The steps of the run, and why there is too little text for it."""
+    num_trained = num_sequences - arguments.eval_sequences
+    if num_trained < arguments.batch_size:
+        needed = arguments.eval_sequences + arguments.batch_size
+        return 0, [
+            f"the texts make {num_sequences} sequences of {arguments.sequence_length} tokens, and --eval_sequences "
+            f"{arguments.eval_sequences} with one --batch_size {arguments.batch_size} need {needed}: give more text, "
+            "or a shorter --sequence_length, or less of the other two"
+        ]
+    return arguments.steps or arguments.epochs * (num_trained // arguments.batch_size), []
+
+
+def endless(loader: DataLoader) -> Iterator[dict[str, Tensor]]:
+    """Batches, each epoch in another order."""
+    for epoch in itertools.count():
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        yield from loader
+
+
+def summed_loss(outputs: Any, inputs: Any) -> tuple[Tensor, Tensor]:
+    """The losses of all tokens together, and how many those are; 0 and 0 for blank sequences."""
+    count = (inputs["labels"][:, 1:] != texts.IGNORED_LABEL).sum()
+    return torch.where(count > 0, outputs.loss.float() * count, 0.0), count
+
+
+@torch.no_grad()
+def evaluate(booster: Booster, model: nn.Module, loader: DataLoader, num_sequences: int) -> float:
+    """The mean loss per token over all sequences, on every rank. Collective over the world."""
+    model.eval()
+    batch_size = loader.batch_size * booster.plugin.data_rank[1]  # type: ignore[operator]
+    batches, total = iter(loader), 0.0
+    for start in range(0, num_sequences, batch_size):
+        if isinstance(booster.plugin, TorchDDPPlugin):
+            batch = on_device_of(model, next(batches))
+            figures = torch.stack(summed_loss(model(**batch), batch))
+            dist.all_reduce(figures)
+            loss = figures[0] / figures[1]
+        else:
+            loss = booster.execute_pipeline(batches, model, summed_loss)["loss"]
+        total += loss.item() * min(
+            batch_size, num_sequences - start
+        )  # all sequences have equally many tokens
+    model.train()
+    return total / num_sequences
+
+
+def train(
+    arguments: argparse.Namespace,
+    booster: Booster,
+    model: nn.Module,
+    optimizer: Any,
+    scheduler: Any,
+    sequences: datasets.Dataset,
+    num_steps: int,
+) -> list[dict[str, Any]]:
+    """All steps, told on the first rank by a bar, a line and a JSON object each; the records."""
+    is_first = dist.get_rank() == 0
+    num_replicas = booster.plugin.data_rank[1]
+    num_trained = len(sequences) - arguments.eval_sequences
+    batches = endless(
+        booster.plugin.prepare_dataloader(
+            texts.Examples(sequences.select(range(num_trained))),
+            batch_size=arguments.batch_size // num_replicas,
+            shuffle=True,
+            drop_last=True,
+            seed=arguments.seed,
+        )
+    )
+    held_out = booster.plugin.prepare_dataloader(
+        texts.Examples(
+            sequences.select(range(num_trained, len(sequences))), multiple=arguments.eval_batch_size
+        ),
+        batch_size=arguments.eval_batch_size // num_replicas,
+    )
+    records = []
+    with metrics.JsonLines(arguments.log if is_first else None) as log:
+        for step in tqdm(range(1, num_steps + 1), desc="training", disable=not is_first):
+            start = time.monotonic()
+            lr = scheduler.get_last_lr()[0]
+            loss, norm = train_step(booster, model, optimizer, batches, max_norm=max_norm_of(arguments))
+            scheduler.step()
+            record = {"step": step, "loss": mean_over_replicas(loss), "lr": lr, "grad_norm": norm}
+            tokens = arguments.batch_size * arguments.sequence_length
+            record["tokens_per_second"] = tokens / (time.monotonic() - start)
+            record["peak_memory_bytes"], record["peak_memory_of"] = highest_memory()
+            if arguments.eval_every and (step % arguments.eval_every == 0 or step == num_steps):
+                record["eval_loss"] = evaluate(booster, model, held_out, arguments.eval_sequences)
+                record["eval_perplexity"] = math.exp(min(record["eval_loss"], 700.0))
+            records.append(record)
+            log.write(record)
+            if is_first:
+                tqdm.write(metrics.line_of(record, num_steps), file=sys.stdout)
+    return records
+
+
+def highest_memory() -> tuple[int, str]:
+    """The peak memory of the process that needed most, and of what. All-reduce over the world."""
+    peak, of = metrics.peak_memory()
+    highest = torch.tensor(peak)
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    return int(highest), of
+
+
+def run(arguments: argparse.Namespace, coordinator: DistCoordinator) -> int:
+    """The whole run; the exit status."""
+    start = time.monotonic()
+    plan = plan_or_none(arguments, coordinator.world_size)
+    if plan is None:
+        return BAD_ARGUMENTS
+    with folder_of_texts(arguments.cache_dir) as folder:
+        packed = packed_texts(plan.recipe, folder, coordinator)
+        if packed is None:
+            return BAD_ARGUMENTS
+        sequences, facts = packed
+        num_steps, faults = number_of_steps(arguments, len(sequences))
+        if tell_faults(faults, program=PROGRAM):
+            return BAD_ARGUMENTS
+        model = models.make_model(plan.config, end_of_text=texts.END_OF_TEXT_ID, seed=arguments.seed)
+        coordinator.print_on_master(
+            f"{facts.documents} documents, {facts.tokens} tokens of {facts.vocabulary}, {len(sequences)} sequences, "
+            f"unigram entropy {facts.unigram_entropy:.4f}; "
+            f"{plan.config.model_type} of {sum(map(torch.numel, model.parameters())) / 1e6:.1f}M parameters"
+        )
+        if arguments.gradient_checkpoint_ratio:
+            models.checkpoint_layers(model, arguments.gradient_checkpoint_ratio)
+        optimizer = models.make_optimizer(model, lr=arguments.lr, weight_decay=arguments.weight_decay)
+        scheduler = models.make_scheduler(
+            optimizer,
+            num_steps=num_steps,
+            warmup_steps=math.ceil(arguments.warmup_fraction * num_steps),
+            min_lr_fraction=arguments.min_lr_fraction,
+        )
+        try:
+            boosted = plan.booster.boost(model, optimizer, lr_scheduler=scheduler)
+        except ValueError as error:  # what only the whole model shows, on every rank alike
+            tell_faults([str(error)], program=PROGRAM)
+            return BAD_ARGUMENTS
+        model, wrapped, _, _, scheduler = boosted
+        records = train(arguments, plan.booster, model, wrapped, scheduler, sequences, num_steps)
+    if arguments.curve is not None and coordinator.is_master():
+        metrics.draw_curve(records, arguments.curve, unigram_entropy=facts.unigram_entropy)
+    last = records[-1]
+    judged = f" eval_loss={last['eval_loss']:.4f}" if "eval_loss" in last else ""
+    coordinator.print_on_master(
+        f"loss={last['loss']:.4f}{judged} unigram_entropy={facts.unigram_entropy:.4f} "
+        f"seconds={time.monotonic() - start:.1f}"
+    )
+    return 0
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    launch_from_torch(seed=arguments.seed)
+    transformers.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    coordinator = DistCoordinator()
+    status = run(arguments, coordinator)
+    coordinator.destroy()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
