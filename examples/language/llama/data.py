@@ -36,13 +36,15 @@ class Facts:
     Args:
         documents: how many files.
         tokens: of all of them, one at the end of each document included.
-        left_over: how many of those are in no sequence: the last ones, too few for another.
+        sequences: how many they make.
+        left_over: how many tokens are in none: the last ones, too few for another.
         vocabulary: how many different tokens the tokenizer knows.
         unigram_entropy: of the sequences' tokens, in nats: the loss of a model that only counts tokens.
     """
 
     documents: int
     tokens: int
+    sequences: int
     left_over: int
     vocabulary: int
     unigram_entropy: float
@@ -99,15 +101,21 @@ def file_faults(path: Path) -> list[str]:
         return [f"--data {path}: the file is empty"]
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(
-                file, start=1
-            ):  # lines end at b"\n", which is in no other character
-                line.decode()
-    except UnicodeDecodeError as error:
-        return [f"--data {path}, line {number}: not UTF-8: {error}"]
+            for number, line in enumerate(file, start=1):  # b"\n" is a part of no other character
+                if fault := decoding_fault(line):
+                    return [f"--data {path}, line {number}: not UTF-8: {fault}"]
     except OSError as error:
         return [f"--data {path}: cannot be read: {error.strerror}"]
     return []
+
+
+def decoding_fault(line: bytes) -> str | None:
+    """Why this is not UTF-8, or None."""
+    try:
+        line.decode()
+    except UnicodeDecodeError as error:
+        return str(error)
+    return None
 
 
 def library_files(max_bytes: int = MAX_BYTES) -> tuple[tuple[Path, ...], list[str]]:
@@ -184,6 +192,7 @@ def pack(recipe: Recipe, work: Path) -> None:
     facts = Facts(
         documents=len(recipe.files),
         tokens=len(sequences) * recipe.sequence_length + len(packer.rest),
+        sequences=len(sequences),
         left_over=len(packer.rest),
         vocabulary=tokenizer.get_vocab_size(),
         unigram_entropy=unigram_entropy(sequences, tokenizer.get_vocab_size()),
@@ -247,10 +256,14 @@ def unigram_entropy(sequences: Dataset, vocabulary: int) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def load(place: Path) -> tuple[Dataset, Facts]:
-    """The sequences and the facts that `prepare` left there."""
-    sequences = datasets.load_from_disk(str(place / "sequences"))
-    return sequences.with_format("torch"), Facts(**json.loads((place / "facts.json").read_text()))
+def facts_of(place: Path) -> Facts:
+    """The facts that `prepare` left there."""
+    return Facts(**json.loads((place / "facts.json").read_text()))
+
+
+def sequences_of(place: Path) -> Dataset:
+    """The sequences that `prepare` left there, of which there must be one at least."""
+    return datasets.load_from_disk(str(place / "sequences")).with_format("torch")
 
 
 class Examples(torch.utils.data.Dataset):

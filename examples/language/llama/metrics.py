@@ -70,11 +70,11 @@ class JsonLines:
         self._file.flush()
 
 
-def file_faults(log: Path | None, curve: Path | None) -> list[str]:
+def file_faults(lines: Path | None, curve: Path | None) -> list[str]:
     """Why these files could not be written at the end; found before training."""
     faults = [
         f"--{name} {path}: there is no folder {path.parent}"
-        for name, path in (("log", log), ("curve", curve))
+        for name, path in (("metrics", lines), ("curve", curve))
         if path is not None and not path.parent.is_dir()
     ]
     if curve is not None and curve.suffix not in PICTURES:

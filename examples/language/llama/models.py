@@ -118,7 +118,8 @@ def make_model(config: PretrainedConfig, *, end_of_text: int, seed: int) -> nn.M
 
 def checkpoint_layers(model: Any, ratio: float) -> None:
     """Let this share of the layers, evenly spread, recompute their activations in backward."""
-    model.gradient_checkpointing_enable()
+    # Under its name since transformers 5.23, or an older one's.
+    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
     share = Fraction(ratio).limit_denominator(1000)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for index, layer in enumerate(layers):

@@ -2,7 +2,7 @@ r"""Train a causal language model from nothing on text files, under any plugin.
 
     python examples/language/llama/pretrain.py
     torchrun --standalone --nproc_per_node 4 examples/language/llama/pretrain.py \
-        --data ../shared/data/tinyshakespeare --tp_size 2 --pp_size 2 --log losses.jsonl --curve losses.svg
+        --data ../shared/data/tinyshakespeare --tp_size 2 --pp_size 2 --metrics losses.jsonl --curve losses.svg
 
 By default the text is a part of Python's own library, so that nothing is downloaded.
 """
@@ -75,7 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--eval_sequences", type=int, default=64, help="the last ones, which are not trained on")
     add("--eval_batch_size", type=int, help="default: twice --batch_size")
     add("--seed", type=int, default=42)
-    add("--log", type=Path, metavar="FILE.jsonl", help="one JSON object per step")
+    add("--metrics", type=Path, metavar="FILE.jsonl", help="one JSON object per step")
     add("--curve", type=Path, metavar="FILE.svg", help="a picture of the losses: .png, .svg or .pdf")
     add_plugin_options(parser)
     return parser
@@ -156,7 +156,7 @@ class Plan:
 def plan_or_none(arguments: argparse.Namespace, world_size: int) -> Plan | None:
     """All that is asked for, or None once the first rank has told what is wrong with it. All-gather."""
     faults = value_faults(arguments) + refused_options(arguments)
-    faults += metrics.file_faults(arguments.log, arguments.curve)
+    faults += metrics.file_faults(arguments.metrics, arguments.curve)
     if arguments.data is None:
         files, file_faults = texts.library_files(arguments.max_bytes or texts.MAX_BYTES)
     else:
@@ -190,10 +190,8 @@ def folder_of_texts(cache_dir: Path | None) -> Iterator[Path]:
         shutil.rmtree(chosen[0], ignore_errors=True)
 
 
-def packed_texts(
-    recipe: texts.Recipe, folder: Path, coordinator: DistCoordinator
-) -> tuple[datasets.Dataset, texts.Facts] | None:
-    """The sequences, made by the first rank and read by the others; None where ranks have other files.
+def packed_texts(recipe: texts.Recipe, folder: Path, coordinator: DistCoordinator) -> Path | None:
+    """Where the packed texts are, made by the first rank for the others; None where ranks have other files.
 
     A rank that does not see the first one's files, on another machine, makes its own, which are equal.
     """
@@ -209,7 +207,7 @@ def packed_texts(
     place = folder / digests[0]
     with coordinator.priority_execution():
         texts.prepare(recipe, place)
-    return texts.load(place)
+    return place
 
 
 def number_of_steps(arguments: argparse.Namespace, num_sequences: int) -> tuple[int, list[str]]:
@@ -288,7 +286,7 @@ def train(
         batch_size=arguments.eval_batch_size // num_replicas,
     )
     records = []
-    with metrics.JsonLines(arguments.log if is_first else None) as log:
+    with metrics.JsonLines(arguments.metrics if is_first else None) as log:
         for step in tqdm(range(1, num_steps + 1), desc="training", disable=not is_first):
             start = time.monotonic()
             lr = scheduler.get_last_lr()[0]
@@ -323,16 +321,17 @@ def run(arguments: argparse.Namespace, coordinator: DistCoordinator) -> int:
     if plan is None:
         return BAD_ARGUMENTS
     with folder_of_texts(arguments.cache_dir) as folder:
-        packed = packed_texts(plan.recipe, folder, coordinator)
-        if packed is None:
+        place = packed_texts(plan.recipe, folder, coordinator)
+        if place is None:
             return BAD_ARGUMENTS
-        sequences, facts = packed
-        num_steps, faults = number_of_steps(arguments, len(sequences))
+        facts = texts.facts_of(place)
+        num_steps, faults = number_of_steps(arguments, facts.sequences)
         if tell_faults(faults, program=PROGRAM):
             return BAD_ARGUMENTS
+        sequences = texts.sequences_of(place)
         model = models.make_model(plan.config, end_of_text=texts.END_OF_TEXT_ID, seed=arguments.seed)
         coordinator.print_on_master(
-            f"{facts.documents} documents, {facts.tokens} tokens of {facts.vocabulary}, {len(sequences)} sequences, "
+            f"{facts.documents} documents, {facts.tokens} tokens of {facts.vocabulary}, {facts.sequences} sequences, "
             f"unigram entropy {facts.unigram_entropy:.4f}; "
             f"{plan.config.model_type} of {sum(map(torch.numel, model.parameters())) / 1e6:.1f}M parameters"
         )

@@ -1,0 +1,374 @@
+"""The Llama example: its texts, its refusals, its records, and that a layout's losses are those of one process."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import LlamaConfig
+
+from .scripts import load, refusal, run, start
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "language" / "llama"
+SCRIPT = EXAMPLE / "pretrain.py"
+data = load(EXAMPLE / "data.py")
+metrics = load(EXAMPLE / "metrics.py")
+models = load(EXAMPLE / "models.py")
+
+# A small run: little text, a small vocabulary, short sequences.
+SMALL = (
+    *("--max_bytes", "60000", "--vocab_size", "300", "--sequence_length", "16"),
+    *("--batch_size", "8", "--eval_sequences", "21"),
+)
+
+
+def records_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def packed(files: list[Path], place: Path, *, vocabulary: int = 300, length: int = 16) -> Path:
+    data.prepare(data.Recipe(files=tuple(files), vocabulary=vocabulary, sequence_length=length), place)
+    return place
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """Documents with a mark of byte order, carriage returns, many bytes per character and more than one piece."""
+    contents = [
+        "\ufeffone\r\ntwo\r\n",
+        "Ünïcödé 文字 😀\n" * 30,
+        "the end <|endoftext|> of a text is text here\n",
+        "".join(f"line {number} of a long document\n" for number in range(6000)),
+    ]
+    found = []
+    for number, content in enumerate(contents):
+        path = tmp_path / f"{number}.txt"
+        path.write_bytes(content.encode())
+        found.append(path)
+    assert len(contents[-1]) > 2 * data.CHARACTERS_PER_PIECE
+    return found
+
+
+def test_packing_loses_and_repeats_no_token(files: list[Path], tmp_path: Path) -> None:
+    place = packed(files, tmp_path / "packed")
+    sequences, facts = data.sequences_of(place), data.facts_of(place)
+    rows = list(sequences["input_ids"])
+    assert {len(row) for row in rows} == {16}
+    stream = torch.cat(rows).tolist()
+    tokenizer = Tokenizer.from_file(str(place / "tokenizer.json"))
+    tokenizer.encode_special_tokens = True
+    expected = []
+    for piece in data.pieces(files):
+        ids = tokenizer.encode(piece["text"]).ids
+        expected += ids + [data.END_OF_TEXT_ID] * piece["ends"]
+    assert stream == expected[: len(stream)]
+    assert (facts.tokens, facts.left_over) == (len(expected), len(expected) % 16)
+
+
+def test_tokens_say_the_whole_text_again_and_end_each_document_once(
+    files: list[Path], tmp_path: Path
+) -> None:
+    place = packed(files, tmp_path / "packed", length=1)  # so that nothing is left over
+    sequences, facts = data.sequences_of(place), data.facts_of(place)
+    tokenizer = Tokenizer.from_file(str(place / "tokenizer.json"))
+    documents: list[list[int]] = [[]]
+    for token in torch.cat(list(sequences["input_ids"])).tolist():
+        if token == data.END_OF_TEXT_ID:
+            documents.append([])
+        else:
+            documents[-1].append(token)
+    assert documents.pop() == []
+    assert facts.left_over == 0
+    assert [tokenizer.decode(ids) for ids in documents] == [
+        path.read_bytes().decode("utf-8-sig") for path in files
+    ]
+
+
+def test_the_packer_carries_what_is_left_into_the_next_batch() -> None:
+    packer = data.Packer(4)
+    batches = [[[1, 2], [3]], [[4, 5, 6, 7, 8, 9]], [[]], [[10], [11, 12, 13]]]
+    found = [packer({"ids": batch})["input_ids"] for batch in batches]
+    assert found == [[], [[1, 2, 3, 4], [5, 6, 7, 8]], [], [[9, 10, 11, 12]]]
+    assert packer.rest == [13]
+
+
+def test_two_processes_make_the_same_texts(files: list[Path], tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import data; from pathlib import Path; "
+        "recipe = data.Recipe(files=tuple(map(Path, sys.argv[3:])), vocabulary=400, sequence_length=16); "
+        "data.prepare(recipe, Path(sys.argv[2]))"
+    )
+    places = [tmp_path / "first", tmp_path / "second"]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(EXAMPLE), str(place), *map(str, files)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        for place, seed in zip(places, "12", strict=True)
+    ]
+    assert [process.wait(120) for process in processes] == [0, 0]
+    assert data.facts_of(places[0]) == data.facts_of(places[1])
+    first, second = (torch.stack(list(data.sequences_of(place)["input_ids"])) for place in places)
+    assert torch.equal(first, second)
+    assert (places[0] / "tokenizer.json").read_bytes() == (places[1] / "tokenizer.json").read_bytes()
+
+
+def test_texts_are_made_once_and_leave_nothing_unfinished(files: list[Path], tmp_path: Path) -> None:
+    place = packed(files, tmp_path / "cache" / "digest")
+    made = (place / "facts.json").stat().st_mtime_ns
+    packed(files, place)
+    assert (place / "facts.json").stat().st_mtime_ns == made
+    assert list(place.parent.iterdir()) == [place]
+
+
+def test_the_digest_follows_contents_and_settings(files: list[Path]) -> None:
+    recipe = data.Recipe(files=tuple(files), vocabulary=300, sequence_length=16)
+    digests = {recipe.digest()}
+    digests.add(data.Recipe(files=tuple(files), vocabulary=301, sequence_length=16).digest())
+    digests.add(data.Recipe(files=tuple(files), vocabulary=300, sequence_length=17).digest())
+    digests.add(data.Recipe(files=tuple(reversed(files)), vocabulary=300, sequence_length=16).digest())
+    files[0].write_bytes(files[0].read_bytes().replace(b"one", b"eno"))
+    digests.add(recipe.digest())
+    assert len(digests) == 5
+
+
+def test_the_default_texts_are_bounded_and_always_the_same() -> None:
+    chosen, faults = data.library_files(200_000)
+    assert faults == []
+    assert 100_000 < sum(path.stat().st_size for path in chosen) <= 200_000
+    assert (chosen, faults) == data.library_files(200_000)
+    assert not [path for path in chosen if {"site-packages", "test"} & set(path.parts)]
+    assert "fits --max_bytes 1" in data.library_files(1)[1][0]
+
+
+def test_what_is_wrong_with_files_is_told_of_all_of_them(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "bytes.txt").write_bytes(b"fine\nnot \xff fine\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "good.txt").write_text("good")
+    _, faults = data.files_of([tmp_path, tmp_path / "nowhere", tmp_path / "folder"])
+    assert len(faults) == 4
+    told = "\n".join(faults)
+    assert "bytes.txt, line 2: not UTF-8" in told
+    assert "empty.txt: the file is empty" in told
+    assert "nowhere: there is no such file" in told
+    assert "folder: the folder has no *.txt" in told
+    assert data.files_of([tmp_path / "good.txt"]) == ((tmp_path / "good.txt",), [])
+
+
+def test_blank_sequences_fill_up_and_have_no_labels(files: list[Path], tmp_path: Path) -> None:
+    sequences = data.sequences_of(packed(files, tmp_path / "packed"))
+    examples = data.Examples(sequences.select(range(5)), multiple=4)
+    assert len(examples) == 8
+    counted = [bool((examples[index]["labels"] != data.IGNORED_LABEL).all()) for index in range(8)]
+    assert counted == [True] * 5 + [False] * 3
+
+
+@pytest.mark.parametrize("model_type", models.causal_types())
+def test_every_type_is_built_in_the_size_that_is_asked_for(model_type: str) -> None:
+    config = models.sized_config(model_type, "tiny", vocabulary=300, sequence_length=16)
+    model = models.make_model(config, end_of_text=0, seed=0)
+    ids = torch.arange(32).view(2, 16)
+    first, second = (model(input_ids=ids, labels=ids).loss for _ in range(2))
+    assert torch.equal(first, second)  # without dropout
+    assert first.item() == pytest.approx(math.log(300), abs=0.5)
+    assert model.get_input_embeddings().weight.shape == (300, 128)
+    assert models.split_faults(config, tp_size=2, pp_size=2) == []
+
+
+def test_encoders_are_no_causal_types() -> None:
+    assert {"llama", "gpt2", "mistral", "qwen2", "qwen3"} <= set(models.causal_types())
+    assert "bert" not in models.causal_types()
+
+
+def test_matrices_alone_decay() -> None:
+    config = models.sized_config("gpt2", "tiny", vocabulary=300, sequence_length=16)
+    model = models.make_model(config, end_of_text=0, seed=0)
+    matrices, others = models.make_optimizer(model, lr=1.0, weight_decay=0.1).param_groups
+    assert (matrices["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert {one.dim() for one in matrices["params"]} == {2}
+    assert {one.dim() for one in others["params"]} == {1}
+    assert len(matrices["params"]) + len(others["params"]) == len(list(model.parameters()))
+
+
+def test_the_learning_rate_rises_then_falls_to_its_fraction() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = models.make_scheduler(optimizer, num_steps=20, warmup_steps=4, min_lr_fraction=0.1)
+    rates = []
+    for _ in range(21):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert rates[:5] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert rates[12] == pytest.approx(1.1)  # half way
+    assert rates[20] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(0.5, [1, 3]), (1.0, [0, 1, 2, 3]), (0.25, [3])])
+def test_recomputed_layers_are_spread_evenly(ratio: float, expected: list[int]) -> None:
+    config = models.sized_config("llama", "tiny", vocabulary=300, sequence_length=16)
+    model = models.make_model(config, end_of_text=0, seed=0)
+    models.checkpoint_layers(model, ratio)
+    layers = model.model.layers
+    assert [index for index, layer in enumerate(layers) if layer.gradient_checkpointing] == expected
+
+
+def test_numbers_that_json_cannot_say_become_null(tmp_path: Path) -> None:
+    with metrics.JsonLines(tmp_path / "log.jsonl") as log:
+        log.write({"loss": float("nan"), "grad_norm": float("inf"), "step": 1})
+    assert records_of(tmp_path / "log.jsonl") == [{"loss": None, "grad_norm": None, "step": 1}]
+
+
+def test_a_picture_without_matplotlib_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    (fault,) = metrics.file_faults(None, tmp_path / "curve.png")
+    assert "needs matplotlib, which is not installed: pip install 'echelon[plot]'" in fault
+    assert metrics.file_faults(None, None) == []
+
+
+def test_all_bad_arguments_are_told_at_once(tmp_path: Path) -> None:
+    told = refusal(
+        SCRIPT,
+        *("--data", str(tmp_path / "nowhere"), "--max_bytes", "5", "--steps", "0", "--epochs", "1"),
+        *("--metrics", str(tmp_path / "no" / "log.jsonl"), "--curve", str(tmp_path / "curve.jpg")),
+        *("--precision", "fp8", "--pp_style", "sideways", "--warmup_fraction", "2"),
+    )
+    for fault in (
+        "nowhere: there is no such file",
+        "--data and --max_bytes exclude each other",
+        "--steps 0 must be at least 1",
+        "--steps and --epochs exclude each other",
+        "there is no folder",
+        "must end in one of .png",
+        "precision='fp8'",
+        "pp_style='sideways'",
+        "--warmup_fraction 2.0 must be from 0 to 1",
+    ):
+        assert told.count(fault) == 1, fault
+
+
+def test_one_rank_tells_what_is_wrong_with_a_layout() -> None:
+    words = ("--tp_size", "4", "--size", "tiny", "--model_type", "llama", "--batch_size", "2")
+    done = start(SCRIPT, *words, "--pp_size", "1", "--num_layers_per_stage", "1", "2", processes=2)
+    assert done.returncode != 0
+    assert done.stderr.count("pretrain.py: error: ") == done.stderr.count("tp_size=4") + 1
+    assert "num_layers_per_stage" in done.stderr
+    assert "training:" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"model_type": "bert"}, "model_type 'bert' must be one of"),
+        ({"hidden_size": 8}, 'names no "model_type"'),
+        (
+            {"model_type": "llama", "vocab_size": 280},
+            "--vocab_size 300 is more than the config's vocab_size 280",
+        ),
+        (
+            {"model_type": "llama", "max_position_embeddings": 8},
+            "--sequence_length 16 is more than the config's 8 positions",
+        ),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(tmp_path: Path, settings: dict, told: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(settings))
+    config, faults = models.config_from_file(path, None)
+    if config is not None:
+        faults = models.config_faults(config, sequence_length=16, vocabulary=300)
+    assert [told in fault for fault in faults] == [True]
+
+
+def test_a_config_file_trains_for_epochs_and_too_short_a_text_is_refused(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        pad_token_id=0,
+    )
+    config.to_json_file(tmp_path / "config.json")
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{number} sheep, " for number in range(300)))
+    words = ("--config", str(tmp_path / "config.json"), "--data", str(text), "--sequence_length", "8")
+    log = tmp_path / "log.jsonl"
+    output = run(SCRIPT, *words, "--epochs", "2", "--eval_sequences", "4", "--metrics", str(log))
+    num_sequences = int(output.partition(" sequences")[0].rpartition(", ")[2])
+    assert len(records_of(log)) == 2 * ((num_sequences - 4) // 16)
+    text.write_text("one sheep")
+    told = refusal(SCRIPT, *words)
+    assert "sequences of 8 tokens, and --eval_sequences 64 with one --batch_size 16 need 80" in told
+
+
+def test_records_and_picture_are_written_and_the_loss_falls_below_the_unigram_entropy(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    log, curve = tmp_path / "log.jsonl", tmp_path / "curve.png"
+    words = ("--steps", "40", "--eval_every", "15", "--metrics", str(log), "--curve", str(curve))
+    output = run(SCRIPT, *SMALL, *words)
+    records = records_of(log)
+    assert [record["step"] for record in records] == list(range(1, 41))
+    assert [record["step"] for record in records if "eval_loss" in record] == [15, 30, 40]
+    names = {"step", "loss", "lr", "grad_norm", "tokens_per_second", "peak_memory_bytes", "peak_memory_of"}
+    assert all(names <= record.keys() for record in records)
+    assert records[0]["peak_memory_of"] == ("cuda" if torch.cuda.is_available() else "process")
+    assert output.count("\nstep ") + output.startswith("step ") == 40
+    assert curve.read_bytes().startswith(b"\x89PNG")
+    entropy = float(output.rpartition("unigram_entropy=")[2].split()[0])
+    assert records[0]["loss"] == pytest.approx(math.log(300), abs=0.3)
+    assert records[-1]["eval_loss"] < entropy - 0.3
+    assert records[-1]["eval_perplexity"] == pytest.approx(math.exp(records[-1]["eval_loss"]))
+
+
+def losses(log: Path, *words: str, processes: int = 1) -> tuple[list[float], list[float]]:
+    """The losses of six steps of a small run, and those of two evaluations between them."""
+    run(
+        SCRIPT,
+        *SMALL,
+        "--steps",
+        "6",
+        "--eval_every",
+        "3",
+        "--metrics",
+        str(log),
+        *words,
+        processes=processes,
+    )
+    records = records_of(log)
+    found = [row["loss"] for row in records], [row["eval_loss"] for row in records if "eval_loss" in row]
+    assert tuple(map(len, found)) == (6, 2)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[float]]:
+    """The losses of one process."""
+    return losses(tmp_path_factory.mktemp("alone") / "log.jsonl", "--precision", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("processes", "words"),
+    [
+        (4, "--tp_size 2 --pp_size 2 --precision fp32 --gradient_checkpoint_ratio 0.5"),
+        (2, "--plugin low_level_zero --precision fp32 --eval_batch_size 10 --num_microbatches 2"),
+        (2, "--plugin torch_ddp"),
+    ],
+    ids=["tp2pp2", "dp2zero1", "ddp2"],
+)
+def test_the_first_losses_of_a_layout_are_those_of_one_process(
+    tmp_path: Path, alone: tuple[list[float], list[float]], processes: int, words: str
+) -> None:
+    training, evaluation = losses(tmp_path / "log.jsonl", *words.split(), processes=processes)
+    # Six steps of float32 sums in another order.
+    assert training == pytest.approx(alone[0], abs=1e-4)
+    assert evaluation == pytest.approx(alone[1], abs=1e-4)
