@@ -20,11 +20,12 @@ data = load(EXAMPLE / "data.py")
 metrics = load(EXAMPLE / "metrics.py")
 models = load(EXAMPLE / "models.py")
 
-# A small run: little text, a small vocabulary, short sequences.
-SMALL = (
-    *("--max_bytes", "60000", "--vocab_size", "300", "--sequence_length", "16"),
-    *("--batch_size", "8", "--eval_sequences", "21"),
+# A small run: a small vocabulary, short sequences, little text.
+SIZES = (
+    *("--vocab_size", "300", "--sequence_length", "16", "--batch_size", "8"),
+    *("--eval_sequences", "21"),  # which 16, the default batch for evaluation, does not divide
 )
+SMALL = (*SIZES, "--max_bytes", "60000")
 
 
 def records_of(path: Path) -> list[dict]:
@@ -181,6 +182,13 @@ def test_every_type_is_built_in_the_size_that_is_asked_for(model_type: str) -> N
     assert models.split_faults(config, tp_size=2, pp_size=2) == []
 
 
+def test_a_model_that_cannot_be_split_is_refused_without_its_weights() -> None:
+    config = models.sized_config("llama", "7b", vocabulary=300, sequence_length=16)
+    heads, layers = models.split_faults(config, tp_size=3, pp_size=33)
+    assert "num_attention_heads=32" in heads
+    assert "pp_size=33" in layers
+
+
 def test_encoders_are_no_causal_types() -> None:
     assert {"llama", "gpt2", "mistral", "qwen2", "qwen3"} <= set(models.causal_types())
     assert "bert" not in models.causal_types()
@@ -259,8 +267,9 @@ def test_one_rank_tells_what_is_wrong_with_a_layout() -> None:
     words = ("--tp_size", "4", "--size", "tiny", "--model_type", "llama", "--batch_size", "2")
     done = start(SCRIPT, *words, "--pp_size", "1", "--num_layers_per_stage", "1", "2", processes=2)
     assert done.returncode != 0
-    assert done.stderr.count("pretrain.py: error: ") == done.stderr.count("tp_size=4") + 1
-    assert "num_layers_per_stage" in done.stderr
+    told = [line for line in done.stderr.splitlines() if line.startswith("pretrain.py: error: ")]
+    assert ["tp_size" in told[0], "num_layers_per_stage" in told[1]] == [True, True]
+    assert len(told) == len(set(told)) == 2
     assert "training:" not in done.stderr
 
 
@@ -314,8 +323,10 @@ def test_a_config_file_trains_for_epochs_and_too_short_a_text_is_refused(tmp_pat
 def test_records_and_picture_are_written_and_the_loss_falls_below_the_unigram_entropy(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     log, curve = tmp_path / "log.jsonl", tmp_path / "curve.png"
-    words = ("--steps", "40", "--eval_every", "15", "--metrics", str(log), "--curve", str(curve))
-    output = run(SCRIPT, *SMALL, *words)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{number} sheep jumped over fence {number % 7}.\n" for number in range(2000)))
+    words = ("--data", str(text), "--steps", "40", "--eval_every", "15")
+    output = run(SCRIPT, *words, *SIZES, "--metrics", str(log), "--curve", str(curve))
     records = records_of(log)
     assert [record["step"] for record in records] == list(range(1, 41))
     assert [record["step"] for record in records if "eval_loss" in record] == [15, 30, 40]
@@ -326,7 +337,7 @@ def test_records_and_picture_are_written_and_the_loss_falls_below_the_unigram_en
     assert curve.read_bytes().startswith(b"\x89PNG")
     entropy = float(output.rpartition("unigram_entropy=")[2].split()[0])
     assert records[0]["loss"] == pytest.approx(math.log(300), abs=0.3)
-    assert records[-1]["eval_loss"] < entropy - 0.3
+    assert records[-1]["eval_loss"] < 0.6 * entropy
     assert records[-1]["eval_perplexity"] == pytest.approx(math.exp(records[-1]["eval_loss"]))
 
 

@@ -120,6 +120,7 @@ def checkpoint_layers(model: Any, ratio: float) -> None:
     """Let this share of the layers, evenly spread, recompute their activations in backward."""
     # Under its name since transformers 5.23, or an older one's.
     (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+    model.disable_input_require_grads()  # a hook on the embedding, which only frozen embeddings need
     share = Fraction(ratio).limit_denominator(1000)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for index, layer in enumerate(layers):
