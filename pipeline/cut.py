@@ -13,6 +13,17 @@ masks, positions and per-layer choices as ever. What the stage does not hold is 
 What arrives takes a layer's place and not the embedding's: between the two some models scale, add or
 project once more, and would do it twice.
 
+[Note: encoder and decoder] The encoder's layers come first, then the decoder's; a stage may end in the one or
+the other, or between them, and may hold the end of the one and the start of the other. Stages of the decoder
+receive and send two tensors, (hidden states, encoder's output); the stage that ends between them sends one. In
+place of the encoder an Encoded then returns what arrived, in place of the decoder a LeavingEncoder ends the stage
+that ends between them, and a LeavingDecoder is what Leaving is to a decoder's layer. What stands in the encoder
+beside its layers and entries (its last norm) is held with its last layer.
+
+[Note: repeated modules] T5 computes its position bias in the first layer of each stack and hands it on, so the first
+layer of every later stage must compute it again, by the same parameters. Parameters stand under one name: that of
+the first layer, whose stand-in adopts the module where the layer itself is not here. The others borrow it.
+
 [Note: seats] A rank may hold several stages of one model. At rest its module tree holds what any of them
 holds, so parameters, hooks and modes are those of one model. While a stage runs, its stand-ins take the
 places of what the rank's other stages hold, and afterwards give them back. Where a rank holds one stage there
@@ -28,8 +39,21 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from .plan import StagePlan
-from .stand_in import Absent, Arriving, Inbox, Leaving, Passing, Placeholder, StageExit, StandIn
+from .plan import Stack, StagePlan, is_within
+from .stand_in import (
+    Absent,
+    Arriving,
+    Borrowed,
+    Encoded,
+    Inbox,
+    Leaving,
+    LeavingDecoder,
+    LeavingEncoder,
+    Passing,
+    Placeholder,
+    StageExit,
+    StandIn,
+)
 
 # A stage sees its own layers alone, so what collects over all layers would silently be partial.
 PARTIAL_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -55,6 +79,7 @@ class Stage:
         layer_paths: where the stage's own layers are; empty where no plan is known.
         inbox: from which the model's stand-ins take what arrived.
         seats: see [Note: seats].
+        borrowed: see [Note: repeated modules].
     """
 
     def __init__(
@@ -67,6 +92,7 @@ class Stage:
         layer_paths: Sequence[str] = (),
         inbox: Inbox | None = None,
         seats: Sequence[Seat] = (),
+        borrowed: Sequence[Borrowed] = (),
     ) -> None:
         self.model = model
         self.index = index
@@ -77,6 +103,7 @@ class Stage:
         self._layer_paths = list(layer_paths)
         self._inbox = inbox or Inbox()
         self._seats = list(seats)
+        self._borrowed = list(borrowed)
         # A cache would keep every layer's keys and values, and a stage's would have its own layers' alone.
         self._forced = {"use_cache": False} if _takes(model, "use_cache") else {}
 
@@ -88,7 +115,9 @@ class Stage:
     def parameters(self) -> list[Parameter]:
         """What the stage's forward uses, each once; one that is tied to another stage's belongs to both."""
         with self._seated():
-            return list(self.model.parameters())
+            held = list(self.model.parameters())
+        borrowed = [parameter for each in self._borrowed for parameter in each.module.parameters()]
+        return list(dict.fromkeys([*held, *borrowed]))
 
     def forward(self, microbatch: Any, received: tuple[Tensor, ...]) -> Any:
         """The tensors for the next stage, or on the last stage the model's outputs.
@@ -103,7 +132,11 @@ class Stage:
             with self._seated():
                 outputs = self.model(*args, **{**kwargs, **self._forced})
         except StageExit as stage_exit:
-            return stage_exit.tensors
+            # What only passes through gets a graph of its own, so that every output but a frozen one has one.
+            return tuple(
+                tensor.view_as(tensor) if any(tensor is each for each in received) else tensor
+                for tensor in stage_exit.tensors
+            )
         finally:
             self._inbox.received = ()
         if not self.is_last:
@@ -145,10 +178,10 @@ def cut_stages(
     paths = plan.layer_paths(model)
     _check_stages(stages, bounds, len(paths))
     roles = {stage: _roles(model, plan, bounds[stage], bounds[stage + 1]) for stage in stages}
-    casting = _Casting(model, plan)
-    for path in _held_nowhere(list(roles.values())):
-        role = next(parts[path] for parts in roles.values() if path in parts)
+    casting = _Casting(model)
+    for path, role in _held_nowhere(list(roles.values())).items():
         model.set_submodule(path, casting.stand_in(path, role))
+    borrowed = {stage: _borrow(model, plan, bounds[stage], bounds[stage + 1]) for stage in stages}
     _release([*casting.native.values()], kept=set(model.modules()))
     held = {
         stage: Stage(
@@ -159,6 +192,7 @@ def cut_stages(
             layer_paths=paths[bounds[stage] : bounds[stage + 1]],
             inbox=casting.inbox,
             seats=casting.seats(roles[stage]),
+            borrowed=borrowed[stage],
         )
         for stage in sorted(stages)
     }
@@ -178,9 +212,57 @@ def remember_stages(model: nn.Module, stages: dict[int, Stage]) -> None:
     vars(model)[_STAGES] = stages
 
 
-def tail_names(model: nn.Module, plan: StagePlan) -> list[str]:
-    """The outermost modules that hold parameters and are neither entries nor layers, nor around them."""
-    kept = (plan.layers, *plan.entry)
+class _Role(NamedTuple):
+    """What stands in a place for one stage, and what a layer there would return (see `StagePlan.arity`)."""
+
+    kind: type[StandIn]
+    arity: int = 0
+
+
+_Roles = dict[str, _Role]  # by path; elsewhere stands what the stage holds
+
+
+def _roles(model: nn.Module, plan: StagePlan, start: int, stop: int) -> _Roles:
+    """What takes whose place for the stage of these layers; see [Note: whole forward]."""
+    roles: _Roles = {}
+    stacks = plan.stacks(model)
+    for stack in stacks:
+        if stop <= stack.first:
+            roles |= _roles_outside(stack, LeavingEncoder if stop == stack.first else Absent, Absent)
+        elif start >= stack.stop:
+            roles |= _roles_outside(stack, Encoded, Placeholder)
+        else:
+            leaving = Leaving if stack is stacks[0] else LeavingDecoder
+            roles |= _layer_roles(stack, start - stack.first, stop - stack.first, leaving)
+            if stop < stack.stop and stack is not stacks[-1]:
+                rest = _rest(model, plan.kept_paths(), under=stack.plan.module)
+                roles |= dict.fromkeys(rest, _Role(Absent))
+    if stop < stacks[-1].stop:
+        before = [stack.plan.module for stack in stacks[:-1]]
+        roles |= dict.fromkeys(_rest(model, [*plan.kept_paths(), *before, *roles]), _Role(Absent))
+    return roles
+
+
+def _roles_outside(stack: Stack, module: type[StandIn], entry: type[StandIn]) -> _Roles:
+    """Of a stack that the stage has no layer of."""
+    plan = stack.plan
+    beside = [name for name in plan.entry if not is_within(name, plan.module)]
+    return {plan.module: _Role(module)} | dict.fromkeys(beside, _Role(entry))
+
+
+def _layer_roles(stack: Stack, start: int, stop: int, leaving: type[StandIn]) -> _Roles:
+    """Of a stack that the stage has some layers of, counted within the stack."""
+    paths, arity = stack.paths, stack.plan.arity
+    roles = dict.fromkeys(paths[: max(start - 1, 0)], _Role(Passing, arity))
+    roles |= dict.fromkeys(paths[stop:], _Role(leaving))
+    if start > 0:
+        roles[paths[start - 1]] = _Role(Arriving, arity)
+        roles |= dict.fromkeys(stack.plan.entry, _Role(Placeholder))
+    return roles
+
+
+def _rest(model: nn.Module, kept: Sequence[str], under: str = "") -> list[str]:
+    """The outermost modules that hold parameters and are neither kept nor around what is."""
     found: list[str] = []
 
     def visit(module: nn.Module, path: str) -> None:
@@ -193,29 +275,38 @@ def tail_names(model: nn.Module, plan: StagePlan) -> list[str]:
             else:
                 found.append(child_path)
 
-    visit(model, "")
+    visit(model.get_submodule(under), under)
     return found
 
 
-_Roles = Mapping[str, type[StandIn]]  # by path, what stands there for one stage; elsewhere is what it holds
+def _borrow(model: nn.Module, plan: StagePlan, start: int, stop: int) -> list[Borrowed]:
+    """Give the first layer of a stage that starts within a stack its repeated modules."""
+    borrowed = []
+    for stack in plan.stacks(model):
+        if not stack.first < start < stack.stop:
+            continue
+        owner = model.get_submodule(stack.paths[0])
+        borrower = model.get_submodule(stack.paths[start - stack.first])
+        for path, switch in stack.plan.repeated.items():
+            if isinstance(owner, StandIn):
+                owner.adopt(path)
+            borrowed.append(Borrowed(owner, path))
+            parent, _, name = path.rpartition(".")
+            vars(borrower.get_submodule(parent))[name] = borrowed[-1]
+            holder, _, attribute = switch.rpartition(".")
+            setattr(borrower.get_submodule(holder), attribute, True)
+    return borrowed
 
 
-def _roles(model: nn.Module, plan: StagePlan, start: int, stop: int) -> _Roles:
-    """What takes whose place for the stage of these layers; see [Note: whole forward]."""
-    paths = plan.layer_paths(model)
-    roles: dict[str, type[StandIn]] = dict.fromkeys(paths[: max(start - 1, 0)], Passing)
-    roles |= dict.fromkeys(paths[stop:], Leaving)
-    if start > 0:
-        roles[paths[start - 1]] = Arriving
-        roles |= dict.fromkeys(plan.entry, Placeholder)
-    if stop < len(paths):
-        roles |= dict.fromkeys(tail_names(model, plan), Absent)
-    return roles
-
-
-def _held_nowhere(all_roles: Sequence[_Roles]) -> list[str]:
-    """The paths at which every stage has a stand-in."""
-    return [path for path in all_roles[0] if all(path in roles for roles in all_roles)]
+def _held_nowhere(all_roles: Sequence[_Roles]) -> _Roles:
+    """The places where every stage has a stand-in, or one around them; with the role of one."""
+    found: _Roles = {}
+    places = [place for roles in all_roles for place in roles.items()]
+    for path, role in sorted(places, key=lambda place: place[0]):  # outer ones first
+        is_inside = any(is_within(path, outer) for outer in found)
+        if not is_inside and all(any(is_within(path, outer) for outer in roles) for roles in all_roles):
+            found[path] = role
+    return found
 
 
 def _release(natives: Sequence[nn.Module], kept: set[nn.Module]) -> None:
@@ -229,20 +320,19 @@ def _release(natives: Sequence[nn.Module], kept: set[nn.Module]) -> None:
 class _Casting:
     """The stand-ins of one model: one for each place and role, whichever stage it serves."""
 
-    def __init__(self, model: nn.Module, plan: StagePlan) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.inbox = Inbox()
         self.native: dict[str, nn.Module] = {}
         self._model = model
-        self._plan = plan
         self._device = next(model.parameters()).device
-        self._stand_ins: dict[tuple[str, type[StandIn]], StandIn] = {}
+        self._stand_ins: dict[tuple[str, _Role], StandIn] = {}
 
-    def stand_in(self, path: str, role: type[StandIn]) -> StandIn:
+    def stand_in(self, path: str, role: _Role) -> StandIn:
         """The stand-in with this role for the native module at a path."""
         native = self.native.setdefault(path, self._model.get_submodule(path))
         key = (path, role)
         if key not in self._stand_ins:
-            self._stand_ins[key] = role(native, self.inbox, self._device, self._plan.arity)
+            self._stand_ins[key] = role.kind(native, self.inbox, self._device, role.arity)
         return self._stand_ins[key]
 
     def seats(self, roles: _Roles) -> list[Seat]:

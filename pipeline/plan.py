@@ -1,9 +1,10 @@
 """Where a model's layers are and what stands around them. How many a stage gets is balance.py, cutting cut.py."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import NamedTuple, Optional
 
 from torch import nn
 from torch.nn import Parameter
@@ -15,28 +16,72 @@ from .balance import StageSize
 class StagePlan:
     """A model as a pipeline sees it: what stands before its layers, the layers, and all the rest after them.
 
+    An encoder-decoder has a plan of its own for the encoder, whose layers come first. All paths are seen from
+    the model. Layers are counted over both.
+
     Args:
-        layers: path of the list of layers, from the model.
-        entry: paths of the modules that run before the first layer; they live on the first stage. What is
-            neither an entry nor a layer runs after the layers and lives on the last stage; what holds no
+        layers: path of the list of layers.
+        entry: paths of the modules that run before the first layer; they live on its stage. What is neither
+            an entry nor a layer runs after the layers and lives on the last one's stage; what holds no
             parameters stays on every stage.
         arity: a layer returns a tensor (0), or a tuple of this length whose first entry is the tensor.
+        repeated: modules of the first layer (paths from it) that the first layer of every stage needs, each with
+            the attribute of the layer that says that it has it (True or False): T5's position bias.
+        module: path of the module that is called to run the layers; needed for an encoder and its decoder.
+        encoder: the plan of the encoder, which returns transformers' `BaseModelOutput`, and whose output the
+            decoder and its layers take as `encoder_hidden_states`. What else is in its `module` runs after its
+            layers.
+
+    Raises:
+        ValueError: an encoder or its decoder has no `module`.
     """
 
     layers: str
     entry: tuple[str, ...]
     arity: int = 0
+    repeated: Mapping[str, str] = field(default_factory=dict)
+    module: str = ""
+    encoder: Optional["StagePlan"] = None
+
+    def __post_init__(self) -> None:
+        if self.encoder is not None and not (self.module and self.encoder.module):
+            raise ValueError(
+                f"the stage plan of an encoder (layers={self.encoder.layers!r}) and its decoder "
+                f"(layers={self.layers!r}) needs the module of both, which is called to run the layers"
+            )
 
     def under(self, prefix: str) -> "StagePlan":
         """The same plan with its paths seen from a model that holds this one at `prefix`."""
         if not prefix:
             return self
-        entry = tuple(f"{prefix}.{name}" for name in self.entry)
-        return StagePlan(layers=f"{prefix}.{self.layers}", entry=entry, arity=self.arity)
+        return replace(
+            self,
+            layers=f"{prefix}.{self.layers}",
+            entry=tuple(f"{prefix}.{name}" for name in self.entry),
+            module=f"{prefix}.{self.module}" if self.module else "",
+            encoder=None if self.encoder is None else self.encoder.under(prefix),
+        )
+
+    def fitted(self, model: nn.Module) -> "StagePlan":
+        """The plan without the encoder or the decoder that this class of model does not have."""
+        names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+        if self.encoder is None or {self.layers, self.encoder.layers} <= names:
+            return self
+        return self.encoder if self.encoder.layers in names else replace(self, encoder=None)
+
+    def stacks(self, model: nn.Module) -> list["Stack"]:
+        """The lists of layers in the order in which they run: one, or an encoder's and a decoder's."""
+        found: list[Stack] = []
+        for plan in (self.encoder, self):
+            if plan is not None:
+                names = model.get_submodule(plan.layers)._modules
+                first = found[-1].stop if found else 0
+                found.append(Stack(plan, first, [f"{plan.layers}.{name}" for name in names]))
+        return found
 
     def layer_paths(self, model: nn.Module) -> list[str]:
         """The path of every layer, in the order in which they run."""
-        return [f"{self.layers}.{name}" for name in model.get_submodule(self.layers)._modules]
+        return [path for stack in self.stacks(model) for path in stack.paths]
 
     def num_layers(self, model: nn.Module) -> int:
         """How many layers the model has."""
@@ -44,19 +89,27 @@ class StagePlan:
 
     def path_faults(self, model: nn.Module) -> list[str]:
         """What the model does not have of what the plan names; empty when it has all of it."""
-        names = {name for name, _ in model.named_modules()}
-        found = [
+        found = [] if self.encoder is None else self.encoder.path_faults(model)
+        names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+        found += [
             f"the stage plan names {name!r}, and this {type(model).__name__} has no such module"
-            for name in (self.layers, *self.entry)
+            for name in (self.layers, *self.entry, *filter(None, [self.module]))
             if name not in names
         ]
-        if not found and not list(model.get_submodule(self.layers).children()):
-            found.append(f"the model has no layers in {self.layers!r}")
-        return found
+        if self.layers not in names:
+            return found
+        first = next(iter(model.get_submodule(self.layers)._modules), None)
+        if first is None:
+            return [*found, f"the model has no layers in {self.layers!r}"]
+        return found + [
+            f"the stage plan repeats {name!r} of the first layer, and {self.layers}.{first} has no such module"
+            for name in self.repeated
+            if f"{self.layers}.{first}.{name}" not in names
+        ]
 
     def loose_faults(self, model: nn.Module) -> list[str]:
         """Parameters that belong to no stage, since they stand on a module around the layers; empty when none do."""
-        kept = (self.layers, *self.entry)
+        kept = self.kept_paths()
         return [
             f"{name} stands beside the layers, on a module that every stage has: put it in a module of its own"
             for name, _ in model.named_parameters()
@@ -64,14 +117,22 @@ class StagePlan:
             and not any(name.startswith(f"{path}.") for path in kept)
         ]
 
+    def kept_paths(self) -> list[str]:
+        """The layers and entries: all that the plan names the place of."""
+        return [*([] if self.encoder is None else self.encoder.kept_paths()), self.layers, *self.entry]
+
     def layers_of(self, model: nn.Module, name: str) -> list[int]:
         """The layers whose stages hold the parameter or module of this name."""
-        paths = self.layer_paths(model)
-        for layer, path in enumerate(paths):
-            if name.startswith(f"{path}."):
-                return [layer]
-        is_entry = any(name == entry or name.startswith(f"{entry}.") for entry in self.entry)
-        return [0 if is_entry else len(paths) - 1]
+        stacks = self.stacks(model)
+        for stack in stacks:
+            for layer, path in enumerate(stack.paths, stack.first):
+                if is_within(name, path):
+                    return [*range(stack.first, stack.stop)] if stack.repeats(name) else [layer]
+            if any(is_within(name, entry) for entry in stack.plan.entry):
+                return [stack.first]
+            if stack is not stacks[-1] and is_within(name, stack.plan.module):
+                return [stack.stop - 1]
+        return [stacks[-1].stop - 1]
 
     def stages_of(self, model: nn.Module, name: str, bounds: Sequence[int]) -> list[int]:
         """The stages that hold the parameter or module of this name, by the bounds of `layer_bounds`."""
@@ -100,3 +161,31 @@ class StagePlan:
             return sums[stop] - sums[start] + shared
 
         return size
+
+
+class Stack(NamedTuple):
+    """One list of layers of a model.
+
+    Args:
+        plan: the part of the plan that is about it.
+        first: the index of its first layer, counted over the whole model.
+        paths: the path of each of its layers.
+    """
+
+    plan: StagePlan
+    first: int
+    paths: list[str]
+
+    @property
+    def stop(self) -> int:
+        """The index after its last layer."""
+        return self.first + len(self.paths)
+
+    def repeats(self, name: str) -> bool:
+        """Whether this parameter or module of the first layer is one that every stage of the stack needs."""
+        return any(is_within(name, f"{self.paths[0]}.{module}") for module in self.plan.repeated)
+
+
+def is_within(name: str, path: str) -> bool:
+    """Whether a dotted name is `path` or lies below it."""
+    return name == path or name.startswith(f"{path}.")

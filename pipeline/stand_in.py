@@ -1,9 +1,13 @@
 """What stands in the place of modules that a stage does not hold. Which stands where is cut.py."""
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
+
+ENCODED = "encoder_hidden_states"  # what decoders of transformers and their layers call the encoder's output
 
 
 class StageExit(Exception):
@@ -45,6 +49,17 @@ class StandIn(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["native"], name)
 
+    def adopt(self, path: str) -> None:
+        """Hold a module of the native one all the same, under its own path, parameters included."""
+        name, _, below = path.partition(".")
+        module = self.__dict__["native"].get_submodule(name)
+        if below:
+            held = self._modules.get(name) or Absent(module, self.inbox, self.device)
+            assert isinstance(held, StandIn)
+            held.adopt(below)
+            module = held
+        self._modules[name] = module
+
     def extra_repr(self) -> str:
         return f"for {type(self.__dict__['native']).__name__}, held by another stage"
 
@@ -82,8 +97,65 @@ class Leaving(StandIn):
         raise StageExit((hidden,))
 
 
+class LeavingEncoder(StandIn):
+    """For the decoder, on the stage whose last layer is the encoder's: sends the encoder's output."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise StageExit((_encoded(self.native, args, kwargs),))
+
+
+class LeavingDecoder(StandIn):
+    """For the decoder's layer right after the stage's last: the encoder's output goes along."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise StageExit((hidden, _encoded(self.native, (hidden, *args), kwargs)))
+
+
+class Encoded(StandIn):
+    """For the encoder, on the stages after its last layer: what it returned, which arrived last."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutput:
+        return BaseModelOutput(last_hidden_state=self.inbox.take()[-1])
+
+
 class Absent(StandIn):
     """For what runs on another stage alone."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError(f"{type(self.native).__name__} was called on a stage that does not hold it")
+
+
+class Borrowed:
+    """A module that stands elsewhere in the model, for one that calls it as its own without listing its parameters.
+
+    It is looked up at each call, so another that takes its place is followed.
+    """
+
+    def __init__(self, owner: nn.Module, path: str) -> None:
+        self._owner = owner
+        self._path = path
+
+    @property
+    def module(self) -> nn.Module:
+        """What stands there now."""
+        return self._owner.get_submodule(self._path)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # also while it is being copied, when it has no owner yet
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+
+def _encoded(native: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """The encoder's output among the arguments of a call of this module."""
+    arguments = inspect.signature(native.forward).bind(*args, **kwargs).arguments
+    found = {**arguments, **kwargs}.get(ENCODED)
+    if found is None:
+        raise ValueError(
+            f"{type(native).__name__} was called without {ENCODED}, which a pipeline sends from the encoder's stages "
+            "to the decoder's: call a model of an encoder and a decoder, or use pp_size=1"
+        )
+    return found

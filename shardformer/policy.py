@@ -118,14 +118,17 @@ class Policy(ABC):
         return manager.bounds(plan.num_layers(self.model), plan.stage_size(self.model))
 
     def get_held_layers(self) -> list[nn.Module]:
-        """The modules that this rank's stages hold: their layers, after the entry of the model on the first stage."""
+        """The modules that this rank's stages hold: their layers, with the entry before a first one."""
         plan, manager = self.stage_plan(), self.shard_config.pipeline_stage_manager
         if plan is None or manager is None:
             return [self.model]
-        paths, bounds = plan.layer_paths(self.model), self.stage_bounds()
-        own = [path for stage in manager.stages for path in paths[bounds[stage] : bounds[stage + 1]]]
-        entry = plan.entry if manager.is_first_stage() else ()
-        return [self.model.get_submodule(path) for path in (*entry, *own)]
+        bounds = self.stage_bounds()
+        held = {layer for stage in manager.stages for layer in range(bounds[stage], bounds[stage + 1])}
+        paths: list[str] = []
+        for stack in plan.stacks(self.model):
+            paths += stack.plan.entry if stack.first in held else ()
+            paths += [path for layer, path in enumerate(stack.paths, stack.first) if layer in held]
+        return [self.model.get_submodule(path) for path in paths]
 
     def get_shared_params(self) -> list[dict[int, Tensor]]:
         """The parameters that several stages hold: for each, its tensor by stage. Called before the cut."""

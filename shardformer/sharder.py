@@ -84,11 +84,20 @@ class ModelSharder:
             )
         # Listed first: what a replacement brings in is not searched again.
         for module in list(self.model.modules()):
-            for key in (type(module), type(module).__name__):
-                if key in descriptions and not isinstance(module, StandIn):
+            kind = type(module.native if isinstance(module, StandIn) else module)
+            for key in (kind, kind.__name__):
+                if key in descriptions:
                     self._apply(module, descriptions[key])
 
     def _apply(self, module: nn.Module, description: ModulePolicyDescription) -> None:
+        if isinstance(module, StandIn):  # it may hold a part of its native module
+            held = {name for name, _ in module.named_modules()}
+            for replacement in description.sub_module_replacement:
+                if replacement.suffix in held and not isinstance(
+                    module.get_submodule(replacement.suffix), StandIn
+                ):
+                    self._replace(module, replacement)
+            return
         for path, value in description.attribute_replacement.items():
             _set_attribute(module, path, value)
         for change in description.param_replacement:

@@ -1,13 +1,13 @@
 """A model as a table of names: what is split how. table_policy.py turns it into a policy.
 
-All paths but those of embeddings, heads and stacks are seen from one layer. A name that matches nothing is an
+All paths but those of embeddings, heads and `stage` are seen from one layer. A name that matches nothing is an
 error, unless the table says that it may.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..pipeline.plan import StagePlan
+from ..pipeline.plan import StagePlan, is_within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,6 @@ class Table:
 
     Args:
         stage: where the layers are, seen from the base model.
-        stacks: further lists of layers (a decoder beside an encoder), seen from the base model; passed over in a
-            class of model that lacks them.
         regions: modules that take the replicated hidden states and work on split activations.
         column: linear layers split by output features.
         row: linear layers split by input features; each ends a region.
@@ -56,7 +54,6 @@ class Table:
     """
 
     stage: StagePlan
-    stacks: tuple[str, ...] = ()
     regions: tuple[str, ...]
     column: tuple[str, ...]
     row: tuple[str, ...]
@@ -113,11 +110,6 @@ class Table:
             if not any(is_within(name, path) for name in self.modules)
         ]
         return found
-
-
-def is_within(name: str, path: str) -> bool:
-    """Whether a dotted name is `path` or lies below it."""
-    return name == path or name.startswith(f"{path}.")
 
 
 _TABLES: dict[str, Table] = {}

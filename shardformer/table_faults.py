@@ -12,7 +12,7 @@ from ..cluster.mesh import divisors
 from .layer.embedding import embedding_faults
 from .layer.loss import reads_weights
 from .layer.parallel_module import native_faults
-from .table import Table, is_within
+from .table import Table
 
 ATTENTIONS_FAULT = (  # of the config or a call
     "output_attentions=True in {} gives each rank the attention of its own heads alone: leave it out or use "

@@ -40,10 +40,6 @@ class TablePolicy(Policy):
         plan = self.stage_plan()
         if missing := plan.path_faults(self.model):
             return missing
-        if num_stages > 1 and self.table.stacks:
-            return [
-                "a model of this type, with an encoder and a decoder, is not cut into stages: use pp_size=1"
-            ]
         stacks, ends = self._stacks(plan), self._ends()
         return [
             *table_faults(self.model, self.table, stacks=stacks, ends=ends, ranks=tp_size),
@@ -58,7 +54,7 @@ class TablePolicy(Policy):
 
     def stage_plan(self) -> StagePlan:
         """The table's plan, seen from the whole model."""
-        return self.table.stage.under(self._base_prefix())
+        return self.table.stage.under(self._base_prefix()).fitted(self.model)
 
     def module_policy(self) -> dict[type[nn.Module] | str, ModulePolicyDescription]:
         """What becomes of layers, embedding and head."""
@@ -183,7 +179,7 @@ class TablePolicy(Policy):
 
     def _stacks(self, plan: StagePlan) -> list[str]:
         """The paths of the model's lists of layers, seen from the whole model."""
-        return [plan.layers, *present(self.model, map(self._from_model, self.table.stacks))]
+        return [stack.plan.layers for stack in plan.stacks(self.model)]
 
     def _ends(self) -> dict[str, Any]:
         """The paths of embeddings and head, and what takes their places."""
@@ -209,12 +205,6 @@ class TablePolicy(Policy):
             return True
         stages = self.stage_plan().stages_of(self.model, name, self.stage_bounds())
         return any(stage in manager.stages for stage in stages)
-
-    def _held_layer(self, plan: StagePlan) -> nn.Module:
-        """One of the layers that this rank holds: they are all of one kind."""
-        manager = self.shard_config.pipeline_stage_manager
-        start = self.stage_bounds()[manager.stages[0]] if manager is not None else 0
-        return self.model.get_submodule(plan.layer_paths(self.model)[start])
 
 
 def _by_type(layer: nn.Module, name: str, linear: Any, conv1d: Any) -> Any:

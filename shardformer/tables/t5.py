@@ -13,10 +13,24 @@ _FEED_FORWARDS = ("layer.1.DenseReluDense", "layer.2.DenseReluDense")
 _WIDENING = tuple(f"{path}.{name}" for path in _FEED_FORWARDS for name in ("wi", "wi_0", "wi_1"))
 # In the first block of a stack, whose biases the others are given; in umT5 in every block.
 _BIAS = "layer.0.SelfAttention.relative_attention_bias"
+# So every stage needs the bias that begins in the middle of a stack.
+_REPEATED = {_BIAS: "layer.0.SelfAttention.has_relative_attention_bias"}
 
 T5 = Table(
-    stage=StagePlan(layers="encoder.block", entry=("shared",)),
-    stacks=("decoder.block",),
+    stage=StagePlan(
+        module="decoder",
+        layers="decoder.block",
+        entry=("decoder.embed_tokens",),
+        arity=3,
+        repeated=_REPEATED,
+        encoder=StagePlan(
+            module="encoder",
+            layers="encoder.block",
+            entry=("shared", "encoder.embed_tokens"),
+            arity=3,
+            repeated=_REPEATED,
+        ),
+    ),
     regions=(*_ATTENTIONS, *_FEED_FORWARDS),
     column=(*(f"{path}.{name}" for path in _ATTENTIONS for name in "qkv"), *_WIDENING),
     row=(*(f"{path}.o" for path in _ATTENTIONS), *(f"{path}.wo" for path in _FEED_FORWARDS)),
@@ -35,4 +49,10 @@ T5 = Table(
     heads=("lm_head",),
 )
 
-UMT5 = replace(T5, second_input={_CROSS: "encoder_hidden_states"})
+_ENCODER = T5.stage.encoder
+assert _ENCODER is not None
+UMT5 = replace(
+    T5,
+    stage=replace(T5.stage, repeated={}, encoder=replace(_ENCODER, repeated={})),
+    second_input={_CROSS: "encoder_hidden_states"},
+)

@@ -14,10 +14,20 @@ from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.placement import Shard, placement_of
 from echelon.pipeline.cut import held_stages
 from echelon.pipeline.stage_manager import PipelineStageManager
+from echelon.pipeline.stand_in import StandIn
 from echelon.plugins.names import ParameterNames, managed_parameters
-from echelon.shardformer import ShardConfig, ShardFormer, policy_for
+from echelon.shardformer import (
+    ModulePolicyDescription,
+    ShardConfig,
+    ShardFormer,
+    SubModuleReplacementDescription,
+    policy_for,
+)
 from echelon.shardformer.layer import VocabParallelEmbedding1D, VocabParallelLMHead1D
+from echelon.shardformer.table import table_for
+from echelon.shardformer.table_policy import TablePolicy
 
+from ..pipeline.test_encoder_decoder import build as build_t5
 from ..pool import Pool
 from .compare import MULTIPLE, batch_for, build, loss_of, named
 
@@ -240,3 +250,61 @@ def manage_ties() -> list[tuple]:
 
 def test_a_tie_is_summed_over_ranks_and_not_over_the_stages_of_one(pool: Pool) -> None:
     assert pool.run(3, manage_ties) == [[(True,)], [(True, 2)], [(False, 2)]]
+
+
+class Counted(nn.Module):
+    """Takes the place of a module, and counts its calls."""
+
+    def __init__(self, native: nn.Module) -> None:
+        super().__init__()
+        self.weight = native.weight
+        self.calls = 0
+
+    @staticmethod
+    def from_native_module(native: nn.Module, group: object, **_: Any) -> nn.Module:
+        return Counted(native)
+
+    def forward(self, index: Tensor) -> Tensor:
+        self.calls += 1
+        return nn.functional.embedding(index, self.weight)
+
+
+class BiasPolicy(TablePolicy):
+    """Replaces T5's position bias, which a rank may hold without its layer."""
+
+    def module_policy(self) -> dict[type[nn.Module] | str, ModulePolicyDescription]:
+        bias = SubModuleReplacementDescription(
+            suffix="layer.0.SelfAttention.relative_attention_bias",
+            target_module=Counted,
+            ignore_if_not_exist=True,
+        )
+        return {"T5Block": ModulePolicyDescription(sub_module_replacement=(bias,))}
+
+
+@pytest.mark.parametrize(("placement", "rank", "calls"), [((0, 1, 1), 1, 2), ((0, 1, 0), 0, 2)])
+def test_a_module_that_other_stages_borrow_is_replaced_once_for_all_of_them(
+    placement: tuple[int, ...], rank: int, calls: int
+) -> None:
+    model = build_t5("T5EncoderModel", layers=3)
+    table = table_for("t5")
+    assert table is not None
+    config = ShardConfig(pipeline_stage_manager=manager_alone(rank, [0, 1, 2, 3], placement))
+    part, _ = ShardFormer(config).optimize(deepcopy(model), BiasPolicy(table))
+    assert {name for name, _ in part.named_parameters()} <= {name for name, _ in model.named_parameters()}
+    (counted,) = (module for module in part.modules() if isinstance(module, Counted))
+    ids = {"input_ids": torch.arange(3, 15).view(2, 6)}
+    received = (torch.zeros(2, 6, 32),)
+    for stage in held_stages(part).values():
+        stage.forward(ids, () if stage.is_first else received)
+    assert counted.calls == calls
+
+
+def test_what_no_stage_of_a_rank_holds_has_no_memory() -> None:
+    model = build_t5("T5ForConditionalGeneration")
+    part, _ = cut(model, 1, [0, 1, 3, 5, 8], (0, 1, 2, 1))
+    held = {id(parameter) for parameter in part.parameters()}
+    natives = [module.native for module in part.modules() if isinstance(module, StandIn)]
+    parameters = [parameter for native in natives for parameter in native.parameters()]
+    assert parameters
+    assert all(parameter.is_meta or id(parameter) in held for parameter in parameters)
+    assert not any(parameter.is_meta for parameter in part.parameters())
