@@ -2,6 +2,7 @@
 
 import typer
 
+from .timeline import timeline
 from .verify import verify
 
 app = typer.Typer(
@@ -10,6 +11,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(timeline)
 app.command()(verify)
 
 

@@ -1,25 +1,17 @@
 """`echelon verify`: the parity check on local processes, as a table."""
 
-import os
-import traceback
 from typing import Annotated
 
-import torch
-import torch.multiprocessing as multiprocessing
-import transformers
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from ..cluster.launch import join_local_group, local_store
 from ..shardformer.shard_former import policy_for
 from ..verify.compare import Measure
 from ..verify.layout import Layout
 from ..verify.models import ModelChoice
 from ..verify.parity import Report, parity
-
-BAD_ARGUMENTS = 2
-WIDTH = 160  # of the table where the output is no terminal
+from .console import refuse, table_console
+from .local import run_on_processes
 
 
 def verify(
@@ -57,10 +49,7 @@ def verify(
         microbatches=microbatches,
         max_norm=max_norm,
     )
-    if faults := argument_faults(choice, layout, steps):
-        for fault in faults:
-            typer.echo(f"echelon verify: {fault}", err=True)
-        raise typer.Exit(BAD_ARGUMENTS)
+    refuse("verify", argument_faults(choice, layout, steps))
     report = run_local(choice, layout, num_steps=steps, seed=seed, timeout_seconds=timeout)
     if isinstance(report, str):
         typer.echo(report, err=True)
@@ -79,12 +68,14 @@ def argument_faults(choice: ModelChoice, layout: Layout, num_steps: int) -> list
         faults.append(f"steps={num_steps} must be at least 1")
     model_faults = choice.faults()
     sizes_are_sound = min(layout.tp, layout.pp, layout.dp) >= 1
-    return faults + (model_faults or (split_faults(choice, layout) if sizes_are_sound else []))
+    return faults + (
+        model_faults or (split_faults(choice, tp=layout.tp, pp=layout.pp) if sizes_are_sound else [])
+    )
 
 
-def split_faults(choice: ModelChoice, layout: Layout) -> list[str]:
+def split_faults(choice: ModelChoice, *, tp: int, pp: int) -> list[str]:
     """Why this model cannot be split this way."""
-    if layout.tp == layout.pp == 1:
+    if tp == pp == 1:
         return []
     model = choice.build_on_meta()
     try:
@@ -92,54 +83,24 @@ def split_faults(choice: ModelChoice, layout: Layout) -> list[str]:
     except ValueError as error:
         return [str(error)]
     policy.set_model(model)
-    return policy.faults(tp_size=layout.tp, pp_size=layout.pp)
+    return policy.faults(tp_size=tp, pp_size=pp)
 
 
 def run_local(
     choice: ModelChoice, layout: Layout, *, num_steps: int, seed: int, timeout_seconds: float
 ) -> Report | str:
     """The report of a parity check on local processes, or how a process failed."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
-    store = local_store()
-    arguments = (choice, layout, num_steps, seed, store.port, timeout_seconds, answers)
-    processes = [context.Process(target=_check, args=(rank, *arguments)) for rank in range(layout.world_size)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    found = []
-    while not answers.empty():
-        found.append(answers.get())
-    failures = [answer for answer in found if isinstance(answer, str)]
-    if failures:
-        return "\n".join(failures)
-    if not found:
-        codes = {rank: process.exitcode for rank, process in enumerate(processes)}
-        return f"the processes ended without an answer; their exit codes by rank are {codes}"
-    return found[0]
+    reports = run_on_processes(
+        _check,
+        (choice, layout, num_steps, seed),
+        num_processes=layout.world_size,
+        timeout_seconds=timeout_seconds,
+    )
+    return reports if isinstance(reports, str) else reports[0]
 
 
-def _check(
-    rank: int,
-    choice: ModelChoice,
-    layout: Layout,
-    num_steps: int,
-    seed: int,
-    port: int,
-    timeout_seconds: float,
-    answers: multiprocessing.SimpleQueue,
-) -> None:
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    try:
-        with join_local_group(rank, layout.world_size, port=port, timeout_seconds=timeout_seconds):
-            report = parity(choice, layout, num_steps=num_steps, seed=seed)
-        if rank == 0:
-            answers.put(report)
-    except Exception:  # the parent prints it and sets the exit status
-        answers.put(f"rank {rank} failed:\n{traceback.format_exc()}")
+def _check(rank: int, choice: ModelChoice, layout: Layout, num_steps: int, seed: int) -> Report:
+    return parity(choice, layout, num_steps=num_steps, seed=seed)
 
 
 def show(report: Report, *, title: str) -> None:
@@ -162,9 +123,7 @@ def show(report: Report, *, title: str) -> None:
             f"{_shown(gradient)} {gradient.name}",
             f"{_shown(weight)} {weight.name}",
         )
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
+    console = table_console()
     console.print(table)
     console.print(
         "all agree" if report.agrees else f"departs: {report.departure}", highlight=False, soft_wrap=True

@@ -1,0 +1,206 @@
+"""`echelon timeline`: a pipeline's schedule as a picture, simulated or measured on local processes."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from math import isfinite
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from transformers import CONFIG_MAPPING, AutoConfig
+
+from ..pipeline.draw import Panel, rank_bubble, require_matplotlib, stages_of
+from ..pipeline.picture import SUFFIXES, save_timelines
+from ..pipeline.schedules import SCHEDULES
+from ..pipeline.simulate import Costs, Timeline
+from ..verify.models import ModelChoice
+from .console import refuse, table_console
+from .measure import mean_costs, measure
+from .pipeline import Pipeline
+from .verify import split_faults
+
+LAYERS_PER_STAGE = 2
+HEAD_MULTIPLE = 8  # a ModelChoice has 4 heads, and rotary positions need heads of even size
+FOR_MEASURING = ("model", "layers", "hidden", "steps", "seed", "timeout")
+
+
+def timeline(
+    context: typer.Context,
+    schedule: Annotated[str, typer.Option(help=f"{', '.join(SCHEDULES)}.")] = "1f1b",
+    pp: Annotated[int, typer.Option(help="Pipeline ranks.")] = 4,
+    microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")] = 8,
+    chunks: Annotated[int, typer.Option(help="Stages per rank, for schedules that take any number.")] = 1,
+    costs: Annotated[
+        str,
+        typer.Option(
+            help="F,B,W: cost of a microbatch's forward, input gradient and weight gradient through all that a "
+            "rank holds. A chunk costs its share, a backward in one part B + W."
+        ),
+    ] = "1,1,1",
+    out: Annotated[Path, typer.Option(help=f"File to draw to: {', '.join(SUFFIXES)}.")] = Path(
+        "timeline.png"
+    ),
+    measured: Annotated[
+        bool, typer.Option("--measure", help="Train a small model on local processes, and draw that beside.")
+    ] = False,
+    model: Annotated[str, typer.Option(help="With --measure: model type of transformers.")] = "llama",
+    layers: Annotated[
+        int | None, typer.Option(help=f"With --measure: its layers; else {LAYERS_PER_STAGE} for each stage.")
+    ] = None,
+    hidden: Annotated[int, typer.Option(help="With --measure: its hidden size.")] = 256,
+    steps: Annotated[int, typer.Option(help="With --measure: steps, of which the median is drawn.")] = 5,
+    seed: Annotated[int, typer.Option(help="With --measure: seed of weights and batch.")] = 0,
+    timeout: Annotated[
+        float, typer.Option(help="With --measure: seconds until a process that hangs is given up.")
+    ] = 300.0,
+) -> None:
+    """Draw when each rank of a pipeline computes what, and print bubbles and peak activations.
+
+    With --measure, local processes of one thread each, one for each rank, train a small model. What they did in
+    the median step is drawn above a simulation with the mean costs that were measured. Exit status: 0 drawn,
+    1 a process failed, 2 bad arguments.
+    """
+    pipeline = Pipeline(style=schedule, num_ranks=pp, num_microbatches=microbatches, num_chunks=chunks)
+    given = [name for name in context.params if _is_given(context, name)]
+    faults = [*pipeline.faults(), *costs_faults(costs), *out_faults(out)]
+    if not measured:
+        faults += [
+            f"--{name} is for measuring: give --measure too" for name in FOR_MEASURING if name in given
+        ]
+        refuse("timeline", faults)
+        simulation = pipeline.simulate(parse_costs(costs).per_chunk(pipeline.stages_per_rank))
+        finish([Panel(title=str(pipeline), timeline=simulation)], out, unit="units of cost")
+        return
+    if "costs" in given:
+        faults.append("--costs is for simulating alone: --measure measures them, so leave one of the two out")
+    choice = small_model(model, pipeline, num_layers=layers, hidden_size=hidden)
+    refuse("timeline", faults + measuring_faults(pipeline, choice, hidden_size=hidden, num_steps=steps))
+    panels = measured_panels(pipeline, choice, num_steps=steps, seed=seed, timeout_seconds=timeout)
+    finish(panels, out, unit="ms")
+
+
+def measured_panels(
+    pipeline: Pipeline, choice: ModelChoice, *, num_steps: int, seed: int, timeout_seconds: float
+) -> list[Panel]:
+    """What local processes did, and below it the simulation with their mean costs; ends the command if one fails."""
+    spans = measure(pipeline, choice, num_steps=num_steps, seed=seed, timeout_seconds=timeout_seconds)
+    if isinstance(spans, str):
+        typer.echo(spans, err=True)
+        raise typer.Exit(1)
+    if (num_cores := _num_cores()) < pipeline.num_ranks:
+        typer.echo(
+            f"{pipeline.num_ranks} processes shared {num_cores} cores: what was measured is waiting for a core, too",
+            err=True,
+        )
+    simulation = pipeline.simulate(mean_costs(spans))
+    measurement = Timeline(spans=spans, peak_activations=simulation.peak_activations)
+    return [
+        Panel(title=f"{pipeline}, measured", timeline=measurement),
+        Panel(title="simulated with the mean costs of these", timeline=simulation),
+    ]
+
+
+def finish(panels: Sequence[Panel], out: Path, *, unit: str) -> None:
+    """Draw, and print the figures of each panel."""
+    save_timelines(panels, out, unit=unit)
+    console = table_console()
+    for panel in panels:
+        console.print(figures(panel))
+        typer.echo(f"bubble {panel.timeline.bubble:.1%} of the work, {panel.timeline.end:.6g} {unit} in all")
+    typer.echo(f"drawn to {out}")
+
+
+def figures(panel: Panel) -> Table:
+    """A row for each rank."""
+    table = Table(title=panel.title, title_justify="left")
+    for heading in ("rank", "stages", "bubble", "peak activations (microbatches)"):
+        table.add_column(heading, justify="right")
+    for rank, (spans, peak) in enumerate(zip(panel.timeline.spans, panel.timeline.peak_shares, strict=True)):
+        stages = ", ".join(map(str, stages_of(spans)))
+        table.add_row(str(rank), stages, f"{rank_bubble(panel.timeline, rank):.1%}", f"{peak:.3g}")
+    return table
+
+
+def parse_costs(text: str) -> Costs:
+    """Costs from "F,B,W".
+
+    Raises:
+        ValueError: they are not three positive numbers.
+    """
+    forward, backward_input, backward_weight = map(float, text.split(","))
+    if not all(map(isfinite, (forward, backward_input, backward_weight))):
+        raise ValueError(f"{text!r} is not finite")
+    return Costs(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
+
+
+def costs_faults(text: str) -> list[str]:
+    """Whether costs cannot be read."""
+    try:
+        parse_costs(text)
+    except ValueError:
+        return [f"costs={text!r} must be three positive numbers F,B,W: for example 1,1,1"]
+    return []
+
+
+def out_faults(out: Path) -> list[str]:
+    """Why nothing can be drawn to this file."""
+    faults = []
+    if out.suffix.lower() not in SUFFIXES:
+        faults.append(f"out={str(out)!r} must end in one of {', '.join(SUFFIXES)}")
+    if out.is_dir():
+        faults.append(f"out={str(out)!r} is a folder: give the name of a file")
+    if not out.parent.is_dir():
+        faults.append(f"out={str(out)!r}: there is no folder {str(out.parent)!r}, make it first")
+    try:
+        require_matplotlib()
+    except ImportError as error:
+        faults.append(str(error))
+    return faults
+
+
+def small_model(
+    model_type: str, pipeline: Pipeline, *, num_layers: int | None, hidden_size: int
+) -> ModelChoice:
+    """The model to measure."""
+    if num_layers is None:
+        num_stages = 1 if pipeline.faults() else pipeline.num_stages
+        num_layers = LAYERS_PER_STAGE * num_stages
+    settings = {
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "head_dim": hidden_size // 4,
+    }
+    blank = AutoConfig.for_model(model_type) if model_type in CONFIG_MAPPING else None
+    known = tuple((name, value) for name, value in settings.items() if hasattr(blank, name))
+    return ModelChoice(model_type=model_type, num_layers=num_layers, settings=known)
+
+
+def measuring_faults(
+    pipeline: Pipeline, choice: ModelChoice, *, hidden_size: int, num_steps: int
+) -> list[str]:
+    """Why this model cannot be trained so."""
+    faults = [] if num_steps >= 1 else [f"steps={num_steps} must be at least 1"]
+    if hidden_size < 1 or hidden_size % HEAD_MULTIPLE:
+        faults.append(f"hidden={hidden_size} must be a positive multiple of {HEAD_MULTIPLE}")
+        choice = replace(choice, settings=())  # for the faults that do not follow from this one
+    faults += choice.faults()
+    if faults or pipeline.faults():
+        return faults
+    if choice.num_layers < pipeline.num_stages:
+        return [
+            f"layers={choice.num_layers} must be at least {pipeline.num_stages}: each of so many stages needs one"
+        ]
+    return split_faults(choice, tp=1, pp=pipeline.num_ranks)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # the cores that this process may use; Linux alone tells
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,189 @@
+"""`echelon timeline`: figures, pictures, refusals, and what is made of a measurement."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from echelon.cli import timeline as command
+from echelon.cli.main import app
+from echelon.cli.measure import mean_costs, median_step
+from echelon.cli.pipeline import Pipeline
+from echelon.pipeline.action import Action, Op
+from echelon.pipeline.draw import Panel
+from echelon.pipeline.schedules import SCHEDULES
+from echelon.pipeline.simulate import Costs, Span
+
+
+def call(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["timeline", *arguments])
+    return result.exit_code, result.output
+
+
+def table_rows(output: str) -> list[list[str]]:
+    return [
+        [cell.strip() for cell in line.strip("│").split("│")] for line in output.splitlines() if "│" in line
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "bubble", "last_row"),
+    [
+        (("--schedule", "gpipe"), "37.5%", ["3", "3", "37.5%", "8"]),  # 3 of 8; all microbatches
+        (("--schedule", "1f1b"), "37.5%", ["3", "3", "37.5%", "1"]),
+        (
+            ("--schedule", "interleaved", "--chunks", "2"),
+            "18.8%",
+            ["3", "3, 7", "18.8%", "2.5"],
+        ),  # 3 of 2 · 8
+        (("--schedule", "zbh1"), "12.5%", ["3", "3", "12.5%", "4"]),  # a third of 37.5%
+        (
+            ("--schedule", "zbh1", "--costs", "1,1,0.5"),
+            "22.5%",
+            ["3", "3", "22.5%", "4"],
+        ),  # 3 · 1.5 of 8 · 2.5
+        (("--schedule", "zbv"), "6.2%", ["3", "3, 4", "6.2%", "4"]),
+    ],
+)
+def test_a_schedule_is_drawn_and_its_figures_are_printed(
+    tmp_path: Path, arguments: tuple[str, ...], bubble: str, last_row: list[str]
+) -> None:
+    out = tmp_path / "drawn.svg"
+    status, output = call(*arguments, "--pp", "4", "--microbatches", "8", "--out", str(out))
+    assert status == 0, output
+    assert f"bubble {bubble} of the work" in output and f"drawn to {out}" in output
+    assert [row[0] for row in table_rows(output)] == ["0", "1", "2", "3"]
+    assert table_rows(output)[-1] == last_row
+    assert f"bubble {bubble} of the work" in out.read_text()
+
+
+@pytest.mark.parametrize("style", SCHEDULES)
+def test_every_schedule_can_be_asked_for_by_its_name_alone(tmp_path: Path, style: str) -> None:
+    status, output = call("--schedule", style, "--pp", "2", "--out", str(tmp_path / "drawn.html"))
+    assert status == 0, output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ("--schedule", "zigzag", "--out", "a.gif"),
+            ("no schedule 'zigzag'", "out='a.gif' must end in one of .html"),
+        ),
+        (
+            ("--costs", "1,2", "--out", "/nonesuch/a.png"),
+            ("costs='1,2' must be three positive", "no folder '/nonesuch'"),
+        ),
+        (("--costs", "1,0,1"), ("costs='1,0,1'",)),
+        (("--costs", "1,1,inf"), ("costs='1,1,inf'",)),
+        (("--costs", "one,1,1"), ("costs='one,1,1'",)),
+        (
+            ("--pp", "0", "--microbatches", "0"),
+            ("pp=0 must be at least 1", "microbatches=0 must be at least 1"),
+        ),
+        (("--schedule", "zbh1", "--chunks", "2"), ("'zbh1'", "cannot have num_chunks=2")),
+        (("--steps", "3", "--model", "llama"), ("--steps is for measuring", "--model is for measuring")),
+        (
+            ("--measure", "--costs", "1,1,1", "--steps", "0"),
+            ("leave one of the two out", "steps=0 must be at least 1"),
+        ),
+        (
+            ("--measure", "--model", "nonesuch", "--hidden", "12"),
+            ("'nonesuch' is not a model type", "hidden=12"),
+        ),
+        (
+            ("--measure", "--model", "nonesuch", "--schedule", "zigzag"),
+            ("'nonesuch' is not", "no schedule 'zigzag'"),
+        ),
+        (
+            ("--measure", "--layers", "7", "--chunks", "2", "--schedule", "interleaved"),
+            ("layers=7 must be at least 8",),
+        ),
+        (("--measure", "--layers", "0"), ("layers=0 must be at least 1",)),
+        (("--measure", "--model", "t5"), ("no 't5' with head 'causal'",)),
+    ],
+)
+def test_bad_arguments_are_refused_all_at_once_with_status_2(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], told: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(command, "measure", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setattr(command, "save_timelines", lambda *_, **__: pytest.fail("something was drawn"))
+    status, output = call(*arguments)
+    assert status == 2, output
+    for part in told:
+        assert part in output
+
+
+def test_a_folder_is_no_file_to_draw_to(tmp_path: Path) -> None:
+    (tmp_path / "a.png").mkdir()
+    status, output = call("--out", str(tmp_path / "a.png"))
+    assert (status, "is a folder" in output) == (2, True)
+
+
+def test_a_missing_matplotlib_is_told_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "measure", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    status, output = call("--measure")
+    assert (status, "pip install 'echelon[plot]'" in output) == (2, True)
+
+
+def test_a_process_that_fails_is_told_with_status_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(command, "measure", lambda *_, **__: "rank 1 failed: no such luck")
+    status, output = call("--measure", "--out", str(tmp_path / "a.png"))
+    assert (status, "rank 1 failed: no such luck" in output) == (1, True)
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_a_measurement_is_drawn_above_the_simulation_of_its_mean_costs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    drawn: list[Panel] = []
+    spans = Pipeline(style="1f1b", num_ranks=2, num_microbatches=4).simulate(Costs(forward=3.0)).spans
+    late = [
+        [Span(action, start + rank, end + rank) for action, start, end in spans[rank]] for rank in range(2)
+    ]
+    monkeypatch.setattr(command, "measure", lambda *_, **__: late)
+    monkeypatch.setattr(command, "save_timelines", lambda panels, *_, **__: drawn.extend(panels))
+    status, output = call("--measure", "--pp", "2", "--microbatches", "4", "--out", str(tmp_path / "a.png"))
+    assert status == 0, output
+    measured, simulated = (panel.timeline for panel in drawn)
+    assert measured.spans == late and measured.peak_activations == simulated.peak_activations == [2, 1]
+    assert simulated.spans == spans
+    assert "bubble 25.0% of the work, 25 ms in all" in output and "bubble 25.0%" in output
+
+
+def span(op: Op, start: float, end: float, microbatch: int = 0) -> Span:
+    return Span(Action(op, 0, microbatch), start, end)
+
+
+def test_the_median_step_is_drawn_from_its_own_start_in_milliseconds() -> None:
+    lengths = (5.0, 1.0, 3.0, 4.0)
+    steps = [
+        [[span(Op.FORWARD, 100 + index, 100 + index + 0.5)] for index in range(4)],
+        [[span(Op.FORWARD, 100.5 + index, 100 + index + length)] for index, length in enumerate(lengths)],
+    ]
+    assert median_step(steps) == [[span(Op.FORWARD, 0, 500)], [span(Op.FORWARD, 500, 3000)]]
+
+
+def test_mean_costs_are_those_of_the_parts_that_were_measured() -> None:
+    whole = [
+        [span(Op.FORWARD, 0, 2), span(Op.BACKWARD, 2, 8)],
+        [span(Op.FORWARD, 0, 4), span(Op.BACKWARD, 4, 14)],
+    ]
+    assert mean_costs(whole) == Costs(forward=3, backward_input=4, backward_weight=4)
+    parts = [[span(Op.FORWARD, 0, 1), span(Op.BACKWARD_INPUT, 1, 3), span(Op.BACKWARD_WEIGHT, 3, 6)]]
+    assert mean_costs(parts) == Costs(forward=1, backward_input=2, backward_weight=3)
+
+
+def test_local_processes_are_measured_and_drawn(tmp_path: Path) -> None:
+    out = tmp_path / "measured.svg"
+    sizes = ("--pp", "2", "--microbatches", "3", "--hidden", "32", "--steps", "1")
+    status, output = call("--measure", *sizes, "--out", str(out))
+    assert status == 0, output
+    assert output.count("of the work") == 2
+    drawn = out.read_text()
+    for panel in (0, 1):
+        for rank in (0, 1):
+            assert f'id="box-{panel}-{rank}-5"' in drawn and f'id="box-{panel}-{rank}-6"' not in drawn
+    assert "time (ms)" in drawn
