@@ -188,11 +188,7 @@ def measuring_faults(
     faults += choice.faults()
     if faults or pipeline.faults():
         return faults
-    if choice.num_layers < pipeline.num_stages:
-        return [
-            f"layers={choice.num_layers} must be at least {pipeline.num_stages}: each of so many stages needs one"
-        ]
-    return split_faults(choice, tp=1, pp=pipeline.num_ranks)
+    return split_faults(choice, tp=1, num_stages=pipeline.num_stages)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

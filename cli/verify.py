@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from ..pipeline.schedules import stage_placement, style_faults
 from ..shardformer.shard_former import policy_for
 from ..verify.compare import Measure
 from ..verify.layout import Layout
@@ -26,7 +27,8 @@ def verify(
     dp: Annotated[int, typer.Option(help="Replicas with different batches.")] = 1,
     zero: Annotated[int, typer.Option(help="ZeRO stage: 0 or 1.")] = 0,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
-    schedule: Annotated[str, typer.Option(help="Pipeline schedule: 1f1b or gpipe.")] = "1f1b",
+    schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved, zbh1 or zbv.")] = "1f1b",
+    chunks: Annotated[int, typer.Option(help="Pipeline stages per rank: interleaved and gpipe.")] = 1,
     microbatches: Annotated[int, typer.Option(help="Microbatches of a batch, of unequal size.")] = 3,
     max_norm: Annotated[float, typer.Option(help="Clip gradients to this norm; 0 does not.")] = 0.0,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
@@ -46,6 +48,7 @@ def verify(
         zero=zero,
         precision=precision,
         schedule=schedule,
+        chunks=chunks,
         microbatches=microbatches,
         max_norm=max_norm,
     )
@@ -67,15 +70,20 @@ def argument_faults(choice: ModelChoice, layout: Layout, num_steps: int) -> list
     if num_steps < 1:
         faults.append(f"steps={num_steps} must be at least 1")
     model_faults = choice.faults()
-    sizes_are_sound = min(layout.tp, layout.pp, layout.dp) >= 1
-    return faults + (
-        model_faults or (split_faults(choice, tp=layout.tp, pp=layout.pp) if sizes_are_sound else [])
-    )
+    if model_faults or min(layout.tp, layout.pp, layout.dp, layout.chunks) < 1:
+        return faults + model_faults
+    return faults + split_faults(choice, tp=layout.tp, num_stages=_num_stages(layout))
 
 
-def split_faults(choice: ModelChoice, *, tp: int, pp: int) -> list[str]:
+def _num_stages(layout: Layout) -> int:
+    if style_faults(layout.schedule, layout.chunks, layout.pp):
+        return layout.pp
+    return len(stage_placement(layout.schedule, layout.pp, layout.chunks))
+
+
+def split_faults(choice: ModelChoice, *, tp: int, num_stages: int) -> list[str]:
     """Why this model cannot be split this way."""
-    if tp == pp == 1:
+    if tp == num_stages == 1:
         return []
     model = choice.build_on_meta()
     try:
@@ -83,7 +91,7 @@ def split_faults(choice: ModelChoice, *, tp: int, pp: int) -> list[str]:
     except ValueError as error:
         return [str(error)]
     policy.set_model(model)
-    return policy.faults(tp_size=tp, pp_size=pp)
+    return policy.faults(tp_size=tp, num_stages=num_stages)
 
 
 def run_local(

@@ -65,9 +65,7 @@ class ParallelMesh:
         shape = (pp, world_size // (pp * sp * tp), sp, tp)
         self._mesh: DeviceMesh = init_device_mesh(self.device.type, shape, mesh_dim_names=AXES)
         self._groups: dict[tuple, dist.ProcessGroup | None] = {}
-        # Two communicators for the pipeline: NCCL runs what one pair exchanges in one order, so activations
-        # that go down and gradients that come up must not share one.
-        self.pipeline_groups = tuple(self._new_group("pp", (tuple(range(pp)),)) for _ in range(2))
+        self._pipeline_groups: list[dist.ProcessGroup] = []
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -103,6 +101,18 @@ class ParallelMesh:
     def replica_ranks(self) -> list[int]:
         """The world's ranks that hold one replica with this one: all that share its dp coordinate."""
         return self._mesh.mesh.select(1, self.rank("dp")).flatten().tolist()
+
+    def pipeline_groups(self, count: int) -> list[dist.ProcessGroup]:
+        """As many different groups over the ranks of axis pp, in their order. Collective over the world.
+
+        What one group carries between two ranks NCCL runs in a single order; see [Note: channels] in
+        pipeline/transport.py. The first groups are the same at every call.
+        """
+        while len(self._pipeline_groups) < count:
+            group = self._new_group("pp", (tuple(range(self.size("pp"))),))
+            assert group is not None
+            self._pipeline_groups.append(group)
+        return self._pipeline_groups[:count]
 
     def subgroup(self, axis: str, parts: Sequence[Iterable[int]]) -> dist.ProcessGroup | None:
         """The group of those coordinates of `axis` that a part names and this rank is in.

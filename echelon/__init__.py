@@ -5,7 +5,7 @@ from .cluster.coordinator import DistCoordinator
 from .cluster.launch import launch_from_torch
 from .cluster.mesh import ParallelMesh
 from .plugins import HybridParallelPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
-from .shardformer import ShardConfig, ShardFormer
+from .shardformer import PipelineGradientCheckpointConfig, ShardConfig, ShardFormer
 
 __version__ = "0.1.0"
 
@@ -15,6 +15,7 @@ __all__ = [
     "HybridParallelPlugin",
     "LowLevelZeroPlugin",
     "ParallelMesh",
+    "PipelineGradientCheckpointConfig",
     "Plugin",
     "ShardConfig",
     "ShardFormer",

@@ -1,18 +1,26 @@
 """The vocabulary of pipeline schedules: what one rank does, on which stage, to which microbatch.
 
-A schedule is plain data, `list[list[Action]]`: for every pipeline rank its actions in order. Who writes such
-lists is schedules.py, who adds the sends and receives is communicate.py, who runs them is runner.py.
+A schedule is plain data, `list[list[Action]]`: for every pipeline rank its actions in order. Which rank holds
+which stage is read off it. Who writes such lists is schedules.py, who adds the sends and receives is
+communicate.py, who runs them is runner.py.
 """
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
 
 class Op(Enum):
-    """What an action does. The value is how it is printed."""
+    """What an action does. The value is how it is printed.
+
+    A backward is done whole, or in two parts: the gradients of the stage's inputs, for which the stage before
+    waits, and the gradients of its weights, for which nobody waits (arXiv:2401.10241).
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
     SEND_FORWARD = "sF"
     RECV_FORWARD = "rF"
     SEND_BACKWARD = "sB"
@@ -48,26 +56,68 @@ class Travel(NamedTuple):
     step: int
 
 
-TRAVELS = {
-    Op.FORWARD: Travel(Op.SEND_FORWARD, Op.RECV_FORWARD, +1),
-    Op.BACKWARD: Travel(Op.SEND_BACKWARD, Op.RECV_BACKWARD, -1),
-}
-COMPUTES = frozenset({Op.FORWARD, Op.BACKWARD})
+_FORWARDS = Travel(Op.SEND_FORWARD, Op.RECV_FORWARD, +1)
+_BACKWARDS = Travel(Op.SEND_BACKWARD, Op.RECV_BACKWARD, -1)
+# What a weight gradient computes stays where it is.
+TRAVELS = {Op.FORWARD: _FORWARDS, Op.BACKWARD: _BACKWARDS, Op.BACKWARD_INPUT: _BACKWARDS}
+COMPUTES = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
 SENDS = {travel.send: travel for travel in TRAVELS.values()}
 RECEIVES = {travel.receive: travel for travel in TRAVELS.values()}
 
 
-def stage_rank(stage: int, num_ranks: int) -> int:
-    """The pipeline rank that holds a stage: stages are dealt out in turn."""
-    return stage % num_ranks
+def placement(schedule: Sequence[Sequence[Action]]) -> tuple[int, ...]:
+    """The pipeline rank that holds each stage: the one that does its forwards.
+
+    Raises:
+        ValueError: some stage is held by no rank, or by two.
+    """
+    faults = placement_faults(schedule)
+    if faults:
+        raise ValueError("the schedule is not valid: " + "; ".join(faults))
+    return tuple(next(iter(holders)) for _, holders in sorted(_forwards(schedule).items()))
 
 
-def inputs(action: Action, num_stages: int) -> list[Action]:
-    """The computations whose results a computation needs."""
-    source = action.stage - TRAVELS[action.op].step
-    needed = [action._replace(stage=source)] if 0 <= source < num_stages else []
-    if action.op is Op.BACKWARD:
-        needed.append(action._replace(op=Op.FORWARD))
+def placement_faults(schedule: Sequence[Sequence[Action]]) -> list[str]:
+    """Why `placement` cannot tell who holds which stage; empty where it can."""
+    found = _forwards(schedule)
+    if not found:
+        return ["it has no forward"]
+    named = {action.stage for actions in schedule for action in actions if action.op in COMPUTES}
+    faults = [f"there is no stage {stage}: the first is 0" for stage in sorted(named) if stage < 0]
+    faults += [f"no rank holds stage {stage}" for stage in range(1 + max(named)) if stage not in found]
+    for stage, holders in sorted(found.items()):
+        if len(holders) > 1:
+            told = (f"rank {rank} ({first})" for rank, first in holders.items())
+            faults.append(f"stage {stage} is held by {' and by '.join(told)}")
+    return faults
+
+
+def _forwards(schedule: Sequence[Sequence[Action]]) -> dict[int, dict[int, Action]]:
+    """The first forward of every stage on every rank that has one."""
+    found: dict[int, dict[int, Action]] = {}
+    for rank, actions in enumerate(schedule):
+        for action in actions:
+            if action.op is Op.FORWARD:
+                found.setdefault(action.stage, {}).setdefault(rank, action)
+    return found
+
+
+def result(computation: Action) -> Action:
+    """What a computation gives, named by one action whichever way it was computed.
+
+    A whole backward gives what its input part gives: the gradients that the stage before needs.
+    """
+    return computation._replace(op=Op.BACKWARD_INPUT) if computation.op is Op.BACKWARD else computation
+
+
+def inputs(computation: Action, num_stages: int) -> list[Action]:
+    """The results that a computation needs."""
+    if computation.op is Op.BACKWARD_WEIGHT:
+        return [computation._replace(op=Op.BACKWARD_INPUT)]
+    source = computation.stage - TRAVELS[computation.op].step
+    needed = [result(computation._replace(stage=source))] if 0 <= source < num_stages else []
+    if computation.op is not Op.FORWARD:
+        needed.append(computation._replace(op=Op.FORWARD))
     return needed
 
 

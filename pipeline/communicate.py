@@ -2,71 +2,153 @@
 
 from collections.abc import Mapping
 
-from .action import TRAVELS, Action, Schedule, inputs, stage_rank
+from .action import TRAVELS, Action, Op, Schedule, counterpart, inputs, placement, result
 
 
-def with_communication(compute: Schedule, num_stages: int) -> Schedule:
+def with_communication(compute: Schedule, *, ahead: bool = True) -> Schedule:
     """Add to each rank's computations the sends of their results and the receives of their inputs.
 
+    Neighbouring stages on one rank exchange nothing.
+
     [Note: an order that cannot deadlock]
-    The computations of all ranks are laid out in one common order in which each comes after what it needs.
-    Right after a computation stand its send and the matching receive, side by side; each rank's list is its
-    part of that common order. So both ends of every pair have their transfers in the same order, as NCCL
-    needs, and even if every send and receive blocked until its peer arrived, the earliest item of the common
-    order that is not done could always go on. The order goes round the ranks, one computation at a time,
-    which is close to the order in time: a receive stands about where its tensor is ready, and is posted
-    before the computations that run while it arrives.
+    The computations of all ranks are laid out in one common order in which each comes after what it needs;
+    each rank's list is its part of that order. Right after a computation stands the send of its result. The
+    receive stands
+
+    - beside its send in the common order (`ahead=False`). Both ends of every pair have their transfers in one
+      order, and even if every send and receive blocked until its peer arrived, the earliest item of the
+      common order that is not done could always go on.
+    - before the computation that precedes the one that uses it (`ahead=True`), so that it travels while that
+      one runs and takes no memory before. The common order is then made as if a rank did not go on from a
+      send whose receive does not stand anywhere yet. Where this would leave all ranks waiting, one such
+      receive is put where its rank stands, further ahead than one computation. So every rank gets to its end
+      even if every send blocked until its receive was posted, as long as posting does not block.
+
+    Either way the transfers of a channel (from one rank to another, of activations or of gradients) stand in
+    the order of its sends on both ends, and gradients are received after that was sent which they answer and
+    whose shapes they have.
 
     Args:
-        compute: forwards and backwards of every rank, in order. Neighbouring stages on one rank exchange
-            nothing.
-        num_stages: stages of the whole pipeline.
+        compute: computations of every rank, in order.
+        ahead: receives travel while the computation before runs. Without it they stand where they may block.
 
     Raises:
-        ValueError: computations wait for each other in a circle, or for one that nobody does.
+        ValueError: computations wait for each other in a circle, or for one that nobody does; a stage is held
+            by no rank, or by two.
     """
-    num_ranks = len(compute)
-    ordered: Schedule = [[] for _ in compute]
-    position = [0] * num_ranks
-    done: set[Action] = set()
-    left = sum(map(len, compute))
-    while left:
-        before = left
-        for rank, actions in enumerate(compute):
-            if position[rank] == len(actions) or not done.issuperset(
-                inputs(actions[position[rank]], num_stages)
-            ):
-                continue
-            action = actions[position[rank]]
-            position[rank] += 1
-            left -= 1
-            done.add(action)
-            ordered[rank].append(action)
-            _exchange(action, rank, ordered, num_stages)
-        if left == before:
-            heads = {rank: compute[rank][at] for rank, at in enumerate(position) if at < len(compute[rank])}
-            raise ValueError(f"the schedule deadlocks: {_explain(heads, compute, done, num_stages)}")
-    return ordered
+    layout = _Layout(compute, ahead=ahead)
+    while layout.advance_all() or layout.post_for_a_waiting_send():
+        pass
+    layout.check_complete()
+    return layout.ordered
 
 
-def _exchange(action: Action, rank: int, ordered: Schedule, num_stages: int) -> None:
-    """Append the send and the receive of a result, where another rank needs it."""
-    travel = TRAVELS[action.op]
-    target = action.stage + travel.step
-    target_rank = stage_rank(target, len(ordered))
-    if 0 <= target < num_stages and target_rank != rank:
-        ordered[rank].append(action._replace(op=travel.send))
-        ordered[target_rank].append(Action(travel.receive, target, action.microbatch))
+class _Layout:
+    """The lists as they grow, and where each rank stands."""
+
+    def __init__(self, compute: Schedule, *, ahead: bool) -> None:
+        self._compute = compute
+        self._ahead = ahead
+        self._holders = placement(compute)
+        self._position = [0] * len(compute)
+        self._done: set[Action] = set()  # results
+        self._awaited: dict[int, Action] = {}  # by rank, the receive that its last send waits for
+        self._channels = self._receives_in_order_of_sends()  # what is left to post of a receive's channel
+        self._posted: set[Action] = set()
+        self.ordered: Schedule = [[] for _ in compute]
+
+    def advance_all(self) -> bool:
+        """Take every rank that can go on one computation further; whether anything was added."""
+        return sum(map(self._advance, range(len(self._compute)))) > 0
+
+    def _advance(self, rank: int) -> bool:
+        if self._waits(rank):
+            return False
+        coming = self._compute[rank][self._position[rank] : self._position[rank] + 2]
+        posted = self._ahead and sum(map(self._post_input, coming)) > 0
+        if not coming or not self._done.issuperset(inputs(coming[0], len(self._holders))):
+            return posted
+        self._do(rank, coming[0])
+        return True
+
+    def _waits(self, rank: int) -> bool:
+        """Whether the last that a rank did is a send whose receive does not stand anywhere yet."""
+        return rank in self._awaited and self._awaited[rank] not in self._posted
+
+    def post_for_a_waiting_send(self) -> bool:
+        """Add the receive that some rank waits for; whether there is one."""
+        return any(self._post(receive) for receive in self._awaited.values())
+
+    def check_complete(self) -> None:
+        """Raise ValueError where a rank has not got to its end."""
+        heads = {
+            rank: actions[at]
+            for rank, (at, actions) in enumerate(zip(self._position, self._compute, strict=True))
+            if at < len(actions)
+        }
+        if heads:
+            told = _explain(heads, self._compute, self._done, len(self._holders))
+            raise ValueError(f"the schedule deadlocks: {told}")
+
+    def _do(self, rank: int, action: Action) -> None:
+        self._position[rank] += 1
+        self._done.add(result(action))
+        self.ordered[rank].append(action)
+        receive = self._receive_of(action)
+        if receive is not None:
+            self.ordered[rank].append(counterpart(receive))
+            self._awaited[rank] = receive
+            if not self._ahead:
+                self._post(receive)
+
+    def _receive_of(self, action: Action) -> Action | None:
+        """Where the result of a computation arrives, if another rank needs it."""
+        if action.op not in TRAVELS:
+            return None
+        travel = TRAVELS[action.op]
+        target = action.stage + travel.step
+        if not 0 <= target < len(self._holders) or self._holders[target] == self._holders[action.stage]:
+            return None
+        return Action(travel.receive, target, action.microbatch)
+
+    def _receives_in_order_of_sends(self) -> dict[Action, dict[Action, None]]:
+        ordered: dict[tuple[int, int, Op], dict[Action, None]] = {}
+        channels = {}
+        for rank, actions in enumerate(self._compute):
+            for receive in filter(None, map(self._receive_of, actions)):
+                channel = ordered.setdefault((rank, self._holders[receive.stage], receive.op), {})
+                channel[receive] = None
+                channels[receive] = channel
+        return channels
+
+    def _post_input(self, action: Action) -> bool:
+        return action.op in TRAVELS and self._post(action._replace(op=TRAVELS[action.op].receive))
+
+    def _post(self, receive: Action) -> bool:
+        """Add a receive, after those whose sends come before its own; whether any was added."""
+        channel = self._channels.get(receive, {})
+        added = False
+        while receive in channel and self._may_stand(first := next(iter(channel))):
+            del channel[first]
+            self._posted.add(first)
+            rank = self._holders[first.stage]
+            # A rank that waits at its last send has not got past it: what is to be posted now stands before.
+            self.ordered[rank].insert(len(self.ordered[rank]) - self._waits(rank), first)
+            added = True
+        return added
+
+    def _may_stand(self, receive: Action) -> bool:
+        return receive.op is Op.RECV_FORWARD or receive._replace(op=Op.FORWARD) in self._done
 
 
 def _explain(heads: Mapping[int, Action], compute: Schedule, done: set[Action], num_stages: int) -> str:
-    holders = {action: rank for rank, actions in enumerate(compute) for action in actions}
+    holders = {result(action): (rank, action) for rank, actions in enumerate(compute) for action in actions}
     parts = []
     for rank, head in heads.items():
-        missing = [need for need in inputs(head, num_stages) if need not in done]
-        waits = [
-            f"{need} (later on rank {holders[need]})" if need in holders else f"{need} (on no rank)"
-            for need in missing
-        ]
+        waits = []
+        for need in inputs(head, num_stages):
+            if need not in done:
+                holder = holders.get(need)
+                waits.append(f"{holder[1]} (later on rank {holder[0]})" if holder else f"{need} (on no rank)")
         parts.append(f"rank {rank} stands at {head}, which needs {' and '.join(waits)}")
     return "; ".join(parts)

@@ -1,4 +1,4 @@
-"""Cutting a whole model down to one stage without touching its forward. Running stages is runner.py.
+"""Cutting a whole model down to the stages of a rank without touching its forward. Running stages is runner.py.
 
 [Note: whole forward] Every stage calls the whole model with the same microbatch, so the model computes
 masks, positions and per-layer choices as ever. What the stage does not hold is replaced by stand-ins:
@@ -12,139 +12,170 @@ masks, positions and per-layer choices as ever. What the stage does not hold is 
 
 What arrives takes a layer's place and not the embedding's: between the two some models scale, add or
 project once more, and would do it twice.
+
+[Note: seats] A rank may hold several stages of one model. At rest its module tree holds what any of them
+holds, so parameters, hooks and modes are those of one model. While a stage runs, its stand-ins take the
+places of what the rank's other stages hold, and afterwards give them back. Where a rank holds one stage there
+is nothing to exchange.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from .plan import StagePlan
+from .stand_in import Absent, Arriving, Inbox, Leaving, Passing, Placeholder, StageExit, StandIn
 
 # A stage sees its own layers alone, so what collects over all layers would silently be partial.
 PARTIAL_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
-
-class StageExit(Exception):
-    """Leaves a model's forward at a stage's end. Not an error: `Stage.forward` catches it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__("the stage's last layer is done")
-        self.tensor = tensor
+_STAGES = "_pipeline_stages"  # where a cut model keeps its stages
 
 
-class Inbox:
-    """What the stage before sent for the microbatch that is being computed; one per cut model."""
+class Seat(NamedTuple):
+    """A place in the module tree that a stand-in takes while its stage runs: `modules[name]`."""
 
-    def __init__(self) -> None:
-        self.received: Tensor | None = None
-
-    def take(self) -> Tensor:
-        """The tensor that arrived."""
-        if self.received is None:
-            raise AssertionError("a stage after the first was called without a received tensor")
-        return self.received
+    modules: dict[str, nn.Module | None]
+    name: str
+    stand_in: StandIn
 
 
-class StandIn(nn.Module):
-    """In the place of a module that another stage holds: no parameters, its attributes readable.
+class Stage:
+    """One stage as the runner sees it: the whole model's forward, from what arrives to what leaves.
 
-    The native module is kept on the meta device, out of the module tree, for attribute look-ups alone.
+    Args:
+        model: the model; several stages may have one.
+        index, num_stages: which stage of how many.
+        bounds: where each stage's layers begin and the last one's stop; empty where no plan is known.
+        layer_paths: where the stage's own layers are; empty where no plan is known.
+        inbox: from which the model's stand-ins take what arrived.
+        seats: see [Note: seats].
     """
 
-    def __init__(self, native: nn.Module, inbox: Inbox, device: torch.device) -> None:
-        super().__init__()
-        self.__dict__["native"] = native.to("meta")
-        self.__dict__["inbox"] = inbox
-        self.__dict__["device"] = device
-        self.train(native.training)
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        index: int = 0,
+        num_stages: int = 1,
+        bounds: Sequence[int] = (),
+        layer_paths: Sequence[str] = (),
+        inbox: Inbox | None = None,
+        seats: Sequence[Seat] = (),
+    ) -> None:
+        self.model = model
+        self.index = index
+        self.num_stages = num_stages
+        self.bounds = list(bounds)
+        self.is_first = index == 0
+        self.is_last = index == num_stages - 1
+        self._layer_paths = list(layer_paths)
+        self._inbox = inbox or Inbox()
+        self._seats = list(seats)
+        # A cache would keep every layer's keys and values, and a stage's would have its own layers' alone.
+        self._forced = {"use_cache": False} if _takes(model, "use_cache") else {}
 
-    def __getattr__(self, name: str) -> Any:
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The stage's own layers, in order."""
+        return [self.model.get_submodule(path) for path in self._layer_paths]
+
+    def parameters(self) -> list[Parameter]:
+        """What the stage's forward uses, each once; one that is tied to another stage's belongs to both."""
+        with self._seated():
+            return list(self.model.parameters())
+
+    def forward(self, microbatch: Any, received: tuple[Tensor, ...]) -> Any:
+        """The tensors for the next stage, or on the last stage the model's outputs.
+
+        Args:
+            microbatch: a dict (passed by name), a tuple or list (by place) or a single tensor.
+            received: what the stage before sent; empty on the first.
+        """
+        args, kwargs = as_arguments(microbatch)
+        self._inbox.received = received
         try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["native"], name)
+            with self._seated():
+                outputs = self.model(*args, **{**kwargs, **self._forced})
+        except StageExit as stage_exit:
+            return stage_exit.tensors
+        finally:
+            self._inbox.received = ()
+        if not self.is_last:
+            raise AssertionError(f"stage {self.index} ran to the end of the model: no later layer was called")
+        return outputs
 
-    def extra_repr(self) -> str:
-        return f"for {type(self.__dict__['native']).__name__}, held by another stage"
-
-
-class Placeholder(StandIn):
-    """For an entry module: zeros in the shape of what it would have returned, without memory."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        arrived = self.inbox.take()
-        width = getattr(self.native, "embedding_dim", arrived.shape[-1])
-        return arrived.detach().new_zeros(()).expand(*arrived.shape[:-1], width)
-
-
-class Passing(StandIn):
-    """For a layer of an earlier stage."""
-
-    def __init__(self, native: nn.Module, inbox: Inbox, device: torch.device, arity: int) -> None:
-        super().__init__(native, inbox, device)
-        self.__dict__["arity"] = arity
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple:
-        return self._as_layer(hidden)
-
-    def _as_layer(self, hidden: Tensor) -> Tensor | tuple:
-        return (hidden, *(None,) * (self.arity - 1)) if self.arity else hidden
+    @contextmanager
+    def _seated(self) -> Iterator[None]:
+        """The model as this stage sees it."""
+        native = [modules[name] for modules, name, _ in self._seats]
+        try:
+            for seat, module in zip(self._seats, native, strict=True):
+                assert module is not None
+                seat.stand_in.training = module.training
+                seat.modules[seat.name] = seat.stand_in
+            yield
+        finally:
+            for seat, module in zip(self._seats, native, strict=True):
+                seat.modules[seat.name] = module
 
 
-class Arriving(Passing):
-    """For the layer right before the stage's first: what the stage before sent."""
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple:
-        return self._as_layer(self.inbox.take())
-
-
-class Leaving(StandIn):
-    """For the layer right after the stage's last."""
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        raise StageExit(hidden)
-
-
-class Absent(StandIn):
-    """For what runs on another stage alone."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError(f"{type(self.native).__name__} was called on a stage that does not hold it")
-
-
-def cut_stage(model: nn.Module, plan: StagePlan, *, stage: int, bounds: Sequence[int]) -> Inbox:
-    """Replace in place all of the model that this stage does not hold; parameter names stay what they were.
+def cut_stages(
+    model: nn.Module, plan: StagePlan, *, stages: Sequence[int], bounds: Sequence[int]
+) -> dict[int, Stage]:
+    """Replace in place all of the model that none of these stages holds; parameter names stay what they were.
 
     Args:
         model: the whole model, in any state of initialization.
         plan: where its layers are.
-        stage: the stage to keep.
+        stages: the stages to keep.
         bounds: where each stage's layers begin, and where the last one's stop.
 
     Returns:
-        The inbox from which the cut model takes what the stage before sent.
+        The stages by index. `held_stages` finds them again.
+
+    Raises:
+        ValueError: there are no such stages, or the bounds are not those of the model's layers.
     """
-    inbox = Inbox()
-    device = next(model.parameters()).device
-    layers: Any = model.get_submodule(plan.layers)
-    start, stop, last = bounds[stage], bounds[stage + 1], len(bounds) - 2
-    for index, layer in enumerate(list(layers.children())):
-        if index < start - 1:
-            layers[index] = Passing(layer, inbox, device, plan.arity)
-        elif index == start - 1:
-            layers[index] = Arriving(layer, inbox, device, plan.arity)
-        elif index >= stop:
-            layers[index] = Leaving(layer, inbox, device)
-    if stage > 0:
-        for name in plan.entry:
-            model.set_submodule(name, Placeholder(model.get_submodule(name), inbox, device))
-    if stage < last:
-        for name in tail_names(model, plan):
-            model.set_submodule(name, Absent(model.get_submodule(name), inbox, device))
-    return inbox
+    paths = plan.layer_paths(model)
+    _check_stages(stages, bounds, len(paths))
+    roles = {stage: _roles(model, plan, bounds[stage], bounds[stage + 1]) for stage in stages}
+    casting = _Casting(model, plan)
+    for path in _held_nowhere(list(roles.values())):
+        role = next(parts[path] for parts in roles.values() if path in parts)
+        model.set_submodule(path, casting.stand_in(path, role))
+    _release([*casting.native.values()], kept=set(model.modules()))
+    held = {
+        stage: Stage(
+            model,
+            index=stage,
+            num_stages=len(bounds) - 1,
+            bounds=bounds,
+            layer_paths=paths[bounds[stage] : bounds[stage + 1]],
+            inbox=casting.inbox,
+            seats=casting.seats(roles[stage]),
+        )
+        for stage in sorted(stages)
+    }
+    remember_stages(model, held)
+    return held
+
+
+def held_stages(model: nn.Module) -> dict[int, Stage]:
+    """The stages of a cut model by index; a model that was not cut is one stage."""
+    return vars(model).get(_STAGES) or {0: Stage(model)}
+
+
+def remember_stages(model: nn.Module, stages: dict[int, Stage]) -> None:
+    """Make `model` the one that these stages call, and that `held_stages` finds them by."""
+    for stage in stages.values():
+        stage.model = model
+    vars(model)[_STAGES] = stages
 
 
 def tail_names(model: nn.Module, plan: StagePlan) -> list[str]:
@@ -166,41 +197,64 @@ def tail_names(model: nn.Module, plan: StagePlan) -> list[str]:
     return found
 
 
-class Stage:
-    """One stage as the runner sees it: the whole model's forward, from what arrives to what leaves.
+_Roles = Mapping[str, type[StandIn]]  # by path, what stands there for one stage; elsewhere is what it holds
 
-    Args:
-        model: the model, cut by `cut_stage` where there are several stages.
-        inbox: what `cut_stage` returned; None for a pipeline of one stage.
-        index, num_stages: which stage of how many.
-    """
 
-    def __init__(self, model: nn.Module, inbox: Inbox | None, *, index: int, num_stages: int) -> None:
-        self.model = model
-        self.index = index
-        self.is_first = index == 0
-        self.is_last = index == num_stages - 1
-        self._inbox = inbox or Inbox()
-        self._forced = {"use_cache": False} if num_stages > 1 and _takes(model, "use_cache") else {}
+def _roles(model: nn.Module, plan: StagePlan, start: int, stop: int) -> _Roles:
+    """What takes whose place for the stage of these layers; see [Note: whole forward]."""
+    paths = plan.layer_paths(model)
+    roles: dict[str, type[StandIn]] = dict.fromkeys(paths[: max(start - 1, 0)], Passing)
+    roles |= dict.fromkeys(paths[stop:], Leaving)
+    if start > 0:
+        roles[paths[start - 1]] = Arriving
+        roles |= dict.fromkeys(plan.entry, Placeholder)
+    if stop < len(paths):
+        roles |= dict.fromkeys(tail_names(model, plan), Absent)
+    return roles
 
-    def forward(self, microbatch: Any, received: tuple[Tensor, ...]) -> Any:
-        """The tensors for the next stage, or on the last stage the model's outputs.
 
-        Args:
-            microbatch: a dict (passed by name), a tuple or list (by place) or a single tensor.
-            received: what the stage before sent; empty on the first.
-        """
-        args, kwargs = as_arguments(microbatch)
-        self._inbox.received = received[0] if received else None
-        try:
-            outputs = self.model(*args, **{**kwargs, **self._forced})
-        except StageExit as stage_exit:
-            return (stage_exit.tensor,)
-        finally:
-            self._inbox.received = None
-        if not self.is_last:
-            raise AssertionError(f"stage {self.index} ran to the end of the model: no later layer was called")
-        return outputs
+def _held_nowhere(all_roles: Sequence[_Roles]) -> list[str]:
+    """The paths at which every stage has a stand-in."""
+    return [path for path in all_roles[0] if all(path in roles for roles in all_roles)]
+
+
+def _release(natives: Sequence[nn.Module], kept: set[nn.Module]) -> None:
+    """Give back the memory of what has left the module tree. A module may also stand where it is kept."""
+    for native in natives:
+        for module in native.modules():
+            if module not in kept:
+                module._apply(lambda tensor: tensor.to("meta"), recurse=False)
+
+
+class _Casting:
+    """The stand-ins of one model: one for each place and role, whichever stage it serves."""
+
+    def __init__(self, model: nn.Module, plan: StagePlan) -> None:
+        self.inbox = Inbox()
+        self.native: dict[str, nn.Module] = {}
+        self._model = model
+        self._plan = plan
+        self._device = next(model.parameters()).device
+        self._stand_ins: dict[tuple[str, type[StandIn]], StandIn] = {}
+
+    def stand_in(self, path: str, role: type[StandIn]) -> StandIn:
+        """The stand-in with this role for the native module at a path."""
+        native = self.native.setdefault(path, self._model.get_submodule(path))
+        key = (path, role)
+        if key not in self._stand_ins:
+            self._stand_ins[key] = role(native, self.inbox, self._device, self._plan.arity)
+        return self._stand_ins[key]
+
+    def seats(self, roles: _Roles) -> list[Seat]:
+        """Where a stage's stand-ins are not what is there at rest."""
+        seats = []
+        for path, role in roles.items():
+            stand_in = self.stand_in(path, role)
+            parent, _, name = path.rpartition(".")
+            modules = self._model.get_submodule(parent)._modules
+            if modules[name] is not stand_in:
+                seats.append(Seat(modules, name, stand_in))
+        return seats
 
 
 def as_arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
@@ -218,6 +272,19 @@ def partial_output_faults(settings: Mapping[str, Any], source: str) -> list[str]
         for name in PARTIAL_OUTPUTS
         if settings.get(name)
     ]
+
+
+def _check_stages(stages: Sequence[int], bounds: Sequence[int], num_layers: int) -> None:
+    num_stages = len(bounds) - 1
+    if not stages or len(set(stages)) < len(stages) or not set(stages) <= set(range(num_stages)):
+        raise ValueError(
+            f"the stages {list(stages)} are to be kept of {num_stages}: give some of 0 to {num_stages - 1}, each once"
+        )
+    if bounds[0] != 0 or bounds[-1] != num_layers or any(a >= b for a, b in itertools.pairwise(bounds)):
+        raise ValueError(
+            f"the stage bounds {list(bounds)} must rise from 0 to the model's {num_layers} layers, each stage with a "
+            "layer of its own"
+        )
 
 
 def _takes(model: nn.Module, argument: str) -> bool:

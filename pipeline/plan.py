@@ -1,5 +1,6 @@
 """Where a model's layers are and how they are dealt out to stages. Cutting by it is cut.py."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,9 +30,13 @@ class StagePlan:
         entry = tuple(f"{prefix}.{name}" for name in self.entry)
         return StagePlan(layers=f"{prefix}.{self.layers}", entry=entry, arity=self.arity)
 
+    def layer_paths(self, model: nn.Module) -> list[str]:
+        """The path of every layer, in the order in which they run."""
+        return [f"{self.layers}.{name}" for name in model.get_submodule(self.layers)._modules]
+
     def num_layers(self, model: nn.Module) -> int:
         """How many layers the model has."""
-        return len(model.get_submodule(self.layers))  # type: ignore[arg-type]
+        return len(self.layer_paths(model))
 
     def path_faults(self, model: nn.Module) -> list[str]:
         """What the model does not have of what the plan names; empty when it has all of it."""
@@ -55,13 +60,13 @@ class StagePlan:
             and not any(name.startswith(f"{path}.") for path in kept)
         ]
 
-    def stage_of(self, name: str, bounds: Sequence[int]) -> int:
-        """The stage that holds the parameter of this name, by the bounds of `layer_bounds`."""
-        if name.startswith(f"{self.layers}."):
-            layer = int(name.removeprefix(f"{self.layers}.").split(".")[0])
-            return next(stage for stage, stop in enumerate(bounds[1:]) if layer < stop)
+    def stages_of(self, model: nn.Module, name: str, bounds: Sequence[int]) -> tuple[int, ...]:
+        """The stages that hold the parameter of this name, by the bounds of `layer_bounds`."""
+        for layer, path in enumerate(self.layer_paths(model)):
+            if name.startswith(f"{path}."):
+                return (bisect_right(bounds, layer) - 1,)
         is_entry = any(name == entry or name.startswith(f"{entry}.") for entry in self.entry)
-        return 0 if is_entry else len(bounds) - 2
+        return (0 if is_entry else len(bounds) - 2,)
 
 
 def spread_layers(num_layers: int, num_stages: int) -> list[int]:
@@ -86,8 +91,8 @@ def layer_faults(num_layers: int, num_stages: int, num_layers_per_stage: Sequenc
     """All that is wrong with dealing out the layers; empty when it works."""
     if num_layers < num_stages:
         return [
-            f"the model has {num_layers} layers and pp_size={num_stages} stages, and each stage needs a layer: "
-            f"use pp_size of at most {num_layers}"
+            f"the model has {num_layers} layers and the pipeline {num_stages} stages, and each stage needs a layer: "
+            f"use at most {num_layers} stages (pp_size times the stages of a rank)"
         ]
     if num_layers_per_stage is None:
         return []

@@ -1,6 +1,7 @@
 """The one runner of all schedules: it does a rank's actions in order. What the order is, is schedules.py."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -8,12 +9,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .action import Action, Op
+from .action import COMPUTES, Action, Op
 from .microbatch import map_tensors, signature
-from .transport import Arrival, TensorSpec, Transport, spec_of
+from .split_backward import WeightGradients
+from .tensor_spec import TensorSpec, spec_of
+from .trace import Trace
+from .transport import Arrival, Transport
 
 Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
 _Place = tuple[int, int]  # stage, microbatch
+_GIVE_GRADIENTS = COMPUTES - {Op.FORWARD}
 
 
 class StageLike(Protocol):
@@ -57,6 +62,9 @@ def run_schedule(
     transport: Transport | None,
     scale: Callable[[Tensor], Tensor],
     keep_outputs: bool = False,
+    weight_gradients: WeightGradients | None = None,
+    last_backward: Callable[[int], AbstractContextManager] | None = None,
+    trace: Trace | None = None,
 ) -> RunResult:
     """Do one rank's actions of a schedule, whose other ranks run at the same time.
 
@@ -72,13 +80,28 @@ def run_schedule(
         transport: the way to other ranks; None where all stages are here.
         scale: what is differentiated instead of the loss, as a function of it.
         keep_outputs: keep the last stage's outputs.
+        weight_gradients: where the stages' layers hold back weight gradients; None where they do not, and
+            then input gradients bring the weight gradients with them.
+        last_backward: a context for the last action that gives gradients to a stage, by the stage.
+        trace: notes when what was computed.
 
     Raises:
         ValueError: the actions do not fit stages, microbatches, criterion or transport.
         RuntimeError: a peer is lost; names it. Whatever a stage or the criterion raises passes through. After
             either the transport refuses further steps.
     """
-    run = _Run(actions, stages, microbatches, criterion, transport, scale, keep_outputs)
+    run = _Run(
+        actions,
+        stages=stages,
+        microbatches=microbatches,
+        criterion=criterion,
+        transport=transport,
+        scale=scale,
+        keep_outputs=keep_outputs,
+        weight_gradients=weight_gradients,
+        last_backward=last_backward,
+        trace=trace,
+    )
     if transport is not None:
         transport.check_open()
     try:
@@ -88,6 +111,8 @@ def run_schedule(
     except BaseException as error:
         if transport is not None:
             transport.close(f"{type(error).__name__}: {error}")
+        if weight_gradients is not None:
+            weight_gradients.forget()
         if isinstance(error, StopIteration):  # or the caller would take it for the end of the data
             raise RuntimeError("the model or the criterion raised StopIteration") from error
         raise
@@ -100,12 +125,16 @@ class _Run:
     def __init__(
         self,
         actions: Sequence[Action],
+        *,
         stages: Mapping[int, StageLike],
         microbatches: Sequence[Any],
         criterion: Criterion | None,
         transport: Transport | None,
         scale: Callable[[Tensor], Tensor],
         keep_outputs: bool,
+        weight_gradients: WeightGradients | None,
+        last_backward: Callable[[int], AbstractContextManager] | None,
+        trace: Trace | None,
     ) -> None:
         self._stages = stages
         self._microbatches = microbatches
@@ -113,7 +142,10 @@ class _Run:
         self._transport = transport
         self._scale = scale
         self._keep_outputs = keep_outputs
-        self._trains = any(action.op is Op.BACKWARD for action in actions)
+        self._weight_gradients = weight_gradients
+        self._last_backward = last_backward
+        self._trace = trace
+        self._trains = any(action.op in _GIVE_GRADIENTS for action in actions)
         self._check(actions)
 
         # Between an action and the one that uses its result:
@@ -134,8 +166,17 @@ class _Run:
 
     def run(self, actions: Sequence[Action]) -> None:
         """Do the actions in order."""
+        if self._last_backward is None:
+            for action in actions:
+                _METHODS[action.op](self, action)
+            return
+        last = {action.stage: action for action in actions if action.op in _GIVE_GRADIENTS}
         for action in actions:
-            _METHODS[action.op](self, action)
+            if last.get(action.stage) == action:
+                with self._last_backward(action.stage):
+                    _METHODS[action.op](self, action)
+            else:
+                _METHODS[action.op](self, action)
 
     def result(self) -> RunResult:
         """What a finished run computed."""
@@ -154,6 +195,7 @@ class _Run:
         place = (action.stage, action.microbatch)
         stage, microbatch = self._stages[action.stage], self._microbatches[action.microbatch]
         received = () if stage.is_first else self._take_inputs(action)
+        self._begin()
         output = stage.forward(microbatch, received)
         if self._trains:
             self._received[place] = [tensor for tensor in received if _takes_gradient(tensor)]
@@ -161,58 +203,85 @@ class _Run:
             self._finish(place, output)
         else:
             self._hand_on(place, output)
+        self._end(action)
 
     def backward(self, action: Action) -> None:
         """Differentiate a stage for a microbatch, from its loss or from the gradients of its outputs."""
         place = (action.stage, action.microbatch)
         if self._stages[action.stage].is_last:
+            self._begin()
             self._scale(self._graphs.pop(place)).backward()
         else:
-            self._backward_from_outputs(action)
+            gradients = self._take_gradients(action)
+            self._begin()
+            self._backward_from_outputs(place, gradients)
         received = self._received.pop(place)
         if not self._stages[action.stage].is_first:
             self._gradients[place] = tuple(
                 torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in received
             )
+        self._end(action)
+
+    def backward_input(self, action: Action) -> None:
+        """Differentiate a stage, holding back what only its weights need."""
+        if self._weight_gradients is None:
+            self.backward(action)
+            return
+        with self._weight_gradients.holding((action.stage, action.microbatch)):
+            self.backward(action)
+
+    def backward_weight(self, action: Action) -> None:
+        """Compute the weight gradients that were held back."""
+        self._begin()
+        if self._weight_gradients is not None:
+            self._weight_gradients.compute((action.stage, action.microbatch))
+        self._end(action)
 
     def send_forward(self, action: Action) -> None:
         """Send a stage's outputs to the next."""
         tensors = self._leaving.pop((action.stage, action.microbatch))
-        self._way().describe(action, tensors, self._key(action))
-        self._way().send(action, tensors)
+        self._way().send_outputs(action, tensors, self._key(action))
 
     def receive_forward(self, action: Action) -> None:
         """Post the receive of a stage's inputs."""
-        specs = self._way().expect(action, self._key(action))
-        self._arriving[action] = self._way().receive(action, specs)
+        self._arriving[action] = self._way().receive_inputs(action, self._key(action))
 
     def send_backward(self, action: Action) -> None:
         """Send the gradients of a stage's inputs to the stage before."""
-        self._way().send(action, self._gradients.pop((action.stage, action.microbatch)))
+        self._way().send_gradients(action, self._gradients.pop((action.stage, action.microbatch)))
 
     def receive_backward(self, action: Action) -> None:
         """Post the receive of the gradients of a stage's outputs, which have the outputs' shapes."""
         specs = self._specs.pop((action.stage, action.microbatch))
-        self._arriving[action] = self._way().receive(action, specs)
+        self._arriving[action] = self._way().receive_gradients(action, specs)
+
+    def _begin(self) -> None:
+        if self._trace is not None:
+            self._trace.begin()
+
+    def _end(self, action: Action) -> None:
+        if self._trace is not None:
+            self._trace.end(action)
 
     def _take_inputs(self, action: Action) -> tuple[Tensor, ...]:
-        arrival = self._arriving.pop(action._replace(op=Op.RECV_FORWARD), None)
-        tensors = arrival.wait() if arrival else self._leaving.pop((action.stage - 1, action.microbatch))
+        _, stage, microbatch = action
+        arrival = self._arriving.pop(Action(Op.RECV_FORWARD, stage, microbatch), None)
+        tensors = arrival.wait() if arrival else self._leaving.pop((stage - 1, microbatch))
         if self._trains:
             for tensor in filter(_takes_gradient, tensors):
                 tensor.requires_grad_()
         return tensors
 
     def _take_gradients(self, action: Action) -> tuple[Tensor, ...]:
-        arrival = self._arriving.pop(action._replace(op=Op.RECV_BACKWARD), None)
-        return arrival.wait() if arrival else self._gradients.pop((action.stage + 1, action.microbatch))
+        _, stage, microbatch = action
+        arrival = self._arriving.pop(Action(Op.RECV_BACKWARD, stage, microbatch), None)
+        return arrival.wait() if arrival else self._gradients.pop((stage + 1, microbatch))
 
-    def _backward_from_outputs(self, action: Action) -> None:
+    def _backward_from_outputs(self, place: _Place, gradients: tuple[Tensor, ...]) -> None:
         # The next stage answers every floating tensor; what a frozen stage does not need is dropped.
-        edges = self._edges.pop((action.stage, action.microbatch))
         pairs = [
             (edge, gradient)
-            for edge, gradient in zip(edges, self._take_gradients(action), strict=True)
+            for edge, gradient in zip(self._edges.pop(place), gradients, strict=True)
             if edge is not None
         ]
         if pairs:
@@ -281,7 +350,7 @@ class _Run:
                 f"the schedule is for microbatches {sorted(used)}, and {len(self._microbatches)} are given: "
                 "build it for that number"
             )
-        if self._transport is None and any(action.op not in (Op.FORWARD, Op.BACKWARD) for action in actions):
+        if self._transport is None and not COMPUTES.issuperset(action.op for action in actions):
             raise ValueError("the schedule sends and receives: give a transport")
         if self._trains and self._criterion is None:
             raise ValueError("the schedule has backwards: give a criterion, or use forward_only(schedule)")
@@ -294,6 +363,8 @@ def _takes_gradient(tensor: Tensor) -> bool:
 _METHODS: dict[Op, Callable[[_Run, Action], None]] = {
     Op.FORWARD: _Run.forward,
     Op.BACKWARD: _Run.backward,
+    Op.BACKWARD_INPUT: _Run.backward_input,
+    Op.BACKWARD_WEIGHT: _Run.backward_weight,
     Op.SEND_FORWARD: _Run.send_forward,
     Op.RECV_FORWARD: _Run.receive_forward,
     Op.SEND_BACKWARD: _Run.send_backward,

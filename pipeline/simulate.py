@@ -1,10 +1,10 @@
 """When each rank computes what, under given costs, without processes. Drawing it is not done here."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .action import COMPUTES, Action, Op, inputs
+from .action import COMPUTES, Action, Op, inputs, placement, result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,21 +12,37 @@ class Costs:
     """What an action costs, in any one unit of time.
 
     Args:
-        forward, backward: of one microbatch through one stage.
+        forward, backward_input, backward_weight: of one microbatch through one stage. A whole backward costs
+            both of its parts.
         send: from the end of a computation until another rank can use its result; keeps no rank busy.
     """
 
     forward: float = 1.0
-    backward: float = 2.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
     send: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.forward <= 0 or self.backward <= 0 or self.send < 0:
-            raise ValueError(f"{self}: forward and backward must be positive, send must not be negative")
+        if min(self.forward, self.backward_input, self.backward_weight) <= 0 or self.send < 0:
+            raise ValueError(f"{self}: computations must cost more than 0, and send not less than 0")
 
     def of(self, op: Op) -> float:
         """What a computation costs."""
-        return {Op.FORWARD: self.forward, Op.BACKWARD: self.backward}[op]
+        return {
+            Op.FORWARD: self.forward,
+            Op.BACKWARD: self.backward_input + self.backward_weight,
+            Op.BACKWARD_INPUT: self.backward_input,
+            Op.BACKWARD_WEIGHT: self.backward_weight,
+        }[op]
+
+    def per_chunk(self, num_chunks: int) -> "Costs":
+        """The costs of one of the `num_chunks` equal stages that a rank's whole share is split into."""
+        return replace(
+            self,
+            forward=self.forward / num_chunks,
+            backward_input=self.backward_input / num_chunks,
+            backward_weight=self.backward_weight / num_chunks,
+        )
 
 
 class Span(NamedTuple):
@@ -44,7 +60,8 @@ class Timeline:
     Args:
         spans: per rank, in order of time.
         peak_activations: per rank, how many microbatches' activations it held at once at most, counted once
-            for every stage: from the start of a forward to the end of its backward.
+            for every stage: from the start of a forward to the end of its backward, of the weight gradients
+            where it is split.
     """
 
     spans: list[list[Span]]
@@ -58,12 +75,28 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """Idle time over work, of all ranks together; a perfect pipeline has 0."""
-        work = sum(span.end - span.start for spans in self.spans for span in spans)
+        work = sum(map(self._work, range(len(self.spans))))
         return (self.end * len(self.spans) - work) / work if work else 0.0
+
+    @property
+    def peak_shares(self) -> list[float]:
+        """`peak_activations` in units of what one microbatch leaves on all of a rank's stages together."""
+        stages = [len({span.action.stage for span in spans}) for spans in self.spans]
+        return [
+            peak / count if count else 0.0 for peak, count in zip(self.peak_activations, stages, strict=True)
+        ]
 
     def idle(self, rank: int) -> float:
         """How long a rank did nothing until the last one was done."""
-        return self.end - sum(span.end - span.start for span in self.spans[rank])
+        return self.end - self._work(rank)
+
+    def own_idle(self, rank: int) -> float:
+        """How long a rank did nothing between its own first and last computation."""
+        spans = self.spans[rank]
+        return spans[-1].end - spans[0].start - self._work(rank) if spans else 0.0
+
+    def _work(self, rank: int) -> float:
+        return sum(span.end - span.start for span in self.spans[rank])
 
 
 def simulate(schedule: Sequence[Sequence[Action]], costs: Costs) -> Timeline:
@@ -74,38 +107,36 @@ def simulate(schedule: Sequence[Sequence[Action]], costs: Costs) -> Timeline:
         costs: of every computation and transfer.
 
     Raises:
-        ValueError: a computation can never start.
+        ValueError: a computation can never start, or a stage is held by no rank or by two.
     """
     compute = [[action for action in actions if action.op in COMPUTES] for actions in schedule]
     return Timeline(spans=_clock(compute, costs), peak_activations=[_peak(actions) for actions in compute])
 
 
 def _clock(compute: Sequence[Sequence[Action]], costs: Costs) -> list[list[Span]]:
-    num_stages = 1 + max((action.stage for actions in compute for action in actions), default=-1)
-    holders = {action: rank for rank, actions in enumerate(compute) for action in actions}
-    ends: dict[Action, float] = {}
+    holders = placement(compute)
+    ends: dict[Action, float] = {}  # of results
     spans: list[list[Span]] = [[] for _ in compute]
-    left = len(holders)
-    while left:
-        before = left
+    moved = True
+    while moved:
+        moved = False
         for rank, actions in enumerate(compute):
-            for action in actions[len(spans[rank]) :]:
-                needed = inputs(action, num_stages)
+            done = spans[rank]
+            while len(done) < len(actions):
+                action = actions[len(done)]
+                needed = inputs(action, len(holders))
                 if not all(need in ends for need in needed):
                     break
-                free = spans[rank][-1].end if spans[rank] else 0.0
-                ready = [ends[need] + (costs.send if holders[need] != rank else 0.0) for need in needed]
-                start = max([free, *ready])
-                ends[action] = start + costs.of(action.op)
-                spans[rank].append(Span(action, start, ends[action]))
-                left -= 1
-        if left == before:
-            heads = [
-                actions[len(done)]
-                for actions, done in zip(compute, spans, strict=True)
-                if len(done) < len(actions)
-            ]
-            raise ValueError(f"the schedule deadlocks: {', '.join(map(repr, heads))} can never start")
+                ready = [ends[need] + (costs.send if holders[need.stage] != rank else 0.0) for need in needed]
+                start = max([done[-1].end if done else 0.0, *ready])
+                done.append(Span(action, start, start + costs.of(action.op)))
+                ends[result(action)] = done[-1].end
+                moved = True
+    heads = [
+        actions[len(done)] for actions, done in zip(compute, spans, strict=True) if len(done) < len(actions)
+    ]
+    if heads:
+        raise ValueError(f"the schedule deadlocks: {', '.join(map(repr, heads))} can never start")
     return spans
 
 
@@ -114,6 +145,7 @@ def _peak(actions: Sequence[Action]) -> int:
         return min(1, len(actions))
     held = peak = 0
     for action in actions:
-        held += 1 if action.op is Op.FORWARD else -1
+        held += action.op is Op.FORWARD
         peak = max(peak, held)
+        held -= action.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)
     return peak

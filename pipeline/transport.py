@@ -1,9 +1,7 @@
 """Tuples of tensors between the stages of a pipeline, point to point. What is sent when is runner.py."""
 
-import zlib
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,20 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..cluster.mesh import ParallelMesh
-from .action import Action, Op, counterpart, stage_rank
+from .action import TRAVELS, Action, Op, counterpart
+from .tensor_spec import TensorSpec, checksum, packed, spec_of, told, unpacked
 
-# Both ends write a dtype as its place in this list.
-_DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.int8,
-    torch.bool,
-)
 _DOING = {
     Op.SEND_FORWARD: "sending the activations",
     Op.RECV_FORWARD: "receiving the activations",
@@ -32,22 +19,10 @@ _DOING = {
     Op.RECV_BACKWARD: "receiving the gradients",
 }
 
-# How many sends to one peer and in one direction may be under way. Gloo tells that a send is done only to who
-# waits for it, so the oldest is waited for once there are more, and its memory is free. Waiting cannot
-# deadlock: a valid schedule runs even if every send blocks, see [Note: rendezvous channels].
+# How many sends to one peer may be under way on one channel. Gloo tells that a send is done only to who waits
+# for it, so the oldest is waited for once there are more, and its memory is free. Waiting cannot deadlock: a
+# valid schedule runs even if every send blocks, see [Note: rendezvous channels].
 _MAX_UNDER_WAY = 4
-
-
-class TensorSpec(NamedTuple):
-    """What a receiver must know of a tensor before it arrives."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def spec_of(tensor: Tensor) -> TensorSpec:
-    """The shape and dtype of a tensor."""
-    return TensorSpec(tuple(tensor.shape), tensor.dtype)
 
 
 class _UnderWay(NamedTuple):
@@ -57,118 +32,230 @@ class _UnderWay(NamedTuple):
 
 
 class Arrival:
-    """Tensors on their way to this rank."""
+    """Tensors on their way to this rank, or about to be: see [Note: shapes that are not known yet]."""
 
-    def __init__(
-        self, transport: "Transport", action: Action, tensors: list[Tensor], works: list[dist.Work]
-    ) -> None:
-        self._transport = transport
-        self._action = action
-        self._tensors = tensors
-        self._works = works
+    def __init__(self, channel: "_Receiving", action: Action) -> None:
+        self.action = action
+        self.tensors: list[Tensor] = []
+        self.works: list[dist.Work] = []
+        self.is_posted = False
+        self._channel = channel
 
     def wait(self) -> tuple[Tensor, ...]:
         """The tensors once they are here. On CUDA the current stream waits, not the process.
 
         Raises:
+            ValueError: the sender works on a microbatch of another signature.
             RuntimeError: the sender is lost; names it.
         """
-        for work in self._works:
-            self._transport.wait(work, self._action)
-        return tuple(self._tensors)
+        if not self.is_posted:
+            self._channel.post_up_to(self)
+        try:
+            while self.works:  # each once: gloo would wait for a further tensor
+                self.works[0].wait()
+                self.works.pop(0)
+        except RuntimeError as error:
+            raise self._channel.lost(self.action, error) from error
+        return tuple(self.tensors)
+
+
+class _End:
+    """One end of a channel: what travels one way between two ranks, activations or gradients, in one order."""
+
+    def __init__(self, group: dist.ProcessGroup, *, peer: int, peer_global_rank: int) -> None:
+        self._group = group
+        self._peer = peer
+        self._peer_global_rank = peer_global_rank
+
+    def lost(self, action: Action, error: RuntimeError) -> RuntimeError:
+        """The peer's name before what the backend says; its words and class stay for who goes by them."""
+        kind = type(error) if isinstance(error, dist.DistError) else RuntimeError
+        return kind(
+            f"lost rank {self._peer_global_rank} (pipeline stage {counterpart(action).stage}) while "
+            f"{_DOING[action.op]} of microbatch {action.microbatch} at stage {action.stage}: {error}"
+        )
+
+
+class _Sending(_End):
+    def __init__(self, group: dist.ProcessGroup, *, peer: int, peer_global_rank: int) -> None:
+        super().__init__(group, peer=peer, peer_global_rank=peer_global_rank)
+        self.under_way: deque[_UnderWay] = deque()
+        # Whether the receiver may post only when it needs the tensors: then waiting for it could deadlock.
+        self.is_describing = False
+
+    def post(self, action: Action, tensor: Tensor) -> None:
+        """Start a send."""
+        if not self.is_describing and len(self.under_way) >= _MAX_UNDER_WAY:
+            self.wait_for_oldest()
+        try:
+            work = self._group.send([tensor], self._peer, 0)
+        except RuntimeError as error:
+            raise self.lost(action, error) from error
+        self.under_way.append(_UnderWay(action, tensor, work))
+
+    def wait_for_oldest(self) -> None:
+        """Wait for the oldest send, and forget its tensor."""
+        action, _, work = self.under_way[0]
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.lost(action, error) from error
+        self.under_way.popleft()
+
+    def flush(self) -> None:
+        """Wait for all sends."""
+        while self.under_way:
+            self.wait_for_oldest()
+        self.is_describing = False
+
+
+class _Receiving(_End):
+    def __init__(
+        self, group: dist.ProcessGroup, *, peer: int, peer_global_rank: int, device: torch.device
+    ) -> None:
+        super().__init__(group, peer=peer, peer_global_rank=peer_global_rank)
+        self._device = device
+        self._unposted: deque[tuple[Arrival, Hashable]] = deque()
+        self._specs: dict[tuple[int, Hashable], tuple[TensorSpec, ...]] = {}
+
+    def receive(self, action: Action, key: Hashable) -> Arrival:
+        """Post a receive, now where its shapes are known and else when it is waited for."""
+        arrival = Arrival(self, action)
+        specs = None if self._unposted else self._specs.get((action.stage, key))
+        if specs is None:
+            self._unposted.append((arrival, key))
+        else:
+            self.post(arrival, specs)
+        return arrival
+
+    def post_up_to(self, last: Arrival) -> None:
+        """Post what stands before an arrival, and that one. Waits for the sender to tell shapes."""
+        while not last.is_posted:
+            arrival, key = self._unposted.popleft()
+            specs = self._specs.get((arrival.action.stage, key))
+            if specs is None:
+                specs = self._specs[arrival.action.stage, key] = self._expect(arrival.action, key)
+            self.post(arrival, specs)
+
+    def post(self, arrival: Arrival, specs: Sequence[TensorSpec]) -> None:
+        """Start receiving tensors of known shapes and dtypes; empty ones do not travel."""
+        arrival.is_posted = True
+        for spec in specs:
+            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+            arrival.tensors.append(tensor)
+            if tensor.numel():
+                arrival.works.append(self._post(arrival.action, tensor))
+
+    def forget_unposted(self) -> None:
+        """Drop what was never posted, after a step that broke off."""
+        self._unposted.clear()
+
+    def _expect(self, action: Action, key: Hashable) -> tuple[TensorSpec, ...]:
+        length, found = self._receive_numbers(action, 2)
+        numbers = self._receive_numbers(action, length)
+        if found != checksum(key):
+            raise ValueError(
+                f"stage {action.stage} and the stage before it have different microbatches "
+                f"{action.microbatch} (here {key}): every rank of a pipeline must be given the same batch"
+            )
+        return unpacked(numbers)
+
+    def _receive_numbers(self, action: Action, count: int) -> list[int]:
+        numbers = torch.empty(count, dtype=torch.int64, device=self._device)
+        work = self._post(action, numbers)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.lost(action, error) from error
+        return numbers.tolist()
+
+    def _post(self, action: Action, tensor: Tensor) -> dist.Work:
+        try:
+            return self._group.recv([tensor], self._peer, 0)
+        except RuntimeError as error:
+            raise self.lost(action, error) from error
 
 
 class Transport:
-    """The way between neighbouring stages: activations in one direction, gradients in the other.
+    """The ways between the stages of a pipeline. Making one is collective over the world.
 
-    Both directions have a group of their own. What arrives must be received in the order it was sent; a
-    validated schedule sees to it. Sends return at once and end by `flush`.
+    [Note: channels] From one rank to another there is one channel for activations and one for gradients, each
+    with a communicator of its own: NCCL runs what shares one in a single order, and a receive that is posted
+    ahead holds it until its tensor comes. What arrives on a channel must be received in the order in which it
+    was sent; a validated schedule sees to it. Sends return at once and end by `flush`.
+
+    [Note: shapes that are not known yet] A stage tells the next one the shapes of its outputs once for every
+    signature of a microbatch. A receive of a signature that was not met before cannot be posted ahead: it is
+    posted when it is waited for, and so is all that stands behind it on its channel. Meanwhile the sender
+    holds back nothing.
 
     Args:
         mesh: the mesh whose axis pp the stages lie along.
+        placement: the pipeline rank of each stage.
+        overlap: go on while tensors travel; otherwise every transfer is over before the next action.
     """
 
-    def __init__(self, mesh: ParallelMesh) -> None:
-        forward_group, backward_group = mesh.pipeline_groups
-        self._groups = {
-            Op.SEND_FORWARD: forward_group,
-            Op.RECV_FORWARD: forward_group,
-            Op.SEND_BACKWARD: backward_group,
-            Op.RECV_BACKWARD: backward_group,
-        }
+    def __init__(self, mesh: ParallelMesh, placement: Sequence[int], *, overlap: bool = True) -> None:
+        self._overlap = overlap
         self._device = mesh.device
-        self._global_ranks = mesh.global_ranks("pp")
-        self._specs: dict[tuple, tuple[TensorSpec, ...]] = {}
-        self._under_way: dict[tuple[int, Op], deque[_UnderWay]] = {}
+        self._placement = tuple(placement)
         self._failure: str | None = None
+        self._sending: dict[tuple[Op, int], _Sending] = {}
+        self._receiving: dict[tuple[Op, int], _Receiving] = {}
+        self._described: dict[tuple[int, Hashable], tuple[TensorSpec, ...]] = {}
+        self._open_channels(mesh)
 
-    def describe(self, action: Action, tensors: Sequence[Tensor], key: Hashable) -> None:
-        """Tell the receiver of a send what will come, once per stage and key; `expect` is its other end.
+    def send_outputs(self, action: Action, tensors: Sequence[Tensor], key: Hashable) -> None:
+        """Start sending a stage's outputs; they must not be changed before `flush`. Empty ones do not travel.
 
         Args:
             action: the send.
-            tensors: what it will send.
+            tensors: what it sends.
             key: decides shapes and dtypes; equal on both ends.
 
         Raises:
             ValueError: the tensors are not those that were described under this key before.
+            RuntimeError: the receiver is lost; names it.
         """
+        channel = self._sending[action.op, action.stage]
         specs = tuple(map(spec_of, tensors))
-        known = self._specs.get((action.op, action.stage, key))
+        known = self._described.get((action.stage, key))
         if known is None:
-            for number in _packed(specs, key):
-                self._post_send(action, number.to(self._device))
-            self._specs[action.op, action.stage, key] = specs
+            channel.is_describing = True
+            for numbers in packed(specs, key):
+                channel.post(action, numbers.to(self._device))
+            self._described[action.stage, key] = specs
         elif known != specs:
             raise ValueError(
-                f"stage {action.stage} sends {_told(specs)} for microbatch {action.microbatch}, and for an "
-                f"earlier microbatch of the same names, shapes and dtypes it sent {_told(known)}: the next "
+                f"stage {action.stage} sends {told(specs)} for microbatch {action.microbatch}, and for an "
+                f"earlier microbatch of the same names, shapes and dtypes it sent {told(known)}: the next "
                 "stage was told those. What a stage sends must follow from the shapes of the microbatch alone"
             )
+        self._post(channel, action, tensors)
 
-    def expect(self, action: Action, key: Hashable) -> tuple[TensorSpec, ...]:
-        """What will come to a receive. Waits for the sender where the stage has not seen the key before.
+    def send_gradients(self, action: Action, tensors: Sequence[Tensor]) -> None:
+        """Start sending the gradients of a stage's inputs, under the same conditions."""
+        self._post(self._sending[action.op, action.stage], action, tensors)
 
-        Raises:
-            ValueError: the sender works on a microbatch of another key.
-            RuntimeError: the sender is lost.
-        """
-        known = self._specs.get((action.op, action.stage, key))
-        if known is None:
-            length, checksum = self._receive_numbers(action, 2)
-            numbers = self._receive_numbers(action, length)
-            if checksum != _checksum(key):
-                raise ValueError(
-                    f"stage {action.stage} and the stage before it have different microbatches "
-                    f"{action.microbatch} (here {key}): every rank of a pipeline must be given the same batch"
-                )
-            known = self._specs[action.op, action.stage, key] = _unpacked(numbers)
-        return known
-
-    def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
-        """Start sending tensors; they must not be changed before `flush`. Empty ones do not travel.
+    def receive_inputs(self, action: Action, key: Hashable) -> Arrival:
+        """Start receiving a stage's inputs.
 
         Raises:
-            RuntimeError: the receiver is lost.
+            RuntimeError: the sender is lost; names it.
         """
-        for tensor in tensors:
-            if tensor.numel():
-                self._post_send(action, tensor.detach().contiguous())
+        arrival = self._receiving[action.op, action.stage].receive(action, key)
+        if not self._overlap:
+            arrival.wait()
+        return arrival
 
-    def receive(self, action: Action, specs: Sequence[TensorSpec]) -> Arrival:
-        """Start receiving tensors of known shapes and dtypes.
-
-        Raises:
-            RuntimeError: the sender is lost.
-        """
-        tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs]
-        works = [self._post_receive(action, tensor) for tensor in tensors if tensor.numel()]
-        return Arrival(self, action, tensors, works)
-
-    def wait(self, work: dist.Work, action: Action) -> None:
-        """Wait for one transfer of an action; a failure names the peer."""
-        with self._naming_peer(action):
-            work.wait()
+    def receive_gradients(self, action: Action, specs: Sequence[TensorSpec]) -> Arrival:
+        """Start receiving the gradients of a stage's outputs, whose shapes the stage knows."""
+        channel = self._receiving[action.op, action.stage]
+        arrival = Arrival(channel, action)
+        channel.post(arrival, specs)
+        if not self._overlap:
+            arrival.wait()
+        return arrival
 
     def flush(self) -> None:
         """Wait for all sends, after which what was sent may be changed.
@@ -176,15 +263,16 @@ class Transport:
         Raises:
             RuntimeError: a receiver is lost.
         """
-        for queue in self._under_way.values():
-            while queue:
-                self.wait(queue[0].work, queue[0].action)
-                queue.popleft()
+        for channel in self._sending.values():
+            channel.flush()
 
     def close(self, reason: str) -> None:
         """Refuse all further use: after a step that broke off, the peers stand elsewhere in it."""
         self._failure = self._failure or reason
-        self._under_way.clear()
+        for sending in self._sending.values():
+            sending.under_way.clear()
+        for receiving in self._receiving.values():
+            receiving.forget_unposted()
 
     def check_open(self) -> None:
         """Raise RuntimeError where an earlier step broke off."""
@@ -194,71 +282,56 @@ class Transport:
                 "agree on what comes next: end the run and start it again from a checkpoint"
             )
 
-    def _post_send(self, action: Action, tensor: Tensor) -> None:
-        peer = self._peer(action)
-        queue = self._under_way.setdefault((peer, action.op), deque())
-        while queue and (queue[0].work.is_completed() or len(queue) >= _MAX_UNDER_WAY):
-            self.wait(queue[0].work, queue[0].action)
-            queue.popleft()
-        with self._naming_peer(action):
-            work = dist.isend(tensor, group=self._groups[action.op], group_dst=peer)
-        assert work is not None
-        queue.append(_UnderWay(action, tensor, work))
+    def _post(self, channel: _Sending, action: Action, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.numel():
+                channel.post(action, tensor.detach().contiguous())
+        if not self._overlap:
+            channel.flush()
 
-    def _post_receive(self, action: Action, tensor: Tensor) -> dist.Work:
-        with self._naming_peer(action):
-            work = dist.irecv(tensor, group=self._groups[action.op], group_src=self._peer(action))
-        assert work is not None
-        return work
+    def _open_channels(self, mesh: ParallelMesh) -> None:
+        """Make this rank's ends of all channels, and use each once.
 
-    def _receive_numbers(self, action: Action, count: int) -> list[int]:
-        numbers = torch.empty(count, dtype=torch.int64, device=self._device)
-        self.wait(self._post_receive(action, numbers), action)
-        return numbers.tolist()
-
-    def _peer(self, action: Action) -> int:
-        return stage_rank(counterpart(action).stage, len(self._global_ranks))
-
-    @contextmanager
-    def _naming_peer(self, action: Action) -> Iterator[None]:
-        """Put the peer's name before what the backend says; its words and class stay for who goes by them."""
-        try:
-            yield
-        except RuntimeError as error:
-            kind = type(error) if isinstance(error, dist.DistError) else RuntimeError
-            global_rank = self._global_ranks[self._peer(action)]
-            raise kind(
-                f"lost rank {global_rank} (pipeline stage {counterpart(action).stage}) while "
-                f"{_DOING[action.op]} of microbatch {action.microbatch} at stage {action.stage}: {error}"
-            ) from error
-
-
-def _packed(specs: Sequence[TensorSpec], key: Hashable) -> tuple[Tensor, Tensor]:
-    """Specs as two tensors of int64: length and checksum of the key, then dtype, dim and shape of each."""
-    numbers = [len(specs)]
-    for spec in specs:
-        if spec.dtype not in _DTYPES:
-            raise ValueError(f"a stage sends a tensor of {spec.dtype}, and only {_DTYPES} can travel")
-        numbers += [_DTYPES.index(spec.dtype), len(spec.shape), *spec.shape]
-    return torch.tensor([len(numbers), _checksum(key)]), torch.tensor(numbers)
+        NCCL connects two ranks at their first transfer and blocks both until then: here every rank meets its
+        peers in one common order, before a schedule could have them wait for each other.
+        """
+        own, global_ranks = mesh.rank("pp"), mesh.global_ranks("pp")
+        ends: dict[tuple, _Sending | _Receiving] = {}
+        routes = _routes(self._placement)
+        kinds = sorted({(send.value, sender < receiver) for send, _, sender, receiver in routes})
+        groups = dict(zip(kinds, mesh.pipeline_groups(len(kinds)), strict=True))
+        greeting = torch.zeros(1, device=self._device)
+        for send, stage, sender, receiver in routes:
+            if own not in (sender, receiver):
+                continue
+            peer = receiver if sender == own else sender
+            settings = {"peer": peer, "peer_global_rank": global_ranks[peer]}
+            group = groups[send.value, sender < receiver]
+            channel, action = (send, sender, receiver), Action(send, stage, 0)
+            is_new = channel not in ends
+            if sender == own:
+                sending = ends.setdefault(channel, _Sending(group, **settings))
+                assert isinstance(sending, _Sending)
+                self._sending[send, stage] = sending
+                if is_new:
+                    sending.post(action, greeting)
+                    sending.flush()
+            else:
+                receive = counterpart(action)
+                receiving = ends.setdefault(channel, _Receiving(group, device=self._device, **settings))
+                assert isinstance(receiving, _Receiving)
+                self._receiving[receive.op, receive.stage] = receiving
+                if is_new:
+                    arrival = Arrival(receiving, receive)
+                    receiving.post(arrival, [spec_of(greeting)])
+                    arrival.wait()
 
 
-def _unpacked(numbers: Sequence[int]) -> tuple[TensorSpec, ...]:
-    rest = iter(numbers)
-    count = next(rest)
-    specs = []
-    for _ in range(count):
-        dtype, dim = _DTYPES[next(rest)], next(rest)
-        specs.append(TensorSpec(tuple(next(rest) for _ in range(dim)), dtype))
-    return tuple(specs)
-
-
-def _checksum(key: Hashable) -> int:
-    return zlib.crc32(repr(key).encode())
-
-
-def _told(specs: Sequence[TensorSpec]) -> str:
-    return (
-        ", ".join(f"{str(spec.dtype).removeprefix('torch.')} {list(spec.shape)}" for spec in specs)
-        or "nothing"
-    )
+def _routes(placement: Sequence[int]) -> list[tuple[Op, int, int, int]]:
+    """All that travels between ranks, in one order on all: the send, its stage, and from which rank to which."""
+    return [
+        (travel.send, stage, rank, placement[stage + travel.step])
+        for travel in (TRAVELS[Op.FORWARD], TRAVELS[Op.BACKWARD])
+        for stage, rank in enumerate(placement)
+        if 0 <= stage + travel.step < len(placement) and placement[stage + travel.step] != rank
+    ]

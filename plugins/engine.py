@@ -1,12 +1,14 @@
 """A batch through the pipeline: agree on it, cut it, run the schedule, give every rank the loss."""
 
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..cluster.agreement import batch_hash, gather_integers
 from ..cluster.mesh import ParallelMesh
@@ -15,7 +17,10 @@ from ..pipeline.communicate import with_communication
 from ..pipeline.cut import Stage, partial_output_faults
 from ..pipeline.microbatch import batch_size, map_tensors, merge, split
 from ..pipeline.runner import Criterion, RunResult, run_schedule
-from ..pipeline.schedules import SCHEDULES, forward_only
+from ..pipeline.schedules import forward_only
+from ..pipeline.simulate import Span
+from ..pipeline.split_backward import WeightGradients
+from ..pipeline.trace import Trace
 from ..pipeline.transport import Transport
 from ..pipeline.validate import validate
 from ..shardformer.layer.loss import VocabParallelLogits
@@ -26,19 +31,39 @@ _ENDED = object()
 
 
 class PipelineEngine:
-    """Runs batches through this rank's stage; one per boosted model.
+    """Runs batches through this rank's stages; one per boosted model. Making one is collective over the world.
 
     Args:
-        stage: this rank's stage.
+        stages: this rank's stages, by index.
         mesh: the mesh.
         config: how batches are cut and in which order they run.
+        placement: the pipeline rank of each stage.
+        weight_gradients: where the stages' layers hold back weight gradients, if the schedule asks for it.
+
+    Attributes:
+        trace: a list makes every training step append what this rank computed when; None measures nothing.
     """
 
-    def __init__(self, stage: Stage, mesh: ParallelMesh, config: HybridConfig) -> None:
-        self._stage = stage
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        mesh: ParallelMesh,
+        config: HybridConfig,
+        *,
+        placement: Sequence[int],
+        weight_gradients: WeightGradients | None,
+    ) -> None:
+        self._stages = stages
         self._mesh = mesh
         self._config = config
-        self._transport = Transport(mesh) if mesh.size("pp") > 1 else None
+        self._last_rank = placement[-1]
+        self._weight_gradients = weight_gradients
+        self._parameters = _parameters_of_one_stage(stages)
+        self._transport = (
+            Transport(mesh, placement, overlap=config.pipeline.overlap_p2p) if mesh.size("pp") > 1 else None
+        )
+        self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self.trace: list[Span] | None = None
 
     def run(
         self,
@@ -52,26 +77,47 @@ class PipelineEngine:
         """One batch, with backward where gradients are on; see `HybridParallelPlugin.execute_pipeline`."""
         batch, replica_batch_size = self._agreed_batch(data_iter)
         microbatches = cut_batch(self.to_compute(batch), self._config.pipeline)
-        criterion = criterion or _model_loss
-        wants_loss = return_loss or torch.is_grad_enabled()
-        judge = _Judge(criterion, num_microbatches=len(microbatches), first_weight=replica_batch_size)
+        trains = torch.is_grad_enabled()
+        wants_loss = return_loss or trains
+        judge = _Judge(
+            criterion or _model_loss, num_microbatches=len(microbatches), first_weight=replica_batch_size
+        )
+        if trains and optimizer is not None:
+            optimizer.settle()
+        trace = None if self.trace is None else Trace(self._mesh.device)
         result = run_schedule(
-            schedule(
-                self._config.pipeline.style,
-                self._mesh.size("pp"),
-                len(microbatches),
-                trains=torch.is_grad_enabled(),
-            )[self._stage.index],
-            stages={self._stage.index: self._stage},
+            self._schedule(len(microbatches), trains=trains)[self._mesh.rank("pp")],
+            stages=self._stages,
             microbatches=microbatches,
             criterion=judge if wants_loss else None,
             transport=self._transport,
             scale=lambda loss: judge.share(loss if optimizer is None else optimizer.scale_loss(loss)),
             keep_outputs=return_outputs,
+            weight_gradients=self._weight_gradients,
+            last_backward=None if optimizer is None else self._reducing(optimizer),
+            trace=trace,
         )
+        if self.trace is not None and trace is not None:
+            self.trace += trace.spans()
         loss = self._common_loss(result, judge, optimizer) if wants_loss else None
         outputs = None if result.outputs is None else merge([_whole(output) for output in result.outputs])
         return {"loss": loss if return_loss else None, "outputs": outputs}
+
+    def _schedule(self, num_microbatches: int, *, trains: bool) -> Schedule:
+        """The schedule of so many microbatches with its communication, checked once."""
+        key = num_microbatches, trains
+        if key not in self._schedules:
+            config = self._config.pipeline
+            computations = config.schedule(self._mesh.size("pp"), num_microbatches)
+            full = with_communication(
+                computations if trains else forward_only(computations), ahead=config.overlap_p2p
+            )
+            validate(full, num_microbatches)
+            self._schedules[key] = full
+        return self._schedules[key]
+
+    def _reducing(self, optimizer: ShardedOptimizer) -> Callable[[int], AbstractContextManager]:
+        return lambda stage: optimizer.last_backward(self._parameters[stage])
 
     def check_open(self) -> None:
         """Raise RuntimeError where an earlier step broke off, so that no rank waits for one that knows."""
@@ -149,14 +195,14 @@ class PipelineEngine:
     def _common_loss(self, result: RunResult, judge: "_Judge", optimizer: ShardedOptimizer | None) -> Tensor:
         """The loss, equal on every rank of the pipeline. Broadcast over pp, all-reduce of three numbers over dp."""
         figures = torch.zeros(3, device=self._mesh.device)  # losses, weights, whether there are weights
-        if self._stage.is_last:
+        if self._mesh.rank("pp") == self._last_rank:
             figures[0] = torch.stack([loss.float() for loss in result.losses]).sum()
             if result.weights is not None:
                 figures[1] = torch.stack([weight.float() for weight in result.weights]).sum()
                 figures[2] = 1
         num_replicas = self._mesh.size("dp")
         if self._mesh.size("pp") > 1:
-            dist.broadcast(figures, group=self._mesh.group("pp"), group_src=self._mesh.size("pp") - 1)
+            dist.broadcast(figures, group=self._mesh.group("pp"), group_src=self._last_rank)
         own = figures.clone()
         if num_replicas > 1:
             dist.all_reduce(figures, group=self._mesh.group("dp"))
@@ -210,13 +256,13 @@ def cut_batch(batch: Any, config: PipelineConfig) -> list[Any]:
     return split(batch, num_microbatches=config.num_microbatches, microbatch_size=config.microbatch_size)
 
 
-@lru_cache(maxsize=256)
-def schedule(style: str, num_stages: int, num_microbatches: int, *, trains: bool) -> Schedule:
-    """A schedule with its communication, checked."""
-    computations = SCHEDULES[style](num_stages, num_microbatches)
-    full = with_communication(computations if trains else forward_only(computations), num_stages)
-    validate(full, num_stages, num_microbatches)
-    return full
+def _parameters_of_one_stage(stages: Mapping[int, Stage]) -> dict[int, list[Parameter]]:
+    """Each stage's parameters without those that another stage of this rank uses too."""
+    uses = Counter(parameter for stage in stages.values() for parameter in stage.parameters())
+    return {
+        index: [parameter for parameter in stage.parameters() if uses[parameter] == 1]
+        for index, stage in stages.items()
+    }
 
 
 def _model_loss(outputs: Any, inputs: Any) -> Tensor:

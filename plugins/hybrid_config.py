@@ -6,7 +6,15 @@ from functools import cached_property
 from typing import Any
 
 from ..cluster.mesh import mesh_faults
-from ..pipeline.schedules import SCHEDULES
+from ..pipeline.action import Schedule
+from ..pipeline.schedules import (
+    UserSchedule,
+    build_schedule,
+    splits_backward,
+    stage_placement,
+    style_faults,
+)
+from ..shardformer.checkpoint_config import PipelineGradientCheckpointConfig
 from ..zero.precision import PrecisionConfig, precision_faults
 
 
@@ -15,24 +23,37 @@ class PipelineConfig:
     """How a batch goes through the pipeline.
 
     Args:
-        style: a name in `pipeline.schedules.SCHEDULES`.
+        style: a name in `pipeline.schedules.SCHEDULES`, or a schedule of the user's own.
+        num_model_chunks: how many stages each rank holds, where the style takes any number.
         num_microbatches, microbatch_size: into how many parts a batch is split, or of how many samples each;
             one of them under a pipeline, and neither means one part.
-        num_layers_per_stage: how many layers each stage gets; None spreads them evenly.
+        num_layers_per_stage: how many layers each stage gets; None deals them out.
+        overlap_p2p: compute while tensors travel between stages.
+        checkpoint: which layers are recomputed in backward; None for none.
     """
 
-    style: str = "1f1b"
+    style: str | UserSchedule = "1f1b"
+    num_model_chunks: int = 1
     num_microbatches: int | None = None
     microbatch_size: int | None = None
     num_layers_per_stage: Sequence[int] | None = None
+    overlap_p2p: bool = True
+    checkpoint: PipelineGradientCheckpointConfig | None = None
 
     def faults(self, pp_size: int) -> list[str]:
         """All that is wrong with it, each with what would work."""
-        counts = {"num_microbatches": self.num_microbatches, "microbatch_size": self.microbatch_size}
-        if found := [*whole_number_faults(counts), *self._layer_faults(pp_size)]:
+        counts = {
+            "num_microbatches": self.num_microbatches,
+            "microbatch_size": self.microbatch_size,
+            "num_model_chunks": self.num_model_chunks,
+        }
+        if found := whole_number_faults(counts):
             return found
-        if self.style not in SCHEDULES:
-            found.append(f"pp_style={self.style!r} is unknown: use one of {', '.join(SCHEDULES)}")
+        if found := style_faults(self.style, self.num_model_chunks, pp_size):
+            return [f"pp_style: {fault}" for fault in found]
+        found = self._layer_faults(self.placement(pp_size))
+        if self.checkpoint is not None:
+            found += self.checkpoint.faults(len(self.placement(pp_size)))
         both = self.num_microbatches is not None and self.microbatch_size is not None
         neither = self.num_microbatches is None and self.microbatch_size is None
         if both:
@@ -50,18 +71,36 @@ class PipelineConfig:
                 found.append(f"{name}={value} must be at least 1")
         return found
 
-    def _layer_faults(self, pp_size: int) -> list[str]:
+    def placement(self, pp_size: int) -> tuple[int, ...]:
+        """The pipeline rank of each stage."""
+        return stage_placement(*self._style(pp_size))
+
+    def splits_backward(self, pp_size: int) -> bool:
+        """Whether the schedule has weight gradients of its own."""
+        style, num_ranks, _ = self._style(pp_size)
+        return splits_backward(style, num_ranks)
+
+    def schedule(self, pp_size: int, num_microbatches: int) -> Schedule:
+        """The computations of every rank."""
+        style, num_ranks, num_chunks = self._style(pp_size)
+        return build_schedule(style, num_ranks, num_microbatches, num_chunks)
+
+    def _style(self, pp_size: int) -> tuple[str | UserSchedule, int, int]:
+        """Style, ranks and chunks; a single rank has nothing to gain from several stages or from waiting work."""
+        return ("1f1b", 1, 1) if pp_size == 1 else (self.style, pp_size, self.num_model_chunks)
+
+    def _layer_faults(self, placement: Sequence[int]) -> list[str]:
         given = self.num_layers_per_stage
         if given is None:
             return []
         is_list = isinstance(given, Sequence) and all(
             isinstance(count, int) and count >= 1 for count in given
         )
-        if is_list and len(given) == pp_size:
+        if is_list and len(given) == len(placement):
             return []
         return [
             f"num_layers_per_stage={given!r} must be a list of positive whole numbers, one for each of "
-            f"pp_size={pp_size} stages"
+            f"{len(placement)} stages on the pp_size={len(set(placement))} ranks {list(placement)}"
         ]
 
 

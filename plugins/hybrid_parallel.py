@@ -19,9 +19,17 @@ from ..checkpoint.model_file import load_model_file, save_model_file
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..cluster.placement import Placement, placement_of
-from ..pipeline.cut import Inbox, Stage, StandIn
+from ..pipeline.cut import held_stages
 from ..pipeline.runner import Criterion
+from ..pipeline.schedules import UserSchedule
+from ..pipeline.split_backward import hold_weight_gradients
 from ..pipeline.stage_manager import PipelineStageManager
+from ..shardformer.checkpoint_config import (
+    PipelineGradientCheckpointConfig,
+    checkpoint_faults,
+    checkpoint_layers,
+    recomputable_layers,
+)
 from ..shardformer.policy import Policy
 from ..shardformer.shard_config import ShardConfig
 from ..shardformer.shard_former import policy_for
@@ -43,8 +51,14 @@ class HybridParallelPlugin(Plugin):
         zero_stage: 0 keeps optimizer states whole on each replica, 1 splits them over the replicas.
         precision: "fp32", "bf16" or "fp16"; 16-bit weights keep float32 masters.
         num_microbatches, microbatch_size: how a batch is cut; under a pipeline one of them is needed.
-        pp_style: the schedule, "1f1b" or "gpipe".
-        num_layers_per_stage: layers of each stage; None spreads them evenly.
+        pp_style: the schedule: "gpipe", "1f1b", "interleaved", "zbh1", "zbv" (docs/pipeline.md says which to
+            choose), or your own: a list of the `Action`s of each rank, or a function that makes one of the
+            numbers of ranks and microbatches.
+        num_model_chunks: stages that each rank holds, for "interleaved" and "gpipe"; "zbv" always makes 2.
+        num_layers_per_stage: layers of each stage, all chunks counted; None deals them out, evenly where they
+            divide and else so that the largest stage has as few parameters as possible.
+        gradient_checkpoint_config: layers that are recomputed in backward.
+        overlap_p2p: compute while tensors travel between stages.
         parallel_output: leave logits split over the vocabulary after training calls with labels (see
             `VocabParallelLogits`); the loss is computed from split logits in any case.
         make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times tp_size.
@@ -72,9 +86,11 @@ class HybridParallelPlugin(Plugin):
         dp_size: int | None = None,
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
-        pp_style: str = "1f1b",
+        pp_style: str | UserSchedule = "1f1b",
         num_layers_per_stage: Sequence[int] | None = None,
         num_model_chunks: int = 1,
+        gradient_checkpoint_config: PipelineGradientCheckpointConfig | None = None,
+        overlap_p2p: bool = True,
         enable_all_optimization: bool = False,
         enable_fused_normalization: bool = False,
         enable_flash_attention: bool = False,
@@ -95,7 +111,6 @@ class HybridParallelPlugin(Plugin):
     ) -> None:
         unavailable = {
             f"sp_size={sp_size}": sp_size not in (None, 1),
-            f"num_model_chunks={num_model_chunks}": num_model_chunks != 1,
             "enable_fused_normalization=True": enable_fused_normalization,
             "enable_jit_fused=True": enable_jit_fused,
             "enable_sequence_parallelism=True": enable_sequence_parallelism,
@@ -109,7 +124,10 @@ class HybridParallelPlugin(Plugin):
                 style=pp_style,
                 num_microbatches=num_microbatches,
                 microbatch_size=microbatch_size,
+                num_model_chunks=num_model_chunks,
                 num_layers_per_stage=num_layers_per_stage,
+                overlap_p2p=overlap_p2p,
+                checkpoint=gradient_checkpoint_config,
             ),
             precision_settings=dict(
                 precision=precision,
@@ -136,7 +154,9 @@ class HybridParallelPlugin(Plugin):
             raise ValueError(told(faults))
         self.custom_policy = custom_policy
         self.mesh = ParallelMesh(pp=pp_size, dp=dp_size, tp=tp_size)
-        self.stage_manager = PipelineStageManager(self.mesh, self.config.pipeline.num_layers_per_stage)
+        self.stage_manager = PipelineStageManager(
+            self.mesh, self.config.pipeline.placement(pp_size), self.config.pipeline.num_layers_per_stage
+        )
 
     @property
     def tp_size(self) -> int:
@@ -226,8 +246,8 @@ class HybridParallelPlugin(Plugin):
         optimizer.backward(loss)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
-        """Gradients are reduced once, in `optimizer.step()`, so nothing is left to hold back."""
-        return nullcontext()
+        """Inside, execute_pipeline starts no reduction: for all but the last of several calls before a step."""
+        return optimizer.no_sync() if isinstance(optimizer, ShardedOptimizer) else nullcontext()
 
     def execute_pipeline(
         self,
@@ -311,6 +331,12 @@ class HybridParallelPlugin(Plugin):
                 sharder = ModelSharder(model, self.custom_policy or policy_for(model), shard_config)
             except ValueError as error:
                 faults += str(error).split("\n")
+        checkpoint = self.config.pipeline.checkpoint
+        if checkpoint is not None and not faults:
+            layers = {0: recomputable_layers(model)} if sharder is None else sharder.layers_by_stage()
+            faults += checkpoint_faults(layers, checkpoint)
+            if not faults:
+                checkpoint_layers(layers, checkpoint)
         if faults:
             raise ValueError(told(faults))
         return sharder
@@ -337,9 +363,14 @@ class HybridParallelModule(nn.Module):
         self.optimizer: ShardedOptimizer | None = None
         self.names = names
         self.held = names.held(module)
-        manager = plugin.stage_manager
-        stage = Stage(module, _inbox_of(module), index=manager.stage, num_stages=manager.num_stages)
-        self.engine = PipelineEngine(stage, plugin.mesh, plugin.config)
+        splits_backward = plugin.config.pipeline.splits_backward(plugin.pp_size)
+        self.engine = PipelineEngine(
+            held_stages(module),
+            plugin.mesh,
+            plugin.config,
+            placement=plugin.stage_manager.placement,
+            weight_gradients=hold_weight_gradients(module) if splits_backward else None,
+        )
 
     def unwrap(self) -> nn.Module:
         """The model without the wrapper."""
@@ -388,11 +419,6 @@ def optimizer_faults(model: nn.Module, optimizer: Optimizer | None) -> list[str]
             "model.parameters() of the model that is given to booster.boost, after any change of the model's modules"
         ]
     return []
-
-
-def _inbox_of(model: nn.Module) -> Inbox | None:
-    """The inbox of a model that was cut."""
-    return next((module.inbox for module in model.modules() if isinstance(module, StandIn)), None)
 
 
 def _placements(tensors: dict[str, Tensor]) -> dict[str, Placement | None]:

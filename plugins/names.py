@@ -67,27 +67,28 @@ def managed_parameters(
 ) -> list[ManagedParameter]:
     """What the optimizer has to know of every parameter of this rank.
 
-    Collective over the world: makes the groups of stages that share a parameter. Every rank of the world
-    calls with an equal `shared`.
+    Collective over the world: makes the groups of ranks whose stages share a parameter. Stages of one rank
+    need none: their gradients meet in one tensor. Every rank of the world calls with an equal `shared`.
 
     Args:
         held: this rank's parameters by name.
         shared: the parameters that several stages hold, as `ShardFormer.optimize` returns them.
         mesh: the mesh.
-        stage_manager: this rank's stage.
+        stage_manager: which rank holds which stage.
     """
     ties: dict[Tensor, tuple[list[int], dist.ProcessGroup | None]] = {}
     for tie in shared:
-        stages = sorted(tie)
-        ties[tie[stages[0]]] = (stages, stage_manager.tie_group(stages))
+        ranks = stage_manager.ranks_of(sorted(tie))
+        tie_group = stage_manager.tie_group(ranks) if len(ranks) > 1 else None
+        ties[next(iter(tie.values()))] = (ranks, tie_group)
     managed = []
     for name, parameter in held.items():
-        stages, tie_group = ties.get(parameter, ([stage_manager.stage], None))
+        ranks, tie_group = ties.get(parameter, ([stage_manager.rank], None))
         groups = [
             *_partial_groups(placement_of(parameter), mesh),
             *([] if tie_group is None else [tie_group]),
         ]
-        counts = stage_manager.stage == stages[0] and _counts_over_tensor_axis(placement_of(parameter), mesh)
+        counts = stage_manager.rank == ranks[0] and _counts_over_tensor_axis(placement_of(parameter), mesh)
         managed.append(
             ManagedParameter(name=name, parameter=parameter, sum_groups=tuple(groups), counts=counts)
         )

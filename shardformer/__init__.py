@@ -1,5 +1,6 @@
 """Shardformer: tensor-parallel policies, layers and the tables of models. Knows nothing of optimizers."""
 
+from .checkpoint_config import PipelineGradientCheckpointConfig
 from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from .shard_config import ShardConfig
 from .shard_former import ShardFormer, policy_for
@@ -9,6 +10,7 @@ from .table import RegionDropout, Table, model_types, register, table_for
 __all__ = [
     "ModelSharder",
     "ModulePolicyDescription",
+    "PipelineGradientCheckpointConfig",
     "Policy",
     "RegionDropout",
     "ShardConfig",

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..pipeline.cut import partial_output_faults
+from ..pipeline.cut import held_stages, partial_output_faults
 from ..pipeline.plan import StagePlan, layer_faults
 from .shard_config import ShardConfig
 
@@ -66,13 +66,14 @@ class Policy(ABC):
         self.shard_config = shard_config
 
     def faults(
-        self, *, tp_size: int = 1, pp_size: int = 1, num_layers_per_stage: Sequence[int] | None = None
+        self, *, tp_size: int = 1, num_stages: int = 1, num_layers_per_stage: Sequence[int] | None = None
     ) -> list[str]:
         """All reasons why this model cannot be split so, each with what would work. No communication.
 
-        Works on a model without memory (on the meta device), and needs no `shard_config`.
+        Works on a model without memory (on the meta device), and needs no `shard_config`. There are more
+        stages than pipeline ranks where a rank holds several.
         """
-        if pp_size == 1:
+        if num_stages == 1:
             return []
         plan = self.stage_plan()
         if plan is None:
@@ -81,7 +82,7 @@ class Policy(ABC):
             return missing
         config = getattr(self.model, "config", None)
         settings = config.to_dict() if config is not None else {}
-        found = layer_faults(plan.num_layers(self.model), pp_size, num_layers_per_stage)
+        found = layer_faults(plan.num_layers(self.model), num_stages, num_layers_per_stage)
         found += plan.loose_faults(self.model)
         return found + partial_output_faults(settings, "the model's config")
 
@@ -105,25 +106,31 @@ class Policy(ABC):
         """Where the model's layers are, or None where it cannot be cut into stages."""
         return None
 
+    def stage_bounds(self) -> list[int]:
+        """Where each stage's layers begin and the last one's stop: of the whole model, also once it is cut."""
+        plan, manager = self.stage_plan(), self.shard_config.pipeline_stage_manager
+        assert plan is not None and manager is not None
+        if known := next(iter(held_stages(self.model).values())).bounds:
+            return known
+        return manager.bounds(plan.num_layers(self.model))
+
     def get_held_layers(self) -> list[nn.Module]:
-        """The modules that this rank's stage holds: its layers, and the entry or the tail of the model."""
+        """The modules that this rank's stages hold: their layers, after the entry of the model on the first stage."""
         plan, manager = self.stage_plan(), self.shard_config.pipeline_stage_manager
         if plan is None or manager is None:
             return [self.model]
-        bounds = manager.bounds(plan.num_layers(self.model))
-        own = list(self.model.get_submodule(plan.layers).children())[
-            bounds[manager.stage] : bounds[manager.stage + 1]
-        ]
-        entry = [self.model.get_submodule(name) for name in plan.entry] if manager.is_first_stage() else []
-        return [*entry, *own]
+        paths, bounds = plan.layer_paths(self.model), self.stage_bounds()
+        own = [path for stage in manager.stages for path in paths[bounds[stage] : bounds[stage + 1]]]
+        entry = plan.entry if manager.is_first_stage() else ()
+        return [self.model.get_submodule(path) for path in (*entry, *own)]
 
     def get_shared_params(self) -> list[dict[int, Tensor]]:
         """The parameters that several stages hold: for each, its tensor by stage. Called before the cut."""
         plan, manager = self.stage_plan(), self.shard_config.pipeline_stage_manager
         if plan is None or manager is None or manager.num_stages == 1:
             return []
-        bounds = manager.bounds(plan.num_layers(self.model))
+        bounds = self.stage_bounds()
         stages: dict[Tensor, set[int]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            stages.setdefault(parameter, set()).add(plan.stage_of(name, bounds))
+            stages.setdefault(parameter, set()).update(plan.stages_of(self.model, name, bounds))
         return [dict.fromkeys(sorted(held), tensor) for tensor, held in stages.items() if len(held) > 1]

@@ -13,7 +13,7 @@ class ShardConfig:
 
     Args:
         tensor_parallel_process_group: the tensor axis; None splits nothing.
-        pipeline_stage_manager: this rank's stage; None, or one stage, cuts nothing.
+        pipeline_stage_manager: which stages this rank holds; None, or one stage in all, cuts nothing.
         parallel_output: leave logits split over the vocabulary after training calls with labels, as
             `VocabParallelLogits`; False gathers them. The loss is the same.
         make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times the ranks.

@@ -1,11 +1,14 @@
 """Carrying a policy out on a model. What a policy may say is policy.py."""
 
+import itertools
 from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..pipeline.cut import StandIn, cut_stage
+from ..pipeline.cut import cut_stages, held_stages, remember_stages
+from ..pipeline.stand_in import StandIn
+from .checkpoint_config import recomputable_layers
 from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from .shard_config import ShardConfig
 
@@ -31,10 +34,19 @@ class ModelSharder:
         manager = shard_config.pipeline_stage_manager
         if faults := policy.faults(
             tp_size=shard_config.tensor_parallel_size,
-            pp_size=shard_config.num_stages,
+            num_stages=shard_config.num_stages,
             num_layers_per_stage=None if manager is None else manager.num_layers_per_stage,
         ):
             raise ValueError("\n".join(faults))
+
+    def layers_by_stage(self) -> dict[int, list[nn.Module]]:
+        """The layers of every stage, before the cut; all layers stand under 0 where there are no stages."""
+        manager, plan = self.shard_config.pipeline_stage_manager, self.policy.stage_plan()
+        if manager is None or plan is None:
+            return {0: recomputable_layers(self.model)}
+        layers = [self.model.get_submodule(path) for path in plan.layer_paths(self.model)]
+        bounds = manager.bounds(len(layers))
+        return {stage: layers[start:stop] for stage, (start, stop) in enumerate(itertools.pairwise(bounds))}
 
     def shard(self) -> list[dict[int, Tensor]]:
         """Do it. Communicates nothing.
@@ -48,14 +60,15 @@ class ModelSharder:
         classes = {type(module) for module in self.model.modules()}  # of all stages
         self._cut()
         self._replace_modules(classes)
+        stages = held_stages(self.model)
         self.model = self.policy.postprocess()
+        remember_stages(self.model, stages)  # it may be another
         return shared
 
     def _cut(self) -> None:
         manager, plan = self.shard_config.pipeline_stage_manager, self.policy.stage_plan()
         if manager is not None and manager.num_stages > 1 and plan is not None:
-            bounds = manager.bounds(plan.num_layers(self.model))
-            cut_stage(self.model, plan, stage=manager.stage, bounds=bounds)
+            cut_stages(self.model, plan, stages=manager.stages, bounds=self.policy.stage_bounds())
 
     def _replace_class(self) -> None:
         if (new_class := self.policy.new_model_class()) is not None:

@@ -32,7 +32,7 @@ class TablePolicy(Policy):
         self.table = table
 
     def faults(
-        self, *, tp_size: int = 1, pp_size: int = 1, num_layers_per_stage: Sequence[int] | None = None
+        self, *, tp_size: int = 1, num_stages: int = 1, num_layers_per_stage: Sequence[int] | None = None
     ) -> list[str]:
         """All reasons why this model cannot be split so, each with what would work. No communication."""
         plan = self.stage_plan()
@@ -40,7 +40,9 @@ class TablePolicy(Policy):
             return missing
         return [
             *table_faults(self.model, self.table, plan=plan, ends=self._ends(), ranks=tp_size),
-            *super().faults(tp_size=tp_size, pp_size=pp_size, num_layers_per_stage=num_layers_per_stage),
+            *super().faults(
+                tp_size=tp_size, num_stages=num_stages, num_layers_per_stage=num_layers_per_stage
+            ),
         ]
 
     @property
@@ -159,14 +161,14 @@ class TablePolicy(Policy):
         manager = self.shard_config.pipeline_stage_manager
         if manager is None:
             return True
-        plan = self.stage_plan()
-        return plan.stage_of(name, manager.bounds(plan.num_layers(self.model))) == manager.stage
+        stages = self.stage_plan().stages_of(self.model, name, self.stage_bounds())
+        return any(stage in manager.stages for stage in stages)
 
     def _held_layer(self, plan: StagePlan) -> nn.Module:
         """One of the layers that this rank holds: they are all of one kind."""
         manager = self.shard_config.pipeline_stage_manager
-        start = manager.bounds(plan.num_layers(self.model))[manager.stage] if manager is not None else 0
-        return self.model.get_submodule(f"{plan.layers}.{start}")
+        start = self.stage_bounds()[manager.stages[0]] if manager is not None else 0
+        return self.model.get_submodule(plan.layer_paths(self.model)[start])
 
 
 def _by_type(layer: nn.Module, name: str, linear: Any, conv1d: Any) -> Any:

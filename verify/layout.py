@@ -14,6 +14,7 @@ class Layout:
         zero: the ZeRO stage.
         precision: "fp32", "bf16" or "fp16".
         schedule: a name of the pipeline's schedules.
+        chunks: stages per rank, where the schedule takes any number.
         microbatches: parts that a batch is cut into; of unequal size with the batches of batches.py.
         max_norm: clip gradients to this norm; 0 does not.
     """
@@ -24,6 +25,7 @@ class Layout:
     zero: int = 0
     precision: str = "fp32"
     schedule: str = "1f1b"
+    chunks: int = 1
     microbatches: int = 3
     max_norm: float = 0.0
 
@@ -36,7 +38,7 @@ class Layout:
         """All that is wrong with it, each with what would work."""
         sizes = [
             f"{name}={size} must be at least 1"
-            for name, size in (("tp", self.tp), ("pp", self.pp), ("dp", self.dp))
+            for name, size in (("tp", self.tp), ("pp", self.pp), ("dp", self.dp), ("chunks", self.chunks))
             if size < 1
         ]
         if sizes:
@@ -46,7 +48,9 @@ class Layout:
             pp=self.pp,
             dp=self.dp,
             zero_stage=self.zero,
-            pipeline=PipelineConfig(style=self.schedule, num_microbatches=self.microbatches),
+            pipeline=PipelineConfig(
+                style=self.schedule, num_model_chunks=self.chunks, num_microbatches=self.microbatches
+            ),
             precision_settings={"precision": self.precision},
             max_norm=self.max_norm,
         ).faults(self.world_size)
@@ -55,6 +59,7 @@ class Layout:
         sizes = [
             f"{name}{size}" for name, size in (("tp", self.tp), ("pp", self.pp), ("dp", self.dp)) if size > 1
         ]
-        return "·".join(
-            [*sizes, f"zero{self.zero}", self.precision] if self.zero else [*sizes, self.precision]
-        )
+        chunks = f"×{self.chunks}" if self.chunks > 1 else ""
+        schedule = [f"{self.schedule}{chunks}"] if self.pp > 1 and self.schedule != "1f1b" else []
+        zero = [f"zero{self.zero}"] if self.zero else []
+        return "·".join([*sizes, *schedule, *zero, self.precision])

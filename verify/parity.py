@@ -118,6 +118,7 @@ def _run_layout(model: nn.Module, layout: Layout, batches: list[list[dict[str, T
         precision=layout.precision,
         num_microbatches=layout.microbatches,
         pp_style=layout.schedule,
+        num_model_chunks=layout.chunks,
         max_norm=layout.max_norm,
         initial_scale=LOSS_SCALE,
         zero_bucket_size_in_m=0.005,  # several buckets even for a small model

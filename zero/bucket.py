@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -110,6 +111,7 @@ class Bucket:
         is_float32 = dtype == torch.float32
         self.masters = partition.own(self.parameters) if is_float32 else partition.own(values).clone()
         self._reduced_before: Tensor | None = None
+        self._average: dist.Work | None = None
         self.slots = [self._slot(managed, start) for managed, start in zip(members, starts, strict=True)]
         self.counted = list(self._runs(counts=True)) if partition.counts else []
         self.watched = list(self._runs(counts=False)) if partition.counts else []
@@ -119,9 +121,32 @@ class Bucket:
         """The slice of the gradients that this rank owns."""
         return self.partition.own(self.gradients)
 
-    def reduce_(self) -> None:
-        """Average the gradients over the data axis, into this rank's slice. One collective."""
-        self.partition.average_(self.gradients)
+    @property
+    def needs_sum(self) -> bool:
+        """Whether gradients are summed over other groups before they are averaged over the data axis."""
+        return any(group.size() > 1 for slot in self.slots for group in slot.managed.sum_groups)
+
+    @property
+    def is_averaging(self) -> bool:
+        """Whether gradients are on their way between ranks."""
+        return self._average is not None
+
+    def collect(self) -> None:
+        """Have every gradient in the buffer, zeros for a parameter that has none."""
+        for slot in self.slots:
+            slot.collect()
+            if slot.parameter.grad is None:
+                slot.gradient.zero_()
+
+    def start_average(self) -> None:
+        """Begin to average the gradients over the data axis, into this rank's slice. One collective."""
+        self._average = self.partition.average_(self.gradients)
+
+    def finish_average(self) -> None:
+        """Have the averages, once they were begun, together with what was set aside."""
+        if self._average is not None:
+            self._average.wait()
+            self._average = None
         if self._reduced_before is not None:
             self.own_gradients.add_(self._reduced_before)
             self._reduced_before = None

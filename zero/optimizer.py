@@ -6,12 +6,14 @@ step()                norm and verdict of all ranks (norm.py), unscale and clip,
                       parameters gathered
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import isfinite
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..cluster.faults import naming_failures
@@ -90,11 +92,12 @@ class ShardedOptimizer(Optimizer):
         self.buckets = fill_buckets(
             groups, dtype=precision.dtype, partition=self._partition, bucket_size=bucket_size
         )
-        self._reducer = Reducer(self.buckets, partition=self._partition, device=mesh.device)
+        self._reducer = Reducer(self.buckets, parameters, partition=self._partition, device=mesh.device)
         hold_pieces(optimizer, self.buckets)
         # What reduced gradients must be multiplied with to be the true ones; None before a step.
         self._unclip: float | None = None
         self._is_stepping = False
+        self._is_held_back = False
         optimizer.register_step_pre_hook(self._refuse_inner_step)
         # Hooks registered on this optimizer run with the inner one's.
         self.__dict__.update(
@@ -127,6 +130,7 @@ class ShardedOptimizer(Optimizer):
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Scale the loss and accumulate its gradients."""
+        self.settle()
         self.scale_loss(loss).backward(retain_graph=retain_graph)
 
     @property
@@ -160,6 +164,28 @@ class ShardedOptimizer(Optimizer):
         if not self._reducer.is_reduced:
             self._reducer.reduce()
             self._unclip = None
+
+    def settle(self) -> None:
+        """Finish reductions that a `last_backward` began, so that a further backward may add to them. Collective."""
+        if self._reducer.has_started:
+            self.reduce_gradients()
+
+    def last_backward(self, parameters: Sequence[Parameter]) -> AbstractContextManager[None]:
+        """A context for the last backward of these parameters before the next step.
+
+        Their gradients are averaged over the data axis while it runs. Every rank of that axis enters it for
+        the same parameters in the same order. Inside `no_sync` it does nothing.
+        """
+        return nullcontext() if self._is_held_back else self._reducer.last_backward(parameters)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """More backwards follow before the next step: start no reduction inside."""
+        before, self._is_held_back = self._is_held_back, True
+        try:
+            yield
+        finally:
+            self._is_held_back = before
 
     @naming_failures("optimizer.step")
     @torch.no_grad()

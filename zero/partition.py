@@ -42,17 +42,19 @@ class Partition:
         length = flat.numel() // self.num_slices
         return flat.narrow(0, self.index * length, length)
 
-    def average_(self, gradients: Tensor) -> None:
-        """Bring the mean over the group into this rank's slice of a whole buffer, in place.
+    def average_(self, gradients: Tensor) -> dist.Work | None:
+        """Begin to bring the mean over the group into this rank's slice of a whole buffer, in place.
 
-        One all-reduce, or one reduce-scatter that leaves the other slices as they were.
+        One all-reduce, or one reduce-scatter that leaves the other slices as they were. Returns what to wait
+        for, None where there is nothing.
         """
         if self.group.size() == 1:
-            return
+            return None
+        average = dist.ReduceOp.AVG
         if self.sliced:
-            reduce_scatter_single(self.own(gradients), gradients, op=dist.ReduceOp.AVG, group=self.group)
-        else:
-            dist.all_reduce(gradients, op=dist.ReduceOp.AVG, group=self.group)
+            own = self.own(gradients)
+            return reduce_scatter_single(own, gradients, op=average, group=self.group, async_op=True)
+        return dist.all_reduce(gradients, op=average, group=self.group, async_op=True)
 
     def gather_(self, flat: Tensor) -> None:
         """Fill a whole buffer, in place, from the slices that its ranks own. One all-gather if sliced."""

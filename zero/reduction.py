@@ -4,14 +4,17 @@ They are collected into buckets while backward runs, then summed over groups bes
 over it, once. A backward that follows a reduction is reduced on its own and added to what was reduced before.
 """
 
-from collections.abc import Callable, Sequence
-from weakref import WeakMethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from weakref import WeakMethod, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from .bucket import Bucket, Slot
+from .launch_order import LaunchOrder
 from .parameter import ManagedParameter
 from .partition import Partition
 
@@ -21,6 +24,7 @@ class Reducer:
 
     Args:
         buckets: where they lie.
+        parameters: what they hold, in the order of the model.
         partition: the data axis.
         device: where flags are exchanged.
 
@@ -31,7 +35,14 @@ class Reducer:
         resumed_factor: what reduced gradients are multiplied with when a backward is about to add to them.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], *, partition: Partition, device: torch.device) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        parameters: Sequence[ManagedParameter],
+        *,
+        partition: Partition,
+        device: torch.device,
+    ) -> None:
         self.slots = [slot for bucket in buckets for slot in bucket.slots]
         self.present = torch.zeros(len(self.slots), device=device)
         self.is_reduced = False
@@ -40,14 +51,39 @@ class Reducer:
         self._partition = partition
         self._present_before: Tensor | None = None
         self._contributed = False
+        self._order = LaunchOrder(buckets, parameters)
         # Weakly: the garbage collector does not see through the hooks of a tensor that lives elsewhere too, and
         # a cycle through one would keep all this memory and its process groups for ever.
-        for slot in self.slots:
-            slot.parameter.register_hook(_calling(WeakMethod(self._before_accumulation)))
-            slot.parameter.register_post_accumulate_grad_hook(_calling(WeakMethod(slot.collect)))
+        for bucket in buckets:
+            for slot in bucket.slots:
+                slot.parameter.register_hook(_before(WeakMethod(self._before_accumulation), ref(bucket)))
+                slot.parameter.register_post_accumulate_grad_hook(
+                    _after(WeakMethod(slot.collect), WeakMethod(self._order.note))
+                )
+
+    @contextmanager
+    def last_backward(self, parameters: Sequence[Parameter]) -> Iterator[None]:
+        """What runs inside gives these parameters their last gradients before the next reduction.
+
+        Starts averages over the data axis, see [Note: reducing while backward runs]. Every rank of that axis
+        calls for the same parameters in the same order.
+        """
+        if self._partition.group.size() == 1:
+            yield
+            return
+        self._order.expect(parameters)
+        yield
+        for parameter in parameters:  # what got none now will get none
+            self._order.note(parameter)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether gradients are being reduced, and nothing may be added to them."""
+        return self._order.has_started
 
     def forget(self, *, to_zeros: bool) -> None:
         """Drop all gradients; with `to_zeros`, parameters that have one get one of zeros."""
+        self._order.reset()
         self.is_reduced = False
         self._present_before = None
         for bucket in self._buckets:
@@ -58,16 +94,18 @@ class Reducer:
 
     def reduce(self) -> None:
         """Reduce what was collected. Collective over the sum groups and the data axis."""
-        for slot in self.slots:
-            slot.collect()
-            if slot.parameter.grad is None:
-                slot.gradient.zero_()
+        waiting = self._order.waiting()
+        for bucket in waiting:
+            bucket.collect()
         flags = [float(slot.parameter.grad is not None) for slot in self.slots]
         self._contributed = any(flags)
         self.present = torch.tensor(flags, device=self.present.device)
         sum_over_groups(self.slots, self.present)
+        for bucket in waiting:
+            bucket.start_average()
         for bucket in self._buckets:
-            bucket.reduce_()
+            bucket.finish_average()
+        self._order.reset()
         self._partition.maximum_(self.present)
         if self._present_before is not None:
             self.present = torch.maximum(self.present, self._present_before)
@@ -75,9 +113,14 @@ class Reducer:
         self.is_reduced = True
         self.resumed_factor = 1.0
 
-    def _before_accumulation(self) -> None:
+    def _before_accumulation(self, bucket: Bucket) -> None:
         if self.is_reduced:
             self._resume()
+        elif bucket.is_averaging:
+            raise RuntimeError(
+                "a backward adds to gradients that execute_pipeline has begun to reduce: accumulate over several "
+                "calls inside booster.no_sync(model, optimizer), all but the last"
+            )
 
     def _resume(self) -> None:
         """Set reduced gradients aside, before a backward adds the first unreduced one."""
@@ -124,12 +167,26 @@ def sharing(parameters: Sequence[ManagedParameter]) -> list[tuple[dist.ProcessGr
     return [(group, indices) for (_, group), indices in ordered]
 
 
-def _calling(method: WeakMethod[Callable[[], None]]) -> Callable[[Tensor], None]:
-    """A tensor hook that calls the method while its object lives."""
+def _before(method: WeakMethod[Callable[[Bucket], None]], bucket: ref[Bucket]) -> Callable[[Tensor], None]:
+    """A hook for what is about to be accumulated into a bucket, while the method's object lives."""
 
     def call(_: Tensor) -> None:
-        bound = method()
-        if bound is not None:
-            bound()
+        bound, found = method(), bucket()
+        if bound is not None and found is not None:
+            bound(found)
+
+    return call
+
+
+def _after(
+    collect: WeakMethod[Callable[[], None]], note: WeakMethod[Callable[[Parameter], None]]
+) -> Callable[[Parameter], None]:
+    """A hook for a gradient that was accumulated, while the methods' objects live."""
+
+    def call(parameter: Parameter) -> None:
+        bound_collect, bound_note = collect(), note()
+        if bound_collect is not None and bound_note is not None:
+            bound_collect()
+            bound_note(parameter)
 
     return call

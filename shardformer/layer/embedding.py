@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from ...cluster.collectives import copy_to, gather_from, reduce_from
 from ...cluster.placement import Shard, place
+from ...pipeline.split_backward import WeightGradients, linear
 from .parallel_module import ParallelModule, native_faults, require_all, require_native
 
 
@@ -123,6 +124,8 @@ class VocabParallelLMHead1D(ParallelModule):
     a call whose loss is computed from split logits.
     """
 
+    weight_gradients: WeightGradients | None = None  # where backward holds them back, see split_backward.py
+
     def __init__(
         self, native: nn.Linear, process_group: dist.ProcessGroup, *, make_vocab_size_divisible_by: int = 64
     ) -> None:
@@ -151,7 +154,12 @@ class VocabParallelLMHead1D(ParallelModule):
 
     def forward(self, hidden_BSH: Tensor) -> Tensor:
         """(B, S, H) in, equal on all ranks; (B, S, V) out, or this rank's (B, S, P/T) without `gather_output`."""
-        logits_BSP = F.linear(copy_to(hidden_BSH, self.group), self.weight, self.bias)
+        logits_BSP = linear(
+            copy_to(hidden_BSH, self.group),
+            self.weight,
+            self.bias,
+            weight_gradients=self.weight_gradients,
+        )
         return self.gathered(logits_BSP) if self.gather_output else logits_BSP
 
     def gathered(self, logits_BSP: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers.pytorch_utils import Conv1D
@@ -14,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from ...cluster.collectives import copy_to, gather_from, reduce_from
 from ...cluster.placement import Shard, place
 from ...cluster.random import SplitRandom
+from ...pipeline.split_backward import WeightGradients, linear
 from .parallel_module import ParallelModule, require_native
 
 
@@ -22,6 +22,7 @@ class _SplitLinear(ParallelModule):
 
     native_class: type[nn.Module] = nn.Linear
     output_dim = 0  # nn.Linear holds (O, I)
+    weight_gradients: WeightGradients | None = None  # where backward holds them back, see split_backward.py
 
     def __init__(self, native: nn.Module, process_group: dist.ProcessGroup) -> None:
         require_native(native, self.native_class)
@@ -35,7 +36,13 @@ class _SplitLinear(ParallelModule):
         return f"weight={tuple(self.weight.shape)}, bias={self.bias is not None}, ranks={self.group.size()}"
 
     def _product(self, x_BSI: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x_BSI, self.weight, bias)
+        return linear(
+            x_BSI,
+            self.weight,
+            bias,
+            weight_gradients=self.weight_gradients,
+            is_transposed=self.output_dim == 1,
+        )
 
 
 class Linear1D_Col(_SplitLinear):
@@ -140,9 +147,6 @@ class _Transposed(_SplitLinear):
 
     native_class = Conv1D
     output_dim = 1
-
-    def _product(self, x_BSI: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x_BSI, self.weight.T, bias)
 
 
 class GPT2FusedLinearConv1D_Col(_Transposed, Linear1D_Col):

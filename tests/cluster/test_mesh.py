@@ -42,7 +42,7 @@ def build_too_large() -> None:
 
 
 def pipeline_groups() -> tuple[list[int], bool]:
-    down, up = ParallelMesh(pp=2, tp=2).pipeline_groups
+    down, up = ParallelMesh(pp=2, tp=2).pipeline_groups(2)
     assert down is not None
     assert up is not None
     return dist.get_process_group_ranks(down), down is up

@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.cluster.mesh import ParallelMesh
-from echelon.pipeline.action import Op, Schedule
+from echelon.pipeline.action import COMPUTES, Op, Schedule
 from echelon.pipeline.communicate import with_communication
 from echelon.pipeline.microbatch import split
 from echelon.pipeline.runner import RunResult, StageLike, run_schedule
-from echelon.pipeline.schedules import SCHEDULES, forward_only
+from echelon.pipeline.schedules import build_schedule, forward_only, stage_placement
+from echelon.pipeline.split_backward import hold_weight_gradients
 from echelon.pipeline.transport import Transport
 from echelon.pipeline.validate import validate
 
@@ -111,39 +112,80 @@ def reference(
 
 
 class Pipeline:
-    """This rank's stage and transport, and a reference beside it."""
+    """This rank's stages and transport, and a reference beside it.
 
-    def __init__(self, *, stage_class: StageClass = LayerStage, dtype: torch.dtype = torch.float32) -> None:
+    Args:
+        stage_class: what the stages are.
+        style, num_chunks: the schedule, which places the stages.
+        dtype: of the layers.
+        overlap: see `Transport`.
+    """
+
+    def __init__(
+        self,
+        *,
+        stage_class: StageClass = LayerStage,
+        style: str = "1f1b",
+        num_chunks: int = 1,
+        dtype: torch.dtype = torch.float32,
+        overlap: bool = True,
+    ) -> None:
         self.mesh = ParallelMesh(pp=dist.get_world_size())
-        self.num_stages = self.mesh.size("pp")
-        self.transport = Transport(self.mesh)
+        self.rank = self.mesh.rank("pp")
+        self.style, self.num_chunks, self.overlap = style, num_chunks, overlap
+        self.placement = stage_placement(style, self.mesh.size("pp"), num_chunks)
+        self.num_stages = len(self.placement)
+        self.transport = Transport(self.mesh, self.placement, overlap=overlap)
         self.stage_class = stage_class
-        self.layers = make_layers(dtype=dtype)
-        self.expected = make_layers(dtype=dtype)
-        self.stage: StageLike = stage_class(self.layers, self.mesh.rank("pp"), self.num_stages)
+        self.layers = make_layers(max(6, self.num_stages), dtype=dtype)
+        self.expected = make_layers(max(6, self.num_stages), dtype=dtype)
+        self.stages: dict[int, StageLike] = {
+            stage: stage_class(self.layers, stage, self.num_stages)
+            for stage, rank in enumerate(self.placement)
+            if rank == self.rank
+        }
+        self.weight_gradients = hold_weight_gradients(nn.ModuleList(self.layers))
 
-    def schedule(self, name: str, num_microbatches: int) -> Schedule:
-        return with_communication(SCHEDULES[name](self.num_stages, num_microbatches), self.num_stages)
+    @property
+    def stage(self) -> StageLike:
+        """The first of this rank's stages: the only one of most schedules."""
+        return next(iter(self.stages.values()))
+
+    @property
+    def has_last(self) -> bool:
+        return self.num_stages - 1 in self.stages
+
+    def schedule(self, num_microbatches: int, style: str | None = None) -> Schedule:
+        compute = build_schedule(style or self.style, self.mesh.size("pp"), num_microbatches, self.num_chunks)
+        return with_communication(compute, ahead=self.overlap)
 
     def run(self, schedule: Schedule, microbatches: Sequence[Batch], **options: Any) -> RunResult:
-        settings: dict[str, Any] = {"criterion": criterion, "scale": identity, **options}
+        settings: dict[str, Any] = {
+            "criterion": criterion,
+            "scale": identity,
+            "weight_gradients": self.weight_gradients,
+            **options,
+        }
         return run_schedule(
-            schedule[self.stage.index],
-            stages={self.stage.index: self.stage},
+            schedule[self.rank],
+            stages=self.stages,
             microbatches=microbatches,
             transport=self.transport,
             **settings,
         )
 
-    def train(self, microbatches: Sequence[Batch], name: str = "1f1b", **options: Any) -> RunResult:
-        return self.run(self.schedule(name, len(microbatches)), microbatches, **options)
+    def train(self, microbatches: Sequence[Batch], style: str | None = None, **options: Any) -> RunResult:
+        return self.run(self.schedule(len(microbatches), style), microbatches, **options)
 
-    def check_train(self, microbatches: Sequence[Batch], name: str = "1f1b", **options: Any) -> None:
-        self.check_step(microbatches, self.schedule(name, len(microbatches)), **options)
+    def check_train(self, microbatches: Sequence[Batch], **options: Any) -> None:
+        self.check_step(microbatches, self.schedule(len(microbatches)), **options)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch], **options: Any) -> RunResult:
-        return self.run(forward_only(self.schedule("1f1b", len(microbatches))), microbatches, **options)
+        compute = build_schedule(self.style, self.mesh.size("pp"), len(microbatches), self.num_chunks)
+        return self.run(
+            with_communication(forward_only(compute), ahead=self.overlap), microbatches, **options
+        )
 
     def check_step(self, microbatches: Sequence[Batch], schedule: Schedule, **options: Any) -> None:
         """One training step: losses and gradients are those of the reference, to the bit."""
@@ -152,17 +194,17 @@ class Pipeline:
         losses = reference(
             self.expected, microbatches, stage_class=self.stage_class, num_stages=self.num_stages, scale=scale
         )
-        assert result.losses == (losses if self.stage.is_last else [])
+        assert result.losses == (losses if self.has_last else [])
         assert not any(loss.requires_grad for loss in result.losses)
         self.check_gradients()
 
     def check_gradients(self) -> None:
         expected = gradients(self.expected)
         own = gradients(self.layers)
+        here = {name for stage in self.stages.values() for name in stage.layers}  # type: ignore[attr-defined]
         for index, layer in enumerate(self.layers):
-            is_here = str(index) in self.stage.layers  # type: ignore[attr-defined]
             for name, parameter in layer.named_parameters():
-                if is_here:
+                if str(index) in here:
                     assert torch.equal(own[f"{index}.{name}"], expected[f"{index}.{name}"]), f"{index}.{name}"
                 else:
                     assert parameter.grad is None
@@ -173,22 +215,23 @@ def pieces(samples: int, count: int, seed: int = 0, dtype: torch.dtype = torch.f
 
 
 def shuffled(generator: random.Random, num_ranks: int, num_microbatches: int) -> Schedule:
-    """A schedule of any kind with a few neighbours swapped, so perhaps not valid. Backwards keep their order,
+    """A schedule of one chunk with a few neighbours swapped, so perhaps not valid. Backwards keep their order,
     since gradients that are added in another order are not equal to the bit."""
-    compute = SCHEDULES[generator.choice(list(SCHEDULES))](num_ranks, num_microbatches)
-    schedule = with_communication(compute, num_ranks)
+    style = generator.choice(("gpipe", "1f1b", "interleaved", "zbh1"))
+    schedule = with_communication(build_schedule(style, num_ranks, num_microbatches, 1))
     for _ in range(generator.randint(1, 6)):
         actions = generator.choice(schedule)
         index = generator.randrange(len(actions) - 1)
-        if not actions[index].op is actions[index + 1].op is Op.BACKWARD:
-            actions[index : index + 2] = reversed(actions[index : index + 2])
+        pair = actions[index : index + 2]
+        if not (pair[0].op is pair[1].op and pair[0].op in COMPUTES - {Op.FORWARD}):
+            actions[index : index + 2] = reversed(pair)
     return schedule
 
 
 def is_valid(schedule: Schedule) -> bool:
     num_microbatches = 1 + max(action.microbatch for actions in schedule for action in actions)
     try:
-        validate(schedule, len(schedule), num_microbatches)
+        validate(schedule, num_microbatches)
     except ValueError:
         return False
     return True

@@ -1,15 +1,14 @@
 """Stage cutting, in one process: stages in turn give the whole model's loss and gradients, bit for bit."""
 
-import copy
-
 import pytest
 import torch
 import transformers as T
 from torch import nn
 
-from echelon.pipeline.cut import Stage, cut_stage
+from echelon.pipeline.cut import cut_stages, held_stages
 from echelon.pipeline.plan import StagePlan, layer_bounds, layer_faults, spread_layers
-from echelon.shardformer import policy_for
+
+from .stages import Ranks, cut, gradients, plan_of, scalar, train
 
 SMALL = dict(
     vocab_size=100,
@@ -54,11 +53,6 @@ def batch_for(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**ids, "labels": ids["input_ids"]}
 
 
-def scalar(outputs: object) -> torch.Tensor:
-    loss = getattr(outputs, "loss", None)
-    return outputs.last_hidden_state.square().mean() if loss is None else loss  # type: ignore[attr-defined]
-
-
 MODELS = {
     name: (config_class(**settings), name)
     for config_class, settings, names in (
@@ -98,52 +92,152 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_stages_give_the_whole_models_loss_and_gradients_bit_for_bit(name: str) -> None:
+def build(name: str, **settings: object) -> nn.Module:
+    """A model of MODELS in training mode."""
     config, class_name = MODELS[name]
     torch.manual_seed(0)
-    model = getattr(T, class_name)(config).train()
-    batch = batch_for(model)
-    policy = policy_for(model)
-    policy.set_model(model)
-    plan = policy.stage_plan()
-    assert plan is not None
+    return getattr(T, class_name)(type(config)(**{**config.to_dict(), **settings})).train()
 
-    whole = copy.deepcopy(model)
-    expected = scalar(whole(**batch))
-    expected.backward()
 
-    bounds = [0, 1, 3, 5]
-    stages = []
-    for index in range(3):
-        part = copy.deepcopy(model)
-        stages.append(
-            Stage(part, cut_stage(part, plan, stage=index, bounds=bounds), index=index, num_stages=3)
-        )
-    leaves, outputs, received = [], [], ()
-    for stage in stages:
-        outputs.append(stage.forward(batch, received))
-        if not stage.is_last:
-            received = tuple(tensor.detach().requires_grad_() for tensor in outputs[-1])
-            leaves.append(received)
-    loss = scalar(outputs[-1])
-    assert loss.item() == expected.item()
-
+def whole_gradients(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, dict]:
+    """The loss of the uncut model and its gradients by name; leaves none on it."""
+    loss = scalar(model(**batch))
     loss.backward()
-    for output, leaf in zip(reversed(outputs[:-1]), reversed(leaves), strict=True):
-        torch.autograd.backward(output, [tensor.grad for tensor in leaf])
-    reference = dict(whole.named_parameters())
-    seen = {}
-    for stage in stages:
-        for key, parameter in stage.model.named_parameters():
-            assert plan.stage_of(key, bounds) == stage.index, f"{key} is held by stage {stage.index}"
-            seen[key] = parameter.grad
-    assert set(seen) == set(reference)
-    for key, parameter in reference.items():
-        if parameter.grad is None:
-            assert seen[key] is None, key
+    found = {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+    model.zero_grad()
+    return loss.item(), found
+
+
+def require_bitwise(model: nn.Module, ranks: Ranks, batch: dict[str, torch.Tensor]) -> None:
+    """The stages have the loss and every gradient of the whole model, and every parameter stands somewhere."""
+    expected_loss, expected = whole_gradients(model, batch)
+    assert train(ranks.stages, batch).item() == expected_loss
+    found = _summed_over_ties(model, ranks)
+    assert set(found) == set(expected)
+    for name, gradient in expected.items():
+        if gradient is None:
+            assert found[name] is None, name
         else:
-            assert torch.equal(seen[key], parameter.grad), key
+            assert torch.equal(found[name], gradient), name
+
+
+def _summed_over_ties(model: nn.Module, ranks: Ranks) -> dict:
+    """Gradients by name. One tied between ranks is the sum of theirs; a rank has one for all its names."""
+    by_rank = [gradients([part]) for part in ranks.parts]
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    found = {}
+    for tied in names.values():
+        parts = [next(held[name] for name in tied if name in held) for held in by_rank if {*tied} & {*held}]
+        total = None if parts[0] is None else sum(parts[1:], parts[0])
+        found |= dict.fromkeys(tied, total)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_stages_give_the_whole_models_loss_and_gradients_bit_for_bit(name: str) -> None:
+    model = build(name)
+    plan, bounds = plan_of(model), [0, 1, 3, 5]
+    ranks = cut(model, plan, (0, 1, 2), bounds)
+    require_bitwise(model, ranks, batch_for(model))
+    for stage, part in zip(ranks.stages, ranks.parts, strict=True):
+        for key, _ in part.named_parameters():
+            assert plan.stages_of(model, key, bounds) == (stage.index,), key
+
+
+PLACEMENTS = {
+    "interleaved": (0, 1, 0, 1),
+    "v": (0, 1, 1, 0),
+    "one process": (0, 0, 0, 0),
+    "three": (1, 0, 2, 0),
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "BertForMaskedLM"])
+def test_several_stages_of_a_rank_give_the_whole_models_gradients_bit_for_bit(
+    name: str, placement: tuple[int, ...], tied: bool
+) -> None:
+    layers = "n_layer" if name.startswith("GPT2") else "num_hidden_layers"
+    model = build(name, **{layers: 7, "tie_word_embeddings": tied})
+    bounds = [0, 1, 3, 6, 7]
+    ranks = cut(model, plan_of(model), placement, bounds)
+    names = [key for part in ranks.parts for key, _ in part.named_parameters(remove_duplicate=False)]
+    assert sorted(names) == sorted(key for key, _ in model.named_parameters(remove_duplicate=False))
+    for part in ranks.parts:
+        assert part.state_dict().keys() <= model.state_dict().keys()
+    require_bitwise(model, ranks, batch_for(model))
+    at_rest = [dict(part.named_parameters()) for part in ranks.parts]
+    assert [len(held) for held in at_rest] == [len(list(part.parameters())) for part in ranks.parts]
+
+
+def test_a_stage_lists_the_layers_and_parameters_that_its_forward_uses() -> None:
+    model = build("LlamaForCausalLM", num_hidden_layers=4, tie_word_embeddings=True)
+    (part,), stages = cut(model, plan_of(model), (0, 0, 0, 0), [0, 1, 2, 3, 4])
+    names = {parameter: name for name, parameter in part.named_parameters()}
+    for index, stage in enumerate(stages):
+        assert stage.layers == [part.model.layers[index]]
+        uses = {names[parameter] for parameter in stage.parameters()}
+        own = {name for name in names.values() if f"layers.{index}." in name}
+        ends = {0: {"model.embed_tokens.weight"}, 3: {"model.embed_tokens.weight", "model.norm.weight"}}
+        assert uses == own | ends.get(index, set())
+        assert len(stage.parameters()) == len(uses)
+
+
+def test_the_tree_is_whole_again_after_a_stage_that_failed() -> None:
+    model = build("GPT2LMHeadModel")
+    (part,), stages = cut(model, plan_of(model), (0, 0), [0, 2, 5])
+    before = dict(part.named_modules())
+    with pytest.raises(ValueError, match="input_ids"):
+        stages[0].forward({"input_ids": None}, ())
+    assert dict(part.named_modules()) == before
+
+
+def test_modes_hooks_and_moves_reach_every_stage_of_a_rank() -> None:
+    model = build("GPT2LMHeadModel", resid_pdrop=0.5)
+    (part,), stages = cut(model, plan_of(model), (0, 0), [0, 2, 5])
+    called = []
+    part.transformer.h[4].register_forward_hook(lambda *_: called.append(part.transformer.h[4].training))
+    part.eval()
+    batch = batch_for(part)
+    (sent,) = stages[0].forward(batch, ())
+    expected = model.eval()(**batch).loss
+    assert torch.equal(stages[1].forward(batch, (sent,)).loss, expected)
+    assert called == [False]
+    part.double()
+    assert {parameter.dtype for stage in stages for parameter in stage.parameters()} == {torch.float64}
+
+
+def test_no_stage_keeps_a_cache_of_keys_and_values() -> None:
+    model = build("LlamaForCausalLM")
+    whole = held_stages(model)[0].forward(batch_for(model), ())
+    assert model(**batch_for(model)).past_key_values is not None
+    assert whole.past_key_values is None
+
+
+def test_an_uncut_model_is_one_stage() -> None:
+    model = build("BertModel")
+    (stage,) = held_stages(model).values()
+    assert (stage.index, stage.num_stages, stage.is_first, stage.is_last) == (0, 1, True, True)
+    assert stage.parameters() == list(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("stages", "bounds", "message"),
+    [
+        ([], [0, 2, 5], r"the stages \[\] are to be kept of 2: give some of 0 to 1"),
+        ([0, 0], [0, 2, 5], r"the stages \[0, 0\] .* each once"),
+        ([2], [0, 2, 5], r"the stages \[2\] are to be kept of 2"),
+        ([0], [0, 2, 4], r"bounds \[0, 2, 4\] must rise from 0 to the model's 5 layers"),
+        ([0], [0, 2, 2, 5], r"each stage with a layer of its own"),
+    ],
+)
+def test_stages_that_are_none_are_refused(stages: list[int], bounds: list[int], message: str) -> None:
+    model = build("LlamaModel")
+    with pytest.raises(ValueError, match=message):
+        cut_stages(model, plan_of(model), stages=stages, bounds=bounds)
 
 
 def test_layers_are_spread_evenly_and_the_extra_ones_go_to_the_middle() -> None:
@@ -154,7 +248,7 @@ def test_layers_are_spread_evenly_and_the_extra_ones_go_to_the_middle() -> None:
 
 
 def test_a_layer_count_that_does_not_fit_says_what_would() -> None:
-    assert "pp_size of at most 3" in layer_faults(3, 4, None)[0]
+    assert "at most 3 stages" in layer_faults(3, 4, None)[0]
     assert "[1, 2, 1] would" in layer_faults(4, 3, [2, 2, 1])[0]
     assert layer_faults(4, 3, [2, 1, 1]) == []
 
@@ -162,7 +256,7 @@ def test_a_layer_count_that_does_not_fit_says_what_would() -> None:
 def test_a_stand_in_answers_attributes_but_holds_no_parameters() -> None:
     model = T.LlamaForCausalLM(T.LlamaConfig(**SMALL))
     plan = StagePlan(layers="model.layers", entry=("model.embed_tokens",))
-    cut_stage(model, plan, stage=1, bounds=[0, 2, 5])
+    cut_stages(model, plan, stages=[1], bounds=[0, 2, 5])
     assert model.model.embed_tokens.embedding_dim == 32
     assert model.model.layers[0].self_attn.head_dim == 8
     assert {name.split(".")[2] for name, _ in model.named_parameters() if "layers" in name} == {"2", "3", "4"}

@@ -1,310 +1,250 @@
-"""Schedules, their sends and receives, and what the validator makes of broken ones; nothing is run."""
+"""Orders of computations, which styles there are, and what becomes of schedules that a user wrote."""
 
-import random
 from itertools import product
 
 import pytest
 
-from echelon.pipeline.action import COMPUTES, RECEIVES, SENDS, Action, Op, Schedule, counterpart
-from echelon.pipeline.communicate import with_communication
-from echelon.pipeline.schedules import SCHEDULES, forward_only, gpipe, one_f_one_b
-from echelon.pipeline.validate import validate
+from echelon.pipeline.action import Action, Op, Schedule, placement
+from echelon.pipeline.schedules import (
+    SCHEDULES,
+    build_schedule,
+    forward_only,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    stage_placement,
+    style_faults,
+    zero_bubble_h1,
+    zero_bubble_v,
+)
 
-from .sequential import is_valid, shuffled
-
-SIZES = list(product(range(1, 7), range(1, 13)))
-
-
-def full(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
-    return with_communication(SCHEDULES[name](num_ranks, num_microbatches), num_ranks)
-
-
-def interleaved_by_hand() -> Schedule:
-    """Two ranks with two stages each and two microbatches: each rank both sends to and receives from the
-    other in one direction."""
-    text = [["0F0", "0F1", "2F0", "2F1", "2B1", "2B0", "0B1", "0B0"]]
-    text += [["1F0", "1F1", "3F0", "3F1", "3B1", "3B0", "1B1", "1B0"]]
-    return [[parsed(action) for action in actions] for actions in text]
+from .small_schedules import cases, chunks_of, written
 
 
 def test_an_action_prints_as_stage_op_microbatch() -> None:
     assert repr(Action(Op.FORWARD, 2, 3)) == "2F3"
-    assert repr([Action(Op.BACKWARD, 0, 1), Action(Op.RECV_BACKWARD, 0, 1)]) == "[0B1, 0rB1]"
+    assert repr([Action(Op.BACKWARD_INPUT, 0, 1), Action(Op.RECV_BACKWARD, 0, 1)]) == "[0I1, 0rB1]"
 
 
 def test_gpipe_runs_all_forwards_before_all_backwards() -> None:
-    assert repr(gpipe(2, 3)) == "[[0F0, 0F1, 0F2, 0B0, 0B1, 0B2], [1F0, 1F1, 1F2, 1B0, 1B1, 1B2]]"
+    assert gpipe(2, 3) == written("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2")
+    assert gpipe(2, 2, 2) == written("0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1")
 
 
 def test_one_f_one_b_alternates_after_its_warmup() -> None:
-    assert repr(one_f_one_b(3, 4)) == (
-        "[[0F0, 0F1, 0F2, 0B0, 0F3, 0B1, 0B2, 0B3],"
-        " [1F0, 1F1, 1B0, 1F2, 1B1, 1F3, 1B2, 1B3],"
-        " [2F0, 2B0, 2F1, 2B1, 2F2, 2B2, 2F3, 2B3]]"
+    assert one_f_one_b(3, 4) == written(
+        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
+        "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
+        "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
     )
 
 
-def test_one_f_one_b_works_with_fewer_microbatches_than_stages() -> None:
-    assert repr(one_f_one_b(4, 1)) == "[[0F0, 0B0], [1F0, 1B0], [2F0, 2B0], [3F0, 3B0]]"
+def test_one_f_one_b_works_with_fewer_microbatches_than_ranks() -> None:
+    assert one_f_one_b(4, 1) == written("0F0 0B0", "1F0 1B0", "2F0 2B0", "3F0 3B0")
+
+
+def test_interleaved_has_the_order_of_the_published_figure() -> None:
+    """Figure 4 of arXiv:2104.04473: 4 ranks, 2 chunks, 8 microbatches; first and last rank."""
+    schedule = interleaved(4, 8, 2)
+    assert (
+        schedule[0]
+        == written(
+            "0F0 0F1 0F2 0F3 4F0 4F1 4F2 4F3 0F4 0F5 0F6 4B0 0F7 4B1 4F4 4B2 4F5 4B3 4F6 0B0 4F7 0B1"
+            " 0B2 0B3 4B4 4B5 4B6 4B7 0B4 0B5 0B6 0B7"
+        )[0]
+    )
+    assert (
+        schedule[3]
+        == written(
+            "3F0 3F1 3F2 3F3 7F0 7B0 7F1 7B1 7F2 7B2 7F3 7B3 3F4 3B0 3F5 3B1 3F6 3B2 3F7 3B3"
+            " 7F4 7B4 7F5 7B5 7F6 7B6 7F7 7B7 3B4 3B5 3B6 3B7"
+        )[0]
+    )
+
+
+def test_interleaved_takes_the_most_equal_groups_of_at_least_the_ranks() -> None:
+    (last,) = (actions for actions in interleaved(2, 5, 2) if actions[0].stage == 1)
+    forwards = [action for action in last if action.op is Op.FORWARD]
+    assert forwards == written("1F0 1F1 1F2 3F0 3F1 3F2 1F3 1F4 3F3 3F4")[0]
+
+
+def test_interleaved_with_one_chunk_is_one_f_one_b() -> None:
+    for p, m in product(range(1, 7), range(1, 13)):
+        assert interleaved(p, m, 1) == one_f_one_b(p, m)
+
+
+def test_zbh1_holds_back_as_many_weight_gradients_as_ranks_stand_before() -> None:
+    assert zero_bubble_h1(3, 4) == written(
+        "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
+        "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3",
+        "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3",
+    )
+
+
+def test_zbv_goes_there_and_back() -> None:
+    assert zero_bubble_v(2, 4) == written(
+        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3",
+        "1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3",
+    )
+    assert zero_bubble_v(2, 1) == written("0F0 3F0 3I0 3W0 0I0 0W0", "1F0 2F0 2I0 2W0 1I0 1W0")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("num_ranks, num_microbatches", [(0, 1), (1, 0), (-1, 4)])
 def test_sizes_below_one_are_refused(name: str, num_ranks: int, num_microbatches: int) -> None:
-    with pytest.raises(ValueError, match="both must be at least 1"):
-        SCHEDULES[name](num_ranks, num_microbatches)
+    with pytest.raises(ValueError, match=r"a schedule cannot have (-1|0) \w+.*: each must be at least 1"):
+        SCHEDULES[name].build(num_ranks, num_microbatches, 1)
+
+
+@pytest.mark.parametrize("build", [gpipe, interleaved])
+def test_a_rank_without_a_chunk_is_refused(build) -> None:
+    with pytest.raises(ValueError, match="0 chunks per rank"):
+        build(2, 2, 0)
+
+
+def test_forwards_of_a_schedule_stay_in_order() -> None:
+    assert forward_only(zero_bubble_v(2, 2)) == written("0F0 0F1 3F0 3F1", "1F0 2F0 1F1 2F1")
+
+
+def test_a_style_makes_its_own_number_of_chunks() -> None:
+    own = {"gpipe": None, "1f1b": 1, "interleaved": None, "zbh1": 1, "zbv": 2}
+    assert {name: style.chunks for name, style in SCHEDULES.items()} == own
+    for name, p, m, v in cases(4, 5):
+        for num_chunks in {v, 1 if own[name] else v}:
+            assert style_faults(name, num_chunks, p) == []
+            schedule = build_schedule(name, p, m, num_chunks)
+            assert [len({action.stage for action in actions}) for actions in schedule] == [v] * p
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_is_valid_in_training_and_evaluation(name: str) -> None:
-    for num_ranks, num_microbatches in SIZES:
-        schedule = full(name, num_ranks, num_microbatches)
-        validate(schedule, num_ranks, num_microbatches)
-        validate(forward_only(schedule), num_ranks, num_microbatches)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_communication_keeps_the_order_of_computations(name: str) -> None:
-    for num_ranks, num_microbatches in SIZES:
-        compute = SCHEDULES[name](num_ranks, num_microbatches)
-        ordered = with_communication(compute, num_ranks)
-        assert [[action for action in actions if action.op in COMPUTES] for actions in ordered] == compute
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_both_peers_have_all_their_transfers_in_one_order(name: str) -> None:
-    for num_ranks, num_microbatches in SIZES:
-        schedule = full(name, num_ranks, num_microbatches)
-        for rank in range(num_ranks - 1):
-            assert transfers(schedule, rank, rank + 1) == [
-                counterpart(action) for action in transfers(schedule, rank + 1, rank)
-            ]
-
-
-def transfers(schedule: Schedule, rank: int, peer: int) -> list[Action]:
-    actions = [action for action in schedule[rank] if action.op not in COMPUTES]
-    return [action for action in actions if counterpart(action).stage % len(schedule) == peer]
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_no_rank_hangs_even_where_every_send_and_receive_blocks(name: str) -> None:
-    for num_ranks, num_microbatches in SIZES:
-        queues = [list(reversed(actions)) for actions in full(name, num_ranks, num_microbatches)]
-        moved = True
-        while moved:
-            moved = False
-            for queue in queues:
-                while queue and queue[-1].op in COMPUTES:
-                    queue.pop()
-                    moved = True
-            heads = {queue[-1]: queue for queue in queues if queue}
-            for head, queue in heads.items():
-                if counterpart(head) in heads and queue[-1:] == [head]:
-                    queue.pop()
-                    heads[counterpart(head)].pop()
-                    moved = True
-        assert not any(queues)
-
-
-def test_stages_on_one_rank_exchange_nothing() -> None:
-    compute = [[parsed(action) for action in ("0F0", "1F0", "1B0", "0B0")]]
-    assert with_communication(compute, 2) == compute
-    validate(compute, 2, 1)
-
-
-def test_two_stages_per_rank_are_valid() -> None:
-    validate(with_communication(interleaved_by_hand(), 4), 4, 2)
-
-
-def test_a_circle_of_waiting_is_refused_with_its_actions() -> None:
-    compute = one_f_one_b(2, 2)
-    compute[0] = [compute[0][index] for index in (0, 2, 1, 3)]  # 0F0 0B0 0F1 0B1: fine
-    with_communication(compute, 2)
-    compute[1] = [compute[1][index] for index in (0, 2, 1, 3)]  # 1F0 1F1 1B0 1B1: 1F1 needs 0F1 needs 1B0
-    with pytest.raises(
-        ValueError, match=r"rank 0 stands at 0B0, which needs 1B0 \(later on rank 1\); rank 1 stands at 1F1"
-    ):
-        with_communication(compute, 2)
-
-
-def test_a_need_that_nobody_computes_is_refused() -> None:
-    compute = gpipe(2, 2)
-    compute[0].remove(Action(Op.FORWARD, 0, 1))
-    with pytest.raises(ValueError, match=r"rank 1 stands at 1F1, which needs 0F1 \(on no rank\)"):
-        with_communication(compute, 2)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("num_ranks, num_microbatches", [(1, 3), (2, 3), (3, 2), (4, 5)])
-def test_every_dropped_action_is_found_and_named(name: str, num_ranks: int, num_microbatches: int) -> None:
-    whole = full(name, num_ranks, num_microbatches)
-    for rank, actions in enumerate(whole):
-        for index, action in enumerate(actions):
-            broken = [list(others) for others in whole]
-            del broken[rank][index]
-            with pytest.raises(ValueError, match=f"rank {rank} lacks {action}"):
-                validate(broken, num_ranks, num_microbatches)
-
-
-@pytest.mark.parametrize("num_ranks, num_microbatches", [(2, 3), (3, 2)])
-def test_every_repeated_action_is_found_and_named(num_ranks: int, num_microbatches: int) -> None:
-    whole = full("1f1b", num_ranks, num_microbatches)
-    for rank, actions in enumerate(whole):
-        for index, action in enumerate(actions):
-            broken = [list(others) for others in whole]
-            broken[rank].insert(index, action)
-            with pytest.raises(ValueError, match=f"rank {rank} has {action} 2 times"):
-                validate(broken, num_ranks, num_microbatches)
-
-
-def test_an_action_on_the_wrong_rank_is_found() -> None:
-    broken = full("1f1b", 3, 2)
-    broken[0].append(broken[2].pop())
-    with pytest.raises(ValueError, match=r"rank 2 lacks 2sB1; rank 0 has 2sB1, which belongs to rank 2"):
-        validate(broken, 3, 2)
-
-
-def test_a_stage_nobody_holds_is_found() -> None:
-    with pytest.raises(ValueError, match="rank 0 lacks 2F0"):
-        validate(full("1f1b", 2, 1), 3, 1)
-    with pytest.raises(ValueError, match="rank 1 has 1F0, which names none of the stages 0 to 0"):
-        validate(full("1f1b", 2, 1), 1, 1)
-    with pytest.raises(ValueError, match="rank 0 has 0F1, which names none of the microbatches 0 to 0"):
-        validate(full("1f1b", 2, 2), 2, 1)
-
-
-def test_all_faults_are_told_at_once() -> None:
-    broken = full("gpipe", 2, 2)
-    broken[0].remove(Action(Op.BACKWARD, 0, 1))
-    broken[1].remove(Action(Op.RECV_FORWARD, 1, 0))
-    with pytest.raises(ValueError, match=r"lacks 1rF0.*lacks 0B1"):
-        validate(broken, 2, 2)
-
-
-def swapped(schedule: Schedule, rank: int, first: Action, second: Action) -> Schedule:
-    actions = list(schedule[rank])
-    i, j = actions.index(first), actions.index(second)
-    actions[i], actions[j] = actions[j], actions[i]
-    return [actions if index == rank else others for index, others in enumerate(schedule)]
-
-
-def test_a_backward_before_its_forward_is_found() -> None:
-    broken = swapped(full("gpipe", 1, 2), 0, Action(Op.FORWARD, 0, 1), Action(Op.BACKWARD, 0, 1))
-    with pytest.raises(ValueError, match="rank 0 has 0B1 before 0F1"):
-        validate(broken, 1, 2)
+def test_the_placement_is_the_same_for_any_number_of_microbatches(name: str) -> None:
+    for p, v in product(range(1, 6), chunks_of(name)):
+        there_and_back = [*range(p), *reversed(range(p))]
+        expected = there_and_back if name == "zbv" else [stage % p for stage in range(p * v)]
+        assert stage_placement(name, p, v) == tuple(expected)
+        for m in (1, 2, 7):
+            assert placement(build_schedule(name, p, m, v)) == tuple(expected)
 
 
 @pytest.mark.parametrize(
-    "rank, first, second, fault",
+    "name, num_chunks, fault",
     [
-        (0, (Op.FORWARD, 0, 0), (Op.SEND_FORWARD, 0, 0), "has 0sF0 before 0F0"),
-        (1, (Op.RECV_FORWARD, 1, 0), (Op.FORWARD, 1, 0), "has 1F0 before 1rF0"),
-        (0, (Op.RECV_BACKWARD, 0, 1), (Op.BACKWARD, 0, 1), "has 0B1 before 0rB1"),
-        (0, (Op.RECV_BACKWARD, 0, 0), (Op.SEND_FORWARD, 0, 0), "has 0rB0 before 0sF0"),
+        (
+            "1F1B",
+            1,
+            r"there is no schedule '1F1B': use one of 'gpipe', '1f1b', 'interleaved', 'zbh1', 'zbv', or",
+        ),
+        (
+            "1f1b",
+            2,
+            r"'1f1b' has 1 stage per rank and cannot have num_chunks=2: 'gpipe' and 'interleaved' take",
+        ),
+        ("zbh1", 2, r"'zbh1' has 1 stage per rank"),
+        ("zbv", 3, r"'zbv' has 2 stages per rank"),
+        ("interleaved", 0, r"num_chunks=0: a rank has at least 1 stage"),
     ],
 )
-def test_an_action_before_what_it_needs_is_found(rank: int, first: tuple, second: tuple, fault: str) -> None:
-    broken = swapped(full("1f1b", 2, 2), rank, Action(*first), Action(*second))
-    with pytest.raises(ValueError, match=f"rank {rank} {fault}"):
-        validate(broken, 2, 2)
+def test_a_style_that_cannot_be_had_is_told(name: str, num_chunks: int, fault: str) -> None:
+    (told,) = style_faults(name, num_chunks, 2)
+    with pytest.raises(ValueError, match=fault) as caught:
+        build_schedule(name, 2, 4, num_chunks)
+    assert str(caught.value) == told
+    with pytest.raises(ValueError, match=fault):
+        stage_placement(name, 2, num_chunks)
 
 
-def test_transfers_in_another_order_on_one_peer_are_a_deadlock() -> None:
-    broken = swapped(full("gpipe", 2, 2), 0, Action(Op.SEND_FORWARD, 0, 0), Action(Op.SEND_FORWARD, 0, 1))
-    broken = swapped(broken, 0, Action(Op.FORWARD, 0, 1), Action(Op.SEND_FORWARD, 0, 1))
-    with pytest.raises(ValueError, match=r"deadlocks: rank 0 waits at 0sF1 for 1rF1 of rank 1"):
-        validate(broken, 2, 2)
+OWN = written("0F0 2F0 0F1 2F1 2B0 0B0 2B1 0B1", "1F0 1F1 1I0 1W0 1I1 1W1")
 
 
-def test_equal_orders_per_pair_that_wait_in_a_circle_are_a_deadlock() -> None:
-    """Each pair and direction agrees, and yet both ranks send first: neither gets to its receive."""
-    text = [["0F0", "0sF0", "0F1", "0sF1", "0rB0", "0B0", "0rB1", "0B1"]]
-    text += [["1rF0", "1F0", "1B0", "1sB0", "1rF1", "1F1", "1B1", "1sB1"]]
+def test_a_schedule_of_ones_own_is_taken() -> None:
+    assert style_faults(OWN, 1, 2) == []
+    assert build_schedule(OWN, 2, 2, 1) == OWN
+    assert stage_placement(OWN, 2, 1) == (0, 1, 0)
+
+
+def test_a_function_of_ones_own_is_taken_for_any_number_of_microbatches() -> None:
+    assert style_faults(zero_bubble_v, 2, 3) == style_faults(zero_bubble_v, 1, 3) == []
+    assert stage_placement(zero_bubble_v, 3, 1) == (0, 1, 2, 2, 1, 0)
+    for m in (1, 2, 9):
+        assert build_schedule(zero_bubble_v, 3, m, 1) == zero_bubble_v(3, m)
+
+
+@pytest.mark.parametrize(
+    "schedule, fault",
+    [
+        (None, "a schedule is a list with a list of actions for every rank, not None"),
+        ([None, []], "a schedule is a list with a list of actions for every rank"),
+        ([[("F", 0, 0)], []], r"is made of Action\(Op, stage, microbatch\), and it has \('F', 0, 0\)"),
+        ([[Action(Op.FORWARD, 0.5, 0)]], "is made of Action"),
+        ([[Action("F", 0, 0)]], "is made of Action"),
+        (
+            written("0F0 0sF0 0rB0 0B0", "1rF0 1F0 1B0 1sB0"),
+            "the schedule has 0sF0: leave sends and receives out",
+        ),
+        ([[], []], "the schedule has no backward"),
+        (written("0F0", "1F0"), "the schedule has no backward: write the one for training"),
+        (written("0F0 0B0"), "the schedule is for 1 ranks, and the pipeline has 2"),
+        (written("0F0 0B0", ""), "the schedule gives rank 1 nothing to do"),
+        (written("0F0 0F1 0B0", "1F0 1F1 1B0 1B1"), "the schedule is not valid: rank 0 lacks 0B1"),
+        (written("0F0 2F0 2B0 0B0", "3F0 3B0"), "no rank holds stage 1"),
+        (
+            written("0F0 0F1 0B0 0B1", "1F1 1F0 1B1 0F0 1B0"),
+            r"stage 0 is held by rank 0 \(0F0\) and by rank 1",
+        ),
+        (written("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"), "the schedule deadlocks: rank 0 stands at 0B0"),
+        (written("0F0 0W0 0I0", "1F0 1B0"), "rank 0 has 0W0 before 0I0"),
+    ],
+)
+def test_a_schedule_of_ones_own_that_cannot_run_is_told(schedule: Schedule, fault: str) -> None:
+    told = style_faults(schedule, 1, 2)
+    with pytest.raises(ValueError, match=fault) as caught:
+        build_schedule(schedule, 2, 1 + max(_microbatches(schedule)), 1)
+    assert str(caught.value) == "; ".join(told)
+
+
+def _microbatches(schedule: object) -> list[int]:
+    actions = [action for own in schedule or [] for action in own or []] if isinstance(schedule, list) else []
+    return [action[2] for action in actions] or [-1]
+
+
+def test_a_fixed_schedule_is_for_one_number_of_microbatches() -> None:
     with pytest.raises(
-        ValueError, match="rank 0 waits at 0sF1 for 1rF1 of rank 1, rank 1 waits at 1sB0 for 0rB0"
+        ValueError, match="the schedule is for 2 microbatches, and a step has 3: give a function"
     ):
-        validate([[parsed(action) for action in actions] for actions in text], 2, 2)
+        build_schedule(OWN, 2, 3, 1)
 
 
-def test_receives_may_be_posted_ahead() -> None:
-    text = [["0F0", "0sF0", "0rB0", "0F1", "0sF1", "0B0", "0rB1", "0B1"]]
-    text += [["1rF0", "1F0", "1rF1", "1B0", "1sB0", "1F1", "1B1", "1sB1"]]
-    validate([[parsed(action) for action in actions] for actions in text], 2, 2)
+def test_chunks_that_a_schedule_of_ones_own_does_not_have_are_told() -> None:
+    assert style_faults(OWN, 2, 2) == [
+        "num_chunks=2, and the schedule's ranks have [2, 1] stages: leave it out"
+    ]
+    assert style_faults(gpipe(2, 2, 3), 3, 2) == []
 
 
-def test_a_receive_before_what_makes_its_sender_go_on_is_a_deadlock() -> None:
-    """Rank 1 may have to learn the shapes of microbatch 1 from rank 0, which first waits for a gradient."""
-    text = [["0F0", "0sF0", "0rB0", "0B0", "0F1", "0sF1", "0rB1", "0B1"]]
-    text += [["1rF0", "1F0", "1rF1", "1B0", "1sB0", "1F1", "1B1", "1sB1"]]
+def test_all_that_is_wrong_with_its_sizes_is_told_at_once() -> None:
     with pytest.raises(
-        ValueError, match="rank 0 waits at 0B0 for 1sB0 of rank 1, rank 1 waits at 1rF1 for 0sF1"
+        ValueError, match=r"for 2 ranks, and the pipeline has 3; .* 2 microbatches.*; num_chunks=5"
     ):
-        validate([[parsed(action) for action in actions] for actions in text], 2, 2)
+        build_schedule(OWN, 3, 4, 5)
 
 
-def parsed(text: str) -> Action:
-    return Action(Op(text[1:-1]), int(text[0]), int(text[-1]))
+def test_a_function_that_fails_or_ignores_its_numbers_is_told() -> None:
+    def only_pairs(num_ranks: int, num_microbatches: int) -> Schedule:
+        raise ValueError("microbatches must come in threes")
+
+    assert style_faults(only_pairs, 1, 2) == [
+        "the schedule's function fails for 2 ranks and 4 microbatches: microbatches must come in threes"
+    ]
+    assert "the schedule is for 2 microbatches, and a step has 4" in style_faults(lambda p, m: OWN, 1, 2)[0]
 
 
-def test_what_the_validator_accepts_ends_in_any_timing() -> None:
-    generator = random.Random(0)
-    accepted = list(filter(is_valid, (shuffled(generator, generator.randint(2, 4), 3) for _ in range(600))))
-    assert 50 < len(accepted) < 500
-    for schedule in accepted:
-        for knows_shapes in (True, False):
-            RandomTiming(
-                schedule, generator, buffered_sends=generator.randint(0, 4), knows_shapes=knows_shapes
-            ).run()
+def test_a_function_that_places_stages_by_the_number_of_microbatches_is_refused() -> None:
+    def turning(num_ranks: int, num_microbatches: int) -> Schedule:
+        schedule = one_f_one_b(num_ranks, num_microbatches)
+        return schedule if num_microbatches % 2 == 0 else schedule[::-1]
 
-
-class RandomTiming:
-    """All ranks in random turns, apart from the validator's own run: like the transport, receives are posted
-    (but for activations of unknown shape), computations wait for them, and a send waits while too many
-    before it were not received."""
-
-    def __init__(
-        self, schedule: Schedule, generator: random.Random, *, buffered_sends: int, knows_shapes: bool
-    ) -> None:
-        self.knows_shapes = knows_shapes
-        self.queues = [list(actions) for actions in schedule]
-        self.generator = generator
-        self.buffered_sends = buffered_sends
-        self.sent: dict[tuple, list[Action]] = {}
-        self.posted: dict[tuple, list[Action]] = {}
-
-    def run(self) -> None:
-        while any(self.queues):
-            for head in [queue[0] for queue in self.queues if queue]:
-                if head.op in RECEIVES and head not in self.posted.setdefault(self.channel(head), []):
-                    self.posted[self.channel(head)].append(head)
-            ready = [rank for rank, queue in enumerate(self.queues) if queue and self.can_start(queue[0])]
-            assert ready, self.queues
-            action = self.queues[self.generator.choice(ready)].pop(0)
-            if action.op in SENDS:
-                self.sent.setdefault(self.channel(action), []).append(action)
-        for channel, sent in self.sent.items():
-            assert self.posted[channel] == [counterpart(action) for action in sent]
-
-    def channel(self, action: Action) -> tuple:
-        """Named from the sender's end."""
-        send = action if action.op in SENDS else counterpart(action)
-        num_ranks = len(self.queues)
-        return send.op, send.stage % num_ranks, counterpart(send).stage % num_ranks
-
-    def can_start(self, action: Action) -> bool:
-        if action.op is Op.RECV_BACKWARD or (action.op is Op.RECV_FORWARD and self.knows_shapes):
-            return True
-        if action.op is Op.RECV_FORWARD:
-            return self.has_arrived(action)
-        if action.op in COMPUTES:
-            return all(self.has_arrived(receive) for receive in self.receives_of(action))
-        channel = self.channel(action)
-        return len(self.sent.get(channel, ())) < len(self.posted.get(channel, ())) + self.buffered_sends
-
-    def receives_of(self, action: Action) -> list[Action]:
-        receive = action._replace(op=Op.RECV_FORWARD if action.op is Op.FORWARD else Op.RECV_BACKWARD)
-        return [posted for posts in self.posted.values() for posted in posts if posted == receive]
-
-    def has_arrived(self, receive: Action) -> bool:
-        channel = self.channel(receive)
-        return len(self.sent.get(channel, ())) > self.posted[channel].index(receive)
+    assert build_schedule(turning, 2, 6, 1) == one_f_one_b(2, 6)
+    with pytest.raises(
+        ValueError, match=r"on ranks \(1, 0\) for 3 microbatches and on \(0, 1\) for 4: the model"
+    ):
+        build_schedule(turning, 2, 3, 1)

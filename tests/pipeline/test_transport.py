@@ -32,7 +32,7 @@ from .sequential import (
 def train_in_dtype(dtype: torch.dtype) -> None:
     pipeline = Pipeline(dtype=dtype)
     for seed in range(2):
-        pipeline.check_train(pieces(7, 3, seed, dtype), "1f1b", scale=double)
+        pipeline.check_train(pieces(7, 3, seed, dtype), scale=double)
 
 
 def double(loss: Tensor) -> Tensor:
@@ -47,10 +47,10 @@ def test_other_dtypes_travel_unchanged(pool: Pool, dtype: torch.dtype) -> None:
 def train_beside_replicas() -> None:
     """Two replicas of two stages: the transport goes by the pipeline's ranks, not by the world's."""
     mesh = ParallelMesh(pp=2)
-    layers, transport, rank = make_layers(), Transport(mesh), mesh.rank("pp")
+    layers, transport, rank = make_layers(), Transport(mesh, (0, 1)), mesh.rank("pp")
     microbatches = pieces(4, 2, seed=mesh.rank("dp"))
     result = run_schedule(
-        with_communication(one_f_one_b(2, 2), 2)[rank],
+        with_communication(one_f_one_b(2, 2))[rank],
         stages={rank: LayerStage(layers, rank, 2)},
         microbatches=microbatches,
         criterion=criterion,

@@ -163,7 +163,7 @@ REFUSALS = {
         "num_attention_heads=3 is not divisible by tp_size=2: use one of tp_size=[1, 3]",
         "parameters that are not the model's",
     ),
-    "refuse_few_layers": ("1 layers and pp_size=2 stages",),
+    "refuse_few_layers": ("1 layers and the pipeline 2 stages",),
     "refuse_unknown_model": ("no table says how to split a Sequential", "bert, gpt2, llama"),
     "refuse_call_under_pipeline": ("booster.execute_pipeline(data_iter, model, criterion, optimizer)",),
 }

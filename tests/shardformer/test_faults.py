@@ -53,7 +53,7 @@ def test_what_works_is_not_refused(class_name: str, settings: dict[str, Any]) ->
     model = on_meta(class_name, **settings)
     for tp_size in (1, 2, 4):
         for pp_size in (1, 2):
-            assert faults(model, tp_size=tp_size, pp_size=pp_size) == []
+            assert faults(model, tp_size=tp_size, num_stages=pp_size) == []
 
 
 def test_heads_that_do_not_divide_say_which_sizes_would() -> None:
@@ -86,9 +86,11 @@ def test_an_odd_width_is_refused_by_its_name() -> None:
 
 def test_too_few_layers_and_a_wrong_spread_are_refused() -> None:
     model = on_meta("LlamaForCausalLM")
-    require_one(faults(model, pp_size=4), "2 layers and pp_size=4 stages", "pp_size of at most 2")
+    require_one(faults(model, num_stages=4), "2 layers and the pipeline 4 stages", "at most 2 stages")
     require_one(
-        faults(model, pp_size=2, num_layers_per_stage=[2, 0]), "num_layers_per_stage=[2, 0]", "[1, 1] would"
+        faults(model, num_stages=2, num_layers_per_stage=[2, 0]),
+        "num_layers_per_stage=[2, 0]",
+        "[1, 1] would",
     )
 
 
@@ -96,7 +98,7 @@ def test_too_few_layers_and_a_wrong_spread_are_refused() -> None:
 def test_what_collects_over_all_layers_is_refused_under_a_pipeline(setting: str) -> None:
     model = on_meta("LlamaForCausalLM", attn_implementation="eager")
     setattr(model.config, setting, True)
-    require_one(faults(model, pp_size=2), f"{setting}=True in the model's config", "use pp_size=1")
+    require_one(faults(model, num_stages=2), f"{setting}=True in the model's config", "use pp_size=1")
 
 
 def test_attentions_of_a_part_of_the_heads_are_refused() -> None:
@@ -110,12 +112,12 @@ def test_attentions_of_a_part_of_the_heads_are_refused() -> None:
 def test_all_faults_are_told_at_once() -> None:
     model = on_meta("LlamaForCausalLM", num_attention_heads=4, num_key_value_heads=2, intermediate_size=50)
     model.config.output_hidden_states = True
-    told = "\n".join(faults(model, tp_size=3, pp_size=3))
+    told = "\n".join(faults(model, tp_size=3, num_stages=3))
     for part in (
         "num_attention_heads=4",
         "num_key_value_heads=2",
         "mlp.down_proj is 50 wide",
-        "2 layers and pp_size=3",
+        "2 layers and the pipeline 3 stages",
         "output_hidden_states",
     ):
         assert part in told
@@ -147,7 +149,7 @@ def test_adapters_in_the_place_of_projections_are_refused_and_not_lost() -> None
         "model.layers.0.mlp.up_proj (and 1 more like it) is a",
         "Adapted and not a plain",
     )
-    assert faults(model, pp_size=2) == [], "a pipeline cuts between layers, and takes any"
+    assert faults(model, num_stages=2) == [], "a pipeline cuts between layers, and takes any"
     model = on_meta("LlamaForCausalLM")
     model.lm_head = Adapted(model.lm_head)
     require_one(faults(model, tp_size=2), "lm_head is a", "Adapted")
@@ -233,7 +235,7 @@ def test_names_that_match_nothing_are_refused() -> None:
 def test_a_parameter_beside_the_layers_is_refused_under_a_pipeline() -> None:
     model = on_meta("LlamaForCausalLM")
     model.model.register_parameter("scale", nn.Parameter(torch.ones(1, device="meta")))
-    require_one(faults(model, pp_size=2), "model.scale stands beside the layers")
+    require_one(faults(model, num_stages=2), "model.scale stands beside the layers")
 
 
 def test_a_table_that_contradicts_itself_is_refused_with_all_contradictions() -> None:
@@ -264,5 +266,5 @@ def test_a_registered_table_is_found_and_listed(monkeypatch: pytest.MonkeyPatch)
     assert {"my_llama", "other_llama"} <= set(model_types())
     model = on_meta("LlamaForCausalLM")
     model.config.model_type = "my_llama"
-    assert faults(model, tp_size=2, pp_size=2) == []
+    assert faults(model, tp_size=2, num_stages=2) == []
     assert table_for("unheard_of") is None

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.pipeline.cut import Stage
+from echelon.pipeline.cut import held_stages
 from echelon.pipeline.plan import StagePlan
 from echelon.shardformer import (
     ModulePolicyDescription,
@@ -22,7 +22,7 @@ from echelon.shardformer.layer import Linear1D_Col, Linear1D_Row
 
 from ..pool import Pool
 from .compare import build, numbers, require_same_gradients
-from .test_stages import StageAlone, inbox_of
+from .test_stages import manager_alone
 
 WIDTH = 8
 
@@ -147,7 +147,7 @@ def test_a_model_of_any_kind_is_cut_as_its_policy_says() -> None:
     received: tuple = ()
     names = []
     for index in range(2):
-        manager: Any = StageAlone(index, [0, 2, 3])
+        manager = manager_alone(index, [0, 2, 3])
         policy = TowerPolicy()
         model, _ = ShardFormer(ShardConfig(pipeline_stage_manager=manager)).optimize(Tower(), policy)
         policy = TowerPolicy()
@@ -158,7 +158,7 @@ def test_a_model_of_any_kind_is_cut_as_its_policy_says() -> None:
             ["Linear", "Block", "Block"] if index == 0 else ["Block"]
         )
         names += [name for name, _ in model.named_parameters()]
-        received = Stage(model, inbox_of(model), index=index, num_stages=2).forward((x,), received)
+        received = held_stages(model)[index].forward((x,), received)
     assert torch.equal(received, expected)  # type: ignore[arg-type]
     assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
 
@@ -208,7 +208,7 @@ def test_a_name_that_matches_nothing_is_an_error(policy: type[TowerPolicy], mess
 
 
 def test_a_class_that_another_stage_holds_is_not_missing() -> None:
-    manager: Any = StageAlone(1, [0, 2, 3])
+    manager = manager_alone(1, [0, 2, 3])
     model = Tower()
     model.first = nn.Sequential(model.first)  # type: ignore[assignment]
 
@@ -243,7 +243,7 @@ class Elsewhere(TowerPolicy):
     ],
 )
 def test_a_policy_without_a_plan_that_fits_cuts_nothing(policy: type[Policy], message: str) -> None:
-    manager: Any = StageAlone(0, [0, 2, 3])
+    manager = manager_alone(0, [0, 2, 3])
     model = Tower()
     before = deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=message):

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from echelon.cluster.collectives import all_gather
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.placement import Shard, placement_of
-from echelon.pipeline.cut import Inbox, Stage, StandIn
+from echelon.pipeline.cut import held_stages
 from echelon.pipeline.stage_manager import PipelineStageManager
+from echelon.plugins.names import ParameterNames, managed_parameters
 from echelon.shardformer import ShardConfig, ShardFormer, policy_for
 from echelon.shardformer.layer import VocabParallelEmbedding1D, VocabParallelLMHead1D
 
@@ -29,35 +30,36 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-class StageAlone:
-    """The place of a stage manager, for one stage without processes."""
+class RankAlone:
+    """The place of a mesh, for one rank of a pipeline without processes."""
 
-    def __init__(self, stage: int, bounds: list[int]) -> None:
-        self.stage, self.num_stages = stage, len(bounds) - 1
-        self.num_layers_per_stage = [stop - start for start, stop in itertools.pairwise(bounds)]
-        self._bounds = bounds
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self._rank, self._num_ranks = rank, num_ranks
 
-    def bounds(self, num_layers: int) -> list[int]:
-        assert num_layers == self._bounds[-1]
-        return self._bounds
+    def rank(self, axis: str) -> int:
+        assert axis == "pp"
+        return self._rank
 
-    def is_first_stage(self, ignore_chunk: bool = False) -> bool:
-        return self.stage == 0
-
-    def is_last_stage(self, ignore_chunk: bool = False) -> bool:
-        return self.stage == self.num_stages - 1
+    def size(self, axis: str) -> int:
+        assert axis == "pp"
+        return self._num_ranks
 
 
-def inbox_of(model: nn.Module) -> Inbox:
-    return next(module.inbox for module in model.modules() if isinstance(module, StandIn))
+def manager_alone(
+    rank: int, bounds: list[int], placement: tuple[int, ...] | None = None
+) -> PipelineStageManager:
+    """The manager of one rank, without processes."""
+    counts = [stop - start for start, stop in itertools.pairwise(bounds)]
+    placement = placement or tuple(range(len(counts)))
+    mesh: Any = RankAlone(rank, max(placement) + 1)
+    return PipelineStageManager(mesh, placement, counts)
 
 
 def cut(
-    model: nn.Module, stage: int, bounds: list[int], **settings: Any
+    model: nn.Module, rank: int, bounds: list[int], placement: tuple[int, ...] | None = None
 ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
-    manager: Any = StageAlone(stage, bounds)
-    config = ShardConfig(pipeline_stage_manager=manager, make_vocab_size_divisible_by=MULTIPLE, **settings)
-    return ShardFormer(config).optimize(model)
+    manager = manager_alone(rank, bounds, placement)
+    return ShardFormer(ShardConfig(pipeline_stage_manager=manager)).optimize(model)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -81,10 +83,24 @@ def test_every_parameter_is_on_one_stage_under_its_own_name_and_a_tied_one_on_tw
     assert sorted(listed) == sorted(shapes), "a parameter is missing or doubled"
 
 
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "BertForPreTraining"])
+def test_a_rank_of_several_stages_holds_each_parameter_once_and_knows_all_ties(name: str) -> None:
+    model = build(name, num_hidden_layers=4, tie_word_embeddings=True)
+    names = sorted(key for key, _ in model.named_parameters(remove_duplicate=False))
+    for placement in ((0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 0, 0)):
+        held = []
+        for rank in range(max(placement) + 1):
+            part, shared = cut(deepcopy(model), rank, [0, 1, 2, 3, 4], placement)
+            assert [sorted(one) for one in shared] == [[0, 3]]
+            held += [key for key, _ in part.named_parameters(remove_duplicate=False)]
+            assert tuple(held_stages(part)) == manager_alone(rank, [0, 1, 2, 3, 4], placement).stages
+        assert sorted(held) == names
+
+
 def train_stages(name: str, tied: bool) -> None:
     """Two stages of two ranks each, by hand, against the whole model."""
     mesh = ParallelMesh(tp=2, pp=2)
-    manager = PipelineStageManager(mesh, [1, 2])
+    manager = PipelineStageManager(mesh, num_layers_per_stage=[1, 2])
     model = build(name, num_hidden_layers=3, tie_word_embeddings=tied, **CASES[name])
     batch = batch_for(model)
     config = ShardConfig(
@@ -93,7 +109,7 @@ def train_stages(name: str, tied: bool) -> None:
         make_vocab_size_divisible_by=MULTIPLE,
     )
     part, shared = ShardFormer(config).optimize(deepcopy(model))
-    stage = Stage(part, inbox_of(part), index=manager.stage, num_stages=2)
+    (stage,) = held_stages(part).values()
     peer = mesh.global_ranks("pp")[1 - manager.stage]
     expected = loss_of(model(**batch))
     expected.backward()
@@ -175,8 +191,52 @@ def test_get_held_layers_are_those_of_the_stage() -> None:
     for stage, expected in ((0, ["LlamaDecoderLayer"] * 1), (1, ["LlamaDecoderLayer"] * 3)):
         policy: Any = policy_for(model)
         policy.set_model(model)
-        manager: Any = StageAlone(stage, [0, 1, 4])
-        policy.set_shard_config(ShardConfig(pipeline_stage_manager=manager))
+        policy.set_shard_config(ShardConfig(pipeline_stage_manager=manager_alone(stage, [0, 1, 4])))
         held = [type(module).__name__ for module in policy.get_held_layers()]
         assert held[:1] == (["Embedding"] if stage == 0 else ["LlamaDecoderLayer"])
         assert [name for name in held if name == "LlamaDecoderLayer"] == expected
+
+
+def test_a_ranks_stages_are_read_from_the_placement() -> None:
+    manager = manager_alone(0, [0, 1, 2, 3, 4], (0, 1, 1, 0))
+    assert (manager.stages, manager.num_stages, manager.num_ranks, manager.stage) == ((0, 3), 4, 2, 0)
+    assert manager.is_first_stage() and manager.is_last_stage()
+    other = manager_alone(1, [0, 1, 2, 3, 4], (0, 1, 1, 0))
+    assert other.stages == (1, 2)
+    assert not other.is_first_stage() and not other.is_last_stage()
+    assert other.get_stage_index([1, 1, 1, 1]) == (1, 2)
+    assert other.ranks_of([0, 3]) == [0]
+    mesh: Any = RankAlone(1, 3)
+    assert PipelineStageManager(mesh).placement == (0, 1, 2)
+
+
+@pytest.mark.parametrize("placement", [(0, 0), (0, 2), (0, 1, 3, 2)])
+def test_a_placement_that_is_not_on_the_ranks_is_refused(placement: tuple[int, ...]) -> None:
+    mesh: Any = RankAlone(0, 2)
+    with pytest.raises(ValueError, match="must name each of the 2 pipeline ranks, 0 to 1, at least once"):
+        PipelineStageManager(mesh, placement)
+
+
+def manage_ties() -> list[tuple]:
+    """What managed_parameters says of the tied embedding and of a tie within a rank: counted, sizes of groups."""
+    mesh = ParallelMesh(pp=3)
+    found = []
+    for placement in ((0, 1, 2, 0), (2, 1, 0, 1)):
+        manager = PipelineStageManager(mesh, placement)
+        model = build("GPT2LMHeadModel", num_hidden_layers=4, tie_word_embeddings=True)
+        name, _ = next(iter(model.named_parameters()))
+        tied = model.get_parameter(name)
+        names = ParameterNames.of(model)
+        part, shared = ShardFormer(ShardConfig(pipeline_stage_manager=manager)).optimize(model)
+        managed = managed_parameters(names.held(part), shared, mesh=mesh, stage_manager=manager)
+        found += [
+            (one.counts, *(group.size() for group in one.sum_groups))
+            for one in managed
+            if one.parameter is tied
+        ]
+        assert all(one.counts and not one.sum_groups for one in managed if one.parameter is not tied)
+    return found
+
+
+def test_a_tie_is_summed_over_ranks_and_not_over_the_stages_of_one(pool: Pool) -> None:
+    assert pool.run(3, manage_ties) == [[(True,)], [(True, 2)], [(False, 2)]]

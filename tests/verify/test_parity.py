@@ -126,7 +126,7 @@ def with_one_gradient_scaled(choice: ModelChoice, layout: Layout) -> Report:
 
 
 def with_a_tie_forgotten(choice: ModelChoice, layout: Layout) -> Report:
-    with patch("echelon.pipeline.stage_manager.PipelineStageManager.tie_group", lambda self, stages: None):
+    with patch("echelon.pipeline.stage_manager.PipelineStageManager.tie_group", lambda self, ranks: None):
         return parity(choice, layout)
 
 

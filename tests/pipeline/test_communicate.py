@@ -1,0 +1,200 @@
+"""Sends and receives as they are added to computations: in an order that ends however the transport waits."""
+
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+
+from echelon.pipeline.action import COMPUTES, RECEIVES, SENDS, TRAVELS, Action, Op, Schedule, counterpart
+from echelon.pipeline.communicate import with_communication
+from echelon.pipeline.schedules import build_schedule, gpipe, interleaved, one_f_one_b
+from echelon.pipeline.validate import validate
+
+from .small_schedules import cases, random_schedule, written
+
+BOTH_ORDERS = pytest.mark.parametrize("ahead", [True, False])
+
+
+def schedules(ranks: int = 5, microbatches: int = 7) -> Iterator[Schedule]:
+    for name, p, m, v in cases(ranks, microbatches):
+        yield build_schedule(name, p, m, v)
+
+
+@BOTH_ORDERS
+def test_the_order_of_computations_stays(ahead: bool) -> None:
+    for compute in schedules():
+        ordered = with_communication(compute, ahead=ahead)
+        assert [[action for action in actions if action.op in COMPUTES] for actions in ordered] == compute
+
+
+@BOTH_ORDERS
+def test_a_result_is_sent_right_after_it_was_computed(ahead: bool) -> None:
+    for compute in schedules():
+        for actions in with_communication(compute, ahead=ahead):
+            # A receive may come between where it belongs at this place of the list.
+            without_receives = [action for action in actions if action.op not in RECEIVES]
+            for before, action in pairwise(without_receives):
+                if action.op in SENDS:
+                    assert TRAVELS[before.op].send is action.op and before[1:] == action[1:]
+
+
+@BOTH_ORDERS
+def test_both_ends_of_a_channel_have_the_order_of_its_sends(ahead: bool) -> None:
+    for compute in schedules():
+        ordered = with_communication(compute, ahead=ahead)
+        ends = channels(ordered)
+        for sent, received in ends.values():
+            assert [counterpart(action) for action in sent] == received
+
+
+def channels(schedule: Schedule) -> dict[tuple[int, int, Op], tuple[list[Action], list[Action]]]:
+    """What is sent and what is received from one rank to another, of activations or gradients."""
+    holders = {action.stage: rank for rank, actions in enumerate(schedule) for action in actions}
+    ends: dict[tuple[int, int, Op], tuple[list[Action], list[Action]]] = {}
+    for actions in schedule:
+        for action in actions:
+            if action.op not in COMPUTES:
+                send, is_receive = (counterpart(action), 1) if action.op in RECEIVES else (action, 0)
+                channel = (holders[send.stage], holders[counterpart(send).stage], send.op)
+                ends.setdefault(channel, ([], []))[is_receive].append(action)
+    return ends
+
+
+@BOTH_ORDERS
+def test_gradients_are_received_after_what_they_answer_was_sent(ahead: bool) -> None:
+    for compute in schedules():
+        for actions in with_communication(compute, ahead=ahead):
+            places = {action: index for index, action in enumerate(actions)}
+            for action, index in places.items():
+                if action.op is Op.RECV_BACKWARD:
+                    assert places[action._replace(op=Op.SEND_FORWARD)] < index
+
+
+def uses_of(actions: list[Action], receive: Action) -> tuple[int, list[Action]]:
+    """The computations of a rank, and which of them uses what a receive brings."""
+    computed = [action for action in actions if action.op in COMPUTES]
+    kinds = [op for op, travel in TRAVELS.items() if travel.receive is receive.op]
+    (use,) = (computed.index(use) for op in kinds if (use := receive._replace(op=op)) in computed)
+    return use, computed
+
+
+def lead(actions: list[Action], receive: Action) -> int:
+    """How many computations run between a receive and the one that uses it."""
+    use, _ = uses_of(actions, receive)
+    return use - sum(action.op in COMPUTES for action in actions[: actions.index(receive)])
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbh1"])
+def test_a_receive_stands_one_computation_ahead_where_that_is_possible(name: str) -> None:
+    """In interleaved schedules whose ranks divide the microbatches: larger groups need some earlier."""
+    for style, p, m, v in cases(5, 9):
+        if style != name or (name == "interleaved" and m % p):
+            continue
+        for actions in with_communication(build_schedule(name, p, m, v)):
+            for receive in filter(lambda action: action.op in RECEIVES, actions):
+                use, computed = uses_of(actions, receive)
+                # Nothing runs before a rank's first computation, nor between a forward and its answer.
+                at_once = use == 0 or computed[use - 1] == receive._replace(op=Op.FORWARD)
+                assert lead(actions, receive) == (0 if at_once else 1), (p, m, v, receive)
+
+
+def test_receives_of_one_f_one_b_stand_where_they_were_written_by_hand() -> None:
+    assert with_communication(one_f_one_b(2, 3)) == written(
+        "0F0 0sF0 0rB0 0F1 0sF1 0B0 0rB1 0F2 0sF2 0rB2 0B1 0B2",
+        "1rF0 1F0 1rF1 1B0 1sB0 1F1 1rF2 1B1 1sB1 1F2 1B2 1sB2",
+    )
+    assert with_communication(one_f_one_b(2, 3), ahead=False) == written(
+        "0F0 0sF0 0F1 0sF1 0rB0 0B0 0F2 0sF2 0rB1 0B1 0rB2 0B2",
+        "1rF0 1F0 1rF1 1B0 1sB0 1F1 1rF2 1B1 1sB1 1F2 1B2 1sB2",
+    )
+
+
+def test_a_receive_that_a_sender_cannot_wait_for_is_posted_earlier() -> None:
+    """Rank 0 sends all its activations before it takes a gradient; rank 1 uses the last ones late."""
+    compute = [gpipe(2, 4)[0], one_f_one_b(2, 4)[1]]
+    ordered = with_communication(compute)
+    validate(ordered, 4)
+    assert lead(ordered[1], Action(Op.RECV_FORWARD, 1, 3)) > 1
+    late = [list(actions) for actions in ordered]
+    late[1].remove(Action(Op.RECV_FORWARD, 1, 3))
+    late[1].insert(late[1].index(Action(Op.BACKWARD, 1, 2)), Action(Op.RECV_FORWARD, 1, 3))
+    with pytest.raises(ValueError, match="rank 0 waits at 0sF3 for 1rF3"):
+        validate(late, 4)
+
+
+def test_without_posting_ahead_both_peers_have_all_their_transfers_in_one_order() -> None:
+    for compute in schedules():
+        ordered = with_communication(compute, ahead=False)
+        for rank in range(len(ordered)):
+            for peer in range(rank):
+                answers = [counterpart(action) for action in transfers(ordered, peer, rank)]
+                assert transfers(ordered, rank, peer) == answers
+
+
+def transfers(schedule: Schedule, rank: int, peer: int) -> list[Action]:
+    there = {action.stage for action in schedule[peer] if action.op in COMPUTES}
+    return [a for a in schedule[rank] if a.op not in COMPUTES and counterpart(a).stage in there]
+
+
+def test_without_posting_ahead_no_rank_hangs_even_where_everything_blocks() -> None:
+    for compute in schedules():
+        queues = [list(reversed(actions)) for actions in with_communication(compute, ahead=False)]
+        while any(queues):
+            for queue in queues:
+                while queue and queue[-1].op in COMPUTES:
+                    queue.pop()
+            heads = {queue[-1]: queue for queue in queues if queue}
+            meeting = [head for head in heads if head.op in SENDS and counterpart(head) in heads]
+            assert meeting or not any(queues), heads
+            for head in meeting:
+                heads[head].pop()
+                heads[counterpart(head)].pop()
+
+
+@BOTH_ORDERS
+def test_any_order_of_computations_on_any_placement_can_be_run(ahead: bool) -> None:
+    generator = random.Random(0)
+    for _ in range(400):
+        compute, num_microbatches = random_schedule(generator)
+        ordered = with_communication(compute, ahead=ahead)
+        validate(ordered, num_microbatches, receives_block=not ahead)
+
+
+@BOTH_ORDERS
+def test_stages_on_one_rank_exchange_nothing(ahead: bool) -> None:
+    compute = written("0F0 1F0 1I0 1W0 0B0")
+    assert with_communication(compute, ahead=ahead) == compute
+    turn = written("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")
+    assert with_communication(turn, ahead=ahead) == written(
+        "3rF0 0F0 0sF0 3F0 0rB0 3B0 3sB0 0B0" if ahead else "0F0 0sF0 3rF0 3F0 3B0 3sB0 0rB0 0B0",
+        "1rF0 1F0 2F0 2sF0 2rB0 2B0 1B0 1sB0",
+    )
+
+
+@BOTH_ORDERS
+def test_a_circle_of_waiting_is_refused_with_its_actions(ahead: bool) -> None:
+    compute = written("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")  # 1F1 needs 0F1 needs 0B0 needs 1B0
+    with pytest.raises(
+        ValueError, match=r"rank 0 stands at 0B0, which needs 1B0 \(later on rank 1\); rank 1 stands at 1F1"
+    ):
+        with_communication(compute, ahead=ahead)
+
+
+@BOTH_ORDERS
+def test_a_need_that_nobody_computes_is_refused(ahead: bool) -> None:
+    compute = gpipe(2, 2)
+    compute[0].remove(Action(Op.FORWARD, 0, 1))
+    with pytest.raises(ValueError, match=r"rank 1 stands at 1F1, which needs 0F1 \(on no rank\)"):
+        with_communication(compute, ahead=ahead)
+
+
+def test_stages_that_nobody_or_two_hold_are_refused() -> None:
+    compute = interleaved(2, 2, 2)
+    compute[1] = [action for action in compute[1] if action.stage != 1]
+    with pytest.raises(ValueError, match="no rank holds stage 1"):
+        with_communication(compute)
+    with pytest.raises(ValueError, match=r"stage 0 is held by rank 0 \(0F0\) and by rank 1 \(0F1\)"):
+        with_communication(written("0F0 0B0", "0F1 0B1"))
+    with pytest.raises(ValueError, match="no rank holds stage 1"):
+        with_communication(written("0F0 1B0 0B0"))
