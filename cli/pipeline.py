@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..pipeline.schedules import SCHEDULES, build_schedule, style_faults
+from ..pipeline.schedules import build_schedule, stage_placement, style_faults
 from ..pipeline.simulate import Costs, Timeline, simulate
 
 
@@ -29,14 +29,14 @@ class Pipeline:
         return found + style_faults(self.style, self.num_chunks, self.num_ranks)
 
     @property
-    def stages_per_rank(self) -> int:
-        """How many stages each rank holds."""
-        return SCHEDULES[self.style].chunks or self.num_chunks
-
-    @property
     def num_stages(self) -> int:
         """Stages of the whole pipeline."""
-        return self.num_ranks * self.stages_per_rank
+        return len(stage_placement(self.style, self.num_ranks, self.num_chunks))
+
+    @property
+    def stages_per_rank(self) -> int:
+        """How many of them each rank holds."""
+        return self.num_stages // self.num_ranks
 
     def simulate(self, stage_costs: Costs) -> Timeline:
         """Its timeline.

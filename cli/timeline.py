@@ -91,14 +91,14 @@ def measured_panels(
         raise typer.Exit(1)
     if (num_cores := _num_cores()) < pipeline.num_ranks:
         typer.echo(
-            f"{pipeline.num_ranks} processes shared {num_cores} cores: what was measured is waiting for a core, too",
+            f"{pipeline.num_ranks} processes shared {num_cores} cores: what was measured includes waiting for a core",
             err=True,
         )
     simulation = pipeline.simulate(mean_costs(spans))
     measurement = Timeline(spans=spans, peak_activations=simulation.peak_activations)
     return [
         Panel(title=f"{pipeline}, measured", timeline=measurement),
-        Panel(title="simulated with the mean costs of these", timeline=simulation),
+        Panel(title="simulated with the mean costs measured", timeline=simulation),
     ]
 
 
@@ -188,10 +188,6 @@ def measuring_faults(
     faults += choice.faults()
     if faults or pipeline.faults():
         return faults
-    if choice.num_layers < pipeline.num_stages:
-        return [
-            f"layers={choice.num_layers} must be at least {pipeline.num_stages}: each of so many stages needs one"
-        ]
     return split_faults(choice, tp=1, num_stages=pipeline.num_stages)
 
 

@@ -98,10 +98,10 @@ def test_every_schedule_can_be_asked_for_by_its_name_alone(tmp_path: Path, style
         ),
         (
             ("--measure", "--layers", "7", "--chunks", "2", "--schedule", "interleaved"),
-            ("layers=7 must be at least 8",),
+            ("7 layers and the pipeline 8 stages",),
         ),
         (("--measure", "--layers", "0"), ("layers=0 must be at least 1",)),
-        (("--measure", "--model", "t5"), ("no 't5' with head 'causal'",)),
+        (("--measure", "--model", "codegen"), ("no table says how to split a CodeGenForCausalLM",)),
     ],
 )
 def test_bad_arguments_are_refused_all_at_once_with_status_2(

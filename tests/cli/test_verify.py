@@ -58,6 +58,8 @@ def test_a_process_that_dies_is_told_with_status_1(monkeypatch: pytest.MonkeyPat
     [
         (("--tp", "3"), ("num_attention_heads=4 is not divisible by tp_size=3",)),
         (("--pp", "5"), ("4 layers and the pipeline 5 stages",)),
+        (("--pp", "3", "--schedule", "zbv"), ("4 layers and the pipeline 6 stages",)),
+        (("--pp", "5", "--steps", "0"), ("4 layers and the pipeline 5 stages", "steps=0")),
         (("--pp", "0", "--steps", "0"), ("pp=0 must be at least 1", "steps=0 must be at least 1")),
         (("--precision", "fp8", "--schedule", "zigzag"), ("'fp8'", "'zigzag'")),
         (("--model", "nonesuch", "--zero", "9"), ("'nonesuch' is not a model type", "zero_stage=9")),
