@@ -63,11 +63,10 @@ class StagePlan:
         )
 
     def fitted(self, model: nn.Module) -> "StagePlan":
-        """The plan without the encoder or the decoder that this class of model does not have."""
-        names = {name for name, _ in model.named_modules(remove_duplicate=False)}
-        if self.encoder is None or {self.layers, self.encoder.layers} <= names:
-            return self
-        return self.encoder if self.encoder.layers in names else replace(self, encoder=None)
+        """The plan without the encoder or the decoder that this class of model does not have, cut or not."""
+        if self.encoder is None or not _has(model, self.encoder.layers):
+            return replace(self, encoder=None)
+        return self if _has(model, self.layers) else self.encoder
 
     def stacks(self, model: nn.Module) -> list["Stack"]:
         """The lists of layers in the order in which they run: one, or an encoder's and a decoder's."""
@@ -184,6 +183,15 @@ class Stack(NamedTuple):
     def repeats(self, name: str) -> bool:
         """Whether this parameter or module of the first layer is one that every stage of the stack needs."""
         return any(is_within(name, f"{self.paths[0]}.{module}") for module in self.plan.repeated)
+
+
+def _has(model: nn.Module, path: str) -> bool:
+    """Whether there is a module at a path, or a stand-in for one around it."""
+    try:
+        model.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
 
 
 def is_within(name: str, path: str) -> bool:

@@ -9,6 +9,7 @@ from torch.nn import Parameter
 from transformers.pytorch_utils import Conv1D
 
 from ..cluster.mesh import divisors
+from ..pipeline.plan import is_within
 from .layer.embedding import embedding_faults
 from .layer.loss import reads_weights
 from .layer.parallel_module import native_faults

@@ -67,11 +67,8 @@ class TablePolicy(Policy):
             for name, target in self._ends().items()
             if self._is_held(name)
         ]
-        layers = {
-            path: layer
-            for path, layer in layers_of(self.model, self._stacks(plan)).items()
-            if not isinstance(layer, StandIn)
-        }
+        all_layers = layers_of(self.model, self._stacks(plan))
+        layers = {path: layer for path, layer in all_layers.items() if not isinstance(layer, StandIn)}
         # By path and not by class: an encoder's and a decoder's layers may be of one class and differ.
         return {
             type(self.model): ModulePolicyDescription(
@@ -86,6 +83,12 @@ class TablePolicy(Policy):
                         replace(replacement, suffix=f"{path}.{replacement.suffix}")
                         for path, layer in layers.items()
                         for replacement in self._replacements(layer)
+                    ),
+                    # Also where another stage's layer is held for this parameter alone.
+                    *(
+                        replace(replacement, suffix=f"{path}.{replacement.suffix}")
+                        for path, layer in all_layers.items()
+                        for replacement in self._split_parameters(layer)
                     ),
                 ),
             )
@@ -130,16 +133,19 @@ class TablePolicy(Policy):
                 for name in present(layer, table.row)
             ),
             *(
-                Replacement(suffix=owner, target_module=SplitParameter, kwargs={"name": name, "dim": dim})
-                for path, dim in table.split.items()
-                for owner, _, name in [path.rpartition(".")]
-                if has_submodule(layer, owner)
-            ),
-            *(
                 Replacement(suffix=name, target_module=PartialGradient)
                 for name in present(layer, table.partial)
             ),
         )
+
+    def _split_parameters(self, layer: nn.Module) -> list[Replacement]:
+        held = {name for name, _ in layer.named_parameters()}
+        return [
+            Replacement(suffix=owner, target_module=SplitParameter, kwargs={"name": name, "dim": dim})
+            for path, dim in self.table.split.items()
+            for owner, _, name in [path.rpartition(".")]
+            if path in held
+        ]
 
     def _column_kwargs(self, layer: nn.Module, name: str) -> dict[str, Any]:
         kwargs: dict[str, Any] = {}

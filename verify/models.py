@@ -138,7 +138,7 @@ class ModelChoice:
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         if not self.tied and head is not None and head.weight is embedding.weight:
             # T5 ties whatever its config says; T5 1.1 has weights of its own in the head all the same.
-            head.weight = nn.Parameter(torch.randn_like(head.weight))
+            head.weight = nn.Parameter(torch.randn_like(head.weight) * head.in_features**-0.5)
         return model
 
 
