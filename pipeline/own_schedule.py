@@ -4,6 +4,8 @@ from .action import COMPUTES, Action, Op, Schedule
 from .communicate import with_communication
 from .validate import computation_faults, validate
 
+MOST_TOLD = 20  # faults of one schedule
+
 
 def own_schedule_faults(
     schedule: Schedule, num_ranks: int, num_microbatches: int | None, num_chunks: int
@@ -33,6 +35,14 @@ def _form_faults(schedule: Schedule) -> list[str]:
         # An Action that is none inside cannot print itself.
         told = tuple(strange[0]) if isinstance(strange[0], tuple) else strange[0]
         return [f"a schedule is made of Action(Op, stage, microbatch), and it has {told!r:.100}"]
+    most = len(everything)
+    wild = [
+        action for action in everything if not (0 <= action.stage < most and 0 <= action.microbatch < most)
+    ]
+    if wild:
+        return [
+            f"the schedule has {wild[0]!r}, and its {most} actions cannot have so many stages or microbatches"
+        ]
     faults = []
     transfers = [action for action in everything if action.op not in COMPUTES]
     if transfers:
@@ -80,7 +90,8 @@ def _num_microbatches(schedule: Schedule) -> int:
 def _run_faults(schedule: Schedule, num_microbatches: int) -> list[str]:
     faults = computation_faults(schedule, num_microbatches)
     if faults:
-        return [f"the schedule is not valid: {'; '.join(faults)}"]
+        more = [f"and {len(faults) - MOST_TOLD} more"] if len(faults) > MOST_TOLD else []
+        return [f"the schedule is not valid: {'; '.join([*faults[:MOST_TOLD], *more])}"]
     try:
         validate(with_communication(schedule), num_microbatches)
     except ValueError as error:

@@ -4,7 +4,7 @@ Every schedule is a function of the number of pipeline ranks p and of microbatch
 works, also fewer microbatches than ranks. Bubbles are idle time over work.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -118,7 +118,12 @@ SCHEDULES: dict[str, Style] = {
 
 
 def build_schedule(
-    style: str | UserSchedule, num_ranks: int, num_microbatches: int, num_chunks: int
+    style: str | UserSchedule,
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int,
+    *,
+    usual_placement: Sequence[int] | None = None,
 ) -> Schedule:
     """The computations of every rank.
 
@@ -128,6 +133,7 @@ def build_schedule(
         num_ranks: pipeline ranks.
         num_microbatches: microbatches of one step.
         num_chunks: stages per rank; 1 also where the style makes another number of its own.
+        usual_placement: the rank of each stage that a user's function must keep to; None allows any.
 
     Raises:
         ValueError: what `style_faults` finds; a schedule of the user's own is for another number of
@@ -138,17 +144,22 @@ def build_schedule(
         return SCHEDULES[style].build(num_ranks, num_microbatches, num_chunks)
     schedule = style(num_ranks, num_microbatches) if callable(style) else style
     _refuse(own_schedule_faults(schedule, num_ranks, num_microbatches, num_chunks))
-    if callable(style) and placement(schedule) != (usual := stage_placement(style, num_ranks, num_chunks)):
+    if usual_placement is not None and placement(schedule) != tuple(usual_placement):
         raise ValueError(
             f"the schedule's function places the stages on ranks {placement(schedule)} for {num_microbatches} "
-            f"microbatches and on {usual} for {2 * num_ranks}: the model is cut once, so the placement must not "
-            "follow from the number of microbatches"
+            f"microbatches, and the model was cut for {tuple(usual_placement)}: the placement must not follow from "
+            "the number of microbatches"
         )
     return schedule
 
 
-def stage_placement(style: str | UserSchedule, num_ranks: int, num_chunks: int) -> tuple[int, ...]:
+def stage_placement(
+    style: str | UserSchedule, num_ranks: int, num_chunks: int, num_microbatches: int | None = None
+) -> tuple[int, ...]:
     """The pipeline rank that holds each stage, for any number of microbatches.
+
+    Args:
+        num_microbatches: what a user's function is asked for, where it is known.
 
     Raises:
         ValueError: the style is not one of `SCHEDULES` or does not take the number of chunks; a stage of the
@@ -156,32 +167,43 @@ def stage_placement(style: str | UserSchedule, num_ranks: int, num_chunks: int) 
     """
     if isinstance(style, str):
         return placement(build_schedule(style, num_ranks, 1, num_chunks))
-    return placement(_sample(style, num_ranks))
+    return placement(_sample(style, num_ranks, num_microbatches))
 
 
-def splits_backward(style: str | UserSchedule, num_ranks: int) -> bool:
+def splits_backward(style: str | UserSchedule, num_ranks: int, num_microbatches: int | None = None) -> bool:
     """Whether weight gradients are computed apart, in a schedule that has no `style_faults`."""
-    schedule = build_schedule(style, num_ranks, 1, 1) if isinstance(style, str) else _sample(style, num_ranks)
+    if isinstance(style, str):
+        schedule = build_schedule(style, num_ranks, 1, 1)
+    else:
+        schedule = _sample(style, num_ranks, num_microbatches)
     return any(action.op is Op.BACKWARD_WEIGHT for actions in schedule for action in actions)
 
 
-def style_faults(style: str | UserSchedule, num_chunks: int, num_ranks: int) -> list[str]:
-    """What is wrong with a choice of schedule, before a number of microbatches is known; empty if nothing is."""
+def style_faults(
+    style: str | UserSchedule, num_chunks: int, num_ranks: int, num_microbatches: int | None = None
+) -> list[str]:
+    """What is wrong with a choice of schedule; empty if nothing is.
+
+    Args:
+        num_microbatches: of a step, where it is known already.
+    """
     if isinstance(style, str):
         return _name_faults(style, num_chunks)
     try:
-        schedule = _sample(style, num_ranks)
-    except ValueError as error:
+        schedule = _sample(style, num_ranks, num_microbatches)
+    except Exception as error:  # whatever a user's function raises is told as a fault of it
         return [
-            f"the schedule's function fails for {num_ranks} ranks and {2 * num_ranks} microbatches: {error}"
+            f"the schedule's function fails for {num_ranks} ranks and {num_microbatches or 2 * num_ranks} "
+            f"microbatches: {type(error).__name__}: {error}"
         ]
-    num_microbatches = 2 * num_ranks if callable(style) else None
+    if callable(style):
+        num_microbatches = num_microbatches or 2 * num_ranks
     return own_schedule_faults(schedule, num_ranks, num_microbatches, num_chunks)
 
 
-def _sample(style: UserSchedule, num_ranks: int) -> Schedule:
+def _sample(style: UserSchedule, num_ranks: int, num_microbatches: int | None) -> Schedule:
     """A schedule for some number of microbatches, of which 2p suits what functions may ask of it."""
-    return style(num_ranks, 2 * num_ranks) if callable(style) else style
+    return style(num_ranks, num_microbatches or 2 * num_ranks) if callable(style) else style
 
 
 def _name_faults(name: str, num_chunks: int) -> list[str]:

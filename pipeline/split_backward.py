@@ -88,7 +88,9 @@ def linear(
     Returns:
         (..., O).
     """
-    if weight_gradients is None or not weight.requires_grad or not torch.is_grad_enabled():
+    # A weight that is computed from others (weight_norm, pruning) has a graph that backward runs through once.
+    is_own = weight.is_leaf and weight.requires_grad
+    if weight_gradients is None or not is_own or not torch.is_grad_enabled():
         return torch.nn.functional.linear(x, weight.T if is_transposed else weight, bias)
     out: Tensor = _SplitLinear.apply(x, weight, bias, weight_gradients, is_transposed)
     return out

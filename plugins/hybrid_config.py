@@ -15,6 +15,7 @@ from ..pipeline.schedules import (
     style_faults,
 )
 from ..shardformer.checkpoint_config import PipelineGradientCheckpointConfig
+from ..shardformer.policy import Policy
 from ..zero.precision import PrecisionConfig, precision_faults
 
 
@@ -42,66 +43,82 @@ class PipelineConfig:
 
     def faults(self, pp_size: int) -> list[str]:
         """All that is wrong with it, each with what would work."""
-        counts = {
-            "num_microbatches": self.num_microbatches,
-            "microbatch_size": self.microbatch_size,
-            "num_model_chunks": self.num_model_chunks,
-        }
-        if found := whole_number_faults(counts):
-            return found
-        if found := style_faults(self.style, self.num_model_chunks, pp_size):
-            return [f"pp_style: {fault}" for fault in found]
-        found = self._layer_faults(self.placement(pp_size))
-        if self.checkpoint is not None:
-            found += self.checkpoint.faults(len(self.placement(pp_size)))
-        both = self.num_microbatches is not None and self.microbatch_size is not None
-        neither = self.num_microbatches is None and self.microbatch_size is None
-        if both:
+        found = self._number_faults(pp_size)
+        if not isinstance(self.overlap_p2p, bool):
+            found.append(f"overlap_p2p={self.overlap_p2p!r} must be True or False")
+        numbers_are_sound = not found
+        style_is_sound = numbers_are_sound and not (
+            told := style_faults(self.style, self.num_model_chunks, pp_size, self.num_microbatches)
+        )
+        if numbers_are_sound and not style_is_sound:
+            found += [f"pp_style: {fault}" for fault in told]
+        num_stages = len(self.placement(pp_size)) if style_is_sound else None
+        return found + self._layer_faults(num_stages) + self._checkpoint_faults(num_stages)
+
+    def _number_faults(self, pp_size: int) -> list[str]:
+        parts = {"num_microbatches": self.num_microbatches, "microbatch_size": self.microbatch_size}
+        given = {name: value for name, value in parts.items() if value is not None}
+        numbers = given | {"num_model_chunks": self.num_model_chunks}
+        found = whole_number_faults(numbers)
+        found += [
+            f"{name}={value} must be at least 1" for name, value in given.items() if is_below_one(value)
+        ]
+        if len(given) == 2:
             found.append(
                 f"num_microbatches={self.num_microbatches} and microbatch_size={self.microbatch_size} are both given: "
                 "each follows from the other and the batch, so give one"
             )
-        if pp_size > 1 and neither:
+        if pp_size > 1 and not given:
             found.append(
                 f"pp_size={pp_size} needs num_microbatches (at least pp_size keeps the stages busy) or microbatch_size"
             )
-        for name in ("num_microbatches", "microbatch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                found.append(f"{name}={value} must be at least 1")
         return found
+
+    def _checkpoint_faults(self, num_stages: int | None) -> list[str]:
+        if self.checkpoint is None:
+            return []
+        if not isinstance(self.checkpoint, PipelineGradientCheckpointConfig):
+            return [
+                f"gradient_checkpoint_config={self.checkpoint!r} must be a PipelineGradientCheckpointConfig: "
+                "PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.5), for example"
+            ]
+        return self.checkpoint.faults(num_stages)
 
     def placement(self, pp_size: int) -> tuple[int, ...]:
         """The pipeline rank of each stage."""
-        return stage_placement(*self._style(pp_size))
+        return stage_placement(*self._style(pp_size), self.num_microbatches)
 
     def splits_backward(self, pp_size: int) -> bool:
         """Whether the schedule has weight gradients of its own."""
         style, num_ranks, _ = self._style(pp_size)
-        return splits_backward(style, num_ranks)
+        return splits_backward(style, num_ranks, self.num_microbatches)
 
     def schedule(self, pp_size: int, num_microbatches: int) -> Schedule:
         """The computations of every rank."""
         style, num_ranks, num_chunks = self._style(pp_size)
-        return build_schedule(style, num_ranks, num_microbatches, num_chunks)
+        return build_schedule(
+            style, num_ranks, num_microbatches, num_chunks, usual_placement=self.placement(pp_size)
+        )
 
     def _style(self, pp_size: int) -> tuple[str | UserSchedule, int, int]:
         """Style, ranks and chunks; a single rank has nothing to gain from several stages or from waiting work."""
         return ("1f1b", 1, 1) if pp_size == 1 else (self.style, pp_size, self.num_model_chunks)
 
-    def _layer_faults(self, placement: Sequence[int]) -> list[str]:
+    def _layer_faults(self, num_stages: int | None) -> list[str]:
         given = self.num_layers_per_stage
         if given is None:
             return []
         is_list = isinstance(given, Sequence) and all(
-            isinstance(count, int) and count >= 1 for count in given
+            isinstance(count, int) and not isinstance(count, bool) and count >= 1 for count in given
         )
-        if is_list and len(given) == len(placement):
+        if is_list and num_stages in (None, len(given)):
             return []
-        return [
-            f"num_layers_per_stage={given!r} must be a list of positive whole numbers, one for each of "
-            f"{len(placement)} stages on the pp_size={len(set(placement))} ranks {list(placement)}"
-        ]
+        many = (
+            "each stage"
+            if num_stages is None
+            else f"each of {num_stages} stages (pp_size times those of a rank)"
+        )
+        return [f"num_layers_per_stage={given!r} must be a list of positive whole numbers, one for {many}"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +135,7 @@ class HybridConfig:
         bucket_size_in_m: millions (2**20) of gradient elements that are reduced together.
         parallel_output, make_vocab_size_divisible_by: see `shardformer.ShardConfig`.
         flash_attention: attention by torch's fused kernels.
+        custom_policy: how the model is split; None takes the table of its type.
         unavailable: options that this version does not have, with what was given.
     """
 
@@ -133,6 +151,7 @@ class HybridConfig:
     parallel_output: bool = True
     make_vocab_size_divisible_by: int = 64
     flash_attention: bool = False
+    custom_policy: Policy | None = None
     unavailable: tuple[str, ...] = ()
 
     @cached_property
@@ -142,7 +161,9 @@ class HybridConfig:
 
     def faults(self, world_size: int) -> list[str]:
         """All that is wrong with it in a world of this size, each with what would work."""
-        sizes = {"tp_size": self.tp, "pp_size": self.pp, "sp_size": self.sp, "dp_size": self.dp}
+        sizes = {"tp_size": self.tp, "pp_size": self.pp, "sp_size": self.sp}
+        sizes |= {} if self.dp is None else {"dp_size": self.dp}
+        sizes |= {"make_vocab_size_divisible_by": self.make_vocab_size_divisible_by}
         if found := whole_number_faults(sizes):
             return found
         found = mesh_faults(world_size=world_size, pp=self.pp, dp=self.dp, sp=self.sp, tp=self.tp)
@@ -158,17 +179,27 @@ class HybridConfig:
             found.append(
                 f"make_vocab_size_divisible_by={self.make_vocab_size_divisible_by} must be at least 1"
             )
+        if self.custom_policy is not None and not isinstance(self.custom_policy, Policy):
+            found.append(
+                f"custom_policy={self.custom_policy!r} must be a shardformer.Policy, an object and no class"
+            )
         found += [f"{option} is not available in this version: leave it out" for option in self.unavailable]
-        return found + self.pipeline.faults(self.pp) + precision_faults(**self.precision_settings)
+        pipeline_faults = self.pipeline.faults(self.pp) if self.pp >= 1 else []
+        return found + pipeline_faults + precision_faults(**self.precision_settings)
 
 
 def whole_number_faults(given: Mapping[str, Any]) -> list[str]:
-    """Which of these are neither whole numbers nor None."""
+    """Which of these are not whole numbers."""
     return [
         f"{name}={value!r} must be a whole number"
         for name, value in given.items()
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int))
+        if isinstance(value, bool) or not isinstance(value, int)
     ]
+
+
+def is_below_one(value: Any) -> bool:
+    """Whether it is a number that is less than 1."""
+    return isinstance(value, (int, float)) and value < 1
 
 
 def told(faults: Sequence[str]) -> str:

@@ -144,6 +144,7 @@ class HybridParallelPlugin(Plugin):
             parallel_output=parallel_output,
             make_vocab_size_divisible_by=make_vocab_size_divisible_by,
             flash_attention=enable_flash_attention or enable_all_optimization,
+            custom_policy=custom_policy,
             unavailable=tuple(option for option, is_asked in unavailable.items() if is_asked),
         )
         if not dist.is_initialized():

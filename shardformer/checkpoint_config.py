@@ -21,8 +21,8 @@ class PipelineGradientCheckpointConfig:
     gradient_checkpointing_ratio: float | None = None
     num_ckpt_layers_per_stage: Sequence[int] | None = None
 
-    def faults(self, num_stages: int) -> list[str]:
-        """All that is wrong with it for a pipeline of so many stages, each with what would work."""
+    def faults(self, num_stages: int | None) -> list[str]:
+        """All that is wrong with it for a pipeline of so many stages (None: any), each with what would work."""
         ratio, counts = self.gradient_checkpointing_ratio, self.num_ckpt_layers_per_stage
         if (ratio is None) == (counts is None):
             given = "neither is given" if ratio is None else "both are given"
@@ -31,18 +31,18 @@ class PipelineGradientCheckpointConfig:
                 f"{given}: give one"
             ]
         if counts is None:
-            is_share = isinstance(ratio, (int, float)) and 0 <= ratio <= 1
+            is_share = isinstance(ratio, (int, float)) and not isinstance(ratio, bool) and 0 <= ratio <= 1
             return (
                 [] if is_share else [f"gradient_checkpointing_ratio={ratio!r} must be a number from 0 to 1"]
             )
         are_counts = isinstance(counts, Sequence) and all(
             isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts
         )
-        if are_counts and len(counts) == num_stages:
+        if are_counts and num_stages in (None, len(counts)):
             return []
+        many = "each stage" if num_stages is None else f"each of {num_stages} stages"
         return [
-            f"num_ckpt_layers_per_stage={counts!r} must be a list of whole numbers of at least 0, one for each of "
-            f"{num_stages} stages"
+            f"num_ckpt_layers_per_stage={counts!r} must be a list of whole numbers of at least 0, one for {many}"
         ]
 
     def num_layers(self, stage: int, num_layers: int) -> int:

@@ -166,9 +166,16 @@ class ShardedOptimizer(Optimizer):
             self._unclip = None
 
     def settle(self) -> None:
-        """Finish reductions that a `last_backward` began, so that a further backward may add to them. Collective."""
+        """Finish reductions that a `last_backward` began, so that a further backward may add to them.
+
+        Collective over the sum groups and the data axis, where they began. If every rank's gradients were dropped
+        since then, by the model's own `zero_grad`, they are forgotten.
+        """
         if self._reducer.has_started:
-            self.reduce_gradients()
+            if self._reducer.was_dropped():
+                self._reducer.forget(to_zeros=False)
+            else:
+                self.reduce_gradients()
 
     def last_backward(self, parameters: Sequence[Parameter]) -> AbstractContextManager[None]:
         """A context for the last backward of these parameters before the next step.

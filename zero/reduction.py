@@ -82,6 +82,13 @@ class Reducer:
         """Whether gradients are being reduced, and nothing may be added to them."""
         return self._order.has_started
 
+    def was_dropped(self) -> bool:
+        """Whether no rank of the data axis has a gradient. One all-reduce."""
+        left = torch.tensor([float(any(slot.parameter.grad is not None for slot in self.slots))])
+        left = left.to(self.present.device)
+        self._partition.maximum_(left)
+        return not left.item()
+
     def forget(self, *, to_zeros: bool) -> None:
         """Drop all gradients; with `to_zeros`, parameters that have one get one of zeros."""
         self._order.reset()

@@ -82,7 +82,7 @@ def test_every_schedule_can_be_asked_for_by_its_name_alone(tmp_path: Path, style
             ("--pp", "0", "--microbatches", "0"),
             ("pp=0 must be at least 1", "microbatches=0 must be at least 1"),
         ),
-        (("--schedule", "zbh1", "--chunks", "2"), ("'zbh1'", "cannot have num_chunks=2")),
+        (("--schedule", "zbh1", "--chunks", "2"), ("'zbh1'", "cannot have num_model_chunks=2")),
         (("--steps", "3", "--model", "llama"), ("--steps is for measuring", "--model is for measuring")),
         (
             ("--measure", "--costs", "1,1,1", "--steps", "0"),

@@ -4,6 +4,7 @@ import os
 import signal
 
 import pytest
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 from echelon.cli import verify as command
@@ -42,6 +43,7 @@ def test_a_departure_is_named_with_status_1(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def kill_rank_1(rank: int, *_: object) -> None:
+    dist.barrier()  # or rank 0 may be gone before rank 1 has found it
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 

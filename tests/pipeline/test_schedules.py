@@ -233,8 +233,11 @@ def test_a_function_that_fails_or_ignores_its_numbers_is_told() -> None:
         raise ValueError("microbatches must come in threes")
 
     assert style_faults(only_pairs, 1, 2) == [
-        "the schedule's function fails for 2 ranks and 4 microbatches: microbatches must come in threes"
+        "the schedule's function fails for 2 ranks and 4 microbatches: ValueError: microbatches must come in threes"
     ]
+    assert "TypeError" in style_faults(lambda p: OWN, 1, 2)[0]  # type: ignore[arg-type, misc]
+    assert "2 ranks and 3 microbatches" in style_faults(only_pairs, 1, 2, 3)[0]
+    assert style_faults(lambda p, m: OWN, 1, 2, 2) == []
     assert "the schedule is for 2 microbatches, and a step has 4" in style_faults(lambda p, m: OWN, 1, 2)[0]
 
 
@@ -243,8 +246,14 @@ def test_a_function_that_places_stages_by_the_number_of_microbatches_is_refused(
         schedule = one_f_one_b(num_ranks, num_microbatches)
         return schedule if num_microbatches % 2 == 0 else schedule[::-1]
 
-    assert build_schedule(turning, 2, 6, 1) == one_f_one_b(2, 6)
+    assert build_schedule(turning, 2, 6, 1, usual_placement=(0, 1)) == one_f_one_b(2, 6)
     with pytest.raises(
-        ValueError, match=r"on ranks \(1, 0\) for 3 microbatches and on \(0, 1\) for 4: the model"
+        ValueError, match=r"on ranks \(1, 0\) for 3 microbatches, and the model was cut for \(0, 1\)"
     ):
-        build_schedule(turning, 2, 3, 1)
+        build_schedule(turning, 2, 3, 1, usual_placement=(0, 1))
+
+
+def test_absurd_numbers_are_told_shortly_and_at_once() -> None:
+    for wild in (Action(Op.FORWARD, 0, 10**7), Action(Op.FORWARD, 10**7, 0), Action(Op.FORWARD, -1, 0)):
+        (fault,) = style_faults([[*OWN[0], wild], OWN[1]], 1, 2)
+        assert "cannot have so many stages or microbatches" in fault and len(fault) < 200

@@ -108,3 +108,16 @@ def test_a_frozen_weight_gets_nothing_and_passes_gradients_on() -> None:
     store.compute(PLACE)
     assert model[4].weight.grad is None
     assert model[0].weight.grad.abs().sum() > 0
+
+
+def test_a_weight_that_is_computed_from_others_is_not_held_back() -> None:
+    model, expected = make_model(), make_model()
+    for each in (model, expected):
+        torch.nn.utils.parametrizations.weight_norm(each[0])
+    store = hold_weight_gradients(model)
+    with store.holding(PLACE):
+        loss_of(model, torch.ones(2, 5)).backward()
+    store.compute(PLACE)
+    loss_of(expected, torch.ones(2, 5)).backward()
+    for own, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(own.grad, other.grad)

@@ -111,6 +111,24 @@ def check_settled(stage: Literal[0, 1]) -> None:
     assert_equal(optimizer.gradients(), expected)
 
 
+@STAGES
+def test_what_the_model_s_own_zero_grad_drops_is_not_added(pool: Pool, stage: Literal[0, 1]) -> None:
+    pool.run(2, check_dropped, stage)
+
+
+def check_dropped(stage: Literal[0, 1]) -> None:
+    model, rank = small_model(), dist.get_rank()
+    expected = mean_gradients(model, [[2], [3]])
+    optimizer = shard(model, stage=stage, bucket_size=40)
+    for seed in (rank, rank + 2):
+        model.zero_grad()
+        optimizer.settle()
+        with optimizer.last_backward(list(model.parameters())):
+            optimizer.backward(loss_of(model, seed))
+    optimizer.reduce_gradients()
+    assert_equal(optimizer.gradients(), expected)
+
+
 def test_nothing_starts_inside_no_sync(pool: Pool) -> None:
     pool.run(2, check_no_sync)
 
