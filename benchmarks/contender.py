@@ -1,6 +1,7 @@
 """Who takes part in a benchmark, and the check that all compute the same. What they are built of is not here."""
 
 from collections.abc import Mapping, Sequence
+from math import inf, isfinite
 from typing import Protocol
 
 import torch
@@ -51,7 +52,7 @@ def agreement(contenders: Sequence[Contender], reference: Contender) -> dict[str
     for contender in contenders:
         contender.compute()
         loss = contender.loss()
-        loss_error = 0.0 if loss is None else abs(loss.item() / expected_loss.item() - 1)
+        loss_error = 0.0 if loss is None else _distance(loss, expected_loss)
         gradients = contender.gradients()
         gradient_error = max((_distance(gradients[name], expected[name]) for name in gradients), default=0.0)
         held = torch.tensor([name in gradients for name in expected], dtype=torch.float64)
@@ -61,8 +62,9 @@ def agreement(contenders: Sequence[Contender], reference: Contender) -> dict[str
     return found
 
 
-def _distance(gradient: Tensor, expected: Tensor) -> float:
-    return ((gradient - expected).abs().max() / expected.abs().max().clamp(min=1e-12)).item()
+def _distance(found: Tensor, expected: Tensor) -> float:
+    distance = ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-12)).item()
+    return distance if isfinite(distance) else inf  # a maximum may drop a NaN
 
 
 def _verdict(name: str, loss: float, gradient: float, held: Tensor, knows: bool) -> dict[str, float]:

@@ -59,21 +59,29 @@ class StepComparison:
 
 
 def compare_float32(
-    found: Sequence[StepRecord], expected: Sequence[StepRecord], *, learning_rate: float, bitwise: bool
+    found: Sequence[StepRecord],
+    expected: Sequence[StepRecord],
+    *,
+    learning_rate: float,
+    epsilon: float,
+    bitwise: bool,
 ) -> list[StepComparison]:
     """Compare float32 runs tensor by tensor.
 
     Loss 1e-6 (relative to max(1, loss)). Gradients 1e-5 × max(largest entry of the tensor, 1e-3 × largest of
     all); where all entries are below 1e-6 × largest of all, that: such a gradient is mathematically zero (a key's
     bias in BERT, the bias of its span head) and what is left is the noise of its sum. Weights 1e-5 × largest
-    entry + 1e-3 × learning rate, since AdamW divides gradients by their own size; 1e-1 × learning rate where it
-    divided noise.
+    entry + 1e-3 × learning rate, since AdamW divides gradients by their own size; besides what it makes of the
+    distances of the gradients so far, which were judged themselves: distance / epsilon × learning rate for an entry
+    that is itself near epsilon. At most 1e-1 × learning rate, as where it divided noise.
 
     Args:
+        epsilon: AdamW's.
         bitwise: the first step's loss and gradients must be equal (a pipeline alone, nothing tied). Later
             steps follow from weights that an update in another memory layout may round differently.
     """
-    compared, noisy = [], set()
+    compared: list[StepComparison] = []
+    shares: dict[str, float] = {}
     for index, (own, other) in enumerate(zip(found, expected, strict=True)):
         exact = bitwise and index == 0
         peaks = {name: gradient.abs().max().item() for name, gradient in other.gradients.items()}
@@ -83,9 +91,12 @@ def compare_float32(
             name: 0.0 if exact else noise if peak < noise else 1e-5 * max(peak, 1e-3 * largest)
             for name, peak in peaks.items()
         }
-        noisy |= {name for name, peak in peaks.items() if peak < noise}
+        for name, peak in peaks.items():
+            distance = _distance(own.gradients.get(name), other.gradients[name])
+            moved = 1e-1 if peak < noise else distance / epsilon
+            shares[name] = min(shares.get(name, 1e-3) + moved, 1e-1)
         weight_allowed = {
-            name: 1e-5 * weight.abs().max().item() + (1e-1 if name in noisy else 1e-3) * learning_rate
+            name: 1e-5 * weight.abs().max().item() + learning_rate * shares.get(name, 1e-3)
             for name, weight in other.weights.items()
         }
         measures = (
@@ -183,6 +194,13 @@ def _near_together(
     return Measure(quantity=quantity, name=worst, distance=together, allowed=ALLOWED_16_BIT * usual_together)
 
 
+def _distance(found: Tensor | None, expected: Tensor) -> float:
+    """The largest difference of two entries; 0 where there is nothing to compare, which is told as a mismatch."""
+    if found is None or found.shape != expected.shape:
+        return 0.0
+    return (found.float() - expected).abs().max().item()
+
+
 def _mismatch(quantity: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Measure | None:
     """The first tensor that is missing, extra or of another shape, as a measure that departs."""
     for name in (*expected, *found):
@@ -203,7 +221,7 @@ def _worst(
         return mismatch
     measures = []
     for name, tensor in expected.items():
-        distance = (found[name].float() - tensor).abs().max().item()
+        distance = _distance(found[name], tensor)
         measures.append(Measure(quantity=quantity, name=name, distance=distance, allowed=allowed[name]))
     departed = [measure for measure in measures if not measure.agrees]
     if departed:

@@ -21,6 +21,7 @@ from .models import ModelChoice, loss_of, make_batch
 from .reference import StepRecord
 
 LEARNING_RATE = 1e-3
+EPSILON = 1e-5
 LOSS_SCALE = 2.0**8  # the fixed scale of fp16 runs: high enough to tell whether it is taken out again
 
 
@@ -104,7 +105,7 @@ def _compare(
     float32 = train(torch.float32)
     if dtype is torch.float32:
         bitwise = layout.tp == layout.dp == 1 and not _is_tied(model)
-        return compare_float32(found, float32, learning_rate=LEARNING_RATE, bitwise=bitwise)
+        return compare_float32(found, float32, learning_rate=LEARNING_RATE, epsilon=EPSILON, bitwise=bitwise)
     return compare_16_bit(found, train(dtype), float32, dtype=dtype, learning_rate=LEARNING_RATE)
 
 
@@ -159,7 +160,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
             {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
         ],
         lr=LEARNING_RATE,
-        eps=1e-5,
+        eps=EPSILON,
     )
 
 

@@ -83,7 +83,7 @@ class Fake:
 
 def test_a_contender_with_other_gradients_or_without_some_is_refused(pool) -> None:  # type: ignore[no-untyped-def]
     assert pool.run(1, agree, 0.0, False) == [{"a fake": {"loss": 0.0, "gradients": 0.0}}]
-    for error, missing in ((1e-3, False), (0.0, True)):
+    for error, missing in ((1e-3, False), (float("nan"), False), (0.0, True)):
         with pytest.raises(ValueError, match="a fake does not compute what one process does"):
             pool.run(1, agree, error, missing)
 

@@ -184,9 +184,9 @@ def test_every_type_is_built_in_the_size_that_is_asked_for(model_type: str) -> N
 
 def test_a_model_that_cannot_be_split_is_refused_without_its_weights() -> None:
     config = models.sized_config("llama", "7b", vocabulary=300, sequence_length=16)
-    heads, layers = models.split_faults(config, tp_size=3, pp_size=33)
-    assert "num_attention_heads=32" in heads
-    assert "pp_size=33" in layers
+    heads, *_, layers = models.split_faults(config, tp_size=3, pp_size=33)
+    assert "num_attention_heads=32 is not divisible by tp_size=3" in heads
+    assert "32 layers and pp_size=33 stages" in layers
 
 
 def test_encoders_are_no_causal_types() -> None:

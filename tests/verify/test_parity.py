@@ -154,12 +154,44 @@ def test_every_schedule_gives_equal_bits(pool: Pool, model: str, schedule: str, 
     assert report.steps[0].measure("gradient").distance == 0.0
 
 
+TIED = {
+    "t5": ModelChoice(model_type="t5"),
+    "t5-tied": ModelChoice(model_type="t5", tied=True),
+    "gpt2-tied": MODELS["gpt2-tied"],
+    "bert-masked-tied": MODELS["bert-masked-tied"],
+}
+TIED_CASES = [
+    (model, schedule, pp, () if is_quick else pytest.mark.slow)
+    for model in TIED
+    for schedule in ("1f1b", *SCHEDULES)
+    for pp in (2, 4)
+    for is_quick in [(model, pp) in (("t5", 4), ("t5-tied", 2))]
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule", "pp"),
+    [pytest.param(model, schedule, pp, marks=marks) for model, schedule, pp, marks in TIED_CASES],
+)
+def test_every_schedule_sums_what_stages_share(pool: Pool, model: str, schedule: str, pp: int) -> None:
+    choice = TIED[model] if model.startswith("t5") else replace(TIED[model], num_layers=9)
+    layout = Layout(pp=pp, microbatches=5, **SCHEDULES.get(schedule, {}))
+    report = check(pool, choice, layout)
+    assert report.departure is None
+    # What several stages hold is added up in another order.
+    assert report.steps[0].measure("gradient").distance <= 1e-6
+    assert report.steps[0].measure("loss").distance <= 1e-6 * report.steps[0].reference_loss
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2, "zero": 1}], ids=str)
+@pytest.mark.parametrize(
+    "model", ["llama-tied", *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "gpt2", "bert"))]
+)
 def test_every_schedule_agrees_beside_tensor_parallelism_and_zero(
-    pool: Pool, schedule: str, sizes: dict[str, int]
+    pool: Pool, schedule: str, sizes: dict[str, int], model: str
 ) -> None:
-    choice = replace(MODELS["llama-tied"], num_layers=5)
+    choice = replace(MODELS[model], num_layers=5) if model in MODELS else ModelChoice(model_type=model)
     report = check(pool, choice, Layout(pp=2, microbatches=4, **sizes, **SCHEDULES[schedule]))
     assert report.departure is None
 
