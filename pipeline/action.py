@@ -26,6 +26,8 @@ class Op(Enum):
     SEND_BACKWARD = "sB"
     RECV_BACKWARD = "rB"
 
+    __hash__ = object.__hash__  # Enum's own hashes the name, in Python: a cost at every look-up of an action
+
 
 class Action(NamedTuple):
     """One step of one rank.

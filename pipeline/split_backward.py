@@ -16,6 +16,8 @@ from torch.autograd import Function
 from torch.nn import Parameter
 from transformers.pytorch_utils import Conv1D
 
+from ..cluster.hooks import has_foreign_hooks
+
 # N rows of all other dimensions together, I input features, O output features
 
 
@@ -60,8 +62,8 @@ class WeightGradients:
     def take(
         self, parameter: Parameter, x_NI: Tensor, gradient_NO: Tensor, is_transposed: bool
     ) -> Tensor | None:
-        """A weight's gradient, or None where it is held back."""
-        if self._holding is None:
+        """A weight's gradient, or None where it is held back. One that somebody has hooks for never is."""
+        if self._holding is None or has_foreign_hooks(parameter):
             return _weight_gradient(x_NI, gradient_NO, is_transposed)
         self._holding.append(_Held(parameter, x_NI, gradient_NO, is_transposed))
         return None

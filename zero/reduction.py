@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..cluster.hooks import own
 from .bucket import Bucket, Slot
 from .launch_order import LaunchOrder
 from .parameter import ManagedParameter
@@ -175,7 +176,7 @@ def _before(method: WeakMethod[Callable[[Bucket], None]], bucket: ref[Bucket]) -
         if bound is not None and found is not None:
             bound(found)
 
-    return call
+    return own(call)
 
 
 def _after(
@@ -189,4 +190,4 @@ def _after(
             bound_collect()
             bound_note(parameter)
 
-    return call
+    return own(call)
