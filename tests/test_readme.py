@@ -13,10 +13,17 @@ import pytest
 from safetensors.torch import load_file
 
 from echelon import HybridParallelPlugin
+from echelon.pipeline.action import SENDS
+from echelon.pipeline.communicate import with_communication
+from echelon.pipeline.schedules import SCHEDULES, build_schedule, style_faults
+from echelon.pipeline.simulate import Costs, simulate
+
+from .pipeline.small_schedules import written
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 COMING = ROOT / "docs" / "coming-from-colossalai.md"
+PIPELINE = ROOT / "docs" / "pipeline.md"
 TIMEOUT_SECONDS = 300.0
 
 
@@ -82,6 +89,59 @@ def test_the_script_moved_from_colossalai_runs(tmp_path: Path) -> None:
     assert all(map(isfinite, found))
 
 
+def test_the_schedule_of_the_pipelines_guide_trains_alike_on_one_process_and_on_two(tmp_path: Path) -> None:
+    (script,) = code_blocks(PIPELINE, "python")
+    alone = losses(run_script(script, tmp_path, num_processes=None))
+    assert len(alone) == 5
+    assert alone[-1] < alone[0]
+    assert losses(run_script(script, tmp_path, num_processes=2)) == alone
+
+
+def test_what_the_pipelines_guide_says_of_a_schedule_of_ones_own_is_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (script,) = code_blocks(PIPELINE, "python")
+    names: dict[str, object] = {"Path": Path}
+    exec(script.split("launch_from_torch(seed=0)")[0], names)
+    (drawing,) = (block for block in code_blocks(PIPELINE, "py") if "simulate(" in block)
+    monkeypatch.chdir(tmp_path)
+    exec(drawing, names)
+    assert capsys.readouterr().out.strip() == re.findall(r"# (.*)$", drawing, flags=re.M)[0]
+    assert (tmp_path / "pairs.svg").stat().st_size > 0
+
+
+def test_the_pipelines_guide_quotes_what_is_said_of_bad_schedules() -> None:
+    rows = re.findall(r"^\| `(\d\S* .*)` and `(.*)` \| (.*) \|$", PIPELINE.read_text(), flags=re.M)
+    assert len(rows) == 4
+    for *ranks, told in rows:
+        assert style_faults(written(*ranks), 1, 2) == [told]
+
+
+def test_the_figures_of_the_pipelines_guide_are_those_of_the_simulation() -> None:
+    pattern = r"^\| `(\w+)` \| (\d) \| ([\d.]+) % \| ([\d., ]+) \| (\d+) \|$"
+    rows = re.findall(pattern, PIPELINE.read_text(), flags=re.M)
+    assert [style for style, *_ in rows] == list(SCHEDULES)
+    for style, chunks, bubble, peaks, transfers in rows:
+        schedule = with_communication(build_schedule(style, 4, 8, int(chunks)))
+        timeline = simulate(schedule, Costs())
+        assert {len({action.stage for action in actions}) for actions in schedule} == {int(chunks)}
+        assert float(bubble) == pytest.approx(100 * timeline.bubble, abs=0.051)
+        assert [float(peak) for peak in peaks.split(", ")] == timeline.peak_shares
+        assert int(transfers) == sum(action.op in SENDS for actions in schedule for action in actions)
+
+
+def test_every_schedule_is_drawn_in_the_pipelines_guide_by_the_command_that_it_says() -> None:
+    text = PIPELINE.read_text()
+    commands = re.findall(r"^    (echelon timeline .* --out docs/(images/\S+))$", text, flags=re.M)
+    assert sorted(image for _, image in commands) == sorted(set(re.findall(r"\]\((images/[^)]+)\)", text)))
+    drawn = [words[words.index("--schedule") + 1] for words in (command.split() for command, _ in commands)]
+    assert set(drawn) == set(SCHEDULES)
+    for command, image in commands:
+        picture = (PIPELINE.parent / image).read_text()
+        style = command.split("--schedule ")[1].split()[0]
+        assert f"{style}, {command.split('--pp ')[1].split()[0]} ranks" in picture
+
+
 def test_every_argument_of_the_plugin_is_listed_where_it_belongs() -> None:
     text = COMING.read_text()
     work, refused, unknown = (names_after(text, label) for label in ("Work", "Taken", "Not taken"))
@@ -91,7 +151,9 @@ def test_every_argument_of_the_plugin_is_listed_where_it_belongs() -> None:
     assert unknown & taken == set()
 
 
-@pytest.mark.parametrize("path", [README, COMING, ROOT / "docs" / "design.md"], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [README, COMING, PIPELINE, ROOT / "docs" / "design.md"], ids=lambda path: path.stem
+)
 def test_what_a_document_points_to_exists(path: Path) -> None:
     text = path.read_text()
     targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text)
