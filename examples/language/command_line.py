@@ -15,7 +15,13 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 import torch.distributed as dist
 
-from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from echelon import (
+    Booster,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    PipelineGradientCheckpointConfig,
+    TorchDDPPlugin,
+)
 
 PLUGINS = {
     "torch_ddp": TorchDDPPlugin,
@@ -82,7 +88,10 @@ def kind_of(parameter: Parameter) -> type | None:
     """bool, int, float, str, or list for a list of whole numbers; None for what no word can say."""
     hint = parameter.annotation
     if get_origin(hint) in (Union, UnionType):
-        (hint,) = set(get_args(hint)) - {NoneType}
+        choices = set(get_args(hint)) - {NoneType}
+        hint = (
+            str if str in choices else choices.pop() if len(choices) == 1 else None
+        )  # a word, where one will do
     if get_origin(hint) is Literal:
         return str
     if get_origin(hint) is not None and get_args(hint) == (int,):
@@ -142,6 +151,10 @@ def make_booster(arguments: argparse.Namespace, world_size: int) -> Booster:
         named = {LOW_LEVEL_ZERO_NAMES.get(name, name): value for name, value in options.items()}
         return Booster(plugin=LowLevelZeroPlugin(**named))
     tp_size, pp_size = default_sizes(world_size, arguments.tp_size, arguments.pp_size)
+    if ratio := getattr(arguments, "gradient_checkpoint_ratio", 0):
+        options["gradient_checkpoint_config"] = PipelineGradientCheckpointConfig(
+            gradient_checkpointing_ratio=ratio
+        )
     return Booster(plugin=HybridParallelPlugin(**{**options, "tp_size": tp_size, "pp_size": pp_size}))
 
 

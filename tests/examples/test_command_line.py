@@ -33,9 +33,12 @@ def test_sizes_default_to_what_the_number_of_processes_allows(
     assert command_line.default_sizes(4, None, 0) == (2, 0)
 
 
-def test_every_option_of_the_plugin_is_a_flag_but_the_policy() -> None:
+def test_every_option_of_the_plugin_is_a_flag_but_objects() -> None:
     options = set(inspect.signature(HybridParallelPlugin).parameters)
-    assert options - command_line.plugin_parameters().keys() == {"custom_policy"}
+    assert options - command_line.plugin_parameters().keys() == {
+        "custom_policy",
+        "gradient_checkpoint_config",
+    }
 
 
 def test_flags_read_what_the_plugin_takes() -> None:

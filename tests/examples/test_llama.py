@@ -179,14 +179,14 @@ def test_every_type_is_built_in_the_size_that_is_asked_for(model_type: str) -> N
     assert torch.equal(first, second)  # without dropout
     assert first.item() == pytest.approx(math.log(300), abs=0.5)
     assert model.get_input_embeddings().weight.shape == (300, 128)
-    assert models.split_faults(config, tp_size=2, pp_size=2) == []
+    assert models.split_faults(config, tp_size=2, num_stages=2) == []
 
 
 def test_a_model_that_cannot_be_split_is_refused_without_its_weights() -> None:
     config = models.sized_config("llama", "7b", vocabulary=300, sequence_length=16)
-    heads, *_, layers = models.split_faults(config, tp_size=3, pp_size=33)
+    heads, *_, layers = models.split_faults(config, tp_size=3, num_stages=33)
     assert "num_attention_heads=32 is not divisible by tp_size=3" in heads
-    assert "32 layers and pp_size=33 stages" in layers
+    assert "32 layers and the pipeline 33 stages" in layers
 
 
 def test_encoders_are_no_causal_types() -> None:
@@ -216,15 +216,6 @@ def test_the_learning_rate_rises_then_falls_to_its_fraction() -> None:
     assert rates[4:] == sorted(rates[4:], reverse=True)
     assert rates[12] == pytest.approx(1.1)  # half way
     assert rates[20] == pytest.approx(0.2)
-
-
-@pytest.mark.parametrize(("ratio", "expected"), [(0.5, [1, 3]), (1.0, [0, 1, 2, 3]), (0.25, [3])])
-def test_recomputed_layers_are_spread_evenly(ratio: float, expected: list[int]) -> None:
-    config = models.sized_config("llama", "tiny", vocabulary=300, sequence_length=16)
-    model = models.make_model(config, end_of_text=0, seed=0)
-    models.checkpoint_layers(model, ratio)
-    layers = model.model.layers
-    assert [index for index, layer in enumerate(layers) if layer.gradient_checkpointing] == expected
 
 
 def test_numbers_that_json_cannot_say_become_null(tmp_path: Path) -> None:
@@ -257,7 +248,7 @@ def test_all_bad_arguments_are_told_at_once(tmp_path: Path) -> None:
         "there is no folder",
         "must end in one of .png",
         "precision='fp8'",
-        "pp_style='sideways'",
+        "there is no schedule 'sideways'",
         "--warmup_fraction 2.0 must be from 0 to 1",
     ):
         assert told.count(fault) == 1, fault

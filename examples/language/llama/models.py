@@ -2,15 +2,12 @@
 
 import json
 import math
-from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -96,7 +93,7 @@ def config_faults(config: PretrainedConfig, *, sequence_length: int, vocabulary:
     return faults
 
 
-def split_faults(config: PretrainedConfig, *, tp_size: int, pp_size: int) -> list[str]:
+def split_faults(config: PretrainedConfig, *, tp_size: int, num_stages: int) -> list[str]:
     """Why a model of this config cannot be built or split so; known without its weights."""
     try:
         with torch.device("meta"):
@@ -105,7 +102,7 @@ def split_faults(config: PretrainedConfig, *, tp_size: int, pp_size: int) -> lis
         return [f"transformers cannot build a model of this config: {error}"]
     policy = policy_for(model)
     policy.set_model(model)
-    return policy.faults(tp_size=tp_size, pp_size=pp_size)
+    return policy.faults(tp_size=tp_size, num_stages=num_stages)
 
 
 def make_model(config: PretrainedConfig, *, end_of_text: int, seed: int) -> nn.Module:
@@ -114,17 +111,6 @@ def make_model(config: PretrainedConfig, *, end_of_text: int, seed: int) -> nn.M
     config.pad_token_id = None  # there is no padding, and its row of the embedding would not be trained
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-
-
-def checkpoint_layers(model: Any, ratio: float) -> None:
-    """Let this share of the layers, evenly spread, recompute their activations in backward."""
-    # Under its name since transformers 5.23, or an older one's.
-    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
-    model.disable_input_require_grads()  # a hook on the embedding, which only frozen embeddings need
-    share = Fraction(ratio).limit_denominator(1000)
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for index, layer in enumerate(layers):
-        layer.gradient_checkpointing = math.floor((index + 1) * share) > math.floor(index * share)
 
 
 def make_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.Optimizer:

@@ -32,7 +32,15 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
-from echelon import Booster, DistCoordinator, TorchDDPPlugin, launch_from_torch
+from echelon import (
+    Booster,
+    DistCoordinator,
+    HybridParallelPlugin,
+    PipelineGradientCheckpointConfig,
+    TorchDDPPlugin,
+    launch_from_torch,
+)
+from echelon.shardformer.checkpoint_config import checkpoint_layers, recomputable_layers
 
 sys.path.append(str(Path(__file__).parents[1]))  # what the examples of this folder share
 from command_line import (
@@ -168,7 +176,9 @@ def plan_or_none(arguments: argparse.Namespace, world_size: int) -> Plan | None:
         faults += batch_faults(arguments, booster, ["batch_size", "eval_batch_size"])
         if config is not None:
             plugin = booster.plugin
-            faults += models.split_faults(config, tp_size=plugin.tp_size, pp_size=plugin.pp_size)
+            is_cut = isinstance(plugin, HybridParallelPlugin)
+            num_stages = plugin.stage_manager.num_stages if is_cut else 1
+            faults += models.split_faults(config, tp_size=plugin.tp_size, num_stages=num_stages)
     if tell_faults(faults, program=PROGRAM) or booster is None or config is None:
         return None
     recipe = texts.Recipe(files=files, vocabulary=vocabulary, sequence_length=arguments.sequence_length)
@@ -335,8 +345,13 @@ def run(arguments: argparse.Namespace, coordinator: DistCoordinator) -> int:
             f"unigram entropy {facts.unigram_entropy:.4f}; "
             f"{plan.config.model_type} of {sum(map(torch.numel, model.parameters())) / 1e6:.1f}M parameters"
         )
-        if arguments.gradient_checkpoint_ratio:
-            models.checkpoint_layers(model, arguments.gradient_checkpoint_ratio)
+        if (
+            arguments.gradient_checkpoint_ratio and arguments.plugin != "hybrid_parallel"
+        ):  # which does it itself
+            config = PipelineGradientCheckpointConfig(
+                gradient_checkpointing_ratio=arguments.gradient_checkpoint_ratio
+            )
+            checkpoint_layers({0: recomputable_layers(model)}, config)
         optimizer = models.make_optimizer(model, lr=arguments.lr, weight_decay=arguments.weight_decay)
         scheduler = models.make_scheduler(
             optimizer,
