@@ -13,8 +13,8 @@ inside NCCL, or in gloo for a process that has failed and lives on. So the threa
 this rank waits, and once a failure has been certain for `STUCK_SECONDS` in the same call it ends the process.
 
 [Note: launchers] torchrun sends SIGTERM to all others as soon as one process has ended, which would end them
-before they could say why. So a process that failed lingers until the others have read its news, and one that
-is asking for news is not ended before it has them.
+before they could say why, and their own end would look like the cause to others. So a process that failed
+lingers until the others have read its news, and one that waits for another is ended only after its call.
 """
 
 import atexit
@@ -116,18 +116,17 @@ class _Watch:
         """What is behind a broken connection or a timeout; waits for the news. None if no one knows."""
         start = time.monotonic()
         self._told = True
-        with _termination_deferred():
-            while True:
-                self._read()
-                cause = self._cause()
-                if _is_certain(cause) or self._store_is_lost:
-                    break
-                # A silence may end, and a rank may leave in consequence: better news may be on its way.
-                patience = NEWS_SECONDS if cause is None and not _is_timeout(error) else BRIEF_SECONDS
-                if time.monotonic() - start > patience:
-                    break
-                time.sleep(INTERVAL_SECONDS / 5)
-            return self._failure(action) or self._unexplained(error, action)
+        while True:
+            self._read()
+            cause = self._cause()
+            if _is_certain(cause) or self._store_is_lost:
+                break
+            # A silence may end, and a rank may leave in consequence: better news may be on its way.
+            patience = NEWS_SECONDS if cause is None and not _is_timeout(error) else BRIEF_SECONDS
+            if time.monotonic() - start > patience:
+                break
+            time.sleep(INTERVAL_SECONDS / 5)
+        return self._failure(action, str(error)) or self._unexplained(error, action)
 
     def end(self) -> None:
         """Stop the thread, after telling the others that this rank leaves, or with what error it ends."""
@@ -223,9 +222,11 @@ class _Watch:
         ]
         return min(candidates, key=lambda event: (not _is_certain(event), event.kind == "left"), default=None)
 
-    def _failure(self, action: str) -> RankFailure | None:
+    def _failure(self, action: str, detail: str = "") -> RankFailure | None:
         cause = self._cause()
         here = f"this rank ({self.rank}) was waiting for it in {action}"
+        if detail.startswith("lost rank"):  # the pipeline's own words: which stage, which microbatch
+            here += f" ({detail.partition(': ')[0]})"
         if cause is not None:
             return RankFailure(f"{cause}; {here}", cause.rank)
         if self._store_is_lost:
@@ -295,18 +296,19 @@ def naming_failures(action: str) -> Iterator[None]:
     if watch is None or not watch.enter(action):
         yield
         return
-    try:
-        yield
-    except StopIteration:  # the data ended, which is no failure; who needs more of it compares beforehand
-        raise
-    except BaseException as error:
-        failure = watch.explain(error, action) if _is_broken(error) or _is_timeout(error) else None
-        watch.fail(failure or error)
-        if failure is None:
+    with _termination_deferred():
+        try:
+            yield
+        except StopIteration:  # the data ended, which is no failure; who needs more of it compares beforehand
             raise
-        raise failure from error
-    finally:
-        watch.leave()
+        except BaseException as error:
+            failure = watch.explain(error, action) if _is_broken(error) or _is_timeout(error) else None
+            watch.fail(failure or error)
+            if failure is None:
+                raise
+            raise failure from error
+        finally:
+            watch.leave()
 
 
 def _default_store() -> dist.Store | None:
@@ -319,16 +321,19 @@ def _default_store() -> dist.Store | None:
 
 @contextmanager
 def _termination_deferred() -> Iterator[None]:
-    """Do not end by SIGTERM in the block. See [Note: launchers]; a handler of the user's own stays as it is."""
+    """Do not end by SIGTERM before the block does. See [Note: launchers]; a user's own handler stays as it is."""
     is_ours = threading.current_thread() is threading.main_thread()
     if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    came: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if came and sys.exc_info()[0] is None:  # an error that passes ends the process, and says more
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _is_certain(cause: Event | None) -> bool:

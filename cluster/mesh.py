@@ -2,9 +2,11 @@
 
 import itertools
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from math import prod
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .faults import start_watch
@@ -42,6 +44,13 @@ def divisors(number: int) -> list[int]:
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 
+def default_timeout() -> timedelta:
+    """That of the default group; torch gives other groups its own default instead. Private to torch."""
+    backend = distributed_c10d._get_default_group()._get_backend(default_device())
+    timeout: timedelta = backend.options._timeout
+    return timeout
+
+
 class ParallelMesh:
     """All ranks of the default group arranged as pp × dp × sp × tp, tp innermost.
 
@@ -64,6 +73,8 @@ class ParallelMesh:
         self.device = default_device()
         shape = (pp, world_size // (pp * sp * tp), sp, tp)
         self._mesh: DeviceMesh = init_device_mesh(self.device.type, shape, mesh_dim_names=AXES)
+        for axis in AXES:
+            distributed_c10d._set_pg_timeout(default_timeout(), self.group(axis))
         self._groups: dict[tuple, dist.ProcessGroup | None] = {}
         self._pipeline_groups: list[dist.ProcessGroup] = []
 
@@ -135,9 +146,10 @@ class ParallelMesh:
         dim = AXES.index(axis)
         lines = self._mesh.mesh.movedim(dim, -1).reshape(-1, self.size(axis))
         mine = None
+        timeout = default_timeout()
         for line, part in itertools.product(lines.tolist(), parts):
             ranks = [line[coordinate] for coordinate in part]
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, timeout=timeout)
             if self.global_rank in ranks:
                 mine = group
         return mine

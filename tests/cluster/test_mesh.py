@@ -1,6 +1,7 @@
 """The mesh: coordinates, groups and what is said about sizes that do not fit."""
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from echelon.cluster.mesh import AXES, ParallelMesh, divisors, mesh_faults
@@ -39,6 +40,18 @@ def halves_of_each_line() -> list[int]:
 
 def build_too_large() -> None:
     ParallelMesh(pp=2, tp=3)
+
+
+def timeouts() -> set[float]:
+    mesh = ParallelMesh(pp=2, tp=2)
+    groups = [*mesh.pipeline_groups(2), mesh.group("tp"), mesh.group("pp"), mesh.subgroup("pp", [(0, 1)])]
+    backends = [group._get_backend(torch.device("cpu")) for group in groups if group is not None]
+    assert len(backends) == 5
+    return {backend.options._timeout.total_seconds() for backend in backends}
+
+
+def test_groups_wait_as_long_as_the_default_group(pool: Pool) -> None:
+    assert pool.run(4, timeouts, timeout=77.0) == [{77.0}] * 4
 
 
 def pipeline_groups() -> tuple[list[int], bool]:
