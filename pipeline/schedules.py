@@ -142,7 +142,10 @@ def build_schedule(
     if isinstance(style, str):
         _refuse(_name_faults(style, num_chunks))
         return SCHEDULES[style].build(num_ranks, num_microbatches, num_chunks)
-    schedule = style(num_ranks, num_microbatches) if callable(style) else style
+    try:
+        schedule = _sample(style, num_ranks, num_microbatches)
+    except Exception as error:
+        raise ValueError(_failing(num_ranks, num_microbatches, error)) from error
     _refuse(own_schedule_faults(schedule, num_ranks, num_microbatches, num_chunks))
     if usual_placement is not None and placement(schedule) != tuple(usual_placement):
         raise ValueError(
@@ -192,13 +195,17 @@ def style_faults(
     try:
         schedule = _sample(style, num_ranks, num_microbatches)
     except Exception as error:  # whatever a user's function raises is told as a fault of it
-        return [
-            f"the schedule's function fails for {num_ranks} ranks and {num_microbatches or 2 * num_ranks} "
-            f"microbatches: {type(error).__name__}: {error}"
-        ]
+        return [_failing(num_ranks, num_microbatches or 2 * num_ranks, error)]
     if callable(style):
         num_microbatches = num_microbatches or 2 * num_ranks
     return own_schedule_faults(schedule, num_ranks, num_microbatches, num_chunks)
+
+
+def _failing(num_ranks: int, num_microbatches: int, error: Exception) -> str:
+    return (
+        f"the schedule's function fails for {num_ranks} ranks and {num_microbatches} microbatches: "
+        f"{type(error).__name__}: {error}"
+    )
 
 
 def _sample(style: UserSchedule, num_ranks: int, num_microbatches: int | None) -> Schedule:

@@ -238,6 +238,8 @@ def test_a_function_that_fails_or_ignores_its_numbers_is_told() -> None:
     assert "TypeError" in style_faults(lambda p: OWN, 1, 2)[0]  # type: ignore[arg-type, misc]
     assert "2 ranks and 3 microbatches" in style_faults(only_pairs, 1, 2, 3)[0]
     assert style_faults(lambda p, m: OWN, 1, 2, 2) == []
+    with pytest.raises(ValueError, match="fails for 2 ranks and 5 microbatches: ZeroDivisionError"):
+        build_schedule(lambda p, m: OWN if m == 2 else 1 // 0, 2, 5, 1)
     assert "the schedule is for 2 microbatches, and a step has 4" in style_faults(lambda p, m: OWN, 1, 2)[0]
 
 
