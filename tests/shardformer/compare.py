@@ -175,9 +175,14 @@ def pieces(tensor: Tensor) -> list[Tensor]:
 
 
 def require_equal_on_ranks(tensor: Tensor, what: str) -> None:
-    """Bitwise."""
+    """To the last bits: MKL's products of equal operands may differ in them where these lie at other addresses.
+
+    Seen once in some twenty runs of the dropout tests, on a loaded machine.
+    """
+    allowed = 1e-6 * tensor.abs().max()
     for rank, piece in enumerate(pieces(tensor)):
-        assert torch.equal(piece, tensor), f"{what} of rank {rank} is not that of rank {dist.get_rank()}"
+        told = f"{what} of rank {rank} is not that of rank {dist.get_rank()}"
+        assert bool(((piece - tensor).abs() <= allowed).all()), told
 
 
 def whole_of(parameter: Parameter, *, gradient: bool, name: str = "") -> Tensor:
