@@ -45,7 +45,7 @@ class ModelSharder:
         if manager is None or plan is None:
             return {0: recomputable_layers(self.model)}
         layers = [self.model.get_submodule(path) for path in plan.layer_paths(self.model)]
-        bounds = manager.bounds(len(layers))
+        bounds = self.policy.stage_bounds()
         return {stage: layers[start:stop] for stage, (start, stop) in enumerate(itertools.pairwise(bounds))}
 
     def shard(self) -> list[dict[int, Tensor]]:

@@ -17,6 +17,7 @@ from echelon.pipeline.stage_manager import PipelineStageManager
 from echelon.pipeline.stand_in import StandIn
 from echelon.plugins.names import ParameterNames, managed_parameters
 from echelon.shardformer import (
+    ModelSharder,
     ModulePolicyDescription,
     ShardConfig,
     ShardFormer,
@@ -308,3 +309,18 @@ def test_what_no_stage_of_a_rank_holds_has_no_memory() -> None:
     assert parameters
     assert all(parameter.is_meta or id(parameter) in held for parameter in parameters)
     assert not any(parameter.is_meta for parameter in part.parameters())
+
+
+@pytest.mark.parametrize("num_layers, num_stages", [(7, 2), (7, 4), (8, 4)])
+def test_the_layers_of_a_stage_are_those_that_the_cut_leaves_it(num_layers: int, num_stages: int) -> None:
+    """Also where they do not divide and are dealt out by size: recomputation goes by them."""
+    counts = {}
+    for rank in range(num_stages):
+        model = build("LlamaForCausalLM", num_hidden_layers=num_layers, vocab_size=400)
+        manager = PipelineStageManager(RankAlone(rank, num_stages))  # type: ignore[arg-type]
+        sharder = ModelSharder(model, policy_for(model), ShardConfig(pipeline_stage_manager=manager))
+        before = sharder.layers_by_stage()
+        sharder.shard()
+        assert held_stages(sharder.model)[rank].layers == before[rank]
+        counts[rank] = len(before[rank])
+    assert sum(counts.values()) == num_layers
