@@ -5,7 +5,7 @@ which stage is read off it. Who writes such lists is schedules.py, who adds the 
 communicate.py, who runs them is runner.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -121,6 +121,18 @@ def inputs(computation: Action, num_stages: int) -> list[Action]:
     if computation.op is not Op.FORWARD:
         needed.append(computation._replace(op=Op.FORWARD))
     return needed
+
+
+def send_of(computation: Action, holders: Mapping[int, int]) -> Action | None:
+    """The send of a computation's result; None where no rank needs it, or only the one that has it.
+
+    Args:
+        holders: the rank that holds each stage.
+    """
+    travel = TRAVELS.get(computation.op)
+    if travel is None or holders.get(computation.stage + travel.step) in (None, holders[computation.stage]):
+        return None
+    return computation._replace(op=travel.send)
 
 
 def counterpart(action: Action) -> Action:

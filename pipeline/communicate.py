@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from .action import TRAVELS, Action, Op, Schedule, counterpart, inputs, placement, result
+from .action import TRAVELS, Action, Op, Schedule, counterpart, inputs, placement, result, send_of
 
 
 def with_communication(compute: Schedule, *, ahead: bool = True) -> Schedule:
@@ -49,7 +49,7 @@ class _Layout:
     def __init__(self, compute: Schedule, *, ahead: bool) -> None:
         self._compute = compute
         self._ahead = ahead
-        self._holders = placement(compute)
+        self._holders = dict(enumerate(placement(compute)))
         self._position = [0] * len(compute)
         self._done: set[Action] = set()  # results
         self._awaited: dict[int, Action] = {}  # by rank, the receive that its last send waits for
@@ -103,13 +103,8 @@ class _Layout:
 
     def _receive_of(self, action: Action) -> Action | None:
         """Where the result of a computation arrives, if another rank needs it."""
-        if action.op not in TRAVELS:
-            return None
-        travel = TRAVELS[action.op]
-        target = action.stage + travel.step
-        if not 0 <= target < len(self._holders) or self._holders[target] == self._holders[action.stage]:
-            return None
-        return Action(travel.receive, target, action.microbatch)
+        send = send_of(action, self._holders)
+        return None if send is None else counterpart(send)
 
     def _receives_in_order_of_sends(self) -> dict[Action, dict[Action, None]]:
         ordered: dict[tuple[int, int, Op], dict[Action, None]] = {}

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..cluster.mesh import ParallelMesh
-from .action import TRAVELS, Action, Op, counterpart
+from .action import Action, Op, counterpart, send_of
 from .tensor_spec import TensorSpec, checksum, packed, spec_of, told, unpacked
 
 _DOING = {
@@ -329,9 +329,8 @@ class Transport:
 
 def _routes(placement: Sequence[int]) -> list[tuple[Op, int, int, int]]:
     """All that travels between ranks, in one order on all: the send, its stage, and from which rank to which."""
+    holders = dict(enumerate(placement))
+    sends = [send_of(Action(op, stage, 0), holders) for op in (Op.FORWARD, Op.BACKWARD) for stage in holders]
     return [
-        (travel.send, stage, rank, placement[stage + travel.step])
-        for travel in (TRAVELS[Op.FORWARD], TRAVELS[Op.BACKWARD])
-        for stage, rank in enumerate(placement)
-        if 0 <= stage + travel.step < len(placement) and placement[stage + travel.step] != rank
+        (send.op, send.stage, holders[send.stage], holders[counterpart(send).stage]) for send in sends if send
     ]

@@ -14,6 +14,7 @@ from .action import (
     Schedule,
     counterpart,
     placement_faults,
+    send_of,
 )
 
 _WHOLE, _PARTS = Op.BACKWARD, (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
@@ -118,12 +119,11 @@ def _complete(ops: Sequence[Op], usual: Sequence[Op]) -> Sequence[Op]:
 
 
 def _transfers(action: Action, holders: _Holders) -> list[tuple[int, Action]]:
-    if action.op not in TRAVELS:
+    send = send_of(action, holders)
+    if send is None:
         return []
-    send = action._replace(op=TRAVELS[action.op].send)
     receive = counterpart(send)
-    rank, peer = holders[send.stage], holders.get(receive.stage, holders[send.stage])
-    return [(rank, send), (peer, receive)] if peer != rank else []
+    return [(holders[send.stage], send), (holders[receive.stage], receive)]
 
 
 def _mixed_faults(schedule: Schedule) -> Iterator[str]:
