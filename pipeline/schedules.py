@@ -143,7 +143,7 @@ def build_schedule(
         _refuse(_name_faults(style, num_chunks))
         return SCHEDULES[style].build(num_ranks, num_microbatches, num_chunks)
     try:
-        schedule = _sample(style, num_ranks, num_microbatches)
+        schedule = _sample(style, num_ranks, num_chunks, num_microbatches)
     except Exception as error:
         raise ValueError(_failing(num_ranks, num_microbatches, error)) from error
     _refuse(own_schedule_faults(schedule, num_ranks, num_microbatches, num_chunks))
@@ -168,17 +168,12 @@ def stage_placement(
         ValueError: the style is not one of `SCHEDULES` or does not take the number of chunks; a stage of the
             user's own schedule is held by no rank, or by two.
     """
-    if isinstance(style, str):
-        return placement(build_schedule(style, num_ranks, 1, num_chunks))
-    return placement(_sample(style, num_ranks, num_microbatches))
+    return placement(_sample(style, num_ranks, num_chunks, num_microbatches))
 
 
 def splits_backward(style: str | UserSchedule, num_ranks: int, num_microbatches: int | None = None) -> bool:
     """Whether weight gradients are computed apart, in a schedule that has no `style_faults`."""
-    if isinstance(style, str):
-        schedule = build_schedule(style, num_ranks, 1, 1)
-    else:
-        schedule = _sample(style, num_ranks, num_microbatches)
+    schedule = _sample(style, num_ranks, 1, num_microbatches)
     return any(action.op is Op.BACKWARD_WEIGHT for actions in schedule for action in actions)
 
 
@@ -193,7 +188,7 @@ def style_faults(
     if isinstance(style, str):
         return _name_faults(style, num_chunks)
     try:
-        schedule = _sample(style, num_ranks, num_microbatches)
+        schedule = _sample(style, num_ranks, num_chunks, num_microbatches)
     except Exception as error:  # whatever a user's function raises is told as a fault of it
         return [_failing(num_ranks, num_microbatches or 2 * num_ranks, error)]
     if callable(style):
@@ -208,8 +203,12 @@ def _failing(num_ranks: int, num_microbatches: int, error: Exception) -> str:
     )
 
 
-def _sample(style: UserSchedule, num_ranks: int, num_microbatches: int | None) -> Schedule:
-    """A schedule for some number of microbatches, of which 2p suits what functions may ask of it."""
+def _sample(
+    style: str | UserSchedule, num_ranks: int, num_chunks: int, num_microbatches: int | None
+) -> Schedule:
+    """A schedule for some number of microbatches, of which 2p suits what a user's function may ask of it."""
+    if isinstance(style, str):
+        return build_schedule(style, num_ranks, 1, num_chunks)
     return style(num_ranks, num_microbatches or 2 * num_ranks) if callable(style) else style
 
 
