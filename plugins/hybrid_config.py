@@ -44,15 +44,13 @@ class PipelineConfig:
     def faults(self, pp_size: int) -> list[str]:
         """All that is wrong with it, each with what would work."""
         found = self._number_faults(pp_size)
+        num_stages = None  # not known where the schedule is not
+        if not found:
+            style = style_faults(self.style, self.num_model_chunks, pp_size, self.num_microbatches)
+            found = [f"pp_style: {fault}" for fault in style]
+            num_stages = None if style else len(self.placement(pp_size))
         if not isinstance(self.overlap_p2p, bool):
             found.append(f"overlap_p2p={self.overlap_p2p!r} must be True or False")
-        numbers_are_sound = not found
-        style_is_sound = numbers_are_sound and not (
-            told := style_faults(self.style, self.num_model_chunks, pp_size, self.num_microbatches)
-        )
-        if numbers_are_sound and not style_is_sound:
-            found += [f"pp_style: {fault}" for fault in told]
-        num_stages = len(self.placement(pp_size)) if style_is_sound else None
         return found + self._layer_faults(num_stages) + self._checkpoint_faults(num_stages)
 
     def _number_faults(self, pp_size: int) -> list[str]:
