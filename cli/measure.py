@@ -6,7 +6,8 @@ from statistics import mean
 from ..booster.booster import Booster
 from ..pipeline.action import Op
 from ..pipeline.simulate import Costs, Span
-from ..plugins.hybrid_parallel import HybridParallelModule, HybridParallelPlugin
+from ..plugins.hybrid_module import HybridParallelModule
+from ..plugins.hybrid_parallel import HybridParallelPlugin
 from ..verify.models import ModelChoice, loss_of, make_batch
 from ..verify.parity import make_optimizer
 from .local import run_on_processes

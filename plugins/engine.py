@@ -41,7 +41,7 @@ class PipelineEngine:
         weight_gradients: where the stages' layers hold back weight gradients, if the schedule asks for it.
 
     Attributes:
-        trace: a list makes every training step append what this rank computed when; None measures nothing.
+        trace: a list makes every batch append what this rank computed when; None measures nothing.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class PipelineEngine:
             last_backward=None if optimizer is None else self._reducing(optimizer),
             trace=trace,
         )
-        if self.trace is not None and trace is not None:
+        if trace is not None and self.trace is not None:
             self.trace += trace.spans()
         loss = self._common_loss(result, judge, optimizer) if wants_loss else None
         outputs = None if result.outputs is None else merge([_whole(output) for output in result.outputs])

@@ -11,7 +11,8 @@ from ..booster.booster import Booster
 from ..checkpoint.gather import gather_whole
 from ..cluster.placement import placement_of
 from ..pipeline.microbatch import split
-from ..plugins.hybrid_parallel import HybridParallelModule, HybridParallelPlugin
+from ..plugins.hybrid_module import HybridParallelModule
+from ..plugins.hybrid_parallel import HybridParallelPlugin
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.precision import DTYPES
 from . import reference

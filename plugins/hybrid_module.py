@@ -1,0 +1,64 @@
+"""A model as HybridParallelPlugin split it. Splitting it is hybrid_parallel.py, running it engine.py."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ..pipeline.cut import held_stages
+from ..pipeline.split_backward import hold_weight_gradients
+from ..zero.optimizer import ShardedOptimizer
+from .engine import PipelineEngine
+from .names import ParameterNames
+
+if TYPE_CHECKING:
+    from .hybrid_parallel import HybridParallelPlugin
+
+
+class HybridParallelModule(nn.Module):
+    """A model as the plugin split it; `unwrap()` is the transformers model itself.
+
+    Calling it runs the forward at pp_size=1, and under a pipeline says what to call instead.
+    """
+
+    def __init__(self, module: nn.Module, names: ParameterNames, plugin: "HybridParallelPlugin") -> None:
+        super().__init__()
+        self.module = module
+        self.plugin = plugin
+        self.optimizer: ShardedOptimizer | None = None
+        self.names = names
+        self.held = names.held(module)
+        splits_backward = plugin.config.pipeline.splits_backward(plugin.pp_size)
+        self.engine = PipelineEngine(
+            held_stages(module),
+            plugin.mesh,
+            plugin.config,
+            placement=plugin.stage_manager.placement,
+            weight_gradients=hold_weight_gradients(module) if splits_backward else None,
+        )
+
+    def unwrap(self) -> nn.Module:
+        """The model without the wrapper."""
+        return self.module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs, at pp_size=1; tensors are brought to the model's device and precision first.
+
+        Raises:
+            RuntimeError: under a pipeline.
+        """
+        self.plugin._refuse_pipeline("model(**batch)")
+        args, kwargs = self.engine.to_compute(args), self.engine.to_compute(kwargs)
+        return self.module(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HybridParallelModule":
+        raise TypeError("a boosted model holds process groups and cannot be copied: copy model.unwrap()")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """This rank's parameters and persistent buffers by their names in the whole model; a tied one once."""
+        parameters = set(self.held.values())
+        buffers = {
+            name: tensor
+            for name, tensor in self.module.state_dict(keep_vars=True).items()
+            if tensor not in parameters
+        }
+        return {**self.held, **buffers}
