@@ -345,9 +345,8 @@ def run(arguments: argparse.Namespace, coordinator: DistCoordinator) -> int:
             f"unigram entropy {facts.unigram_entropy:.4f}; "
             f"{plan.config.model_type} of {sum(map(torch.numel, model.parameters())) / 1e6:.1f}M parameters"
         )
-        if (
-            arguments.gradient_checkpoint_ratio and arguments.plugin != "hybrid_parallel"
-        ):  # which does it itself
+        # The hybrid plugin does it itself, stage by stage.
+        if arguments.gradient_checkpoint_ratio and arguments.plugin != "hybrid_parallel":
             config = PipelineGradientCheckpointConfig(
                 gradient_checkpointing_ratio=arguments.gradient_checkpoint_ratio
             )
