@@ -63,7 +63,7 @@ def run_schedule(
     scale: Callable[[Tensor], Tensor],
     keep_outputs: bool = False,
     weight_gradients: WeightGradients | None = None,
-    last_backward: Callable[[int], AbstractContextManager] | None = None,
+    around_backward: Callable[[int, bool], AbstractContextManager] | None = None,
     trace: Trace | None = None,
 ) -> RunResult:
     """Do one rank's actions of a schedule, whose other ranks run at the same time.
@@ -82,7 +82,8 @@ def run_schedule(
         keep_outputs: keep the last stage's outputs.
         weight_gradients: where the stages' layers hold back weight gradients; None where they do not, and
             then input gradients bring the weight gradients with them.
-        last_backward: a context for the last action that gives gradients to a stage, by the stage.
+        around_backward: a context for every action that gives gradients to a stage, by the stage and whether it is
+            the last.
         trace: notes when what was computed.
 
     Raises:
@@ -99,7 +100,7 @@ def run_schedule(
         scale=scale,
         keep_outputs=keep_outputs,
         weight_gradients=weight_gradients,
-        last_backward=last_backward,
+        around_backward=around_backward,
         trace=trace,
     )
     if transport is not None:
@@ -133,7 +134,7 @@ class _Run:
         scale: Callable[[Tensor], Tensor],
         keep_outputs: bool,
         weight_gradients: WeightGradients | None,
-        last_backward: Callable[[int], AbstractContextManager] | None,
+        around_backward: Callable[[int, bool], AbstractContextManager] | None,
         trace: Trace | None,
     ) -> None:
         self._stages = stages
@@ -143,7 +144,7 @@ class _Run:
         self._scale = scale
         self._keep_outputs = keep_outputs
         self._weight_gradients = weight_gradients
-        self._last_backward = last_backward
+        self._around_backward = around_backward
         self._trace = trace
         self._trains = any(action.op in _GIVE_GRADIENTS for action in actions)
         self._check(actions)
@@ -166,14 +167,10 @@ class _Run:
 
     def run(self, actions: Sequence[Action]) -> None:
         """Do the actions in order."""
-        if self._last_backward is None:
-            for action in actions:
-                _METHODS[action.op](self, action)
-            return
         last = {action.stage: action for action in actions if action.op in _GIVE_GRADIENTS}
         for action in actions:
-            if last.get(action.stage) == action:
-                with self._last_backward(action.stage):
+            if action.op in _GIVE_GRADIENTS and self._around_backward is not None:
+                with self._around_backward(action.stage, last[action.stage] == action):
                     _METHODS[action.op](self, action)
             else:
                 _METHODS[action.op](self, action)

@@ -94,7 +94,7 @@ class PipelineEngine:
             scale=lambda loss: judge.share(loss if optimizer is None else optimizer.scale_loss(loss)),
             keep_outputs=return_outputs,
             weight_gradients=self._weight_gradients,
-            last_backward=None if optimizer is None else self._reducing(optimizer),
+            around_backward=None if optimizer is None else self._accumulating(optimizer),
             trace=trace,
         )
         if trace is not None and self.trace is not None:
@@ -116,8 +116,11 @@ class PipelineEngine:
             self._schedules[key] = full
         return self._schedules[key]
 
-    def _reducing(self, optimizer: ShardedOptimizer) -> Callable[[int], AbstractContextManager]:
-        return lambda stage: optimizer.last_backward(self._parameters[stage])
+    def _accumulating(self, optimizer: ShardedOptimizer) -> Callable[[int, bool], AbstractContextManager]:
+        def around_backward(stage: int, is_last: bool) -> AbstractContextManager:
+            return optimizer.last_backward(self._parameters[stage]) if is_last else optimizer.accumulating()
+
+        return around_backward
 
     def check_open(self) -> None:
         """Raise RuntimeError where an earlier step broke off, so that no rank waits for one that knows."""

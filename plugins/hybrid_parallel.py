@@ -230,6 +230,8 @@ class HybridParallelPlugin(Plugin):
             for parameter in model.parameters():  # what no optimizer manages: frozen, or none was given
                 if parameter.is_floating_point() and parameter.dtype != self.config.precision.dtype:
                     parameter.data = parameter.data.to(self.config.precision.dtype)
+            if wrapped is not None:
+                wrapped.add_gradients_by_row(model)
             boosted.optimizer = wrapped
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 

@@ -7,12 +7,12 @@ step()                norm and verdict of all ranks (norm.py), unscale and clip,
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from math import isfinite
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -20,6 +20,7 @@ from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
 from .bucket import fill_buckets
 from .elementwise import require_elementwise
+from .embedding import add_gradients_by_row
 from .groups import hold_pieces, managed_groups
 from .norm import clip_coefficient, norm_over_all_ranks
 from .parameter import ManagedParameter
@@ -131,7 +132,8 @@ class ShardedOptimizer(Optimizer):
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Scale the loss and accumulate its gradients."""
         self.settle()
-        self.scale_loss(loss).backward(retain_graph=retain_graph)
+        with self.accumulating():
+            self.scale_loss(loss).backward(retain_graph=retain_graph)
 
     @property
     def _factor(self) -> float | Tensor:
@@ -165,6 +167,10 @@ class ShardedOptimizer(Optimizer):
             self._reducer.reduce()
             self._unclip = None
 
+    def add_gradients_by_row(self, model: nn.Module) -> None:
+        """Let a model's embeddings add their gradients row by row: see embedding.py."""
+        add_gradients_by_row(model, self._reducer)
+
     def settle(self) -> None:
         """Finish reductions that a `last_backward` began, so that a further backward may add to them.
 
@@ -177,13 +183,19 @@ class ShardedOptimizer(Optimizer):
             else:
                 self.reduce_gradients()
 
+    def accumulating(self) -> AbstractContextManager[None]:
+        """A context for backwards that are not called through `backward`, but are to add to the gradients too."""
+        return self._reducer.accumulating()
+
     def last_backward(self, parameters: Sequence[Parameter]) -> AbstractContextManager[None]:
         """A context for the last backward of these parameters before the next step.
 
         Their gradients are averaged over the data axis while it runs. Every rank of that axis enters it for
-        the same parameters in the same order. Inside `no_sync` it does nothing.
+        the same parameters in the same order. Inside `no_sync` it is `accumulating` alone.
         """
-        return nullcontext() if self._is_held_back else self._reducer.last_backward(parameters)
+        if self._is_held_back:
+            return self.accumulating()
+        return self._reducer.last_backward(parameters)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..cluster.hooks import own
+from ..cluster.hooks import has_foreign_hooks, own
 from .bucket import Bucket, Slot
 from .launch_order import LaunchOrder
 from .parameter import ManagedParameter
@@ -53,6 +53,8 @@ class Reducer:
         self._present_before: Tensor | None = None
         self._contributed = False
         self._order = LaunchOrder(buckets, parameters)
+        self._places = {slot.parameter: (slot, bucket) for bucket in buckets for slot in bucket.slots}
+        self._is_accumulating = False
         # Weakly: the garbage collector does not see through the hooks of a tensor that lives elsewhere too, and
         # a cycle through one would keep all this memory and its process groups for ever.
         for bucket in buckets:
@@ -63,19 +65,42 @@ class Reducer:
                 )
 
     @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Backwards inside add to the gradients, all of them; elsewhere one may be autograd.grad's."""
+        before, self._is_accumulating = self._is_accumulating, True
+        try:
+            yield
+        finally:
+            self._is_accumulating = before
+
+    @contextmanager
     def last_backward(self, parameters: Sequence[Parameter]) -> Iterator[None]:
         """What runs inside gives these parameters their last gradients before the next reduction.
 
         Starts averages over the data axis, see [Note: reducing while backward runs]. Every rank of that axis
         calls for the same parameters in the same order.
         """
-        if self._partition.group.size() == 1:
+        reduces = self._partition.group.size() > 1
+        self._order.expect(parameters if reduces else ())
+        with self.accumulating():
             yield
-            return
-        self._order.expect(parameters)
-        yield
-        for parameter in parameters:  # what got none now will get none
+        for parameter in parameters if reduces else ():  # what got none now will get none
             self._order.note(parameter)
+
+    def takes_rows(self, parameter: Parameter) -> bool:
+        """Whether rows may be added to its gradient now, see embedding.py."""
+        return self._is_accumulating and parameter in self._places and not has_foreign_hooks(parameter)
+
+    def add_rows(self, parameter: Parameter, rows_N: Tensor, values_NH: Tensor) -> None:
+        """Add (N, H) values to rows of a parameter's gradient, which then counts as accumulated."""
+        slot, bucket = self._places[parameter]
+        self._before_accumulation(bucket)
+        slot.collect()
+        if parameter.grad is None:
+            slot.gradient.zero_()
+            parameter.grad = slot.gradient
+        slot.gradient.index_add_(0, rows_N, values_NH.to(slot.gradient.dtype))
+        self._order.note(parameter)
 
     @property
     def has_started(self) -> bool:
@@ -175,12 +200,14 @@ def sharing(parameters: Sequence[ManagedParameter]) -> list[tuple[dist.ProcessGr
     return [(group, indices) for (_, group), indices in ordered]
 
 
-def _before(method: WeakMethod[Callable[[Bucket], None]], bucket: ref[Bucket]) -> Callable[[Tensor], None]:
+def _before(
+    method: WeakMethod[Callable[[Bucket], None]], bucket: ref[Bucket]
+) -> Callable[[Tensor | None], None]:
     """A hook for what is about to be accumulated into a bucket, while the method's object lives."""
 
-    def call(_: Tensor) -> None:
+    def call(gradient: Tensor | None) -> None:  # None where rows were added, or nothing
         bound, found = method(), bucket()
-        if bound is not None and found is not None:
+        if gradient is not None and bound is not None and found is not None:
             bound(found)
 
     return own(call)

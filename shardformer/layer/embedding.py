@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ...cluster.collectives import copy_to, gather_from, reduce_from
 from ...cluster.placement import Shard, place
 from ...pipeline.split_backward import WeightGradients, linear
+from ...zero.embedding import Owner, embedding
 from .parallel_module import ParallelModule, native_faults, require_all, require_native
 
 
@@ -64,6 +64,8 @@ class VocabParallelEmbedding1D(ParallelModule):
             which need all of a row's uses.
     """
 
+    row_gradients: Owner | None = None  # who adds rows of the weight's gradient, see zero/embedding.py
+
     def __init__(
         self,
         native: nn.Embedding,
@@ -110,7 +112,7 @@ class VocabParallelEmbedding1D(ParallelModule):
         local_ids_BS = (ids_BS - first).masked_fill(elsewhere_BS, 0)
         padding = self.padding_idx
         local_padding = padding - first if padding is not None and first <= padding < first + valid else None
-        found_BSH = F.embedding(local_ids_BS, self.weight, local_padding)
+        found_BSH = embedding(local_ids_BS, self.weight, local_padding, row_gradients=self.row_gradients)
         return reduce_from(found_BSH.masked_fill(elsewhere_BS.unsqueeze(-1), 0.0), self.group)
 
     def extra_repr(self) -> str:
