@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from .action import COMPUTES, Action, Op
 from .microbatch import map_tensors, signature
 from .split_backward import WeightGradients
-from .tensor_spec import TensorSpec, spec_of
+from .tensor_spec import takes_gradient
 from .trace import Trace
 from .transport import Arrival, Transport
 
@@ -157,7 +157,6 @@ class _Run:
         # own memory is free once it was sent.
         self._received: dict[_Place, list[Tensor]] = {}
         self._edges: dict[_Place, list[GradientEdge | None]] = {}
-        self._specs: dict[_Place, list[TensorSpec]] = {}
         self._graphs: dict[_Place, Tensor] = {}
         # Until the end, by microbatch:
         self._keys: dict[int, Hashable] = {}
@@ -195,7 +194,7 @@ class _Run:
         self._begin()
         output = stage.forward(microbatch, received)
         if self._trains:
-            self._received[place] = [tensor for tensor in received if _takes_gradient(tensor)]
+            self._received[place] = [tensor for tensor in received if takes_gradient(tensor.dtype)]
         if stage.is_last:
             self._finish(place, output)
         else:
@@ -207,7 +206,8 @@ class _Run:
         place = (action.stage, action.microbatch)
         if self._stages[action.stage].is_last:
             self._begin()
-            self._scale(self._graphs.pop(place)).backward()
+            loss = self._scale(self._graphs.pop(place))
+            _differentiate([loss], [torch.ones_like(loss)])
         else:
             gradients = self._take_gradients(action)
             self._begin()
@@ -248,9 +248,8 @@ class _Run:
         self._way().send_gradients(action, self._gradients.pop((action.stage, action.microbatch)))
 
     def receive_backward(self, action: Action) -> None:
-        """Post the receive of the gradients of a stage's outputs, which have the outputs' shapes."""
-        specs = self._specs.pop((action.stage, action.microbatch))
-        self._arriving[action] = self._way().receive_gradients(action, specs)
+        """Post the receive of the gradients of a stage's outputs."""
+        self._arriving[action] = self._way().receive_gradients(action, self._key(action))
 
     def _begin(self) -> None:
         if self._trace is not None:
@@ -265,8 +264,9 @@ class _Run:
         arrival = self._arriving.pop(Action(Op.RECV_FORWARD, stage, microbatch), None)
         tensors = arrival.wait() if arrival else self._leaving.pop((stage - 1, microbatch))
         if self._trains:
-            for tensor in filter(_takes_gradient, tensors):
-                tensor.requires_grad_()
+            for tensor in tensors:
+                if takes_gradient(tensor.dtype):
+                    tensor.requires_grad_()
         return tensors
 
     def _take_gradients(self, action: Action) -> tuple[Tensor, ...]:
@@ -282,7 +282,7 @@ class _Run:
             if edge is not None
         ]
         if pairs:
-            torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+            _differentiate(*zip(*pairs, strict=True))
 
     def _hand_on(self, place: _Place, output: Any) -> None:
         if not isinstance(output, tuple) or not all(isinstance(tensor, Tensor) for tensor in output):
@@ -296,10 +296,10 @@ class _Run:
             )
         self._leaving[place] = tuple(tensor.detach() for tensor in output)
         if self._trains:
-            answered = [tensor for tensor in output if _takes_gradient(tensor)]
-            self._specs[place] = [spec_of(tensor) for tensor in answered]
             self._edges[place] = [
-                get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in answered
+                get_gradient_edge(tensor) if tensor.requires_grad else None
+                for tensor in output
+                if takes_gradient(tensor.dtype)
             ]
 
     def _finish(self, place: _Place, output: Any) -> None:
@@ -353,8 +353,11 @@ class _Run:
             raise ValueError("the schedule has backwards: give a criterion, or use forward_only(schedule)")
 
 
-def _takes_gradient(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+def _differentiate(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]) -> None:
+    """Add to all leaves' gradients. As `torch.autograd.backward`, whose checks cost more than a small stage."""
+    _engine_run_backward(
+        tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 _METHODS: dict[Op, Callable[[_Run, Action], None]] = {

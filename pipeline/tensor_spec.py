@@ -30,7 +30,12 @@ class TensorSpec(NamedTuple):
 
 def spec_of(tensor: Tensor) -> TensorSpec:
     """The shape and dtype of a tensor."""
-    return TensorSpec(tuple(tensor.shape), tensor.dtype)
+    return TensorSpec(tensor.shape, tensor.dtype)
+
+
+def takes_gradient(dtype: torch.dtype) -> bool:
+    """Whether the next stage answers a tensor of this dtype with a gradient."""
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def packed(specs: Sequence[TensorSpec], key: Hashable) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..cluster.mesh import ParallelMesh
 from .action import Action, Op, counterpart, send_of
-from .tensor_spec import TensorSpec, checksum, packed, spec_of, told, unpacked
+from .tensor_spec import TensorSpec, checksum, packed, spec_of, takes_gradient, told, unpacked
 
 _DOING = {
     Op.SEND_FORWARD: "sending the activations",
@@ -19,10 +19,11 @@ _DOING = {
     Op.RECV_BACKWARD: "receiving the gradients",
 }
 
-# How many sends to one peer may be under way on one channel. Gloo tells that a send is done only to who waits
-# for it, so the oldest is waited for once there are more, and its memory is free. Waiting cannot deadlock: a
-# valid schedule runs even if every send blocks, see [Note: rendezvous channels].
-_MAX_UNDER_WAY = 4
+# How many bytes may be under way on one channel, besides the latest sends. Gloo tells that a send is done only to
+# who waits for it, so the oldest is waited for where there are more, and its memory is free. Waiting cannot
+# deadlock: a valid schedule runs even if every send blocks, see [Note: rendezvous channels].
+_MAX_BYTES_UNDER_WAY = 64 * 2**20
+_ALWAYS_UNDER_WAY = 4
 
 
 class _UnderWay(NamedTuple):
@@ -80,13 +81,16 @@ class _Sending(_End):
     def __init__(self, group: dist.ProcessGroup, *, peer: int, peer_global_rank: int) -> None:
         super().__init__(group, peer=peer, peer_global_rank=peer_global_rank)
         self.under_way: deque[_UnderWay] = deque()
+        self._bytes_under_way = 0
         # Whether the receiver may post only when it needs the tensors: then waiting for it could deadlock.
         self.is_describing = False
 
     def post(self, action: Action, tensor: Tensor) -> None:
         """Start a send."""
-        if not self.is_describing and len(self.under_way) >= _MAX_UNDER_WAY:
-            self.wait_for_oldest()
+        self._bytes_under_way += tensor.nbytes
+        if not self.is_describing:
+            while self._bytes_under_way > _MAX_BYTES_UNDER_WAY and len(self.under_way) >= _ALWAYS_UNDER_WAY:
+                self.wait_for_oldest()
         try:
             work = self._group.send([tensor], self._peer, 0)
         except RuntimeError as error:
@@ -95,12 +99,18 @@ class _Sending(_End):
 
     def wait_for_oldest(self) -> None:
         """Wait for the oldest send, and forget its tensor."""
-        action, _, work = self.under_way[0]
+        action, tensor, work = self.under_way[0]
         try:
             work.wait()
         except RuntimeError as error:
             raise self.lost(action, error) from error
         self.under_way.popleft()
+        self._bytes_under_way -= tensor.nbytes
+
+    def forget(self) -> None:
+        """Drop all sends, after a step that broke off."""
+        self.under_way.clear()
+        self._bytes_under_way = 0
 
     def flush(self) -> None:
         """Wait for all sends."""
@@ -203,6 +213,7 @@ class Transport:
         self._sending: dict[tuple[Op, int], _Sending] = {}
         self._receiving: dict[tuple[Op, int], _Receiving] = {}
         self._described: dict[tuple[int, Hashable], tuple[TensorSpec, ...]] = {}
+        self._answers: dict[tuple[int, Hashable], list[TensorSpec]] = {}  # to what was described
         self._open_channels(mesh)
 
     def send_outputs(self, action: Action, tensors: Sequence[Tensor], key: Hashable) -> None:
@@ -225,6 +236,7 @@ class Transport:
             for numbers in packed(specs, key):
                 channel.post(action, numbers.to(self._device))
             self._described[action.stage, key] = specs
+            self._answers[action.stage, key] = [spec for spec in specs if takes_gradient(spec.dtype)]
         elif known != specs:
             raise ValueError(
                 f"stage {action.stage} sends {told(specs)} for microbatch {action.microbatch}, and for an "
@@ -248,11 +260,11 @@ class Transport:
             arrival.wait()
         return arrival
 
-    def receive_gradients(self, action: Action, specs: Sequence[TensorSpec]) -> Arrival:
-        """Start receiving the gradients of a stage's outputs, whose shapes the stage knows."""
+    def receive_gradients(self, action: Action, key: Hashable) -> Arrival:
+        """Start receiving the gradients of a stage's outputs, once those were sent under this key."""
         channel = self._receiving[action.op, action.stage]
         arrival = Arrival(channel, action)
-        channel.post(arrival, specs)
+        channel.post(arrival, self._answers[action.stage, key])
         if not self._overlap:
             arrival.wait()
         return arrival
@@ -270,7 +282,7 @@ class Transport:
         """Refuse all further use: after a step that broke off, the peers stand elsewhere in it."""
         self._failure = self._failure or reason
         for sending in self._sending.values():
-            sending.under_way.clear()
+            sending.forget()
         for receiving in self._receiving.values():
             receiving.forget_unposted()
 
