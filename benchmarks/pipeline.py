@@ -31,7 +31,7 @@ from echelon import Booster, HybridParallelPlugin, launch_from_torch
 from echelon.cluster.launch import default_device
 from echelon.cluster.mesh import ParallelMesh
 from echelon.pipeline.balance import deal_layers
-from echelon.pipeline.schedules import build_schedule
+from echelon.pipeline.schedules import build_schedule, stage_placement
 from echelon.pipeline.simulate import Costs, simulate
 
 # Echelon's styles, with the stages that a rank holds under each.
@@ -120,14 +120,14 @@ def parse_arguments() -> argparse.Namespace:
         type=int,
         nargs="+",
         metavar="N",
-        help="for styles of one stage per rank; all contenders",
+        help="for styles of one stage per rank, all contenders; by default as even as can be, the head counted",
     )
     parser.add_argument(
         "--layers_per_chunk",
         type=int,
         nargs="+",
         metavar="N",
-        help="for styles of two stages per rank; all contenders",
+        help="the same for styles of two stages per rank",
     )
     parser.add_argument(
         "--matmul",
@@ -198,18 +198,46 @@ def make_contenders(
     """All contenders, from equal weights. Collective over the world."""
     num_ranks, rank = arguments.pp, dist.get_rank()
     given = {1: arguments.layers_per_stage, 2: arguments.layers_per_chunk}
-    counts = {chunks: given[chunks] or deal_layers(workload.layers, chunks * num_ranks) for chunks in given}
+
+    def counts(style: str) -> Sequence[int]:
+        holders = stage_placement(style, num_ranks, STYLES[style])
+        return given[STYLES[style]] or balanced_layers(workload, holders)
+
     ours = [
-        EchelonPipeline(style, workload, num_ranks=num_ranks, counts=counts[STYLES[style]])
+        EchelonPipeline(style, workload, num_ranks=num_ranks, counts=counts(style))
         for style in arguments.schedules
     ]
     theirs = [
-        peers.TorchPipeline(
-            style, workload, device, rank=rank, num_ranks=num_ranks, counts=counts[STYLES[style]]
-        )
+        peers.TorchPipeline(style, workload, device, rank=rank, num_ranks=num_ranks, counts=counts(style))
         for style in peers.STYLES
     ]
     return [*ours, *theirs]
+
+
+def balanced_layers(workload: Workload, holders: Sequence[int]) -> list[int]:
+    """Layers of each stage, so that the rank with the most arithmetic has as little as can be.
+
+    Starts from equal stages and moves a layer from the busiest rank to the idlest for as long as that helps.
+
+    Args:
+        workload: what is computed; its head counts as many layers as its products are.
+        holders: the rank of each stage.
+    """
+    counts = deal_layers(workload.layers, len(holders))
+    while True:
+        work = [*counts[:-1], counts[-1] + workload.head_in_layers]
+        ranks = [sum(work[stage] for stage in _held(holders, rank)) for rank in range(max(holders) + 1)]
+        busiest, idlest = ranks.index(max(ranks)), ranks.index(min(ranks))
+        source = max(_held(holders, busiest), key=lambda stage: (counts[stage] > 1, work[stage]))
+        target = min(_held(holders, idlest), key=lambda stage: work[stage])
+        if counts[source] == 1 or ranks[idlest] + 1 >= ranks[busiest]:
+            return counts
+        counts[source] -= 1
+        counts[target] += 1
+
+
+def _held(holders: Sequence[int], rank: int) -> list[int]:
+    return [stage for stage, holder in enumerate(holders) if holder == rank]
 
 
 def ideal(style: str, num_ranks: int, num_microbatches: int) -> float:

@@ -39,12 +39,22 @@ class Workload:
             )
 
     @property
+    def intermediate(self) -> int:
+        """The width of the gated layers: 8/3 of the hidden one, in multiples of 32."""
+        return -(-self.hidden * 8 // 3 // 32) * 32
+
+    @property
+    def head_in_layers(self) -> float:
+        """The products of the head, as a part of those of a layer, attention left out."""
+        return self.vocabulary / (4 * self.hidden + 3 * self.intermediate)
+
+    @property
     def config(self) -> LlamaConfig:
         """The model's configuration: no cache, and attention by torch's fused kernel."""
         head = 64 if self.hidden % 64 == 0 else 16
         return LlamaConfig(
             hidden_size=self.hidden,
-            intermediate_size=-(-self.hidden * 8 // 3 // 32) * 32,  # 8/3, in multiples of 32
+            intermediate_size=self.intermediate,
             num_hidden_layers=self.layers,
             num_attention_heads=self.hidden // head,
             num_key_value_heads=self.hidden // head,
