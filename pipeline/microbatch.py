@@ -32,7 +32,7 @@ def split(batch: Any, *, num_microbatches: int | None, microbatch_size: int | No
     total = batch_size(batch)
     if total == 0:
         raise ValueError("the batch is empty: all its tensors have length 0 along dim 0")
-    lengths = _lengths(total, num_microbatches, microbatch_size)
+    lengths = microbatch_lengths(total, num_microbatches, microbatch_size)
     starts = [0, *accumulate(lengths)]
     return [_slice(batch, start, length) for start, length in zip(starts, lengths, strict=False)]
 
@@ -88,7 +88,8 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return tree
 
 
-def _lengths(total: int, num_microbatches: int | None, microbatch_size: int | None) -> list[int]:
+def microbatch_lengths(total: int, num_microbatches: int | None, microbatch_size: int | None) -> list[int]:
+    """The samples of each microbatch of a batch of `total`; see `split`."""
     for name, value in (("num_microbatches", num_microbatches), ("microbatch_size", microbatch_size)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")

@@ -63,7 +63,7 @@ def run_schedule(
     scale: Callable[[Tensor], Tensor],
     keep_outputs: bool = False,
     weight_gradients: WeightGradients | None = None,
-    around_backward: Callable[[int, bool], AbstractContextManager] | None = None,
+    around_backward: Callable[[Action, bool], AbstractContextManager] | None = None,
     trace: Trace | None = None,
 ) -> RunResult:
     """Do one rank's actions of a schedule, whose other ranks run at the same time.
@@ -82,8 +82,8 @@ def run_schedule(
         keep_outputs: keep the last stage's outputs.
         weight_gradients: where the stages' layers hold back weight gradients; None where they do not, and
             then input gradients bring the weight gradients with them.
-        around_backward: a context for every action that gives gradients to a stage, by the stage and whether it is
-            the last.
+        around_backward: a context for every action that gives gradients to a stage, by the action and whether it is
+            the last for its stage.
         trace: notes when what was computed.
 
     Raises:
@@ -134,7 +134,7 @@ class _Run:
         scale: Callable[[Tensor], Tensor],
         keep_outputs: bool,
         weight_gradients: WeightGradients | None,
-        around_backward: Callable[[int, bool], AbstractContextManager] | None,
+        around_backward: Callable[[Action, bool], AbstractContextManager] | None,
         trace: Trace | None,
     ) -> None:
         self._stages = stages
@@ -169,7 +169,7 @@ class _Run:
         last = {action.stage: action for action in actions if action.op in _GIVE_GRADIENTS}
         for action in actions:
             if action.op in _GIVE_GRADIENTS and self._around_backward is not None:
-                with self._around_backward(action.stage, last[action.stage] == action):
+                with self._around_backward(action, last[action.stage] == action):
                     _METHODS[action.op](self, action)
             else:
                 _METHODS[action.op](self, action)

@@ -12,10 +12,10 @@ from torch.nn import Parameter
 
 from ..cluster.agreement import batch_hash, gather_integers
 from ..cluster.mesh import ParallelMesh
-from ..pipeline.action import Schedule
+from ..pipeline.action import Action, Op, Schedule
 from ..pipeline.communicate import with_communication
 from ..pipeline.cut import Stage, partial_output_faults
-from ..pipeline.microbatch import batch_size, map_tensors, merge, split
+from ..pipeline.microbatch import batch_size, map_tensors, merge, microbatch_lengths, split
 from ..pipeline.runner import Criterion, RunResult, run_schedule
 from ..pipeline.schedules import forward_only
 from ..pipeline.simulate import Span
@@ -41,6 +41,7 @@ class PipelineEngine:
         weight_gradients: where the stages' layers hold back weight gradients, if the schedule asks for it.
 
     Attributes:
+        parameters: those of each stage that no other stage of this rank uses too.
         trace: a list makes every batch append what this rank computed when; None measures nothing.
     """
 
@@ -58,7 +59,7 @@ class PipelineEngine:
         self._config = config
         self._last_rank = placement[-1]
         self._weight_gradients = weight_gradients
-        self._parameters = _parameters_of_one_stage(stages)
+        self.parameters = _parameters_of_one_stage(stages)
         self._transport = (
             Transport(mesh, placement, overlap=config.pipeline.overlap_p2p) if mesh.size("pp") > 1 else None
         )
@@ -76,7 +77,8 @@ class PipelineEngine:
         return_outputs: bool,
     ) -> dict[str, Any]:
         """One batch, with backward where gradients are on; see `HybridParallelPlugin.execute_pipeline`."""
-        batch, replica_batch_size = self._agreed_batch(data_iter)
+        batch, samples = self._agreed_batch(data_iter)
+        replica_batch_size = sum(samples) / len(samples)
         microbatches = cut_batch(self.to_compute(batch), self._config.pipeline)
         trains = torch.is_grad_enabled()
         wants_loss = return_loss or trains
@@ -95,7 +97,7 @@ class PipelineEngine:
             scale=lambda loss: judge.share(loss if optimizer is None else optimizer.scale_loss(loss)),
             keep_outputs=return_outputs,
             weight_gradients=self._weight_gradients,
-            around_backward=None if optimizer is None else self._accumulating(optimizer),
+            around_backward=None if optimizer is None else self._accumulating(optimizer, samples),
             trace=trace,
         )
         if trace is not None and self.trace is not None:
@@ -117,9 +119,19 @@ class PipelineEngine:
             self._schedules[key] = full
         return self._schedules[key]
 
-    def _accumulating(self, optimizer: ShardedOptimizer) -> Callable[[int, bool], AbstractContextManager]:
-        def around_backward(stage: int, is_last: bool) -> AbstractContextManager:
-            return optimizer.last_backward(self._parameters[stage]) if is_last else optimizer.accumulating()
+    def _accumulating(
+        self, optimizer: ShardedOptimizer, samples: Sequence[int]
+    ) -> Callable[[Action, bool], AbstractContextManager]:
+        """The context of each backward. Replicas that run different numbers of them meet in the last alone."""
+        is_even = len({_num_microbatches(count, self._config.pipeline) for count in samples}) == 1
+
+        def around_backward(action: Action, is_last: bool) -> AbstractContextManager:
+            parameters = self.parameters[action.stage]
+            if is_last:
+                return optimizer.last_backward(parameters)
+            if not is_even or action.op is Op.BACKWARD_INPUT:  # whose weight gradients are still to come
+                return optimizer.accumulating()
+            return optimizer.every_backward(parameters)
 
         return around_backward
 
@@ -128,8 +140,8 @@ class PipelineEngine:
         if self._transport is not None:
             self._transport.check_open()
 
-    def _agreed_batch(self, data_iter: Iterator) -> tuple[Any, float]:
-        """The next batch, and the samples per replica, once all ranks have one that fits. All-gather.
+    def _agreed_batch(self, data_iter: Iterator) -> tuple[Any, list[int]]:
+        """The next batch, and how many samples each rank has, once all have one that fits. All-gather.
 
         Raises:
             StopIteration: all iterators have ended.
@@ -155,7 +167,7 @@ class PipelineEngine:
             )
         self._check_replicas([(replica, code) for _, code, _, replica in found])
         self._check_batch(batch, {rank: samples for rank, (_, _, samples, _) in enumerate(found)})
-        return batch, sum(samples for _, _, samples, _ in found) / len(found)
+        return batch, [samples for _, _, samples, _ in found]
 
     def _check_replicas(self, codes: list[tuple[int, int]]) -> None:
         differing = {}
@@ -258,6 +270,12 @@ class _Judge:
     def share(self, loss: Tensor) -> Tensor:
         """The part that is differentiated: of a mean an equal one, of a sum what the first weight leaves."""
         return loss / (self.first_weight if self.is_weighted else self.num_microbatches)
+
+
+def _num_microbatches(samples: int, config: PipelineConfig) -> int:
+    if config.num_microbatches is None and config.microbatch_size is None:
+        return 1
+    return len(microbatch_lengths(samples, config.num_microbatches, config.microbatch_size))
 
 
 def cut_batch(batch: Any, config: PipelineConfig) -> list[Any]:

@@ -126,7 +126,7 @@ class HybridConfig:
     Args:
         tp, pp, sp: sizes of the tensor, pipeline and sequence axes.
         dp: size of the data axis; None is what the world size leaves.
-        zero_stage: 0 plain data parallelism, 1 optimizer states split over it.
+        zero_stage: 0 plain data parallelism, 1 optimizer states split over it, 2 gradients too.
         pipeline: how a batch goes through it.
         precision_settings: the arguments of `zero.precision.PrecisionConfig`.
         max_norm: gradients are clipped to this norm; 0 does not clip.
@@ -165,9 +165,10 @@ class HybridConfig:
         if found := whole_number_faults(sizes):
             return found
         found = mesh_faults(world_size=world_size, pp=self.pp, dp=self.dp, sp=self.sp, tp=self.tp)
-        if self.zero_stage not in (0, 1):
+        if self.zero_stage not in (0, 1, 2):
             found.append(
-                f"zero_stage={self.zero_stage} is not available: use 0 (plain data parallelism) or 1 (states split)"
+                f"zero_stage={self.zero_stage} is not available: use 0 (plain data parallelism), 1 (states "
+                "split) or 2 (gradients too)"
             )
         if not (isinstance(self.max_norm, (int, float)) and self.max_norm >= 0):
             found.append(f"max_norm={self.max_norm} must be a number of at least 0: use 0 for no clipping")

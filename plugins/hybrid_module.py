@@ -50,6 +50,13 @@ class HybridParallelModule(nn.Module):
         args, kwargs = self.engine.to_compute(args), self.engine.to_compute(kwargs)
         return self.module(*args, **kwargs)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, also those that the optimizer has taken from the parameters (zero_stage 2)."""
+        if self.optimizer is None:
+            super().zero_grad(set_to_none)
+        else:
+            self.optimizer.zero_grad(set_to_none)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "HybridParallelModule":
         raise TypeError("a boosted model holds process groups and cannot be copied: copy model.unwrap()")
 

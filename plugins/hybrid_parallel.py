@@ -46,7 +46,8 @@ class HybridParallelPlugin(Plugin):
         tp_size: ranks over which each layer is split.
         pp_size: stages that the layers are dealt out to.
         dp_size: replicas that get different batches; None is what the world size leaves.
-        zero_stage: 0 keeps optimizer states whole on each replica, 1 splits them over the replicas.
+        zero_stage: 0 keeps optimizer states whole on each replica, 1 splits them over the replicas, 2 gradients too:
+            they are averaged in every backward, and no rank holds them whole.
         precision: "fp32", "bf16" or "fp16"; 16-bit weights keep float32 masters.
         num_microbatches, microbatch_size: how a batch is cut; under a pipeline one of them is needed.
         pp_style: the schedule: "gpipe", "1f1b", "interleaved", "zbh1", "zbv" (docs/pipeline.md says which to
@@ -179,7 +180,7 @@ class HybridParallelPlugin(Plugin):
 
     @property
     def zero_stage(self) -> int:
-        """What is split over the replicas: 0 nothing, 1 the optimizer's states."""
+        """What is split over the replicas: 0 nothing, 1 the optimizer's states, 2 gradients too."""
         return self.config.zero_stage
 
     @property
@@ -216,13 +217,17 @@ class HybridParallelPlugin(Plugin):
             wrapped = None
             if optimizer is not None:
                 managed = managed_parameters(
-                    boosted.held, shared, mesh=self.mesh, stage_manager=self.stage_manager
+                    boosted.held,
+                    shared,
+                    mesh=self.mesh,
+                    stage_manager=self.stage_manager,
+                    stages=boosted.engine.parameters,
                 )
                 wrapped = ShardedOptimizer(
                     optimizer,
                     managed,
                     mesh=self.mesh,
-                    stage=1 if self.config.zero_stage else 0,
+                    stage=self.config.zero_stage,
                     precision=self.config.precision,
                     max_norm=self.config.max_norm,
                     bucket_size=int(self.config.bucket_size_in_m * 2**20),

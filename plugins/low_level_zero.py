@@ -4,10 +4,10 @@ from .hybrid_parallel import HybridParallelPlugin
 
 
 class LowLevelZeroPlugin(HybridParallelPlugin):
-    """Data parallelism with optimizer states split over the ranks (ZeRO, arXiv:1910.02054, section 5.1).
+    """Data parallelism with optimizer states, or gradients too, split over the ranks (ZeRO, arXiv:1910.02054).
 
     Args:
-        stage: 1 splits optimizer states; 0 keeps them whole.
+        stage: 2 splits gradients and optimizer states, 1 states alone, 0 neither.
         precision: "fp32", "bf16" or "fp16".
         initial_scale, min_scale, growth_factor, growth_interval, backoff_factor, hysteresis, max_scale: the
             loss scale of fp16.

@@ -1,6 +1,6 @@
 """The names of a model's parameters, taken before it is cut and split, and what became of each."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +64,7 @@ def managed_parameters(
     *,
     mesh: ParallelMesh,
     stage_manager: PipelineStageManager,
+    stages: Mapping[int, Sequence[Parameter]],
 ) -> list[ManagedParameter]:
     """What the optimizer has to know of every parameter of this rank.
 
@@ -75,7 +76,9 @@ def managed_parameters(
         shared: the parameters that several stages hold, as `ShardFormer.optimize` returns them.
         mesh: the mesh.
         stage_manager: which rank holds which stage.
+        stages: the parameters that one stage of this rank uses alone, by stage.
     """
+    units = {parameter: stage for stage, parameters in stages.items() for parameter in parameters}
     ties: dict[Tensor, tuple[list[int], dist.ProcessGroup | None]] = {}
     for tie in shared:
         ranks = stage_manager.ranks_of(sorted(tie))
@@ -90,7 +93,13 @@ def managed_parameters(
         ]
         counts = stage_manager.rank == ranks[0] and _counts_over_tensor_axis(placement_of(parameter), mesh)
         managed.append(
-            ManagedParameter(name=name, parameter=parameter, sum_groups=tuple(groups), counts=counts)
+            ManagedParameter(
+                name=name,
+                parameter=parameter,
+                sum_groups=tuple(groups),
+                counts=counts,
+                unit=units.get(parameter),
+            )
         )
     return managed
 

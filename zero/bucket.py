@@ -8,9 +8,13 @@ A bucket, for two ranks that share it out (| bounds a slice, . is padding):
     pieces       [m0 m0 m0] [m1 m1]                     1-D views of the masters: what the optimizer steps
 
 In float32 the masters are the slice of the parameters itself. Padding is zero and stays so.
+
+[Note: passing gradients] At stage 2 the whole gradients have no memory of their own. A bucket borrows some when a
+backward brings its first gradient, and gives it back once they were averaged into the slice, which adds them up
+over backwards.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -19,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from .loan import Loans
 from .parameter import ManagedParameter
 from .partition import Partition
 
@@ -34,20 +39,32 @@ class Slot:
     Args:
         managed: whose place it is.
         start, stop: its elements in the whole buffers.
-        weight, gradient: views of the whole buffers in the parameter's shape.
+        weight, gradient: views of the whole buffers in the parameter's shape; there is no gradient while a bucket
+            of passing gradients has none.
         piece: the part of it in this rank's slice of masters, None where the slice holds nothing of it.
         piece_gradient: the part of `gradient` that belongs to `piece`.
         version: the parameter's version counter when its master was last known to agree with it.
+        has_passed: whether a gradient of it is in the slice and gone from the whole buffer.
     """
 
     managed: ManagedParameter
     start: int
     stop: int
     weight: Tensor
-    gradient: Tensor
+    gradient: Tensor | None
     piece: Parameter | None
     piece_gradient: Tensor | None
     version: int
+    has_passed: bool = False
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a backward gave the parameter a gradient."""
+        return self.parameter.grad is not None or self.has_passed
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Its part of a whole buffer, in its shape."""
+        return _view(flat, self.parameter, self.start)
 
     @property
     def parameter(self) -> Parameter:
@@ -62,6 +79,7 @@ class Slot:
         gradient = self.parameter.grad
         if gradient is None or gradient is self.gradient:
             return
+        assert self.gradient is not None  # borrowed before accumulation
         if gradient.layout is not torch.strided:
             raise ValueError(
                 f"the gradient of {self.managed.name} is {gradient.layout} and only dense ones can be "
@@ -88,6 +106,7 @@ class Bucket:
         group_index: the optimizer's parameter group.
         dtype: the format that the parameters compute in.
         partition: how the ranks of the data axis share it out.
+        loans: where memory for whole gradients is borrowed; None keeps them.
     """
 
     def __init__(
@@ -97,13 +116,21 @@ class Bucket:
         group_index: int,
         dtype: torch.dtype,
         partition: Partition,
+        loans: Loans | None = None,
     ) -> None:
         self.group_index = group_index
         self.partition = partition
+        self.needs_sum = any(managed.needs_sum for managed in members)
+        self._loans = loans
         starts, length = _layout(members, partition.num_slices)
         device = members[0].parameter.device
-        self.gradients = torch.zeros(length, dtype=torch.float32, device=device)
         values = torch.zeros(length, dtype=torch.float32, device=device)
+        self.gradients = torch.zeros_like(values) if loans is None else None
+        self.own_gradients = (
+            torch.zeros_like(partition.own(values))
+            if self.gradients is None
+            else partition.own(self.gradients)
+        )
         for managed, start in zip(members, starts, strict=True):
             _view(values, managed.parameter, start).copy_(managed.parameter.detach())
         partition.broadcast_(values)
@@ -112,53 +139,110 @@ class Bucket:
         self.masters = partition.own(self.parameters) if is_float32 else partition.own(values).clone()
         self._reduced_before: Tensor | None = None
         self._average: dist.Work | None = None
+        self._has_started = False
+        self._has_slice = False  # whether the slice of passing gradients holds any
+        if loans is not None:
+            loans.expect(length, device)
         self.slots = [self._slot(managed, start) for managed, start in zip(members, starts, strict=True)]
+        ends = [0, *(slot.stop for slot in self.slots)]
+        begins = [*(slot.start for slot in self.slots), length]
+        self._padding = [gap for gap in zip(ends, begins, strict=True) if gap[0] < gap[1]]
         self.counted = list(self._runs(counts=True)) if partition.counts else []
         self.watched = list(self._runs(counts=False)) if partition.counts else []
 
     @property
-    def own_gradients(self) -> Tensor:
-        """The slice of the gradients that this rank owns."""
-        return self.partition.own(self.gradients)
-
-    @property
-    def needs_sum(self) -> bool:
-        """Whether gradients are summed over other groups before they are averaged over the data axis."""
-        return any(group.size() > 1 for slot in self.slots for group in slot.managed.sum_groups)
+    def passes(self) -> bool:
+        """Whether whole gradients are borrowed memory: see [Note: passing gradients]."""
+        return self._loans is not None
 
     @property
     def is_averaging(self) -> bool:
         """Whether gradients are on their way between ranks."""
         return self._average is not None
 
+    @property
+    def has_whole_gradients(self) -> bool:
+        """Whether there are gradients that were not averaged yet, as far as this rank knows."""
+        return self.gradients is not None or any(slot.parameter.grad is not None for slot in self.slots)
+
+    def borrow(self) -> None:
+        """Have memory for whole gradients, at stage 2 once those before have passed."""
+        if self._loans is None:
+            return
+        if self._has_started:
+            self.finish_average()
+        if self.gradients is None:
+            self.gradients = self._loans.take(self.parameters.numel())
+            for slot in self.slots:
+                slot.gradient = slot.view(self.gradients)
+            for start, stop in self._padding:  # of a bucket that had the memory before, anything
+                self.gradients[start:stop].zero_()
+
     def collect(self) -> None:
         """Have every gradient in the buffer, zeros for a parameter that has none."""
         for slot in self.slots:
             slot.collect()
-            if slot.parameter.grad is None:
+            if slot.parameter.grad is None and slot.gradient is not None:
                 slot.gradient.zero_()
 
     def start_average(self) -> None:
         """Begin to average the gradients over the data axis, into this rank's slice. One collective."""
+        assert self.gradients is not None
         self._average = self.partition.average_(self.gradients)
+        self._has_started = True
+        if self.passes:
+            for slot in self.slots:
+                slot.has_passed = slot.has_gradient
+                slot.parameter.grad = None
 
     def finish_average(self) -> None:
-        """Have the averages, once they were begun, together with what was set aside."""
+        """Have the averages, once they were begun, together with those before them."""
         if self._average is not None:
             self._average.wait()
             self._average = None
         if self._reduced_before is not None:
             self.own_gradients.add_(self._reduced_before)
             self._reduced_before = None
+        if self._has_started and self.passes:
+            self._take_over()
+        self._has_started = False
+
+    def _take_over(self) -> None:
+        """Add the averages to the slice, and give the whole gradients' memory back."""
+        assert self.gradients is not None and self._loans is not None
+        averages = self.partition.own(self.gradients)
+        if self._has_slice:
+            self.own_gradients.add_(averages)
+        else:
+            self.own_gradients.copy_(averages)
+        self._has_slice = True
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._loans is not None and self.gradients is not None:
+            self._loans.give_back(self.gradients)
+            self.gradients = None
+            for slot in self.slots:
+                slot.gradient = None
 
     def set_aside(self, factor: float) -> None:
         """Keep the reduced slice, times `factor`, to be added to the next reduction."""
-        self._reduced_before = self.own_gradients * factor
+        if self.passes:
+            self.own_gradients.mul_(factor)
+        else:
+            self._reduced_before = self.own_gradients * factor
 
     def forget(self, *, to_zeros: bool) -> None:
-        """Drop what was set aside; with `to_zeros`, gradients too."""
+        """Drop what was set aside or has passed; with `to_zeros`, gradients too."""
         self._reduced_before = None
-        if to_zeros:
+        if self.passes:
+            self.own_gradients.zero_()
+            self._has_slice = False
+            for slot in self.slots:
+                slot.has_passed = to_zeros and slot.has_gradient
+                slot.parameter.grad = None
+            self._give_back()
+        elif to_zeros and self.gradients is not None:
             self.gradients.zero_()
 
     def publish_(self) -> None:
@@ -188,7 +272,7 @@ class Bucket:
 
     def unflattened(self, flat: Tensor) -> dict[str, Tensor]:
         """The parts of a whole buffer by parameter name, in the parameters' shapes."""
-        return {slot.managed.name: _view(flat, slot.parameter, slot.start) for slot in self.slots}
+        return {slot.managed.name: slot.view(flat) for slot in self.slots}
 
     def describe(self) -> list[str]:
         """One line per parameter; equal lines mean equal slices of equal buffers."""
@@ -214,9 +298,9 @@ class Bucket:
             start=start,
             stop=stop,
             weight=weight,
-            gradient=_view(self.gradients, parameter, start),
+            gradient=None if self.gradients is None else _view(self.gradients, parameter, start),
             piece=Parameter(self.masters[begin - first : end - first]) if owned else None,
-            piece_gradient=self.gradients[begin:end] if owned else None,
+            piece_gradient=self.own_gradients[begin - first : end - first] if owned else None,
             version=parameter._version,
         )
 
@@ -228,7 +312,7 @@ class Bucket:
             if key == counts:
                 slots = list(run)
                 begin, end = max(slots[0].start, first), min(slots[-1].stop, first + length)
-                yield self.gradients[begin:end]
+                yield self.own_gradients[begin - first : end - first]
 
 
 def fill_buckets(
@@ -237,16 +321,21 @@ def fill_buckets(
     dtype: torch.dtype,
     partition: Partition,
     bucket_size: int,
+    loans: Loans | None = None,
 ) -> list[Bucket]:
     """Buckets of at most `bucket_size` elements, or of one larger parameter. One broadcast per bucket.
 
-    None spans two parameter groups or devices.
+    None spans two parameter groups, devices or units, and parameters that are summed over other groups have
+    their own. Arguments as of `Bucket`.
     """
     buckets = []
     for index, group in enumerate(groups):
-        for _, members in groupby(group, key=lambda managed: managed.parameter.device):
-            for part in _portions(list(members), bucket_size):
-                buckets.append(Bucket(part, group_index=index, dtype=dtype, partition=partition))
+        alike: dict[Hashable, list[ManagedParameter]] = {}
+        for managed in group:
+            alike.setdefault((managed.parameter.device, managed.unit, managed.needs_sum), []).append(managed)
+        for members in alike.values():
+            for part in _portions(members, bucket_size):
+                buckets.append(Bucket(part, group_index=index, dtype=dtype, partition=partition, loans=loans))
     return buckets
 
 

@@ -4,15 +4,20 @@
 `Reducer.last_backward`. A bucket whose parameters have all got their last gradient is averaged from then on, while
 backward goes on. Buckets start in one order, which is that of a backward and the same on every rank, as NCCL
 needs it: one that is complete early waits for those before it. What has to be summed over other groups first
-(tied parameters) is left to `Reducer.reduce`.
+(tied parameters) is left to `Reducer.reduce`. At stage 2 every backward is the last in this sense: buckets start
+in each.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from torch.nn import Parameter
 
 from .bucket import Bucket
 from .parameter import ManagedParameter
+
+# At stage 2, how many buckets are on their way while another gets its gradients.
+_MAX_PASSING = 1
 
 
 class LaunchOrder:
@@ -26,49 +31,75 @@ class LaunchOrder:
     def __init__(self, buckets: Sequence[Bucket], parameters: Sequence[ManagedParameter]) -> None:
         position = {managed.parameter: index for index, managed in enumerate(parameters)}
         # A bucket is complete with its parameter that stands first in the model: it comes last in a backward.
-        ordered = sorted(buckets, key=lambda bucket: -min(position[slot.parameter] for slot in bucket.slots))
-        self._early = [bucket for bucket in ordered if not bucket.needs_sum]
-        self._late = [bucket for bucket in ordered if bucket.needs_sum]
-        self._bucket_of = {slot.parameter: bucket for bucket in self._early for slot in bucket.slots}
+        self._ordered = sorted(
+            buckets,
+            key=lambda bucket: (bucket.needs_sum, -min(position[slot.parameter] for slot in bucket.slots)),
+        )
+        early = [bucket for bucket in self._ordered if not bucket.needs_sum]
+        self._bucket_of = {slot.parameter: bucket for bucket in early for slot in bucket.slots}
+        # Of the backward that is running: whose gradients are to come, and the buckets they belong to.
         self._expected: set[Parameter] = set()
-        self._missing: dict[Bucket, int] = {}
-        self._num_started = 0
-        self.reset()
+        self._open: deque[Bucket] = deque()
+        self._missing: dict[Bucket, set[Parameter]] = {}  # what every bucket that was opened waits for
+        self._started: deque[Bucket] = deque()
 
     @property
     def has_started(self) -> bool:
-        """Whether a bucket is being averaged."""
-        return self._num_started > 0
+        """Whether a bucket is being averaged to which nothing may be added until then."""
+        return any(not bucket.passes for bucket in self._started)
+
+    def finish(self) -> None:
+        """Have the averages of all that has started."""
+        while self._started:
+            self._started.popleft().finish_average()
 
     def reset(self) -> None:
         """Expect nothing, once all that has started is done."""
-        for bucket in self._early[: self._num_started]:
-            bucket.finish_average()
-        self._num_started = 0
+        self.finish()
         self._expected.clear()
-        self._missing = {bucket: len(bucket.slots) for bucket in self._early}
+        self._open.clear()
+        self._missing.clear()
 
     def expect(self, parameters: Iterable[Parameter]) -> None:
-        """The next gradient of each of these is its last."""
-        self._expected.update(parameter for parameter in parameters if parameter in self._bucket_of)
+        """The next gradient of each of these is the last that their buckets wait for."""
+        self._expected = {parameter for parameter in parameters if parameter in self._bucket_of}
+        touched = {self._bucket_of[parameter] for parameter in self._expected}
+        self._open = deque(
+            bucket for bucket in self._ordered if bucket in touched and self._may_start(bucket)
+        )
+        for bucket in self._open:
+            self._missing.setdefault(bucket, {slot.parameter for slot in bucket.slots})
 
     def note(self, parameter: Parameter) -> None:
         """A parameter has got a gradient, or will get none."""
-        if parameter in self._expected:
-            self._expected.remove(parameter)
-            bucket = self._bucket_of[parameter]
-            self._missing[bucket] -= 1
+        if parameter not in self._expected:
+            return
+        self._expected.remove(parameter)
+        self._missing.get(self._bucket_of[parameter], set()).discard(parameter)
+        while self._open and not self._missing[self._open[0]]:
+            self._start(self._open.popleft())
+
+    def close(self) -> None:
+        """The backward is over: what got no gradient will get none."""
+        for parameter in [*self._expected]:
+            self.note(parameter)
+        for bucket in self._open:  # behind one that waits for another backward
             if not self._missing[bucket]:
-                self._start()
+                self._start(bucket)
+        self._open.clear()
 
     def waiting(self) -> list[Bucket]:
         """The buckets that have not started, in the order in which they are to start."""
-        return [*self._early[self._num_started :], *self._late]
+        return [bucket for bucket in self._ordered if self._may_start(bucket)]
 
-    def _start(self) -> None:
-        for bucket in self._early[self._num_started :]:
-            if self._missing[bucket]:
-                break
-            bucket.collect()
-            bucket.start_average()
-            self._num_started += 1
+    def _may_start(self, bucket: Bucket) -> bool:
+        return bucket.passes or bucket not in self._started
+
+    def _start(self, bucket: Bucket) -> None:
+        del self._missing[bucket]
+        bucket.borrow()
+        bucket.collect()
+        bucket.start_average()
+        self._started.append(bucket)
+        while bucket.passes and len(self._started) > _MAX_PASSING:
+            self._started.popleft().finish_average()

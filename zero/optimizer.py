@@ -9,7 +9,7 @@ step()                norm and verdict of all ranks (norm.py), unscale and clip,
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from math import isfinite
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from .bucket import fill_buckets
 from .elementwise import require_elementwise
 from .embedding import add_gradients_by_row
 from .groups import hold_pieces, managed_groups
+from .loan import Loans
 from .norm import clip_coefficient, norm_over_all_ranks
 from .parameter import ManagedParameter
 from .partition import Partition, require_agreement
@@ -31,7 +32,7 @@ from .state import load_local_state, local_state
 
 
 class ShardedOptimizer(Optimizer):
-    """Plain data parallelism (stage 0) or ZeRO-1 (stage 1) around any element-wise optimizer.
+    """Plain data parallelism (stage 0), ZeRO-1 or ZeRO-2 around any element-wise optimizer (arXiv:1910.02054).
 
     The inner optimizer stays the user's object, with the same group dicts: schedulers built on it, before or
     after, keep acting. Its groups hold, in the place of the parameters, float32 1-D pieces of them: those of
@@ -44,7 +45,8 @@ class ShardedOptimizer(Optimizer):
         parameters: this rank's part of the model, in one order on all ranks of the data axis. Those that the
             optimizer does not hold are left alone.
         mesh: the processes.
-        stage: 0 keeps all optimizer states on every rank, 1 shares them out over the data axis.
+        stage: 0 keeps all optimizer states on every rank, 1 shares them out over the data axis, 2 the gradients
+            too: every backward averages what it brings, and `parameter.grad` is None from then on.
         precision: the format of the parameters, and the loss scale. Parameters may arrive in float32 under
             every precision: masters are made from what arrives.
         max_norm: gradients of a larger norm are scaled down to it; 0 never clips.
@@ -66,7 +68,7 @@ class ShardedOptimizer(Optimizer):
         parameters: Sequence[ManagedParameter],
         *,
         mesh: ParallelMesh,
-        stage: Literal[0, 1],
+        stage: int,
         precision: PrecisionConfig,
         max_norm: float = 0.0,
         norm_type: float = 2.0,
@@ -86,12 +88,16 @@ class ShardedOptimizer(Optimizer):
         self._max_norm = max_norm
         self._norm_type = norm_type
         self._scaler = DynamicScaler(precision) if precision.precision == "fp16" else None
-        self._partition = Partition(group=mesh.group(data_axis), sliced=stage == 1)
+        self._partition = Partition(group=mesh.group(data_axis), sliced=stage > 0)
         groups = managed_groups(optimizer, parameters)
         self._require_one_layout(groups)
         self._frozen = [managed for managed in parameters if not managed.parameter.requires_grad]
         self.buckets = fill_buckets(
-            groups, dtype=precision.dtype, partition=self._partition, bucket_size=bucket_size
+            groups,
+            dtype=precision.dtype,
+            partition=self._partition,
+            bucket_size=bucket_size,
+            loans=Loans() if stage == 2 and self._partition.num_slices > 1 else None,
         )
         self._reducer = Reducer(self.buckets, parameters, partition=self._partition, device=mesh.device)
         hold_pieces(optimizer, self.buckets)
@@ -130,9 +136,11 @@ class ShardedOptimizer(Optimizer):
         return loss if self._scaler is None else loss * self._scaler.scale
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Scale the loss and accumulate its gradients."""
+        """Scale the loss and accumulate its gradients. Collective over the data axis at stage 2."""
         self.settle()
-        with self.accumulating():
+        if not self._is_held_back:
+            self._reducer.meet("backward()")
+        with self.every_backward():
             self.scale_loss(loss).backward(retain_graph=retain_graph)
 
     @property
@@ -161,7 +169,7 @@ class ShardedOptimizer(Optimizer):
         """Sum partial gradients, then average over the data axis, unless no backward ran since the last time.
 
         Collective over the sum groups and the data axis. After it, `parameter.grad` is the reduced gradient
-        only in this rank's slice: all of it in stage 0; in stage 1 see `gradients`.
+        only in this rank's slice: all of it in stage 0; in stage 1 see `gradients`. In stage 2 it is None.
         """
         if not self._reducer.is_reduced:
             self._reducer.reduce()
@@ -184,8 +192,19 @@ class ShardedOptimizer(Optimizer):
                 self.reduce_gradients()
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """A context for backwards that are not called through `backward`, but are to add to the gradients too."""
+        """A context for parts of a backward that add to the gradients, before the part that is the last."""
         return self._reducer.accumulating()
+
+    def every_backward(self, parameters: Sequence[Parameter] | None = None) -> AbstractContextManager[None]:
+        """A context for a backward that is not called through `backward`, and adds to the gradients too.
+
+        At stage 2 they are averaged over the data axis while it runs, but inside `no_sync`. Every rank of that axis
+        enters it for the same parameters in the same order.
+
+        Args:
+            parameters: those whose gradients are complete for this backward when the context ends; None is all.
+        """
+        return self.accumulating() if self._is_held_back else self._reducer.every_backward(parameters)
 
     def last_backward(self, parameters: Sequence[Parameter]) -> AbstractContextManager[None]:
         """A context for the last backward of these parameters before the next step.
@@ -389,7 +408,10 @@ class ShardedOptimizer(Optimizer):
 def sharding_faults(*, stage: int, max_norm: float, norm_type: float, bucket_size: int) -> list[str]:
     """All that is wrong with these arguments of ShardedOptimizer, each with what is allowed."""
     checks = (
-        (stage in (0, 1), f"stage={stage}: use 0 (plain data parallelism) or 1 (states shared out)"),
+        (
+            stage in (0, 1, 2),
+            f"stage={stage}: use 0 (plain data parallelism), 1 (states shared out) or 2 (gradients too)",
+        ),
         (max_norm >= 0, f"max_norm={max_norm}: it must be above 0, or 0 for no clipping"),
         (norm_type > 0, f"norm_type={norm_type}: it must be above 0, or inf for the largest magnitude"),
         (bucket_size >= 1, f"bucket_size={bucket_size}: it must be at least 1 element"),

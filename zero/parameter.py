@@ -1,5 +1,6 @@
 """What the optimizer is told about a parameter. How its memory is laid out is bucket.py."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torch.distributed import ProcessGroup
@@ -20,9 +21,17 @@ class ManagedParameter:
         counts: whether this rank counts it in the gradient norm; False on all but one of the ranks that hold
             the same gradient along the tensor, sequence and pipeline axes. Copies along the data axis are
             the optimizer's own matter.
+        unit: what it gets its gradients together with, a pipeline stage for example: a backward that gives them
+            to some parameters of a unit gives them to all of it. Buckets do not span units.
     """
 
     name: str
     parameter: Parameter
     sum_groups: tuple[ProcessGroup, ...] = ()
     counts: bool = True
+    unit: Hashable = None
+
+    @property
+    def needs_sum(self) -> bool:
+        """Whether its gradient is summed over other groups before it is averaged over the data axis."""
+        return any(group.size() > 1 for group in self.sum_groups)

@@ -5,7 +5,7 @@ over it, once. A backward that follows a reduction is reduced on its own and add
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from weakref import WeakMethod, ref
 
 import torch
@@ -13,11 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..cluster.agreement import gather_integers
 from ..cluster.hooks import has_foreign_hooks, own
 from .bucket import Bucket, Slot
 from .launch_order import LaunchOrder
 from .parameter import ManagedParameter
 from .partition import Partition
+
+_CALLS = ("backward()", "step()")  # that communicate at stage 2
 
 
 class Reducer:
@@ -54,7 +57,9 @@ class Reducer:
         self._contributed = False
         self._order = LaunchOrder(buckets, parameters)
         self._places = {slot.parameter: (slot, bucket) for bucket in buckets for slot in bucket.slots}
+        self._passes = any(bucket.passes for bucket in buckets)
         self._is_accumulating = False
+        self._is_launching = False
         # Weakly: the garbage collector does not see through the hooks of a tensor that lives elsewhere too, and
         # a cycle through one would keep all this memory and its process groups for ever.
         for bucket in buckets:
@@ -78,14 +83,51 @@ class Reducer:
         """What runs inside gives these parameters their last gradients before the next reduction.
 
         Starts averages over the data axis, see [Note: reducing while backward runs]. Every rank of that axis
-        calls for the same parameters in the same order.
+        calls for the same parameters in the same order. Within another such context it does nothing.
         """
-        reduces = self._partition.group.size() > 1
-        self._order.expect(parameters if reduces else ())
         with self.accumulating():
-            yield
-        for parameter in parameters if reduces else ():  # what got none now will get none
-            self._order.note(parameter)
+            if self._partition.group.size() == 1 or self._is_launching:
+                yield
+                return
+            self._order.expect(parameters)
+            self._is_launching = True
+            try:
+                yield
+            finally:
+                self._is_launching = False
+            self._order.close()
+
+    def meet(self, call: str) -> None:
+        """At stage 2, make sure that all ranks of the data axis are in the same call. All-gather of an integer.
+
+        Raises:
+            RuntimeError: they are not; on every rank.
+        """
+        if not self._passes:
+            return
+        group = self._partition.group
+        codes = [code for (code,) in gather_integers((_CALLS.index(call),), group)]
+        if len(set(codes)) > 1:
+            ranks = dist.get_process_group_ranks(group)
+            told = ", ".join(
+                f"rank {rank} in {_CALLS[code]}" for rank, code in zip(ranks, codes, strict=True)
+            )
+            raise RuntimeError(
+                f"with zero_stage=2 every backward averages its gradients, and the ranks are not in the same call: "
+                f"{told}. Every rank must call backward equally often between two steps; inside no_sync it averages "
+                "nothing"
+            )
+
+    def every_backward(self, parameters: Sequence[Parameter] | None = None) -> AbstractContextManager[None]:
+        """The context of a backward that may not be the last for these parameters; None is all.
+
+        At stage 2 their gradients are averaged nevertheless, so that no rank holds them whole.
+        """
+        if not self._passes:
+            return self.accumulating()
+        return self.last_backward(
+            [slot.parameter for slot in self.slots] if parameters is None else parameters
+        )
 
     def takes_rows(self, parameter: Parameter) -> bool:
         """Whether rows may be added to its gradient now, see embedding.py."""
@@ -96,6 +138,7 @@ class Reducer:
         slot, bucket = self._places[parameter]
         self._before_accumulation(bucket)
         slot.collect()
+        assert slot.gradient is not None  # borrowed before accumulation
         if parameter.grad is None:
             slot.gradient.zero_()
             parameter.grad = slot.gradient
@@ -127,10 +170,12 @@ class Reducer:
 
     def reduce(self) -> None:
         """Reduce what was collected. Collective over the sum groups and the data axis."""
-        waiting = self._order.waiting()
+        self.meet("step()")
+        waiting = self._left_over() if self._passes else self._order.waiting()
         for bucket in waiting:
+            bucket.borrow()
             bucket.collect()
-        flags = [float(slot.parameter.grad is not None) for slot in self.slots]
+        flags = [float(slot.has_gradient) for slot in self.slots]
         self._contributed = any(flags)
         self.present = torch.tensor(flags, device=self.present.device)
         sum_over_groups(self.slots, self.present)
@@ -146,9 +191,20 @@ class Reducer:
         self.is_reduced = True
         self.resumed_factor = 1.0
 
+    def _left_over(self) -> list[Bucket]:
+        """The buckets of which some rank of the data axis still has whole gradients. One all-reduce."""
+        self._order.finish()
+        buckets = self._order.waiting()
+        left = [float(bucket.has_whole_gradients or bucket.needs_sum) for bucket in buckets]
+        flags = torch.tensor(left, device=self.present.device)
+        self._partition.maximum_(flags)
+        return [bucket for bucket, flag in zip(buckets, flags.tolist(), strict=True) if flag]
+
     def _before_accumulation(self, bucket: Bucket) -> None:
         if self.is_reduced:
             self._resume()
+        if bucket.passes:
+            bucket.borrow()
         elif bucket.is_averaging:
             raise RuntimeError(
                 "a backward adds to gradients that execute_pipeline has begun to reduce: accumulate over several "
@@ -157,8 +213,8 @@ class Reducer:
 
     def _resume(self) -> None:
         """Set reduced gradients aside, before a backward adds the first unreduced one."""
-        # The model's own zero_grad drops what this rank contributed.
-        is_forgotten = self._contributed and all(slot.parameter.grad is None for slot in self.slots)
+        # The model's own zero_grad drops what this rank contributed; but it does not reach what has passed.
+        is_forgotten = self._contributed and not any(slot.has_gradient for slot in self.slots)
         if not is_forgotten:
             for bucket in self._buckets:
                 bucket.set_aside(self.resumed_factor)
@@ -176,12 +232,14 @@ def sum_over_groups(slots: Sequence[Slot], present: Tensor) -> None:
         present: (len(slots),) float32, 1 where this rank has a gradient; made 1 where any rank of a sum has.
     """
     for group, indices in sharing([slot.managed for slot in slots]):
-        flat = torch.cat([present[indices], *(slots[index].gradient.view(-1) for index in indices)])
+        gradients = [gradient for index in indices if (gradient := slots[index].gradient) is not None]
+        assert len(gradients) == len(indices)
+        flat = torch.cat([present[indices], *(gradient.view(-1) for gradient in gradients)])
         dist.all_reduce(flat, group=group)
-        flags, *sums = flat.split([len(indices), *(slots[index].gradient.numel() for index in indices)])
+        flags, *sums = flat.split([len(indices), *(gradient.numel() for gradient in gradients)])
         present[indices] = flags.clamp(max=1)
-        for index, total in zip(indices, sums, strict=True):
-            slots[index].gradient.view(-1).copy_(total)
+        for gradient, total in zip(gradients, sums, strict=True):
+            gradient.view(-1).copy_(total)
 
 
 def sharing(parameters: Sequence[ManagedParameter]) -> list[tuple[dist.ProcessGroup, list[int]]]:

@@ -35,7 +35,7 @@ def shard(
     model: nn.Module,
     build: Callable[[Any], Optimizer] = sgd,
     *,
-    stage: Literal[0, 1] = 1,
+    stage: int = 1,
     precision: Precision = "fp32",
     mesh: ParallelMesh | None = None,
     **arguments: Any,

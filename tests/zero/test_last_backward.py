@@ -1,7 +1,5 @@
 """Gradients that are averaged while the last backward still runs."""
 
-from typing import Literal
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +15,8 @@ from ..pool import Pool
 from .helpers import assert_equal, loss_of, sgd, shard, small_model
 from .test_gradients import mean_gradients
 
-STAGES = pytest.mark.parametrize("stage", [0, 1])
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
+WITH_WHOLE_GRADIENTS = pytest.mark.parametrize("stage", [0, 1])
 
 
 def watch_starts(optimizer: ShardedOptimizer, backward_is_done: list[bool]) -> list[tuple[str, bool]]:
@@ -33,15 +32,13 @@ def watch_starts(optimizer: ShardedOptimizer, backward_is_done: list[bool]) -> l
     return starts
 
 
-@STAGES
-def test_buckets_are_averaged_in_the_order_of_backward_while_it_runs(
-    pool: Pool, stage: Literal[0, 1]
-) -> None:
+@WITH_WHOLE_GRADIENTS
+def test_buckets_are_averaged_in_the_order_of_backward_while_it_runs(pool: Pool, stage: int) -> None:
     starts = pool.run(2, check_starts, stage)
     assert starts == [[(name, False) for name in ("2.bias", "2.weight", "0.bias", "0.weight")]] * 2
 
 
-def check_starts(stage: Literal[0, 1]) -> list[tuple[str, bool]]:
+def check_starts(stage: int) -> list[tuple[str, bool]]:
     model, rank = small_model(), dist.get_rank()
     expected = mean_gradients(model, [[0, 2], [1, 3]])
     optimizer = shard(model, stage=stage, bucket_size=1)
@@ -60,12 +57,12 @@ def check_starts(stage: Literal[0, 1]) -> list[tuple[str, bool]]:
 
 
 @STAGES
-def test_a_parameter_that_only_one_rank_uses_keeps_the_order(pool: Pool, stage: Literal[0, 1]) -> None:
+def test_a_parameter_that_only_one_rank_uses_keeps_the_order(pool: Pool, stage: int) -> None:
     first, second = pool.run(2, check_unused, stage)
     assert first == second == ["2.bias", "2.weight", "0.bias", "0.weight"]
 
 
-def check_unused(stage: Literal[0, 1]) -> list[str]:
+def check_unused(stage: int) -> list[str]:
     model, rank = small_model(), dist.get_rank()
     optimizer = shard(model, stage=stage, bucket_size=1)
     starts = watch_starts(optimizer, [])
@@ -95,11 +92,11 @@ def add_too_late() -> None:
 
 
 @STAGES
-def test_later_backwards_are_added_once_the_first_are_settled(pool: Pool, stage: Literal[0, 1]) -> None:
+def test_later_backwards_are_added_once_the_first_are_settled(pool: Pool, stage: int) -> None:
     pool.run(2, check_settled, stage)
 
 
-def check_settled(stage: Literal[0, 1]) -> None:
+def check_settled(stage: int) -> None:
     model, rank = small_model(), dist.get_rank()
     expected = mean_gradients(model, [[0, 2], [1, 3]])
     optimizer = shard(model, stage=stage, bucket_size=40)
@@ -111,12 +108,12 @@ def check_settled(stage: Literal[0, 1]) -> None:
     assert_equal(optimizer.gradients(), expected)
 
 
-@STAGES
-def test_what_the_model_s_own_zero_grad_drops_is_not_added(pool: Pool, stage: Literal[0, 1]) -> None:
+@WITH_WHOLE_GRADIENTS
+def test_what_the_model_s_own_zero_grad_drops_is_not_added(pool: Pool, stage: int) -> None:
     pool.run(2, check_dropped, stage)
 
 
-def check_dropped(stage: Literal[0, 1]) -> None:
+def check_dropped(stage: int) -> None:
     model, rank = small_model(), dist.get_rank()
     expected = mean_gradients(model, [[2], [3]])
     optimizer = shard(model, stage=stage, bucket_size=40)
