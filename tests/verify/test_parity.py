@@ -196,6 +196,28 @@ def test_every_schedule_agrees_beside_tensor_parallelism_and_zero(
     assert report.departure is None
 
 
+STAGE_TWO = [
+    ("llama", Layout(dp=2, zero=2)),
+    ("llama-tied", Layout(dp=4, zero=2, max_norm=0.1)),
+    ("gpt2-tied", Layout(tp=2, dp=2, zero=2)),
+    ("qwen3", Layout(tp=2, dp=2, zero=2, precision="bf16")),
+    ("bert-masked-tied", Layout(pp=2, dp=2, zero=2, microbatches=4)),
+    ("llama-tied", Layout(pp=2, dp=2, zero=2, microbatches=4, schedule="interleaved", chunks=2)),
+    ("llama", Layout(pp=2, dp=2, zero=2, microbatches=4, schedule="zbh1", precision="bf16")),
+    ("gpt2-tied", Layout(pp=2, dp=2, zero=2, microbatches=4, schedule="zbv")),
+    ("t5-tied", Layout(pp=2, dp=2, zero=2, microbatches=4, precision="fp16")),
+    ("llama", Layout(dp=2, zero=2, recompute=1.0)),
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), STAGE_TWO, ids=str)
+def test_gradients_that_no_rank_holds_whole_are_the_same(pool: Pool, model: str, layout: Layout) -> None:
+    choice = {**MODELS, **TIED}.get(model) or ModelChoice(model_type=model)
+    if layout.schedule in ("interleaved", "zbv"):
+        choice = replace(choice, num_layers=5)
+    assert check(pool, choice, layout).departure is None
+
+
 RECOMPUTING = [
     ("llama", Layout(pp=2, recompute=0.5, schedule="zbv", microbatches=4)),
     ("bert-masked", Layout(tp=2, pp=2, recompute=1.0)),
