@@ -24,7 +24,7 @@ def verify(
     tp: Annotated[int, typer.Option(help="Ranks over which layers are split.")] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
     dp: Annotated[int, typer.Option(help="Replicas with different batches.")] = 1,
-    zero: Annotated[int, typer.Option(help="ZeRO stage: 0 or 1.")] = 0,
+    zero: Annotated[int, typer.Option(help="ZeRO stage: 0, 1 or 2.")] = 0,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved, zbh1 or zbv.")] = "1f1b",
     chunks: Annotated[int, typer.Option(help="Pipeline stages per rank: interleaved and gpipe.")] = 1,

@@ -16,6 +16,7 @@ from ..pipeline.schedules import (
 )
 from ..shardformer.checkpoint_config import PipelineGradientCheckpointConfig
 from ..shardformer.policy import Policy
+from ..zero.optimizer import zero_size_faults
 from ..zero.precision import PrecisionConfig, precision_faults
 
 
@@ -127,6 +128,7 @@ class HybridConfig:
         tp, pp, sp: sizes of the tensor, pipeline and sequence axes.
         dp: size of the data axis; None is what the world size leaves.
         zero_stage: 0 plain data parallelism, 1 optimizer states split over it, 2 gradients too.
+        zero_size: over how many replicas they are split; -1 or 0 is all of them.
         pipeline: how a batch goes through it.
         precision_settings: the arguments of `zero.precision.PrecisionConfig`.
         max_norm: gradients are clipped to this norm; 0 does not clip.
@@ -142,6 +144,7 @@ class HybridConfig:
     sp: int = 1
     dp: int | None = None
     zero_stage: int = 0
+    zero_size: int = -1
     pipeline: PipelineConfig
     precision_settings: Mapping[str, Any]
     max_norm: float = 0.0
@@ -161,10 +164,15 @@ class HybridConfig:
         """All that is wrong with it in a world of this size, each with what would work."""
         sizes = {"tp_size": self.tp, "pp_size": self.pp, "sp_size": self.sp}
         sizes |= {} if self.dp is None else {"dp_size": self.dp}
-        sizes |= {"make_vocab_size_divisible_by": self.make_vocab_size_divisible_by}
+        sizes |= {
+            "zero_size": self.zero_size,
+            "make_vocab_size_divisible_by": self.make_vocab_size_divisible_by,
+        }
         if found := whole_number_faults(sizes):
             return found
         found = mesh_faults(world_size=world_size, pp=self.pp, dp=self.dp, sp=self.sp, tp=self.tp)
+        if not found:
+            found += zero_size_faults(self.zero_size, world_size // (self.pp * self.sp * self.tp))
         if self.zero_stage not in (0, 1, 2):
             found.append(
                 f"zero_stage={self.zero_stage} is not available: use 0 (plain data parallelism), 1 (states "

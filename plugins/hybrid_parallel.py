@@ -48,6 +48,8 @@ class HybridParallelPlugin(Plugin):
         dp_size: replicas that get different batches; None is what the world size leaves.
         zero_stage: 0 keeps optimizer states whole on each replica, 1 splits them over the replicas, 2 gradients too:
             they are averaged in every backward, and no rank holds them whole.
+        zero_size: over how many neighbouring replicas `zero_stage` splits, those of a node for example; -1 or 0 is all
+            of them, 1 none. Gradients are averaged over all replicas.
         precision: "fp32", "bf16" or "fp16"; 16-bit weights keep float32 masters.
         num_microbatches, microbatch_size: how a batch is cut; under a pipeline one of them is needed.
         pp_style: the schedule: "gpipe", "1f1b", "interleaved", "zbh1", "zbv" (docs/pipeline.md says which to
@@ -82,6 +84,7 @@ class HybridParallelPlugin(Plugin):
         precision: str = "fp16",
         zero_stage: int = 0,
         *,
+        zero_size: int = -1,
         dp_size: int | None = None,
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
@@ -119,6 +122,7 @@ class HybridParallelPlugin(Plugin):
             pp=pp_size,
             dp=dp_size,
             zero_stage=zero_stage,
+            zero_size=zero_size,
             pipeline=PipelineConfig(
                 style=pp_style,
                 num_microbatches=num_microbatches,
@@ -228,6 +232,7 @@ class HybridParallelPlugin(Plugin):
                     managed,
                     mesh=self.mesh,
                     stage=self.config.zero_stage,
+                    zero_size=self.config.zero_size,
                     precision=self.config.precision,
                     max_norm=self.config.max_norm,
                     bucket_size=int(self.config.bucket_size_in_m * 2**20),

@@ -13,6 +13,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
             loss scale of fp16.
         max_norm: clip gradients to this norm; 0 does not.
         reduce_bucket_size_in_m: millions (2**20) of gradient elements that are reduced together.
+        zero_size: over how many neighbouring ranks a stage above 0 splits; -1 or 0 is all of them, 1 none.
         num_microbatches, microbatch_size: how `execute_pipeline` cuts a batch; None takes it whole.
 
     Raises:
@@ -33,12 +34,14 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         max_norm: float = 0.0,
         reduce_bucket_size_in_m: float = 12,
         *,
+        zero_size: int = -1,
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
     ) -> None:
         super().__init__(
             precision=precision,
             zero_stage=stage,
+            zero_size=zero_size,
             num_microbatches=num_microbatches,
             microbatch_size=microbatch_size,
             initial_scale=initial_scale,

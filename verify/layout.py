@@ -13,6 +13,7 @@ class Layout:
     Args:
         tp, pp, dp: sizes of the axes; their product is the number of processes.
         zero: the ZeRO stage.
+        zero_size: over how many replicas it splits.
         precision: "fp32", "bf16" or "fp16".
         schedule: a name of the pipeline's schedules.
         chunks: stages per rank, where the schedule takes any number.
@@ -25,6 +26,7 @@ class Layout:
     pp: int = 1
     dp: int = 1
     zero: int = 0
+    zero_size: int = -1
     precision: str = "fp32"
     schedule: str = "1f1b"
     chunks: int = 1
@@ -71,6 +73,7 @@ class Layout:
             pp=self.pp,
             dp=self.dp,
             zero_stage=self.zero,
+            zero_size=self.zero_size,
             pipeline=self._pipeline,
             precision_settings={"precision": self.precision},
             max_norm=self.max_norm,
@@ -82,7 +85,7 @@ class Layout:
         ]
         chunks = f"×{self.chunks}" if self.chunks > 1 else ""
         schedule = [f"{self.schedule}{chunks}"] if self.pp > 1 and self.schedule != "1f1b" else []
-        rest = [f"zero{self.zero}"] * bool(self.zero) + [f"recompute{self.recompute:g}"] * bool(
-            self.recompute
-        )
+        rest = [f"zero{self.zero}"] * bool(self.zero)
+        rest += [f"of{self.zero_size}"] * (self.zero_size > 0)
+        rest += [f"recompute{self.recompute:g}"] * bool(self.recompute)
         return "·".join([*sizes, *schedule, *rest, self.precision])

@@ -117,6 +117,7 @@ def _run_layout(model: nn.Module, layout: Layout, batches: list[list[dict[str, T
         pp_size=layout.pp,
         dp_size=layout.dp,
         zero_stage=layout.zero,
+        zero_size=layout.zero_size,
         precision=layout.precision,
         num_microbatches=layout.microbatches,
         pp_style=layout.schedule,

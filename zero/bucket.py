@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
 from .loan import Loans
 from .parameter import ManagedParameter
-from .partition import Partition
+from .partition import Partition, Waitable
 
 # In elements: 64 bytes of float32, 32 of a 16-bit format. Parameters and slices begin at multiples of it, so
 # that no vector load of a kernel or a collective straddles two of them.
@@ -138,7 +137,7 @@ class Bucket:
         is_float32 = dtype == torch.float32
         self.masters = partition.own(self.parameters) if is_float32 else partition.own(values).clone()
         self._reduced_before: Tensor | None = None
-        self._average: dist.Work | None = None
+        self._average: Waitable | None = None
         self._has_started = False
         self._has_slice = False  # whether the slice of passing gradients holds any
         if loans is not None:

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..cluster.faults import naming_failures
-from ..cluster.mesh import ParallelMesh
+from ..cluster.mesh import ParallelMesh, divisors
 from .bucket import fill_buckets
 from .elementwise import require_elementwise
 from .embedding import add_gradients_by_row
@@ -53,6 +53,8 @@ class ShardedOptimizer(Optimizer):
         norm_type: the p of the norm that is measured and clipped, `inf` for the largest magnitude.
         bucket_size: largest number of elements that are communicated at once.
         data_axis: the axis of the mesh that gradients are averaged over.
+        zero_size: over how many neighbouring ranks of that axis a stage above 0 shares out, a node for example; -1
+            or 0 is all of them, 1 none. Gradients are averaged over the whole axis all the same.
 
     Attributes:
         inner: the user's optimizer.
@@ -74,10 +76,12 @@ class ShardedOptimizer(Optimizer):
         norm_type: float = 2.0,
         bucket_size: int = 12 * 1024**2,
         data_axis: str = "dp",
+        zero_size: int = -1,
     ) -> None:
-        if faults := sharding_faults(
+        faults = sharding_faults(
             stage=stage, max_norm=max_norm, norm_type=norm_type, bucket_size=bucket_size
-        ):
+        ) + zero_size_faults(zero_size, mesh.size(data_axis))
+        if faults:
             raise ValueError("; ".join(faults))
         require_elementwise(optimizer)
         self.inner = optimizer
@@ -88,7 +92,8 @@ class ShardedOptimizer(Optimizer):
         self._max_norm = max_norm
         self._norm_type = norm_type
         self._scaler = DynamicScaler(precision) if precision.precision == "fp16" else None
-        self._partition = Partition(group=mesh.group(data_axis), sliced=stage > 0)
+        num_slices = mesh.size(data_axis) if zero_size in (-1, 0) else zero_size
+        self._partition = Partition.of(mesh, data_axis, num_slices if stage else 1)
         groups = managed_groups(optimizer, parameters)
         self._require_one_layout(groups)
         self._frozen = [managed for managed in parameters if not managed.parameter.requires_grad]
@@ -417,3 +422,13 @@ def sharding_faults(*, stage: int, max_norm: float, norm_type: float, bucket_siz
         (bucket_size >= 1, f"bucket_size={bucket_size}: it must be at least 1 element"),
     )
     return [fault for sound, fault in checks if not sound]
+
+
+def zero_size_faults(zero_size: int, data_size: int) -> list[str]:
+    """What is wrong with sharing out over this many of so many data-parallel ranks."""
+    if zero_size in (-1, 0) or (zero_size > 0 and data_size % zero_size == 0):
+        return []
+    return [
+        f"zero_size={zero_size} must divide the {data_size} data-parallel ranks: use one of "
+        f"{', '.join(map(str, divisors(data_size)))}, or -1 for all of them"
+    ]

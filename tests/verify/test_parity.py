@@ -207,6 +207,9 @@ STAGE_TWO = [
     ("gpt2-tied", Layout(pp=2, dp=2, zero=2, microbatches=4, schedule="zbv")),
     ("t5-tied", Layout(pp=2, dp=2, zero=2, microbatches=4, precision="fp16")),
     ("llama", Layout(dp=2, zero=2, recompute=1.0)),
+    ("gpt2", Layout(dp=4, zero=1, zero_size=2, precision="bf16", max_norm=0.1)),
+    ("llama-tied", Layout(dp=4, zero=2, zero_size=2)),
+    ("llama", Layout(dp=2, zero=1, zero_size=1)),
 ]
 
 

@@ -19,7 +19,7 @@ def test_parameters_and_gradients_are_aligned_views(pool: Pool) -> None:
 def check_views() -> None:
     model = small_model()
     before, objects = weights_of(model), list(model.parameters())
-    partition = Partition(group=ParallelMesh().group("dp"), sliced=True)
+    partition = Partition.of(ParallelMesh(), "dp", 3)
     (bucket,) = fill_buckets([managed(model)], dtype=torch.float32, partition=partition, bucket_size=1000)
     assert [slot.start for slot in bucket.slots] == [0, 48, 64, 96]  # 35, 7, 21 and 3 elements
     assert bucket.parameters.numel() == bucket.gradients.numel() == 144  # 112 rounded up to 3 * ALIGNMENT
@@ -36,7 +36,7 @@ def test_buckets_fill_up_to_their_size_and_larger_parameters_stand_alone(pool: P
 
 def check_filling() -> None:
     model = nn.ParameterList([torch.zeros(size) for size in (4, 4, 4, 20, 1, 9, 2)])
-    partition = Partition(group=ParallelMesh().group("dp"), sliced=False)
+    partition = Partition.of(ParallelMesh(), "dp", 1)
     members = managed(model)
     buckets = fill_buckets(
         [members[:6], members[6:]], dtype=torch.float32, partition=partition, bucket_size=10

@@ -1,0 +1,64 @@
+"""Slices shared out over a part of the data-parallel ranks (ZeRO-1.5), and averages over all of them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from echelon.cluster.mesh import ParallelMesh
+from echelon.zero.optimizer import zero_size_faults
+from echelon.zero.partition import Partition
+
+from ..pool import Pool
+from .helpers import assert_equal, loss_of, shard, small_model, weights_of
+from .test_gradients import mean_gradients
+
+
+@pytest.mark.parametrize(("num_slices", "owned"), [(1, "0000"), (2, "0101"), (4, "0123")])
+def test_neighbours_share_out_and_all_average(pool: Pool, num_slices: int, owned: str) -> None:
+    found = pool.run(4, average, num_slices)
+    assert "".join(str(index) for index, *_ in found) == owned
+    assert [counts for _, counts, *_ in found] == [rank < num_slices for rank in range(4)]
+    for index, _, own, whole in found:
+        expected = [1.5 + 10 * place for place in range(8)]
+        length = 8 // num_slices
+        assert own == expected[index * length : (index + 1) * length]
+        assert whole == expected
+
+
+def average(num_slices: int) -> tuple[int, bool, list[float], list[float]]:
+    partition = Partition.of(ParallelMesh(), "dp", num_slices)
+    gradients = torch.arange(8.0) * 10 + dist.get_rank()
+    work = partition.average_(gradients)
+    assert work is not None
+    work.wait()
+    own = partition.own(gradients)
+    return partition.index, partition.counts, own.tolist(), partition.gathered(own).tolist()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_states_lie_on_two_ranks_of_four(pool: Pool, stage: int) -> None:
+    norms = pool.run(4, train_in_pairs, stage)
+    assert len(set(norms)) == 1
+
+
+def train_in_pairs(stage: int) -> float:
+    model, rank = small_model(), dist.get_rank()
+    gradients = mean_gradients(model, [[0], [1], [2], [3]])
+    expected = {name: weight - gradients[name] for name, weight in weights_of(model).items()}
+    optimizer = shard(model, stage=stage, zero_size=2, bucket_size=30)
+    optimizer.backward(loss_of(model, rank))
+    optimizer.step()
+    assert_equal(weights_of(model), expected)
+    for bucket in optimizer.buckets:
+        assert bucket.masters.numel() * 2 == bucket.parameters.numel()
+    norm = optimizer.get_grad_norm()
+    assert norm is not None
+    assert norm == pytest.approx(torch.cat([each.flatten() for each in gradients.values()]).norm().item())
+    return norm
+
+
+def test_a_size_that_does_not_divide_is_refused() -> None:
+    assert zero_size_faults(0, 4) == zero_size_faults(-1, 4) == zero_size_faults(2, 4) == []
+    for size in (3, 8, -2):
+        (fault,) = zero_size_faults(size, 4)
+        assert fault.startswith(f"zero_size={size} must divide the 4 data-parallel ranks: use one of 1, 2, 4")
