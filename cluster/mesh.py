@@ -109,6 +109,13 @@ class ParallelMesh:
         """The world's ranks of `group(axis)`, by coordinate."""
         return dist.get_process_group_ranks(self.group(axis))
 
+    def axis_of(self, group: dist.ProcessGroup) -> str:
+        """The axis that a group of this mesh lies along; "world" for any other."""
+        along = {self.group(axis).group_name: axis for axis in AXES if self.size(axis) > 1}
+        along |= {each.group_name: "pp" for each in self._pipeline_groups}
+        along |= {each.group_name: axis for (axis, _), each in self._groups.items() if each is not None}
+        return along.get(group.group_name, "world")
+
     def replica_ranks(self) -> list[int]:
         """The world's ranks that hold one replica with this one: all that share its dp coordinate."""
         return self._mesh.mesh.select(1, self.rank("dp")).flatten().tolist()

@@ -16,7 +16,7 @@ from ..pipeline.schedules import (
 )
 from ..shardformer.checkpoint_config import PipelineGradientCheckpointConfig
 from ..shardformer.policy import Policy
-from ..zero.optimizer import zero_size_faults
+from ..zero.faults import zero_size_faults
 from ..zero.precision import PrecisionConfig, precision_faults
 
 

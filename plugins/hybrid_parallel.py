@@ -36,6 +36,7 @@ from ..zero.optimizer import ShardedOptimizer
 from .base import Boosted, Plugin
 from .hybrid_config import HybridConfig, PipelineConfig, told
 from .hybrid_module import HybridParallelModule
+from .ledger import Ledger
 from .names import ParameterNames, managed_parameters, require_equal_models
 
 
@@ -310,6 +311,10 @@ class HybridParallelPlugin(Plugin):
             return model.engine.run(
                 data_iter, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
             )
+
+    def ledger(self, optimizer: ShardedOptimizer | None = None) -> Ledger:
+        """A context that counts bytes and calls by axis and kind; it knows the held memory of `optimizer` too."""
+        return Ledger(self.mesh, optimizer)
 
     def save_model(self, model: nn.Module, path: Path, *, use_safetensors: bool) -> None:
         """Write the whole model to one file. Collective over the world."""

@@ -150,6 +150,11 @@ class Bucket:
         self.watched = list(self._runs(counts=False)) if partition.counts else []
 
     @property
+    def has_masters(self) -> bool:
+        """Whether masters have memory of their own."""
+        return self.parameters.dtype != torch.float32
+
+    @property
     def passes(self) -> bool:
         """Whether whole gradients are borrowed memory: see [Note: passing gradients]."""
         return self._loans is not None

@@ -17,17 +17,19 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..cluster.faults import naming_failures
-from ..cluster.mesh import ParallelMesh, divisors
+from ..cluster.mesh import ParallelMesh
 from .bucket import fill_buckets
 from .elementwise import require_elementwise
 from .embedding import add_gradients_by_row
+from .faults import sharding_faults, zero_size_faults
 from .groups import hold_pieces, managed_groups
+from .held import HeldBytes, held_bytes
 from .loan import Loans
 from .norm import clip_coefficient, norm_over_all_ranks
 from .parameter import ManagedParameter
-from .partition import Partition, require_agreement
+from .partition import Partition
 from .precision import DynamicScaler, PrecisionConfig
-from .reduction import Reducer, sharing
+from .reduction import Reducer, require_one_layout
 from .state import load_local_state, local_state
 
 
@@ -95,14 +97,15 @@ class ShardedOptimizer(Optimizer):
         num_slices = mesh.size(data_axis) if zero_size in (-1, 0) else zero_size
         self._partition = Partition.of(mesh, data_axis, num_slices if stage else 1)
         groups = managed_groups(optimizer, parameters)
-        self._require_one_layout(groups)
+        require_one_layout(groups, group=self._partition.group, device=mesh.device)
         self._frozen = [managed for managed in parameters if not managed.parameter.requires_grad]
+        self._loans = Loans() if stage == 2 and self._partition.num_slices > 1 else None
         self.buckets = fill_buckets(
             groups,
             dtype=precision.dtype,
             partition=self._partition,
             bucket_size=bucket_size,
-            loans=Loans() if stage == 2 and self._partition.num_slices > 1 else None,
+            loans=self._loans,
         )
         self._reducer = Reducer(self.buckets, parameters, partition=self._partition, device=mesh.device)
         hold_pieces(optimizer, self.buckets)
@@ -315,6 +318,12 @@ class ShardedOptimizer(Optimizer):
         for bucket in self.buckets:
             bucket.refresh_()
 
+    def held_bytes(self) -> HeldBytes:
+        """The memory of parameters, gradients, masters and states on this rank."""
+        frozen = [managed.parameter for managed in self._frozen]
+        buffers = 0 if self._loans is None else self._loans.nbytes
+        return held_bytes(self.buckets, frozen, self.inner, buffers)
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: the inner optimizer's state and groups, masters, loss scale and layout."""
         return local_state(self.inner, self.buckets, self._scaler) | {"skipped_steps": self.skipped_steps}
@@ -368,27 +377,6 @@ class ShardedOptimizer(Optimizer):
         finally:
             self._is_stepping = False
 
-    def _require_one_layout(self, groups: list[list[ManagedParameter]]) -> None:
-        """Ranks of the data axis, and of a sum group, must mean the same parameters. Small all-reduces."""
-        require_agreement(
-            [
-                f"{managed.name} {tuple(managed.parameter.shape)} of group {index}, counts={managed.counts}"
-                for index, members in enumerate(groups)
-                for managed in members
-            ],
-            group=self._partition.group,
-            device=self._mesh.device,
-            what="the trainable parameters of the optimizer",
-        )
-        flat = [managed for members in groups for managed in members]
-        for group, indices in sharing(flat):
-            require_agreement(
-                [str(tuple(flat[index].parameter.shape)) for index in indices],
-                group=group,
-                device=self._mesh.device,
-                what="the shapes of parameters whose gradients are summed",
-            )
-
     def _require_untouched(self) -> None:
         for slot in self._reducer.slots:
             if not slot.is_in_place:
@@ -408,27 +396,3 @@ class ShardedOptimizer(Optimizer):
             raise RuntimeError(
                 "this optimizer was boosted: step the one that boost returned, which reduces gradients first"
             )
-
-
-def sharding_faults(*, stage: int, max_norm: float, norm_type: float, bucket_size: int) -> list[str]:
-    """All that is wrong with these arguments of ShardedOptimizer, each with what is allowed."""
-    checks = (
-        (
-            stage in (0, 1, 2),
-            f"stage={stage}: use 0 (plain data parallelism), 1 (states shared out) or 2 (gradients too)",
-        ),
-        (max_norm >= 0, f"max_norm={max_norm}: it must be above 0, or 0 for no clipping"),
-        (norm_type > 0, f"norm_type={norm_type}: it must be above 0, or inf for the largest magnitude"),
-        (bucket_size >= 1, f"bucket_size={bucket_size}: it must be at least 1 element"),
-    )
-    return [fault for sound, fault in checks if not sound]
-
-
-def zero_size_faults(zero_size: int, data_size: int) -> list[str]:
-    """What is wrong with sharing out over this many of so many data-parallel ranks."""
-    if zero_size in (-1, 0) or (zero_size > 0 and data_size % zero_size == 0):
-        return []
-    return [
-        f"zero_size={zero_size} must divide the {data_size} data-parallel ranks: use one of "
-        f"{', '.join(map(str, divisors(data_size)))}, or -1 for all of them"
-    ]

@@ -18,7 +18,7 @@ from ..cluster.hooks import has_foreign_hooks, own
 from .bucket import Bucket, Slot
 from .launch_order import LaunchOrder
 from .parameter import ManagedParameter
-from .partition import Partition
+from .partition import Partition, require_agreement
 
 _CALLS = ("backward()", "step()")  # that communicate at stage 2
 
@@ -256,6 +256,39 @@ def sharing(parameters: Sequence[ManagedParameter]) -> list[tuple[dist.ProcessGr
                 members.setdefault((position, group), []).append(index)
     ordered = sorted(members.items(), key=lambda item: (item[0][0], dist.get_process_group_ranks(item[0][1])))
     return [(group, indices) for (_, group), indices in ordered]
+
+
+def require_one_layout(
+    groups: Sequence[Sequence[ManagedParameter]], *, group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Ranks of the data axis, and of a sum group, must mean the same parameters. Small all-reduces.
+
+    Args:
+        groups: the trained parameters by parameter group.
+        group: the data axis.
+        device: where numbers are exchanged.
+
+    Raises:
+        ValueError: they do not; on every rank.
+    """
+    require_agreement(
+        [
+            f"{managed.name} {tuple(managed.parameter.shape)} of group {index}, counts={managed.counts}"
+            for index, members in enumerate(groups)
+            for managed in members
+        ],
+        group=group,
+        device=device,
+        what="the trainable parameters of the optimizer",
+    )
+    flat = [managed for members in groups for managed in members]
+    for summing, indices in sharing(flat):
+        require_agreement(
+            [str(tuple(flat[index].parameter.shape)) for index in indices],
+            group=summing,
+            device=device,
+            what="the shapes of parameters whose gradients are summed",
+        )
 
 
 def _before(

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon import Booster, LowLevelZeroPlugin
+from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin
 from echelon.verify.models import ModelChoice, loss_of, make_batch
 from echelon.verify.parity import make_optimizer
 
@@ -82,3 +82,28 @@ def train_unevenly() -> None:
         plain.step()
         plain.zero_grad()
     assert_weights(model, {name: each.detach() for name, each in untouched.named_parameters()})
+
+
+def test_the_plugins_ledger_tells_what_a_step_of_tensor_and_pipeline_ranks_costs(pool: Pool) -> None:
+    for axes, table in pool.run(4, count_a_step):
+        assert axes == {"tp", "pp", "world"}
+        assert "held" in table and "pp      send" in table
+
+
+def count_a_step() -> tuple[set[str], str]:
+    booster = hybrid(tp_size=2, pp_size=2)
+    model = LLAMA.build()
+    boosted, optimizer, criterion, *_ = booster.boost(model, make_optimizer(model), loss_of)
+    plugin = booster.plugin
+    assert isinstance(plugin, HybridParallelPlugin)
+    with plugin.ledger(optimizer) as ledger:
+        booster.execute_pipeline(iter([batch_of(0, samples=8)]), boosted, criterion, optimizer)
+        optimizer.step()
+    counts = ledger.traffic
+    assert counts["tp", "all_reduce"].nbytes > 0
+    # Two microbatches of 4 samples: one boundary each way. The tied embedding is summed over the stages.
+    sent = counts["pp", "send"]
+    assert sent.calls == 2 and counts["pp", "recv"].calls == 2
+    assert sent.nbytes == 2 * 4 * batch_of(0)["input_ids"].shape[1] * model.config.hidden_size * 4
+    assert counts["pp", "all_reduce"].calls == 1
+    return {axis for axis, _ in counts}, ledger.table()

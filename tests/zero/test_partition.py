@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.cluster.mesh import ParallelMesh
-from echelon.zero.optimizer import zero_size_faults
+from echelon.zero.faults import zero_size_faults
 from echelon.zero.partition import Partition
 
 from ..pool import Pool

@@ -1,0 +1,93 @@
+"""Counting what this rank communicates, by axis and kind. Which memory it holds is not counted here."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .mesh import ParallelMesh
+
+# Smaller messages are what ranks agree by (flags, norms, losses), and are listed apart.
+SMALL_BYTES = 4096
+
+# By operation: what it is called, which argument is counted, and how often a rank sends it in a ring of d, as the
+# factors of (d-1)/d. A gather is counted by its result, a reduce-scatter by what goes in: the whole tensor.
+_KINDS = {
+    "allreduce_": ("all_reduce", 0, 2),
+    "allreduce_coalesced_": ("all_reduce", 0, 2),
+    "_reduce_scatter_base_": ("reduce_scatter", 1, 1),
+    "reduce_scatter_": ("reduce_scatter", 1, 1),
+    "_allgather_base_": ("all_gather", 0, 1),
+    "allgather_": ("all_gather", 0, 1),
+    "alltoall_base_": ("all_to_all", 1, 1),
+    "alltoall_": ("all_to_all", 1, 1),
+    "broadcast_": ("broadcast", 0, 1),
+    "send": ("send", 0, None),
+    "recv_": ("recv", 0, 0),
+}
+
+
+@dataclass
+class Count:
+    """Messages of one kind.
+
+    Attributes:
+        calls: how many.
+        nbytes: of the whole tensors that they are about.
+        sent: bytes that this rank sends for them, if collectives run as rings.
+    """
+
+    calls: int = 0
+    nbytes: int = 0
+    sent: float = 0.0
+
+
+class Traffic(TorchDispatchMode):
+    """A context that counts this process's communication.
+
+    Args:
+        mesh: whose axes the messages are told by.
+
+    Attributes:
+        counts: by axis (or "world") and kind; kinds of messages below `SMALL_BYTES` begin with "small ".
+    """
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        super().__init__()
+        self.counts: dict[tuple[str, str], Count] = defaultdict(Count)
+        self._mesh = mesh
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation; count it if it communicates."""
+        if func.namespace == "c10d":
+            self._count(func._schema.name.split("::")[1], args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, operation: str, args: Any) -> None:
+        if operation not in _KINDS:  # barriers and the like move nothing
+            return
+        kind, place, factor = _KINDS[operation]
+        group = _group_of(args)
+        size = group.size()
+        nbytes = sum(tensor.nbytes for tensor in _tensors(args[place]))
+        count = self.counts[self._mesh.axis_of(group), f"small {kind}" if nbytes < SMALL_BYTES else kind]
+        count.calls += 1
+        count.nbytes += nbytes
+        count.sent += nbytes if factor is None else factor * nbytes * (size - 1) / size
+
+
+def _group_of(args: Any) -> dist.ProcessGroup:
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            return dist.ProcessGroup.unbox(argument)
+    raise AssertionError(f"no process group among {args}")
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [tensor for item in tree for tensor in _tensors(item)]

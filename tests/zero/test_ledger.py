@@ -1,0 +1,120 @@
+"""Bytes that travel and bytes that are held, against the formulas, to the byte."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.cluster.mesh import ParallelMesh
+from echelon.cluster.traffic import Traffic
+from echelon.plugins.ledger import Ledger
+
+from ..pool import Pool
+from .helpers import Precision, shard
+
+PSI = 3 * 64 * 64  # three layers, in buckets of their own: no padding on any number of ranks here
+BUCKET = 64 * 64
+
+
+def train(stage: int, precision: Precision, backwards: int, zero_size: int) -> tuple[dict[Any, Any], Any]:
+    """The traffic of one step by axis and kind as (calls, bytes, bytes sent), and what is held after it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+    mesh = ParallelMesh()
+    optimizer = shard(
+        model,
+        torch.optim.AdamW,
+        stage=stage,
+        precision=precision,
+        zero_size=zero_size,
+        bucket_size=BUCKET,
+        mesh=mesh,
+    )
+    dtype = next(model.parameters()).dtype
+    with Ledger(mesh, optimizer) as ledger:
+        for _ in range(backwards):
+            optimizer.backward(model(torch.ones(2, 64, dtype=dtype)).float().pow(2).mean())
+        optimizer.step()
+    assert "all_gather" in ledger.table() or stage == 0
+    counts = {
+        key: (count.calls, count.nbytes, count.sent)
+        for key, count in ledger.traffic.items()
+        if not key[1].startswith("small ")
+    }
+    return counts, dict(ledger.held.items()) if ledger.held is not None else {}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("backwards", [1, 3])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_stages_cost_what_the_formulas_say(
+    pool: Pool, ranks: int, backwards: int, precision: Precision
+) -> None:
+    part, width = (ranks - 1) / ranks, 4 if precision == "fp32" else 2
+    masters = 0 if precision == "fp32" else 4 * PSI
+    for stage, expected_traffic, gradients, buffers, share in (
+        (0, {("dp", "all_reduce"): (3, 4 * PSI, 8 * PSI * part)}, 4 * PSI, 0, 1),
+        (
+            1,
+            {
+                ("dp", "reduce_scatter"): (3, 4 * PSI, 4 * PSI * part),
+                ("dp", "all_gather"): (3, width * PSI, width * PSI * part),
+            },
+            4 * PSI,
+            0,
+            ranks,
+        ),
+        (
+            2,
+            {
+                ("dp", "reduce_scatter"): (3 * backwards, 4 * PSI * backwards, 4 * PSI * part * backwards),
+                ("dp", "all_gather"): (3, width * PSI, width * PSI * part),
+            },
+            4 * PSI // ranks,
+            2 * 4 * BUCKET,
+            ranks,
+        ),
+    ):
+        for counts, held in pool.run(ranks, train, stage, precision, backwards, -1):
+            assert counts == expected_traffic, stage
+            assert held == {
+                "parameters": width * PSI,
+                "gradients": gradients,
+                "buffers": buffers,
+                "masters": masters // share,
+                "states": 8 * PSI // share,
+                "scalars": held["scalars"],
+            }
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_part_of_the_ranks_averages_its_slice_with_the_others(pool: Pool, stage: int) -> None:
+    for counts, held in pool.run(4, train, stage, "fp32", 1, 2):
+        assert counts == {
+            ("dp", "reduce_scatter"): (3, 4 * PSI, 2 * PSI),
+            ("dp", "all_reduce"): (3, 2 * PSI, 2 * PSI),
+            ("dp", "all_gather"): (3, 4 * PSI, 2 * PSI),
+        }
+        assert held["states"] == 4 * PSI
+
+
+def test_small_messages_and_transfers_are_told_apart(pool: Pool) -> None:
+    pool.run(2, exchange)
+
+
+def exchange() -> None:
+    mesh = ParallelMesh(pp=2)
+    group, peer = mesh.group("pp"), 1 - mesh.rank("pp")
+    big = torch.ones(2048)
+    with Traffic(mesh) as traffic:
+        dist.all_reduce(torch.ones(2))
+        send = group.send([big], peer, 0)
+        group.recv([torch.empty(2048)], peer, 0).wait()
+        send.wait()
+    found = {key: (count.calls, count.nbytes, count.sent) for key, count in traffic.counts.items()}
+    assert found.pop(("pp", "send")) == (1, 8192, 8192)
+    assert found.pop(("pp", "recv")) == (1, 8192, 0)
+    ((_, kind),) = found
+    assert kind == "small all_reduce" and found.popitem()[1] == (1, 8, 8.0)

@@ -1,0 +1,27 @@
+"""What is wrong with the arguments of a sharded optimizer."""
+
+from ..cluster.mesh import divisors
+
+
+def sharding_faults(*, stage: int, max_norm: float, norm_type: float, bucket_size: int) -> list[str]:
+    """All that is wrong with these arguments of ShardedOptimizer, each with what is allowed."""
+    checks = (
+        (
+            stage in (0, 1, 2),
+            f"stage={stage}: use 0 (plain data parallelism), 1 (states shared out) or 2 (gradients too)",
+        ),
+        (max_norm >= 0, f"max_norm={max_norm}: it must be above 0, or 0 for no clipping"),
+        (norm_type > 0, f"norm_type={norm_type}: it must be above 0, or inf for the largest magnitude"),
+        (bucket_size >= 1, f"bucket_size={bucket_size}: it must be at least 1 element"),
+    )
+    return [fault for sound, fault in checks if not sound]
+
+
+def zero_size_faults(zero_size: int, data_size: int) -> list[str]:
+    """What is wrong with sharing out over this many of so many data-parallel ranks."""
+    if zero_size in (-1, 0) or (zero_size > 0 and data_size % zero_size == 0):
+        return []
+    return [
+        f"zero_size={zero_size} must divide the {data_size} data-parallel ranks: use one of "
+        f"{', '.join(map(str, divisors(data_size)))}, or -1 for all of them"
+    ]
