@@ -30,7 +30,7 @@ from workload import Workload, adamw
 from echelon import Booster, HybridParallelPlugin, launch_from_torch
 from echelon.cluster.launch import default_device
 from echelon.cluster.mesh import ParallelMesh
-from echelon.pipeline.balance import deal_layers
+from echelon.pipeline.balance import deal_layers, layer_faults
 from echelon.pipeline.schedules import build_schedule, stage_placement
 from echelon.pipeline.simulate import Costs, simulate
 
@@ -223,6 +223,8 @@ def balanced_layers(workload: Workload, holders: Sequence[int]) -> list[int]:
         workload: what is computed; its head counts as many layers as its products are.
         holders: the rank of each stage.
     """
+    if faults := layer_faults(workload.layers, len(holders), None):
+        raise ValueError("; ".join(faults))
     counts = deal_layers(workload.layers, len(holders))
     while True:
         work = [*counts[:-1], counts[-1] + workload.head_in_layers]

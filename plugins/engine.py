@@ -64,7 +64,6 @@ class PipelineEngine:
             Transport(mesh, placement, overlap=config.pipeline.overlap_p2p) if mesh.size("pp") > 1 else None
         )
         self._schedules: dict[tuple[int, bool], Schedule] = {}
-        self._told: tuple[dist.Work, Tensor] | None = None  # the broadcast of the last loss, and its memory
         self.trace: list[Span] | None = None
 
     def run(
@@ -211,23 +210,16 @@ class PipelineEngine:
     def _common_loss(self, result: RunResult, judge: "_Judge", optimizer: ShardedOptimizer | None) -> Tensor:
         """The loss, equal on every rank of the pipeline. Broadcast over pp, all-reduce of three numbers over dp."""
         figures = torch.zeros(3, device=self._mesh.device)  # losses, weights, whether there are weights
-        knows = self._mesh.rank("pp") == self._last_rank
-        if knows:
+        if self._mesh.rank("pp") == self._last_rank:
             figures[0] = torch.stack([loss.float() for loss in result.losses]).sum()
             if result.weights is not None:
                 figures[1] = torch.stack([weight.float() for weight in result.weights]).sum()
                 figures[2] = 1
         num_replicas = self._mesh.size("dp")
         if self._mesh.size("pp") > 1:
-            telling = dist.broadcast(
-                figures, group=self._mesh.group("pp"), group_src=self._last_rank, async_op=True
-            )
-            self._told = telling, figures
-            if not knows:  # the last rank goes on at once: the others may still have backwards to do
-                telling.wait()
+            dist.broadcast(figures, group=self._mesh.group("pp"), group_src=self._last_rank)
         own = figures.clone()
         if num_replicas > 1:
-            figures = figures.clone()
             dist.all_reduce(figures, group=self._mesh.group("dp"))
         num_weighted = int(figures[2])
         if num_weighted not in (0, num_replicas):

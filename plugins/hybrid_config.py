@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from ..cluster.mesh import mesh_faults
 from ..pipeline.action import Schedule
 from ..pipeline.schedules import (
@@ -17,7 +19,7 @@ from ..pipeline.schedules import (
 from ..shardformer.checkpoint_config import PipelineGradientCheckpointConfig
 from ..shardformer.policy import Policy
 from ..zero.faults import zero_size_faults
-from ..zero.precision import PrecisionConfig, precision_faults
+from ..zero.precision import DTYPES, PrecisionConfig, precision_faults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +131,8 @@ class HybridConfig:
         dp: size of the data axis; None is what the world size leaves.
         zero_stage: 0 plain data parallelism, 1 optimizer states split over it, 2 gradients too.
         zero_size: over how many replicas they are split; -1 or 0 is all of them.
+        overlap_communication: whether gradients are averaged while backward runs.
+        communication_dtype: the format in which gradients are averaged over the replicas; None is float32.
         pipeline: how a batch goes through it.
         precision_settings: the arguments of `zero.precision.PrecisionConfig`.
         max_norm: gradients are clipped to this norm; 0 does not clip.
@@ -145,6 +149,8 @@ class HybridConfig:
     dp: int | None = None
     zero_stage: int = 0
     zero_size: int = -1
+    overlap_communication: bool = True
+    communication_dtype: torch.dtype | None = None
     pipeline: PipelineConfig
     precision_settings: Mapping[str, Any]
     max_norm: float = 0.0
@@ -178,6 +184,11 @@ class HybridConfig:
                 f"zero_stage={self.zero_stage} is not available: use 0 (plain data parallelism), 1 (states "
                 "split) or 2 (gradients too)"
             )
+        if self.communication_dtype not in (None, *DTYPES.values()):
+            allowed = ", ".join(map(str, DTYPES.values()))
+            found.append(f"communication_dtype={self.communication_dtype!r} must be None or one of {allowed}")
+        if not isinstance(self.overlap_communication, bool):
+            found.append(f"overlap_communication={self.overlap_communication!r} must be True or False")
         if not (isinstance(self.max_norm, (int, float)) and self.max_norm >= 0):
             found.append(f"max_norm={self.max_norm} must be a number of at least 0: use 0 for no clipping")
         if not (isinstance(self.bucket_size_in_m, (int, float)) and 2**-20 <= self.bucket_size_in_m < 2**20):

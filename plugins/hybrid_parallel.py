@@ -68,6 +68,9 @@ class HybridParallelPlugin(Plugin):
             loss scale of fp16; see `zero.precision.PrecisionConfig`.
         max_norm: clip gradients to this norm; 0 does not.
         zero_bucket_size_in_m: millions (2**20) of gradient elements that are reduced together.
+        overlap_communication: average gradients over the replicas while the last backward runs, or every one at
+            `zero_stage` 2.
+        communication_dtype: the format in which they are averaged, torch.bfloat16 for example; None is float32.
         enable_all_optimization: turn on all that this version has of the options below.
         enable_flash_attention: attention by torch's fused kernels (transformers' "sdpa").
         custom_policy: how the model is split, for models without a table.
@@ -110,6 +113,8 @@ class HybridParallelPlugin(Plugin):
         max_scale: float = 2**32,
         max_norm: float = 0,
         zero_bucket_size_in_m: float = 12,
+        overlap_communication: bool = True,
+        communication_dtype: torch.dtype | None = None,
         custom_policy: Policy | None = None,
     ) -> None:
         unavailable = {
@@ -124,6 +129,8 @@ class HybridParallelPlugin(Plugin):
             dp=dp_size,
             zero_stage=zero_stage,
             zero_size=zero_size,
+            overlap_communication=overlap_communication,
+            communication_dtype=communication_dtype,
             pipeline=PipelineConfig(
                 style=pp_style,
                 num_microbatches=num_microbatches,
@@ -234,6 +241,8 @@ class HybridParallelPlugin(Plugin):
                     mesh=self.mesh,
                     stage=self.config.zero_stage,
                     zero_size=self.config.zero_size,
+                    overlap_communication=self.config.overlap_communication,
+                    communication_dtype=self.config.communication_dtype or torch.float32,
                     precision=self.config.precision,
                     max_norm=self.config.max_norm,
                     bucket_size=int(self.config.bucket_size_in_m * 2**20),

@@ -1,5 +1,7 @@
 """LowLevelZeroPlugin: the hybrid plugin with data parallelism and ZeRO alone."""
 
+import torch
+
 from .hybrid_parallel import HybridParallelPlugin
 
 
@@ -14,6 +16,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         max_norm: clip gradients to this norm; 0 does not.
         reduce_bucket_size_in_m: millions (2**20) of gradient elements that are reduced together.
         zero_size: over how many neighbouring ranks a stage above 0 splits; -1 or 0 is all of them, 1 none.
+        overlap_communication, communication_dtype: see `HybridParallelPlugin`.
         num_microbatches, microbatch_size: how `execute_pipeline` cuts a batch; None takes it whole.
 
     Raises:
@@ -35,6 +38,8 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         reduce_bucket_size_in_m: float = 12,
         *,
         zero_size: int = -1,
+        overlap_communication: bool = True,
+        communication_dtype: torch.dtype | None = None,
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
     ) -> None:
@@ -42,6 +47,8 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
             precision=precision,
             zero_stage=stage,
             zero_size=zero_size,
+            overlap_communication=overlap_communication,
+            communication_dtype=communication_dtype,
             num_microbatches=num_microbatches,
             microbatch_size=microbatch_size,
             initial_scale=initial_scale,

@@ -106,6 +106,7 @@ class Bucket:
         dtype: the format that the parameters compute in.
         partition: how the ranks of the data axis share it out.
         loans: where memory for whole gradients is borrowed; None keeps them.
+        communication_dtype: the format in which gradients travel over the data axis.
     """
 
     def __init__(
@@ -116,8 +117,11 @@ class Bucket:
         dtype: torch.dtype,
         partition: Partition,
         loans: Loans | None = None,
+        communication_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.group_index = group_index
+        self._communication_dtype = communication_dtype
+        self._travelling: Tensor | None = None  # the gradients in another format
         self.partition = partition
         self.needs_sum = any(managed.needs_sum for managed in members)
         self._loans = loans
@@ -192,7 +196,11 @@ class Bucket:
     def start_average(self) -> None:
         """Begin to average the gradients over the data axis, into this rank's slice. One collective."""
         assert self.gradients is not None
-        self._average = self.partition.average_(self.gradients)
+        if self._communication_dtype == torch.float32 or self.partition.group.size() == 1:
+            self._average = self.partition.average_(self.gradients)
+        else:
+            self._travelling = self.gradients.to(self._communication_dtype)
+            self._average = self.partition.average_(self._travelling)
         self._has_started = True
         if self.passes:
             for slot in self.slots:
@@ -204,6 +212,10 @@ class Bucket:
         if self._average is not None:
             self._average.wait()
             self._average = None
+        if self._travelling is not None:
+            assert self.gradients is not None
+            self.partition.own(self.gradients).copy_(self.partition.own(self._travelling))
+            self._travelling = None
         if self._reduced_before is not None:
             self.own_gradients.add_(self._reduced_before)
             self._reduced_before = None
@@ -326,6 +338,7 @@ def fill_buckets(
     partition: Partition,
     bucket_size: int,
     loans: Loans | None = None,
+    communication_dtype: torch.dtype = torch.float32,
 ) -> list[Bucket]:
     """Buckets of at most `bucket_size` elements, or of one larger parameter. One broadcast per bucket.
 
@@ -339,7 +352,16 @@ def fill_buckets(
             alike.setdefault((managed.parameter.device, managed.unit, managed.needs_sum), []).append(managed)
         for members in alike.values():
             for part in _portions(members, bucket_size):
-                buckets.append(Bucket(part, group_index=index, dtype=dtype, partition=partition, loans=loans))
+                buckets.append(
+                    Bucket(
+                        part,
+                        group_index=index,
+                        dtype=dtype,
+                        partition=partition,
+                        loans=loans,
+                        communication_dtype=communication_dtype,
+                    )
+                )
     return buckets
 
 

@@ -30,8 +30,20 @@ class RowGradients(Protocol):
         ...
 
 
-# Weakly: a model may outlive its optimizer, and a copy of it has none.
-Owner = ref[RowGradients]
+class Owner:
+    """Whom to ask for a `RowGradients`: nobody once it is gone, since a model may outlive its optimizer.
+
+    A copy of it, within this process or in a file, belongs to another model and asks nobody.
+    """
+
+    def __init__(self, owner: RowGradients | None = None) -> None:
+        self._owner = None if owner is None else ref(owner)
+
+    def __call__(self) -> RowGradients | None:
+        return None if self._owner is None else self._owner()
+
+    def __reduce__(self) -> tuple[type["Owner"], tuple[()]]:
+        return Owner, ()
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None, *, row_gradients: Owner | None) -> Tensor:
@@ -48,7 +60,15 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None, *, row_gradi
     """
     # As many entries as the table has rows win nothing. A weight that is computed from others has a graph.
     is_own = isinstance(weight, Parameter) and weight.requires_grad and torch.is_grad_enabled()
-    if row_gradients is None or not is_own or ids.numel() >= weight.shape[0]:
+    is_transformed = torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
+    is_asked = row_gradients is not None and row_gradients() is not None
+    if (
+        row_gradients is None
+        or not is_asked
+        or not is_own
+        or is_transformed
+        or ids.numel() >= weight.shape[0]
+    ):
         return F.embedding(ids, weight, padding_idx)
     out: Tensor = _RowEmbedding.apply(ids, weight, padding_idx, row_gradients)
     return out
@@ -72,7 +92,8 @@ class _RowEmbedding(Function):
             num_rows = parameter.shape[0]
             whole = torch.ops.aten.embedding_dense_backward(gradient, ids, num_rows, ctx.padding_idx, False)
             return None, whole, None, None
-        owner.add_rows(parameter, *summed_by_row(ids.flatten(), gradient, ctx.padding_idx))
+        if ids.numel():
+            owner.add_rows(parameter, *summed_by_row(ids.flatten().long(), gradient, ctx.padding_idx))
         return None, None, None, None
 
 
@@ -83,7 +104,7 @@ def summed_by_row(ids_N: Tensor, gradient: Tensor, padding_idx: int) -> tuple[Te
     for row 0.
 
     Args:
-        ids_N: which row each gradient belongs to.
+        ids_N: int64, at least one: which row each gradient belongs to.
         gradient: (..., H), N × H elements.
         padding_idx: a row that gets zeros; -1 for none.
 
@@ -128,4 +149,4 @@ def add_gradients_by_row(model: nn.Module, owner: RowGradients) -> None:
         elif not hasattr(module, "row_gradients"):
             continue
         is_used_once = uses[module.weight] == 1  # type: ignore[index]
-        module.row_gradients = ref(owner) if is_used_once else None  # type: ignore[assignment]
+        module.row_gradients = Owner(owner) if is_used_once else None  # type: ignore[assignment]

@@ -1,6 +1,10 @@
-"""What is wrong with the arguments of a sharded optimizer."""
+"""What is wrong with the arguments of a sharded optimizer, and with what was done to its parameters since."""
+
+from collections.abc import Sequence
 
 from ..cluster.mesh import divisors
+from .bucket import Slot
+from .parameter import ManagedParameter
 
 
 def sharding_faults(*, stage: int, max_norm: float, norm_type: float, bucket_size: int) -> list[str]:
@@ -25,3 +29,19 @@ def zero_size_faults(zero_size: int, data_size: int) -> list[str]:
         f"zero_size={zero_size} must divide the {data_size} data-parallel ranks: use one of "
         f"{', '.join(map(str, divisors(data_size)))}, or -1 for all of them"
     ]
+
+
+def require_untouched(slots: Sequence[Slot], frozen: Sequence[ManagedParameter]) -> None:
+    """Raise RuntimeError where parameters were moved, retyped or unfrozen since boost."""
+    for slot in slots:
+        if not slot.is_in_place:
+            raise RuntimeError(
+                f"{slot.managed.name} is no longer in the memory that boost gave it (model.to(), .half() "
+                "and parameter.data = … take it out): move and cast the model before boost"
+            )
+    for managed in frozen:
+        if managed.parameter.requires_grad:
+            raise RuntimeError(
+                f"{managed.name} was frozen at boost and requires a gradient now, but nothing would "
+                "update it: set requires_grad before boost"
+            )

@@ -16,9 +16,6 @@ from torch.nn import Parameter
 from .bucket import Bucket
 from .parameter import ManagedParameter
 
-# At stage 2, how many buckets are on their way while another gets its gradients.
-_MAX_PASSING = 1
-
 
 class LaunchOrder:
     """Which gradients are still to come, and which buckets have started.
@@ -26,9 +23,13 @@ class LaunchOrder:
     Args:
         buckets: all of this rank.
         parameters: in the order of the model.
+        max_passing: at stage 2, how many buckets may be on their way while another gets its gradients.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], parameters: Sequence[ManagedParameter]) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], parameters: Sequence[ManagedParameter], *, max_passing: int
+    ) -> None:
+        self._max_passing = max_passing
         position = {managed.parameter: index for index, managed in enumerate(parameters)}
         # A bucket is complete with its parameter that stands first in the model: it comes last in a backward.
         self._ordered = sorted(
@@ -101,5 +102,5 @@ class LaunchOrder:
         bucket.collect()
         bucket.start_average()
         self._started.append(bucket)
-        while bucket.passes and len(self._started) > _MAX_PASSING:
+        while bucket.passes and len(self._started) > self._max_passing:
             self._started.popleft().finish_average()

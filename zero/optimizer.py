@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
-from .bucket import fill_buckets
+from .bucket import Bucket, fill_buckets
 from .elementwise import require_elementwise
 from .embedding import add_gradients_by_row
-from .faults import sharding_faults, zero_size_faults
+from .faults import require_untouched, sharding_faults, zero_size_faults
 from .groups import hold_pieces, managed_groups
 from .held import HeldBytes, held_bytes
 from .loan import Loans
@@ -57,6 +57,9 @@ class ShardedOptimizer(Optimizer):
         data_axis: the axis of the mesh that gradients are averaged over.
         zero_size: over how many neighbouring ranks of that axis a stage above 0 shares out, a node for example; -1
             or 0 is all of them, 1 none. Gradients are averaged over the whole axis all the same.
+        overlap_communication: average gradients while backward runs. Without it `reduce_gradients` does, and at
+            stage 2 a backward waits for each bucket.
+        communication_dtype: the format in which gradients are averaged over the data axis.
 
     Attributes:
         inner: the user's optimizer.
@@ -79,6 +82,8 @@ class ShardedOptimizer(Optimizer):
         bucket_size: int = 12 * 1024**2,
         data_axis: str = "dp",
         zero_size: int = -1,
+        overlap_communication: bool = True,
+        communication_dtype: torch.dtype = torch.float32,
     ) -> None:
         faults = sharding_faults(
             stage=stage, max_norm=max_norm, norm_type=norm_type, bucket_size=bucket_size
@@ -106,8 +111,15 @@ class ShardedOptimizer(Optimizer):
             partition=self._partition,
             bucket_size=bucket_size,
             loans=self._loans,
+            communication_dtype=communication_dtype,
         )
-        self._reducer = Reducer(self.buckets, parameters, partition=self._partition, device=mesh.device)
+        self._reducer = Reducer(
+            self.buckets,
+            parameters,
+            partition=self._partition,
+            device=mesh.device,
+            overlap=overlap_communication,
+        )
         hold_pieces(optimizer, self.buckets)
         # What reduced gradients must be multiplied with to be the true ones; None before a step.
         self._unclip: float | None = None
@@ -253,7 +265,7 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._require_untouched()
+        require_untouched(self._reducer.slots, self._frozen)
         self.reduce_gradients()
         norm, factor, present = self._measured()
         self.last_norm = norm * abs(factor)
@@ -289,9 +301,7 @@ class ShardedOptimizer(Optimizer):
         if not self._reducer.is_reduced:
             raise RuntimeError("gradients() needs reduced gradients: call reduce_gradients() or step() first")
         true = self._factor / self.loss_scale if self._unclip is None else self._unclip
-        named: dict[str, Tensor] = {}
-        for bucket in self.buckets:
-            named |= bucket.unflattened(self._partition.gathered(bucket.own_gradients) * true)
+        named = self._named(lambda bucket: self._partition.gathered(bucket.own_gradients) * true)
         present = self._reducer.present.tolist()
         return {
             slot.managed.name: named[slot.managed.name]
@@ -302,10 +312,12 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def masters(self) -> dict[str, Tensor]:
         """Copies of the float32 weights by name, whole. Collective over the data axis."""
-        named: dict[str, Tensor] = {}
-        for bucket in self.buckets:
-            named |= bucket.unflattened(self._partition.gathered(bucket.masters))
-        return named
+        return self._named(lambda bucket: self._partition.gathered(bucket.masters))
+
+    def _named(self, flat: Callable[[Bucket], Tensor]) -> dict[str, Tensor]:
+        return {
+            name: part for bucket in self.buckets for name, part in bucket.unflattened(flat(bucket)).items()
+        }
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
@@ -376,20 +388,6 @@ class ShardedOptimizer(Optimizer):
             self.inner.step()
         finally:
             self._is_stepping = False
-
-    def _require_untouched(self) -> None:
-        for slot in self._reducer.slots:
-            if not slot.is_in_place:
-                raise RuntimeError(
-                    f"{slot.managed.name} is no longer in the memory that boost gave it (model.to(), .half() "
-                    "and parameter.data = … take it out): move and cast the model before boost"
-                )
-        for managed in self._frozen:
-            if managed.parameter.requires_grad:
-                raise RuntimeError(
-                    f"{managed.name} was frozen at boost and requires a gradient now, but nothing would "
-                    "update it: set requires_grad before boost"
-                )
 
     def _refuse_inner_step(self, *_: Any) -> None:
         if not self._is_stepping:

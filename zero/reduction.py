@@ -31,6 +31,7 @@ class Reducer:
         parameters: what they hold, in the order of the model.
         partition: the data axis.
         device: where flags are exchanged.
+        overlap: begin averages while backward runs.
 
     Attributes:
         slots: the places of all parameters.
@@ -46,6 +47,7 @@ class Reducer:
         *,
         partition: Partition,
         device: torch.device,
+        overlap: bool = True,
     ) -> None:
         self.slots = [slot for bucket in buckets for slot in bucket.slots]
         self.present = torch.zeros(len(self.slots), device=device)
@@ -55,7 +57,8 @@ class Reducer:
         self._partition = partition
         self._present_before: Tensor | None = None
         self._contributed = False
-        self._order = LaunchOrder(buckets, parameters)
+        self._order = LaunchOrder(buckets, parameters, max_passing=1 if overlap else 0)
+        self._overlaps = overlap
         self._places = {slot.parameter: (slot, bucket) for bucket in buckets for slot in bucket.slots}
         self._passes = any(bucket.passes for bucket in buckets)
         self._is_accumulating = False
@@ -64,7 +67,9 @@ class Reducer:
         # a cycle through one would keep all this memory and its process groups for ever.
         for bucket in buckets:
             for slot in bucket.slots:
-                slot.parameter.register_hook(_before(WeakMethod(self._before_accumulation), ref(bucket)))
+                slot.parameter.register_hook(
+                    _before(WeakMethod(self._before_accumulation), ref(bucket), ref(slot))
+                )
                 slot.parameter.register_post_accumulate_grad_hook(
                     _after(WeakMethod(slot.collect), WeakMethod(self._order.note))
                 )
@@ -86,7 +91,8 @@ class Reducer:
         calls for the same parameters in the same order. Within another such context it does nothing.
         """
         with self.accumulating():
-            if self._partition.group.size() == 1 or self._is_launching:
+            launches = self._partition.group.size() > 1 and (self._overlaps or self._passes)
+            if not launches or self._is_launching:
                 yield
                 return
             self._order.expect(parameters)
@@ -134,16 +140,15 @@ class Reducer:
         return self._is_accumulating and parameter in self._places and not has_foreign_hooks(parameter)
 
     def add_rows(self, parameter: Parameter, rows_N: Tensor, values_NH: Tensor) -> None:
-        """Add (N, H) values to rows of a parameter's gradient, which then counts as accumulated."""
+        """Add (N, H) values to rows of a parameter's gradient; more may come in the same backward."""
         slot, bucket = self._places[parameter]
-        self._before_accumulation(bucket)
+        self._make_room(bucket)
         slot.collect()
         assert slot.gradient is not None  # borrowed before accumulation
         if parameter.grad is None:
             slot.gradient.zero_()
             parameter.grad = slot.gradient
         slot.gradient.index_add_(0, rows_N, values_NH.to(slot.gradient.dtype))
-        self._order.note(parameter)
 
     @property
     def has_started(self) -> bool:
@@ -200,7 +205,14 @@ class Reducer:
         self._partition.maximum_(flags)
         return [bucket for bucket, flag in zip(buckets, flags.tolist(), strict=True) if flag]
 
-    def _before_accumulation(self, bucket: Bucket) -> None:
+    def _before_accumulation(self, bucket: Bucket, slot: Slot, gradient: Tensor | None) -> None:
+        """What autograd has for a parameter once all its uses are differentiated; None where rows were added."""
+        if gradient is None:
+            self._order.note(slot.parameter)
+        else:
+            self._make_room(bucket)
+
+    def _make_room(self, bucket: Bucket) -> None:
         if self.is_reduced:
             self._resume()
         if bucket.passes:
@@ -292,14 +304,14 @@ def require_one_layout(
 
 
 def _before(
-    method: WeakMethod[Callable[[Bucket], None]], bucket: ref[Bucket]
+    method: WeakMethod[Callable[[Bucket, Slot, Tensor | None], None]], bucket: ref[Bucket], slot: ref[Slot]
 ) -> Callable[[Tensor | None], None]:
     """A hook for what is about to be accumulated into a bucket, while the method's object lives."""
 
-    def call(gradient: Tensor | None) -> None:  # None where rows were added, or nothing
-        bound, found = method(), bucket()
-        if gradient is not None and bound is not None and found is not None:
-            bound(found)
+    def call(gradient: Tensor | None) -> None:
+        bound, found, place = method(), bucket(), slot()
+        if bound is not None and found is not None and place is not None:
+            bound(found, place, gradient)
 
     return own(call)
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 from collections.abc import Callable
 
 import pytest
@@ -211,3 +212,72 @@ def check_copy() -> None:
     gc.collect()
     loss_of(model, ids).backward()
     assert model[0].weight.grad is not None and model[0].weight.grad.equal(copied[0].weight.grad)
+
+
+class Twice(nn.Sequential):
+    """Looks up two batches in one table, and may use the table as a matrix besides."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = self[0](ids) + self[0](ids.flip(1) // 2)
+        return self[1](found) + (found @ self[0].weight.t())[..., :4] * self.share
+
+    share = 0.0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_table_that_is_used_twice_waits_for_both(pool: Pool, stage: int, share: float) -> None:
+    pool.run(2, check_twice, stage, share)
+
+
+def check_twice(stage: int, share: float) -> None:
+    rank = dist.get_rank()
+    model, native = Twice(*language_model()), Twice(*language_model())
+    model.share = native.share = share
+    for each in batches(4):
+        (loss_of(native, each) / 2).backward()
+    optimizer = shard(model, sgd, stage=stage, bucket_size=1)
+    optimizer.add_gradients_by_row(model)
+    counts = count_rows(optimizer)
+    for number, ids in enumerate(batches(4)[rank::2]):
+        context = optimizer.last_backward if number else optimizer.every_backward
+        with context(list(model.parameters())):
+            optimizer.backward(loss_of(model, ids))
+    optimizer.reduce_gradients()
+    assert len(counts) == 4
+    assert_equal(optimizer.gradients(), {name: each.grad for name, each in native.named_parameters()})
+
+
+@pytest.mark.parametrize(
+    "ids", [torch.tensor([[4, 1, 4]], dtype=torch.int32), torch.empty(2, 0, dtype=torch.long)]
+)
+def test_ids_of_any_kind_are_taken(pool: Pool, ids: Tensor) -> None:
+    pool.run(1, check_ids, ids)
+
+
+def check_ids(ids: Tensor) -> None:
+    model, native = language_model(), language_model()
+    optimizer = sharded(model)
+    for _ in range(2):
+        optimizer.backward(loss_of(model, ids) + model[0].weight.sum())
+        (loss_of(native, ids) + native[0].weight.sum()).backward()
+    optimizer.reduce_gradients()
+    assert_equal(optimizer.gradients(), {name: each.grad for name, each in native.named_parameters()})
+
+
+def test_a_boosted_model_is_saved_traced_and_transformed_as_before(pool: Pool) -> None:
+    pool.run(1, check_uses)
+
+
+def check_uses() -> None:
+    model, native = language_model(), language_model()
+    optimizer = sharded(model)
+    counts = count_rows(optimizer)
+    ids = torch.tensor([[4, 1, 4]])
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert torch.load(file, weights_only=False)(ids).equal(native(ids))
+    assert torch.vmap(model)(ids).equal(native(ids))
+    optimizer.backward(loss_of(model, ids))
+    assert counts == [3]
