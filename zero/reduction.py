@@ -34,7 +34,8 @@ class Reducer:
         overlap: begin averages while backward runs.
 
     Attributes:
-        slots: the places of all parameters.
+        slots: the places of all parameters, in the order of the model: ranks that share some in other buckets go
+            through them in one order.
         present: (len(slots),) float32, above 0 where any rank has a gradient; as of the last reduction.
         is_reduced: whether the buckets hold reduced gradients, this rank's slices of them.
         resumed_factor: what reduced gradients are multiplied with when a backward is about to add to them.
@@ -49,7 +50,10 @@ class Reducer:
         device: torch.device,
         overlap: bool = True,
     ) -> None:
-        self.slots = [slot for bucket in buckets for slot in bucket.slots]
+        position = {managed.parameter: index for index, managed in enumerate(parameters)}
+        self.slots = sorted(
+            (slot for bucket in buckets for slot in bucket.slots), key=lambda slot: position[slot.parameter]
+        )
         self.present = torch.zeros(len(self.slots), device=device)
         self.is_reduced = False
         self.resumed_factor = 1.0
