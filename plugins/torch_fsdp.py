@@ -21,6 +21,7 @@ from ..cluster.faults import naming_failures
 from ..cluster.hooks import has_foreign_hooks
 from ..cluster.mesh import ParallelMesh, divisors
 from ..cluster.shard_mesh import shard_mesh
+from ..zero.elementwise import require_elementwise
 from ..zero.precision import DTYPES
 from .base import Boosted
 from .fsdp_module import TorchFSDPModel
@@ -175,12 +176,22 @@ def boost_faults(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
             found.append(f"{name} is a scalar, which has no rows to share out: give it the shape (1,)")
         if has_foreign_hooks(parameter):
             found.append(f"{name} has hooks, which would be lost: register hooks on modules instead")
-    if optimizer is not None and optimizer.state:
-        found.append(
+    return found + ([] if optimizer is None else _optimizer_kind_faults(optimizer))
+
+
+def _optimizer_kind_faults(optimizer: Optimizer) -> list[str]:
+    """Why its states cannot be shared out: they are there already, or need whole parameters."""
+    if optimizer.state:
+        return [
             f"{type(optimizer).__name__} already has state for {len(optimizer.state)} parameters, which would be lost: "
             "boost a new optimizer, before its first step, of a kind that makes its states in step()"
-        )
-    return found
+        ]
+    try:
+        # Of the others torch's DTensor takes some, and Muon then departs from one process without a word.
+        require_elementwise(optimizer)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _shard_size_faults(shard_size: Any, world_size: int) -> list[str]:

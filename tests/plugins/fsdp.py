@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from echelon import Booster, TorchDDPPlugin, TorchFSDPPlugin
+from echelon import Booster, PipelineGradientCheckpointConfig, TorchDDPPlugin, TorchFSDPPlugin
+from echelon.shardformer.checkpoint_config import checkpoint_layers, recomputable_layers
 from echelon.verify.models import ModelChoice, make_batch
 from echelon.verify.parity import make_optimizer
 from echelon.verify.reference import StepRecord, train
@@ -29,8 +30,11 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def prepared(choice: ModelChoice, change: str = "") -> nn.Module:
-    """A model in which half is frozen, or parameters are never used."""
+    """A model in which half is frozen, parameters are never used, or layers are computed again in backward."""
     model = choice.build()
+    if change == "recomputed":
+        first = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1])
+        checkpoint_layers({0: recomputable_layers(model)}, first)
     if change == "frozen":
         for parameter in list(model.parameters())[::2]:
             parameter.requires_grad_(False)
@@ -238,6 +242,12 @@ def refuse_models(kind: str) -> str:
         optimizer.step()
     elif kind == "foreign":
         optimizer = make_optimizer(GPT2.build())
+    elif kind == "adafactor":
+        optimizer = torch.optim.Adafactor(model.parameters())
+    elif kind == "muon":
+        optimizer = torch.optim.Muon(each for each in model.parameters() if each.ndim == 2)
+    elif kind == "adagrad":
+        optimizer = torch.optim.Adagrad(model.parameters())
     elif kind == "scalar and hook":
         model.scale = nn.Parameter(torch.tensor(1.0))
         model.lm_head.weight.register_post_accumulate_grad_hook(lambda _: None)

@@ -56,6 +56,10 @@ def test_each_case_equals_one_process(pool: Pool, settings: dict[str, Any], case
     assert_same_steps(pool.run(2, fsdp.steps, GPT2, settings, **case), fsdp.reference(GPT2, 2, **case))
 
 
+def test_recomputed_layers_equal_one_process(pool: Pool) -> None:
+    assert_same_steps(pool.run(2, fsdp.steps, LLAMA, {}, change="recomputed"), fsdp.reference(LLAMA, 2))
+
+
 def test_microbatches_under_hybrid_sharding_equal_one_process(pool: Pool) -> None:
     case: dict[str, Any] = {"count": 2, "max_norm": 0.5}
     assert_same_steps(
@@ -151,6 +155,9 @@ def test_bad_arguments_are_told_at_once(pool: Pool) -> None:
     ("kind", "text"),
     [
         ("stepped", "AdamW already has state for"),
+        ("adafactor", "Adafactor is not element-wise"),
+        ("muon", "Muon could not be tried"),
+        ("adagrad", "Adagrad already has state for"),
         ("foreign", "parameters that are not the model's"),
         ("scalar and hook", "2 faults"),
         ("boosted model", "already boosted"),
