@@ -4,7 +4,7 @@ from .booster import Booster
 from .cluster.coordinator import DistCoordinator
 from .cluster.launch import launch_from_torch
 from .cluster.mesh import ParallelMesh
-from .plugins import HybridParallelPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
+from .plugins import HybridParallelPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
 from .shardformer import PipelineGradientCheckpointConfig, ShardConfig, ShardFormer
 
 __version__ = "0.1.0"
@@ -20,5 +20,6 @@ __all__ = [
     "ShardConfig",
     "ShardFormer",
     "TorchDDPPlugin",
+    "TorchFSDPPlugin",
     "launch_from_torch",
 ]

@@ -1,14 +1,13 @@
 """TorchDDPPlugin: torch's own DistributedDataParallel and automatic mixed precision behind the Booster."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -17,12 +16,14 @@ from torch.utils.data import DataLoader
 from ..checkpoint.model_file import TensorNames, load_model_file, save_model_file
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
-from .base import Boosted, Plugin
+from .base import Boosted
+from .scaled_optimizer import ScaledOptimizer
+from .torch_plugin import TorchPlugin, named_tensors, require_process_group
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-class TorchDDPPlugin(Plugin):
+class TorchDDPPlugin(TorchPlugin):
     """Plain data parallelism by torch's DistributedDataParallel. No pipeline: call `model(**batch)`.
 
     Args:
@@ -42,10 +43,7 @@ class TorchDDPPlugin(Plugin):
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
     ) -> None:
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "no process group is started: call echelon.launch_from_torch() before the plugin"
-            )
+        require_process_group()
         given = {
             "broadcast_buffers": broadcast_buffers,
             "bucket_cap_mb": bucket_cap_mb,
@@ -72,26 +70,6 @@ class TorchDDPPlugin(Plugin):
             )
         self._dtype = _DTYPES[precision]
 
-    @property
-    def dp_size(self) -> int:
-        """Replicas that get different batches: all ranks."""
-        return self.mesh.size("dp")
-
-    @property
-    def pp_size(self) -> int:
-        """Stages of the pipeline: one."""
-        return 1
-
-    @property
-    def tp_size(self) -> int:
-        """Ranks over which each layer is split: one."""
-        return 1
-
-    @property
-    def data_rank(self) -> tuple[int, int]:
-        """This rank, of all."""
-        return self.mesh.rank("dp"), self.mesh.size("dp")
-
     def configure(
         self,
         model: nn.Module,
@@ -107,44 +85,21 @@ class TorchDDPPlugin(Plugin):
         wrapped = None if optimizer is None else ScaledOptimizer(optimizer, scaler)
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 
-    def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
-        """Compute gradients, averaged over the ranks while backward runs."""
-        with naming_failures("backward"):
-            optimizer.backward(loss)  # type: ignore[attr-defined]
-
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
         """Accumulate gradients on each rank; the first backward after the block averages them."""
         assert isinstance(model, TorchDDPModel)
         return model.ddp.no_sync() if model.ddp is not None else nullcontext()
 
-    def execute_pipeline(
-        self,
-        data_iter: Iterator,
-        model: nn.Module,
-        criterion: Callable | None = None,
-        optimizer: Any = None,
-        return_loss: bool = True,
-        return_outputs: bool = False,
-    ) -> dict[str, Any]:
-        """Not offered by this plugin.
-
-        Raises:
-            RuntimeError: always; says what to call.
-        """
-        raise RuntimeError(
-            "TorchDDPPlugin has no pipeline: call model(**batch) and booster.backward(loss, optimizer), or use "
-            "HybridParallelPlugin or LowLevelZeroPlugin, where execute_pipeline works at any size"
-        )
-
     def save_model(self, model: nn.Module, path: Path, *, use_safetensors: bool) -> None:
         """Write the model to one file. Collective over the world."""
-        tensors = _tensors(model)
+        assert isinstance(model, TorchDDPModel)
+        tensors = named_tensors(model.module)
         save_model_file(path, tensors, dict.fromkeys(tensors), self.mesh, use_safetensors=use_safetensors)
 
     def load_model(self, model: nn.Module, path: Path) -> None:
         """Read the model from one file. Every rank calls."""
-        tensors = _tensors(model)
         assert isinstance(model, TorchDDPModel)
+        tensors = named_tensors(model.module)
         names = TensorNames.of(model.module)
         load_model_file(path, tensors, dict.fromkeys(tensors), self.mesh, names=names)
 
@@ -178,54 +133,3 @@ class TorchDDPModel(nn.Module):
         """The model's outputs, computed in the mixed precision."""
         with torch.autocast(self._device_type, self._dtype, enabled=self._dtype is not None):
             return (self.ddp or self.module)(*args, **kwargs)
-
-
-class ScaledOptimizer(Optimizer):
-    """A torch optimizer behind a loss scale; what it does not define is the inner optimizer's.
-
-    A subclass of torch's Optimizer for schedulers that ask; it owns no groups of its own.
-    """
-
-    def __init__(self, optimizer: Optimizer, scaler: "torch.amp.GradScaler") -> None:
-        self.optim = optimizer
-        self.scaler = scaler
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["optim"], name)
-
-    def backward(self, loss: Tensor) -> None:
-        """Compute gradients of the loss, scaled where the precision needs it."""
-        self.scaler.scale(loss).backward()
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters, or skip where a scaled gradient overflowed."""
-        self.scaler.step(self.optim)
-        self.scaler.update()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
-        self.optim.zero_grad(set_to_none)
-
-    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the true gradients to a norm; returns the norm before."""
-        self.scaler.unscale_(self.optim)
-        parameters = [parameter for group in self.optim.param_groups for parameter in group["params"]]
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state."""
-        return self.optim.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the inner optimizer's state."""
-        self.optim.load_state_dict(state_dict)
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name; a tied one once."""
-    assert isinstance(model, TorchDDPModel)
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in model.module.state_dict(keep_vars=True).items():
-        if not any(tensor is other for other in tensors.values()):
-            tensors[name] = tensor
-    return tensors

@@ -1,0 +1,144 @@
+"""A model under torch's fully_shard. What it is asked for, and its optimizer, are files of their own."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import Parameter
+
+from ..shardformer.checkpoint_config import recomputable_layers
+from .torch_plugin import named_tensors
+
+
+class TorchFSDPModel(nn.Module):
+    """A model whose parameters are shared out; `unwrap()` is the model itself.
+
+    Its layers and then the rest are sharded by fully_shard, which replaces every parameter by a DTensor: this
+    rank's rows of it in float32. Building it is collective over the world.
+
+    Args:
+        module: the model, changed in place. Parameters of 16 bits become float32 masters.
+        policy: the keyword arguments of fully_shard.
+    """
+
+    def __init__(self, module: nn.Module, policy: Mapping[str, Any]) -> None:
+        super().__init__()
+        for parameter in module.parameters():
+            if parameter.is_floating_point() and parameter.itemsize < torch.float32.itemsize:
+                parameter.data = parameter.data.float()
+        for layer in separable_layers(module):
+            fully_shard(layer, **policy)
+        self.root = (fully_shard(module, **policy),)  # a tuple is not registered: one name per parameter
+        self.module = module
+
+    def unwrap(self) -> nn.Module:
+        """The model without the wrapper."""
+        return self.module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs; each layer is gathered when it computes. Every rank of a shard group calls."""
+        return self.module(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TorchFSDPModel":
+        raise TypeError(
+            "a boosted model holds process groups and cannot be copied: save it and load the file"
+        )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients add up whole on every rank until a backward outside of the block."""
+        self.root[0].set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.root[0].set_requires_gradient_sync(True)
+
+    def free_whole_parameters(self) -> None:
+        """Keep this rank's pieces alone. What a forward without a backward left whole would outlive a step."""
+        for module in self._sharded_modules():
+            module.reshard()
+
+    def has_unreduced_gradients(self) -> bool:
+        """Whether gradients of a `no_sync` block wait on this rank."""
+        return any(
+            held.unsharded_accumulated_grad is not None or whole.grad is not None
+            for held, whole in self._whole_parameters()
+        )
+
+    def drop_unreduced_gradients(self) -> None:
+        """Forget what a `no_sync` block added up."""
+        for held, whole in self._whole_parameters():
+            held.unsharded_accumulated_grad = None
+            whole.grad = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters, as DTensors, and persistent buffers by their names in the whole model; a tied one once."""
+        return named_tensors(self.module)
+
+    def gather(self, device: torch.device, *, keep: bool) -> dict[str, Tensor]:
+        """All tensors whole and on the CPU, where `keep` says so; else an empty dict.
+
+        An all-gather per parameter over its shard group, one after the other: no device holds two whole ones.
+
+        Args:
+            device: where the ranks exchange tensors.
+            keep: whether this rank wants them.
+        """
+        found = {}
+        for name, tensor in self.tensors().items():
+            whole = tensor.detach()
+            if isinstance(whole, DTensor):
+                whole = cast(DTensor, whole.to(device)).full_tensor()
+            if keep:
+                found[name] = whole.cpu()
+        return found
+
+    def take(self, whole: Mapping[str, Tensor]) -> None:
+        """Copy this rank's pieces of whole tensors, by name, into its own. Nothing communicates."""
+        for name, tensor in self.tensors().items():
+            own, source = tensor.detach(), whole[name]
+            if isinstance(own, DTensor):
+                # Without a source rank every rank cuts its piece out of its own copy.
+                source = distribute_tensor(
+                    source, own.device_mesh, own.placements, src_data_rank=None
+                ).to_local()
+                own = own.to_local()
+            own.copy_(source)
+
+    def _sharded_modules(self) -> Iterator[FSDPModule]:
+        yield from (module for module in self.module.modules() if isinstance(module, FSDPModule))
+
+    def _whole_parameters(self) -> Iterator[tuple[Any, Parameter]]:
+        """What fully_shard knows of each parameter that was whole before, and that parameter. Private to torch."""
+        for module in self._sharded_modules():
+            groups: list[FSDPParamGroup] = module._get_fsdp_state()._fsdp_param_groups
+            for held in (each for group in groups for each in group.fsdp_params):
+                if hasattr(held, "_unsharded_param"):
+                    yield held, held._unsharded_param
+
+
+def separable_layers(model: nn.Module) -> list[nn.Module]:
+    """The transformer layers that can be gathered one by one: no parameter of theirs is used outside. Inner first."""
+    uses = _uses(model)
+    found = []
+    for layer in reversed(recomputable_layers(model)):
+        own = _uses(layer)
+        if own and layer is not model and all(uses[parameter] == count for parameter, count in own.items()):
+            found.append(layer)
+    return found
+
+
+def _uses(module: nn.Module) -> Counter[Parameter]:
+    """How many places below the module hold each parameter; a module in two places counts twice."""
+    return Counter(
+        parameter
+        for _, part in module.named_modules(remove_duplicate=False)
+        for parameter in part._parameters.values()
+        if parameter is not None
+    )

@@ -1,0 +1,70 @@
+"""The optimizer of a model under fully_shard: the user's own, on this rank's pieces."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from .fsdp_module import TorchFSDPModel
+from .scaled_optimizer import ScaledOptimizer
+
+
+class FSDPOptimizer(ScaledOptimizer):
+    """The user's optimizer behind a loss scale, its groups re-pointed at the shared-out parameters.
+
+    Groups keep their order and all their settings. With DTensors an overflow on any rank of a shard group is
+    found by all of them, and replicas have equal gradients: all ranks skip the same steps.
+
+    Args:
+        optimizer: the user's, on the parameters of the plain model, without states.
+        scaler: the loss scale, turned off where the precision needs none.
+        model: the model, shared out.
+        names: the name of each parameter that the plain model had.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        scaler: "torch.amp.GradScaler",
+        model: TorchFSDPModel,
+        names: Mapping[Parameter, str],
+    ) -> None:
+        super().__init__(optimizer, scaler)
+        self.model = model
+        pieces = dict(model.module.named_parameters())
+        for group in optimizer.param_groups:
+            group["params"] = [pieces[names[parameter]] for parameter in group["params"]]
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update this rank's pieces, or skip on all ranks where a scaled gradient overflowed.
+
+        Raises:
+            RuntimeError: gradients of a `no_sync` block were never reduced.
+        """
+        self._require_reduced("step()")
+        self.model.free_whole_parameters()
+        super().step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, those that a `no_sync` block added up too."""
+        self.model.drop_unreduced_gradients()
+        super().zero_grad(set_to_none)
+
+    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the true gradients to a norm over all pieces; returns the norm before, equal on all ranks.
+
+        An all-reduce over the shard group. Every rank calls.
+        """
+        self._require_reduced("clip_grad_by_norm()")
+        norm = super().clip_grad_by_norm(max_norm, norm_type)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _require_reduced(self, call: str) -> None:
+        if self.model.has_unreduced_gradients():
+            raise RuntimeError(
+                f"{call} after booster.no_sync alone: its gradients are reduced by a backward outside of the block. "
+                "Leave the last microbatch of a step out of no_sync, or drop them by zero_grad()"
+            )

@@ -1,0 +1,211 @@
+"""TorchFSDPPlugin: torch's own fully_shard (FSDP2, ZeRO-3) behind the Booster."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from ..checkpoint.model_file import TensorNames, load_model_file, save_model_file
+from ..cluster.faults import naming_failures
+from ..cluster.hooks import has_foreign_hooks
+from ..cluster.mesh import ParallelMesh, divisors
+from ..cluster.shard_mesh import shard_mesh
+from ..zero.elementwise import require_elementwise
+from ..zero.precision import DTYPES
+from .base import Boosted
+from .fsdp_module import TorchFSDPModel
+from .fsdp_optimizer import FSDPOptimizer
+from .hybrid_config import told
+from .hybrid_parallel import optimizer_faults
+from .names import require_equal_models
+from .scaled_optimizer import ScaledOptimizer
+from .torch_plugin import TorchPlugin, require_process_group
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPConfig:
+    """What a TorchFSDPPlugin is asked for; see there."""
+
+    precision: str = "fp32"
+    shard_size: int | None = None
+    cpu_offload: bool = False
+    reshard_after_forward: bool | None = None
+
+    def faults(self, world_size: int) -> list[str]:
+        """All that is wrong with it in a world of this size, each with what would work."""
+        found = []
+        if self.precision not in DTYPES:
+            found.append(f"precision={self.precision!r}: use one of {', '.join(map(repr, DTYPES))}")
+        if self.shard_size is not None:
+            found += _shard_size_faults(self.shard_size, world_size)
+        if not isinstance(self.cpu_offload, bool):
+            found.append(f"cpu_offload={self.cpu_offload!r} must be True or False")
+        if not (self.reshard_after_forward is None or isinstance(self.reshard_after_forward, bool)):
+            found.append(f"reshard_after_forward={self.reshard_after_forward!r} must be True, False or None")
+        return found
+
+    def policy(self, mesh: DeviceMesh) -> dict[str, Any]:
+        """The keyword arguments of fully_shard: 16-bit computation, gradients reduced in float32."""
+        is_16_bit = self.precision != "fp32"
+        pin_memory = mesh.device_type != "cpu"
+        return {
+            "mesh": mesh,
+            "reshard_after_forward": self.reshard_after_forward,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=DTYPES[self.precision] if is_16_bit else None,
+                reduce_dtype=torch.float32 if is_16_bit else None,
+            ),
+            "offload_policy": CPUOffloadPolicy(pin_memory=pin_memory)
+            if self.cpu_offload
+            else OffloadPolicy(),
+        }
+
+
+class TorchFSDPPlugin(TorchPlugin):
+    """Data parallelism with parameters, gradients and optimizer states shared out (ZeRO-3), by torch's fully_shard.
+
+    Every transformer layer is gathered when it computes and freed afterwards; the rest of the model is gathered for
+    the whole step. Weights are kept, updated and saved in float32. No pipeline: call `model(**batch)`. In a backward
+    a parameter has to get its gradient on all ranks or on none.
+
+    Args:
+        precision: "fp32", "bf16" or "fp16": in what layers compute; fp16 scales the loss by torch's GradScaler.
+        shard_size: ranks over which a model is shared out, neighbours; the groups of so many hold replicas (hybrid
+            sharding). It divides the world size; None is the whole world.
+        cpu_offload: keep pieces of parameters, gradients and states on the CPU, where the optimizer then steps.
+        reshard_after_forward: free a layer after its forward and gather it again for backward. None frees layers
+            and keeps the rest of the model, which backward needs at once; False keeps all, True frees all.
+
+    Raises:
+        RuntimeError: no process group was started.
+        ValueError: what is asked for does not fit; all faults at once, on every rank, before any communication.
+    """
+
+    def __init__(
+        self,
+        precision: str = "fp32",
+        shard_size: int | None = None,
+        cpu_offload: bool = False,
+        reshard_after_forward: bool | None = None,
+    ) -> None:
+        require_process_group()
+        self.config = FSDPConfig(
+            precision=precision,
+            shard_size=shard_size,
+            cpu_offload=cpu_offload,
+            reshard_after_forward=reshard_after_forward,
+        )
+        if faults := self.config.faults(dist.get_world_size()):
+            raise ValueError(told(faults))
+        self.mesh = ParallelMesh()
+        self.shard_mesh = shard_mesh(self.mesh, shard_size or self.mesh.world_size)
+
+    @property
+    def precision(self) -> str:
+        """The precision in which layers compute."""
+        return self.config.precision
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> Boosted:
+        """Share out the model in place, re-point and wrap the optimizer; the others are returned as they are.
+
+        Collective over the world; every rank gives an equal model. See `Booster.boost`.
+        """
+        if faults := boost_faults(model, optimizer):
+            raise ValueError(told(faults))
+        with naming_failures("boost"):
+            require_equal_models(model)
+            names = {parameter: name for name, parameter in model.named_parameters()}
+            boosted = TorchFSDPModel(model, self.config.policy(self.shard_mesh))
+        scaler = torch.amp.GradScaler(self.mesh.device.type, enabled=self.precision == "fp16")
+        wrapped = None if optimizer is None else FSDPOptimizer(optimizer, scaler, boosted, names)
+        return boosted, wrapped, criterion, dataloader, lr_scheduler
+
+    def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
+        """Accumulate whole gradients on each rank; the first backward after the block averages and shares them out.
+
+        They take the memory of one gradient of every parameter on every rank.
+        """
+        return _boosted(model, "no_sync").no_sync()
+
+    def save_model(self, model: nn.Module, path: Path, *, use_safetensors: bool) -> None:
+        """Write the whole model, in float32, to one file. Collective over the world."""
+        boosted = _boosted(model, "save_model")
+        with naming_failures("save_model"):
+            whole = boosted.gather(self.mesh.device, keep=self.mesh.global_rank == 0)
+            save_model_file(path, whole, dict.fromkeys(whole), self.mesh, use_safetensors=use_safetensors)
+
+    def load_model(self, model: nn.Module, path: Path) -> None:
+        """Read a whole model's file into this rank's pieces. Every rank calls, and holds the model for the while."""
+        boosted = _boosted(model, "load_model")
+        whole = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in boosted.tensors().items()
+        }
+        with naming_failures("load_model"):
+            names = TensorNames.of(boosted.module)
+            load_model_file(path, whole, dict.fromkeys(whole), self.mesh, names=names)
+        boosted.take(whole)
+
+
+def boost_faults(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
+    """Why this model and optimizer cannot be shared out; empty when they can."""
+    if isinstance(model, TorchFSDPModel) or any(isinstance(each, DTensor) for each in model.parameters()):
+        return ["the model is already boosted: give booster.boost the plain transformers model, once"]
+    if isinstance(optimizer, ScaledOptimizer):
+        return ["the optimizer is already boosted: give booster.boost the plain torch optimizer"]
+    found = optimizer_faults(model, optimizer)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            found.append(f"{name} is a scalar, which has no rows to share out: give it the shape (1,)")
+        if has_foreign_hooks(parameter):
+            found.append(f"{name} has hooks, which would be lost: register hooks on modules instead")
+    return found + ([] if optimizer is None else _optimizer_kind_faults(optimizer))
+
+
+def _optimizer_kind_faults(optimizer: Optimizer) -> list[str]:
+    """Why its states cannot be shared out: they are there already, or need whole parameters."""
+    if optimizer.state:
+        return [
+            f"{type(optimizer).__name__} already has state for {len(optimizer.state)} parameters, which would be lost: "
+            "boost a new optimizer, before its first step, of a kind that makes its states in step()"
+        ]
+    try:
+        # Of the others torch's DTensor takes some, and Muon then departs from one process without a word.
+        require_elementwise(optimizer)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _shard_size_faults(shard_size: Any, world_size: int) -> list[str]:
+    if isinstance(shard_size, bool) or not isinstance(shard_size, int):
+        return [f"shard_size={shard_size!r} must be a whole number, or None for all ranks"]
+    allowed = [size for size in divisors(world_size) if size > 1 or world_size == 1]
+    if shard_size in allowed:
+        return []
+    if shard_size == 1:
+        return [f"shard_size=1 shares out nothing: use one of {allowed}, or TorchDDPPlugin"]
+    return [f"shard_size={shard_size} does not divide the world size {world_size}: use one of {allowed}"]
+
+
+def _boosted(model: nn.Module, call: str) -> TorchFSDPModel:
+    if not isinstance(model, TorchFSDPModel):
+        raise ValueError(f"{call} takes the model that booster.boost returned")
+    return model

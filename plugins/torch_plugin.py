@@ -1,0 +1,80 @@
+"""What the plugins on torch's own data parallelism share. How each wraps a model is its own file."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..cluster.faults import naming_failures
+from ..cluster.mesh import ParallelMesh
+from .base import Plugin
+
+
+class TorchPlugin(Plugin):
+    """Data parallelism over all ranks, by torch's own wrappers. No pipeline: call `model(**batch)`."""
+
+    mesh: ParallelMesh
+
+    @property
+    def dp_size(self) -> int:
+        """Replicas that get different batches: all ranks."""
+        return self.mesh.size("dp")
+
+    @property
+    def pp_size(self) -> int:
+        """Stages of the pipeline: one."""
+        return 1
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks over which each layer is split: one."""
+        return 1
+
+    @property
+    def data_rank(self) -> tuple[int, int]:
+        """This rank, of all."""
+        return self.mesh.rank("dp"), self.mesh.size("dp")
+
+    def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
+        """Compute gradients, averaged over the ranks while backward runs."""
+        with naming_failures("backward"):
+            optimizer.backward(loss)  # type: ignore[attr-defined]
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator,
+        model: nn.Module,
+        criterion: Callable | None = None,
+        optimizer: Any = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """Not offered by this plugin.
+
+        Raises:
+            RuntimeError: always; says what to call.
+        """
+        raise RuntimeError(
+            f"{type(self).__name__} has no pipeline: call model(**batch) and booster.backward(loss, optimizer), or "
+            "use HybridParallelPlugin or LowLevelZeroPlugin, where execute_pipeline works at any size"
+        )
+
+
+def require_process_group() -> None:
+    """Refuse to go on where `launch_from_torch` was not called.
+
+    Raises:
+        RuntimeError: no process group was started.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("no process group is started: call echelon.launch_from_torch() before the plugin")
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name; a tied one once."""
+    tensors: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        tensors.setdefault(id(tensor), (name, tensor))
+    return dict(tensors.values())
