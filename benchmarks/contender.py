@@ -27,7 +27,7 @@ class Contender(Protocol):
         """Forget the gradients without a step."""
 
     def loss(self) -> Tensor | None:
-        """The mean loss of the last `compute`; None on a rank that does not know it."""
+        """The mean loss of the last `compute`; None on a rank that does not know it. May communicate."""
 
     def gradients(self) -> Mapping[str, Tensor]:
         """This rank's gradients after `compute`, by the model's parameter names. May communicate."""
