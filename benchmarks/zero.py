@@ -17,7 +17,7 @@ import report
 import torch
 import torch.distributed as dist
 from arguments import common_parser, parse, settings_of
-from contender import agreement
+from contender import agreement, require_equal_training
 from data_parallel import DataParallel, own_samples
 from launch import enter
 from memory import measure_memory
@@ -95,6 +95,7 @@ def measure(workload: Workload, arguments: argparse.Namespace) -> dict[str, Any]
     results["seconds"] = time_rounds(
         contenders, rounds=arguments.rounds, warmup=arguments.warmup, device=device
     )
+    results["loss_afterwards"] = require_equal_training(contenders)
     return results | {"summary": summary(results["seconds"])}
 
 

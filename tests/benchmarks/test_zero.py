@@ -37,7 +37,7 @@ def test_every_contender_computes_the_same_and_all_of_it_is_reported(
     assert all(printed.count(name) >= 2 for name in (*OURS, *TORCH)), "a name is in both tables"
     assert picture.read_bytes().startswith(b"\x89PNG")
     found = json.loads(times.read_text())
-    for part in ("agreement", "memory", "seconds"):
+    for part in ("agreement", "memory", "seconds", "loss_afterwards"):
         assert found[part].keys() == {*OURS, *TORCH}
     assert all(max(errors.values()) <= 1e-4 for errors in found["agreement"].values())
     assert all(len(seconds) == 3 and min(seconds) > 0 for seconds in found["seconds"].values())
@@ -114,6 +114,27 @@ def test_replicas_that_are_not_averaged_are_refused(pool) -> None:  # type: igno
     assert pool.run(2, check_replicas, True) == [["a replica"]] * 2
     with pytest.raises(ValueError, match="a replica does not compute what one process does"):
         pool.run(2, check_replicas, False)
+
+
+def train_apart(steps: int) -> list[str]:
+    """The check on three replicas of one rank, of which one takes another number of steps."""
+    with scripts():
+        check = importlib.import_module("contender").require_equal_training
+        stepped = importlib.import_module("stepped")
+        workload = importlib.import_module("workload").Workload(**TINY)
+    contenders = [stepped.OneProcess(workload, torch.device("cpu"), works=True) for _ in range(3)]
+    for index, contender in enumerate(contenders):
+        contender.name = f"number {index}"
+        for _ in range(steps if index == 1 else 4):
+            contender.compute()
+            contender.update()
+    return list(check(contenders))
+
+
+def test_a_contender_that_leaves_out_steps_is_refused(pool) -> None:  # type: ignore[no-untyped-def]
+    assert pool.run(1, train_apart, 4) == [["number 0", "number 1", "number 2"]]
+    with pytest.raises(ValueError, match="the losses differ: number 0"):
+        pool.run(1, train_apart, 0)
 
 
 def cut_unevenly() -> None:
