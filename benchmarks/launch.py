@@ -35,6 +35,5 @@ def enter(num_ranks: int, *, option: str, matmul: str) -> None:
 
 def _start_processes(count: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler tells of every start and stop
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
     os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])

@@ -1,4 +1,4 @@
-r"""Step times and memory of Echelon's data parallelism beside torch's, on the same Llama.
+r"""Step times and held memory of Echelon's data parallelism beside torch's, on the same Llama.
 
     python benchmarks/zero.py --json times.json --plot times.png
     python benchmarks/zero.py --dp 4 --sequence 32
@@ -9,7 +9,7 @@ what the machine lets it.
 """
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from arguments import common_parser, parse, settings_of
 from contender import agreement, require_equal_training
 from data_parallel import DataParallel, own_samples
 from launch import enter
-from memory import measure_memory
+from memory import measure_held
 from rounds import time_rounds
 from stepped import OneProcess
 from torch import Tensor
@@ -88,25 +88,24 @@ def measure(workload: Workload, arguments: argparse.Namespace) -> dict[str, Any]
     """Everything that is measured, on every rank. Collective over the world."""
     results: dict[str, Any] = {"machine": report.machine(), "settings": settings_of(arguments)}
     device = default_device()
-    makers = contender_makers(workload, device)
-    results["memory"] = measure_memory(makers, device)
-    contenders = [make() for make in makers]
+    contenders = make_contenders(workload, device)
     results["agreement"] = agreement(contenders, OneProcess(workload, device, works=True))
     results["seconds"] = time_rounds(
         contenders, rounds=arguments.rounds, warmup=arguments.warmup, device=device
     )
+    results["held"] = measure_held(contenders)
     results["loss_afterwards"] = require_equal_training(contenders)
     return results | {"summary": summary(results["seconds"])}
 
 
-def contender_makers(workload: Workload, device: torch.device) -> list[Callable[[], DataParallel]]:
-    """What builds each contender, all from equal weights. Calling one is collective over the world."""
+def make_contenders(workload: Workload, device: torch.device) -> list[DataParallel]:
+    """All contenders, from equal weights. Collective over the world."""
     return [
-        *(partial(EchelonZero, stage, workload) for stage in STAGES),
-        partial(TorchDDP, workload, device),
-        partial(TorchZero, workload, device),
-        partial(TorchFSDP, workload, device, reshard=True),
-        partial(TorchFSDP, workload, device, reshard=False),
+        *(EchelonZero(stage, workload) for stage in STAGES),
+        TorchDDP(workload, device),
+        TorchZero(workload, device),
+        TorchFSDP(workload, device, reshard=True),
+        TorchFSDP(workload, device, reshard=False),
     ]
 
 
@@ -123,15 +122,15 @@ def summary(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 def tell(results: Mapping[str, Any], workload: Workload, arguments: argparse.Namespace) -> None:
     """Print the tables and the last line; write the files that are asked for."""
-    found, memory = results["summary"], results["memory"]
+    found, held = results["summary"], results["held"]
     title = f"{workload}, dp {arguments.dp}"
     ordered = report.by_median(found["contenders"])
     rows = [report.timing_cells(name, row) for name, row in ordered]
     note = report.conditions(results["machine"], arguments.rounds)
     report.show(title, report.timing_header(found["best_peer"]), rows, note=note)
-    rows = [[name, *(f"{size / 2**20:.1f}" for size in memory[name].values())] for name, _ in ordered]
-    header = ["contender", *(f"{kind} MiB" for kind in memory[name_of(MAIN_STAGE)])]
-    report.show("memory of the largest rank", header, rows, note="tensors; peak: of all that torch allocates")
+    rows = [[name, *(f"{size / 2**20:.1f}" for size in held[name].values())] for name, _ in ordered]
+    header = ["contender", *(f"{kind} MiB" for kind in held[name_of(MAIN_STAGE)])]
+    report.show("held between backward and step, on the largest rank", header, rows)
     if arguments.json is not None:
         report.write_json(arguments.json, results)
     if arguments.plot is not None:

@@ -4,15 +4,14 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .conftest import BENCHMARKS
 
@@ -23,7 +22,7 @@ TORCH = (
     "torch FSDP2",
     "torch FSDP2, no resharding",
 )
-KINDS = ["parameters", "gradients", "states", "peak"]
+KINDS = ["parameters", "gradients", "states"]
 TINY = {"hidden": 32, "layers": 1, "vocabulary": 64, "sequence": 8, "batch": 4, "microbatches": 1}
 
 
@@ -37,11 +36,11 @@ def test_every_contender_computes_the_same_and_all_of_it_is_reported(
     assert all(printed.count(name) >= 2 for name in (*OURS, *TORCH)), "a name is in both tables"
     assert picture.read_bytes().startswith(b"\x89PNG")
     found = json.loads(times.read_text())
-    for part in ("agreement", "memory", "seconds", "loss_afterwards"):
+    for part in ("agreement", "held", "seconds", "loss_afterwards"):
         assert found[part].keys() == {*OURS, *TORCH}
     assert all(max(errors.values()) <= 1e-4 for errors in found["agreement"].values())
     assert all(len(seconds) == 3 and min(seconds) > 0 for seconds in found["seconds"].values())
-    require_true_memory(found["memory"], load("workload").Workload(**quick_sizes(found)))
+    require_true_bytes(found["held"], load("workload").Workload(**quick_sizes(found)))
 
 
 def quick_sizes(found: dict[str, Any]) -> dict[str, int]:
@@ -50,21 +49,19 @@ def quick_sizes(found: dict[str, Any]) -> dict[str, int]:
     return {name: settings[name] for name in ("hidden", "layers", "vocabulary", "sequence", "batch")}
 
 
-def require_true_memory(memory: dict[str, dict[str, int]], workload: Any) -> None:
+def require_true_bytes(held: dict[str, dict[str, int]], workload: Any) -> None:
     """On two ranks: four bytes for each parameter and gradient, eight of states, shared out where it says so."""
-    assert all(
-        list(row) == KINDS and row["peak"] > sum(row.values()) - row["peak"] for row in memory.values()
-    )
+    assert all(list(row) == KINDS for row in held.values())
     sizes = [parameter.numel() for parameter in workload.model().parameters()]
     whole, counters = 4 * sum(sizes), 4 * len(sizes)  # AdamW counts the steps of each parameter, in float32
     for name in ("echelon stage 0", "echelon stage 1", "torch DDP", "torch DDP + ZeroRedundancyOptimizer"):
-        assert memory[name]["parameters"] == memory[name]["gradients"] == whole
+        assert held[name]["parameters"] == held[name]["gradients"] == whole
     for name in ("echelon stage 0", "torch DDP"):
-        assert memory[name]["states"] == 2 * whole + counters
-    assert whole < memory["echelon stage 1"]["states"] <= whole + counters
+        assert held[name]["states"] == 2 * whole + counters
+    assert whole < held["echelon stage 1"]["states"] <= whole + counters
     for name in TORCH[2:]:
-        assert memory[name]["parameters"] == memory[name]["gradients"] == whole / 2
-        assert memory[name]["states"] == whole + counters
+        assert held[name]["parameters"] == held[name]["gradients"] == whole / 2
+        assert held[name]["states"] == whole + counters
 
 
 # Of the import of torch.distributed.optim, whose functional optimizers are scripted.
@@ -153,35 +150,3 @@ def test_shared_memory_is_counted_once(load) -> None:  # type: ignore[no-untyped
     held_bytes = load("memory").held_bytes
     flat = torch.zeros(100)
     assert held_bytes([flat[:10], flat[50:], torch.zeros(5)]) == 4 * 105
-
-
-class Hungry:
-    """A contender that keeps one tensor, and allocates and drops another of a given size in each step."""
-
-    name = "hungry"
-
-    def __init__(self, kept: int, dropped: int) -> None:
-        self._kept = nn.Parameter(torch.zeros(kept))
-        self._dropped = dropped
-
-    def compute(self) -> None:
-        torch.zeros(self._dropped)
-        torch.zeros(self._dropped // 2)
-
-    def update(self) -> None: ...
-
-    def tensors(self) -> dict[str, Iterable[Tensor]]:
-        return {"parameters": [self._kept]}
-
-
-def memory_of(kept: int, dropped: int) -> dict[str, dict[str, int]]:
-    with scripts():
-        memory = importlib.import_module("memory")
-    return memory.measure_memory([partial(Hungry, kept, dropped)], torch.device("cpu"))
-
-
-def test_the_peak_is_what_a_step_allocates_on_top_of_what_is_kept(pool) -> None:  # type: ignore[no-untyped-def]
-    kept, dropped = 250_000, 500_000
-    assert pool.run(1, memory_of, kept, dropped) == [
-        {"hungry": {"parameters": 4 * kept, "peak": 4 * (kept + dropped)}}
-    ]
