@@ -1,7 +1,8 @@
-"""Who takes part in a benchmark, and the check that all compute the same. What they are built of is not here."""
+"""Who takes part in a benchmark, and the checks that all compute the same. What they are built of is not here."""
 
 from collections.abc import Mapping, Sequence
 from math import inf, isfinite
+from statistics import median
 from typing import Protocol
 
 import torch
@@ -27,7 +28,7 @@ class Contender(Protocol):
         """Forget the gradients without a step."""
 
     def loss(self) -> Tensor | None:
-        """The mean loss of the last `compute`; None on a rank that does not know it."""
+        """The mean loss of the last `compute`; None on a rank that does not know it. May communicate."""
 
     def gradients(self) -> Mapping[str, Tensor]:
         """This rank's gradients after `compute`, by the model's parameter names. May communicate."""
@@ -59,6 +60,29 @@ def agreement(contenders: Sequence[Contender], reference: Contender) -> dict[str
         found[contender.name] = _verdict(contender.name, loss_error, gradient_error, held, loss is not None)
         contender.forget()
     reference.forget()
+    return found
+
+
+def require_equal_training(contenders: Sequence[Contender]) -> dict[str, float]:
+    """The losses of contenders that took equally many steps: no step may have been left out, or been another.
+
+    Communicates. Each is run once, and its gradients are forgotten.
+
+    Raises:
+        ValueError: one is further than `TOLERANCE` from the median of all.
+    """
+    found = {}
+    for contender in contenders:
+        contender.compute()
+        loss = contender.loss()
+        known = torch.tensor(-inf if loss is None else loss.item(), dtype=torch.float64)
+        dist.all_reduce(known, op=dist.ReduceOp.MAX)
+        found[contender.name] = known.item()
+        contender.forget()
+    middle = median(found.values())
+    if not all(abs(loss - middle) <= TOLERANCE * abs(middle) for loss in found.values()):
+        losses = ", ".join(f"{name} {loss:.6f}" for name, loss in found.items())
+        raise ValueError(f"after equally many steps on the same data the losses differ: {losses}")
     return found
 
 

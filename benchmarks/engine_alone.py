@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from peers import make_schedule, stages_of
+from pipeline_peers import make_schedule, stages_of
 from rounds import Clock
 from torch import Tensor, nn
 from torch.distributed import pipelining

@@ -9,25 +9,23 @@ than what the machine lets it.
 """
 
 import argparse
-import os
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from statistics import median
 from typing import Any
 
-import peers
+import pipeline_peers
 import report
 import torch
 import torch.distributed as dist
-import transformers
+from arguments import common_parser, parse, settings_of
 from contender import Contender, agreement
 from engine_alone import time_engines
+from launch import enter
 from rounds import time_rounds
+from stepped import OneProcess, Stepped
 from torch import Tensor
 from workload import Workload, adamw
 
-from echelon import Booster, HybridParallelPlugin, launch_from_torch
+from echelon import Booster, HybridParallelPlugin
 from echelon.cluster.launch import default_device
 from echelon.cluster.mesh import ParallelMesh
 from echelon.pipeline.balance import deal_layers, layer_faults
@@ -38,7 +36,7 @@ from echelon.pipeline.simulate import Costs, simulate
 STYLES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbh1": 1, "zbv": 2}
 
 
-class EchelonPipeline:
+class EchelonPipeline(Stepped):
     """A schedule of HybridParallelPlugin over all ranks of the run.
 
     Args:
@@ -61,7 +59,8 @@ class EchelonPipeline:
         )
         self._booster = Booster(plugin=plugin)
         model = workload.model()
-        self._model, self._optimizer, *_ = self._booster.boost(model, adamw(model))
+        self._model, optimizer, *_ = self._booster.boost(model, adamw(model))
+        super().__init__(optimizer)
         self._data = workload.data(plugin.mesh.device)
         self._loss: Tensor | None = None
 
@@ -71,15 +70,6 @@ class EchelonPipeline:
             iter([self._data]), self._model, _own_loss, self._optimizer, return_loss=True
         )
         self._loss = outputs["loss"]
-
-    def update(self) -> None:
-        """Step the optimizer and forget the gradients."""
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def forget(self) -> None:
-        """Forget the gradients."""
-        self._optimizer.zero_grad()
 
     def loss(self) -> Tensor | None:
         """The mean loss."""
@@ -96,18 +86,9 @@ def _own_loss(outputs: Any, inputs: Any) -> Tensor:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common_parser(__doc__)
     parser.add_argument("--pp", type=int, default=2, help="ranks, one stage or two on each")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--sequence", type=int, default=256, help="32 lets overhead rule")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=5, help="steps of each contender that are not timed")
     parser.add_argument(
         "--schedules",
         nargs="+",
@@ -129,57 +110,26 @@ def parse_arguments() -> argparse.Namespace:
         metavar="N",
         help="the same for styles of two stages per rank",
     )
-    parser.add_argument(
-        "--matmul",
-        choices=["highest", "high", "medium"],
-        default="highest",
-        help="torch.set_float32_matmul_precision, for all contenders",
-    )
-    parser.add_argument("--json", type=Path, help="write every time to this file")
-    parser.add_argument("--plot", type=Path, help="draw the times to this file")
-    parser.add_argument(
-        "--quick", action="store_true", help="tiny sizes and few rounds: shows that it runs, no more"
-    )
-    arguments = parser.parse_args()
-    if arguments.quick:
-        tiny = dict(hidden=64, layers=4, vocabulary=128, sequence=16, rounds=3, warmup=1)
-        parser.set_defaults(**tiny)
-        arguments = parser.parse_args()
-    return arguments
+    return parse(parser)
 
 
 def main() -> None:
     arguments = parse_arguments()
-    if "RANK" not in os.environ:
-        start_processes(arguments.pp)
-    torch.set_num_threads(1)
-    torch.set_float32_matmul_precision(arguments.matmul)
-    transformers.logging.set_verbosity_error()
-    launch_from_torch()
-    if dist.get_world_size() != arguments.pp:
-        raise ValueError(f"--pp {arguments.pp} needs that many processes, not {dist.get_world_size()}")
-    results = measure(arguments)
+    enter(arguments.pp, option="--pp", matmul=arguments.matmul)
+    workload = Workload(**{name: getattr(arguments, name) for name in Workload.__dataclass_fields__})
+    results = measure(workload, arguments)
     if dist.get_rank() == 0:
-        tell(results, arguments)
+        tell(results, workload, arguments)
     dist.destroy_process_group()
 
 
-def start_processes(count: int) -> None:
-    """Start this script again under torchrun, in the place of this process."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
-    os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])
-
-
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(workload: Workload, arguments: argparse.Namespace) -> dict[str, Any]:
     """Everything that is measured, on every rank. Collective over the world."""
-    workload = Workload(**{name: getattr(arguments, name) for name in Workload.__dataclass_fields__})
-    settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "plot")}
-    results: dict[str, Any] = {"machine": report.machine(), "settings": settings}
+    results: dict[str, Any] = {"machine": report.machine(), "settings": settings_of(arguments)}
     device = default_device()
     contenders = make_contenders(arguments, workload, device)
-    results["agreement"] = agreement(contenders, peers.OneProcess(workload, device, works=True))
-    alone = peers.OneProcess(workload, device, works=dist.get_rank() == 0)
+    results["agreement"] = agreement(contenders, OneProcess(workload, device, works=True))
+    alone = OneProcess(workload, device, works=dist.get_rank() == 0)
     rounds = dict(rounds=arguments.rounds, warmup=arguments.warmup)
     results["seconds"] = time_rounds([*contenders, alone], **rounds, device=device)
     del contenders, alone
@@ -208,8 +158,10 @@ def make_contenders(
         for style in arguments.schedules
     ]
     theirs = [
-        peers.TorchPipeline(style, workload, device, rank=rank, num_ranks=num_ranks, counts=counts(style))
-        for style in peers.STYLES
+        pipeline_peers.TorchPipeline(
+            style, workload, device, rank=rank, num_ranks=num_ranks, counts=counts(style)
+        )
+        for style in pipeline_peers.STYLES
     ]
     return [*ours, *theirs]
 
@@ -253,15 +205,10 @@ def summary(seconds: Mapping[str, Sequence[float]], num_ranks: int, num_microbat
     ours = [name for name in seconds if name.startswith("echelon")]
     best_peer = report.fastest(seconds, [name for name in seconds if name.startswith("torch")])
     best = report.fastest(seconds, ours)
-    rows = {}
-    for name, times in seconds.items():
+    rows = report.compared(seconds, best_peer)
+    for name, row in rows.items():
         share = 1.0 if name == "one process" else ideal(name.split()[1], num_ranks, num_microbatches)
-        rows[name] = {
-            "median": median(times),
-            "quartiles": report.spread(times),
-            "ratio_to_best_peer": report.ratio(times, seconds[best_peer]),
-            "ratio_to_ideal": report.ratio(times, [share * each for each in seconds["one process"]]),
-        }
+        row["ratio_to_ideal"] = report.ratio(seconds[name], [share * each for each in seconds["one process"]])
     return {
         "contenders": rows,
         "best": best,
@@ -271,27 +218,16 @@ def summary(seconds: Mapping[str, Sequence[float]], num_ranks: int, num_microbat
     }
 
 
-def tell(results: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+def tell(results: Mapping[str, Any], workload: Workload, arguments: argparse.Namespace) -> None:
     """Print the tables and the last line; write the files that are asked for."""
-    found, machine = results["summary"], results["machine"]
-    title = (
-        f"Llama {arguments.hidden} × {arguments.layers}, vocabulary {arguments.vocabulary}, sequence "
-        f"{arguments.sequence}, batch {arguments.batch} in {arguments.microbatches}, pp {arguments.pp}"
-    )
+    found = results["summary"]
+    title = f"{workload} in {workload.microbatches}, pp {arguments.pp}"
     rows = [
-        [
-            name,
-            f"{row['median'] * 1e3:.1f}",
-            " – ".join(f"{each * 1e3:.1f}" for each in row["quartiles"]),
-            f"{row['ratio_to_best_peer']:.3f}",
-            f"{row['ratio_to_ideal']:.3f}",
-        ]
-        for name, row in sorted(found["contenders"].items(), key=lambda item: item[1]["median"])
+        [*report.timing_cells(name, row), f"{row['ratio_to_ideal']:.3f}"]
+        for name, row in report.by_median(found["contenders"])
     ]
-    header = ["contender", "median ms", "quartiles ms", f"to {found['best_peer']}", "to its ideal"]
-    note = f"{arguments.rounds} rounds; {machine['processor']}, {machine['cores']} cores, one thread per rank, torch "
-    note += f"{machine['torch']}, matmul {machine['matmul_precision']}"
-    report.show(title, header, rows, note=note)
+    header = [*report.timing_header(found["best_peer"]), "to its ideal"]
+    report.show(title, header, rows, note=report.conditions(results["machine"], arguments.rounds))
     rows = [
         [
             f"{row['style']}, {row['microbatches']} microbatches",

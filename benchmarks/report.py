@@ -50,6 +50,42 @@ def fastest(seconds: Mapping[str, Sequence[float]], names: Sequence[str]) -> str
     return min(names, key=lambda name: median(seconds[name]))
 
 
+def compared(seconds: Mapping[str, Sequence[float]], best_peer: str) -> dict[str, dict[str, Any]]:
+    """Median, quartiles and `ratio_to_best_peer` of each contender."""
+    return {
+        name: {
+            "median": median(times),
+            "quartiles": spread(times),
+            "ratio_to_best_peer": ratio(times, seconds[best_peer]),
+        }
+        for name, times in seconds.items()
+    }
+
+
+def timing_header(best_peer: str) -> list[str]:
+    """The names of `timing_cells`, after the contender's."""
+    return ["contender", "median ms", "quartiles ms", f"to {best_peer}"]
+
+
+def timing_cells(name: str, row: Mapping[str, Any]) -> list[str]:
+    """A contender's row of `compared`, for a table."""
+    quartiles = " – ".join(f"{each * 1e3:.1f}" for each in row["quartiles"])
+    return [name, f"{row['median'] * 1e3:.1f}", quartiles, f"{row['ratio_to_best_peer']:.3f}"]
+
+
+def by_median(rows: Mapping[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Contenders and their rows of `compared`, fastest first."""
+    return sorted(rows.items(), key=lambda item: item[1]["median"])
+
+
+def conditions(machine: Mapping[str, Any], rounds: int) -> str:
+    """What stands below a table of times."""
+    return (
+        f"{rounds} rounds; {machine['processor']}, {machine['cores']} cores, one thread per rank, torch "
+        f"{machine['torch']}, matmul {machine['matmul_precision']}"
+    )
+
+
 def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, note: str = "") -> None:
     """Print a table; the first column is a name, the others are numbers."""
     table = Table(title=title, caption=note or None, title_justify="left", caption_justify="left")

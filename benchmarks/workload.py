@@ -8,6 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 # B batch, S sequence
 _SEED = 17
+# The settings of the optimizer that every contender uses.
+ADAMW = {"lr": 1e-4, "fused": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,12 @@ class Workload:
                 f"--batch {self.batch} must be a multiple of --microbatches {self.microbatches}: "
                 "torch's schedules take microbatches of one size"
             )
+
+    def __str__(self) -> str:
+        return (
+            f"Llama {self.hidden} × {self.layers}, vocabulary {self.vocabulary}, sequence {self.sequence}, "
+            f"batch {self.batch}"
+        )
 
     @property
     def intermediate(self) -> int:
@@ -80,4 +88,4 @@ class Workload:
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
     """The optimizer that every contender uses."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return torch.optim.AdamW(model.parameters(), **ADAMW)

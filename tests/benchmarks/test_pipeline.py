@@ -3,7 +3,6 @@
 import importlib
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,30 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from .conftest import BENCHMARKS
+
 OURS = ("gpipe", "1f1b", "interleaved", "zbh1", "zbv")
 TORCH = ("gpipe", "1f1b", "interleaved", "zbv")
 
 
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    """Import a module of the benchmarks as the scripts do, by its bare name."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module
-    for name in [path.stem for path in BENCHMARKS.glob("*.py")]:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-
-
-def test_every_contender_computes_the_same_and_all_of_it_is_reported(tmp_path: Path) -> None:
+def test_every_contender_computes_the_same_and_all_of_it_is_reported(run_quickly, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     times, picture = tmp_path / "times.json", tmp_path / "times.png"
-    options = ["--quick", "--json", str(times), "--plot", str(picture)]
-    script = [sys.executable, str(BENCHMARKS / "pipeline.py"), *options]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    printed = run_quickly("pipeline.py", "--json", str(times), "--plot", str(picture))
 
-    lines = done.stdout.strip().splitlines()
-    assert re.fullmatch(r"ratio_to_best_peer=\d+\.\d{3} ratio_to_ideal=\d+\.\d{3}", lines[-1])
-    assert done.stdout.count("engine_ratio=") == 6
+    last = printed.splitlines()[-1]
+    assert re.fullmatch(r"ratio_to_best_peer=\d+\.\d{3} ratio_to_ideal=\d+\.\d{3}", last)
+    assert printed.count("engine_ratio=") == 6
     found = json.loads(times.read_text())
     pipelines = {f"echelon {style}" for style in OURS} | {f"torch {style}" for style in TORCH}
     assert found["agreement"].keys() == pipelines

@@ -1,4 +1,4 @@
-"""The contenders beside Echelon: one process, and torch.distributed.pipelining as an expert would set it up.
+"""The contenders beside Echelon's pipeline: torch.distributed.pipelining as an expert would set it up.
 
 torch's schedules run a stage of transformers' own modules (embedding, rotary, layers, norm, head), do not
 merge the logits, and divide the loss by the microbatches instead of scaling all gradients at the end.
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from stepped import Stepped, gradients_of
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from transformers import LlamaForCausalLM
@@ -20,61 +21,6 @@ LOOPED = {
     "zbv": pipelining.ScheduleZBVZeroBubble,
 }
 STYLES = (*SINGLE, *LOOPED)
-
-
-class OneProcess:
-    """The whole batch on one rank, microbatch by microbatch; the other ranks wait.
-
-    Args:
-        workload: what is computed.
-        device: where.
-        works: whether this rank is the one.
-    """
-
-    name = "one process"
-
-    def __init__(self, workload: Workload, device: torch.device, *, works: bool) -> None:
-        self._works = works
-        self._loss: Tensor | None = None
-        if works:
-            self._model = workload.model().to(device)
-            self._optimizer = adamw(self._model)
-            data = workload.data(device)
-            size = workload.batch // workload.microbatches
-            self._microbatches = [
-                dict(zip(data, parts, strict=True))
-                for parts in zip(*(tensor.split(size) for tensor in data.values()), strict=True)
-            ]
-
-    def compute(self) -> None:
-        """Loss and gradients of the batch."""
-        if not self._works:
-            return
-        losses = []
-        for microbatch in self._microbatches:
-            loss = self._model(**microbatch).loss / len(self._microbatches)
-            loss.backward()
-            losses.append(loss.detach())
-        self._loss = torch.stack(losses).sum()
-
-    def update(self) -> None:
-        """Step the optimizer and forget the gradients."""
-        if self._works:
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-
-    def forget(self) -> None:
-        """Forget the gradients."""
-        if self._works:
-            self._optimizer.zero_grad()
-
-    def loss(self) -> Tensor | None:
-        """The mean loss."""
-        return self._loss
-
-    def gradients(self) -> Mapping[str, Tensor]:
-        """Gradients by name."""
-        return gradients_of(self._model) if self._works else {}
 
 
 class LlamaStage(nn.Module):
@@ -109,7 +55,7 @@ class LlamaStage(nn.Module):
         return self.lm_head(self.model.norm(hidden)) if hasattr(self, "lm_head") else hidden
 
 
-class TorchPipeline:
+class TorchPipeline(Stepped):
     """A schedule of torch.distributed.pipelining over all ranks of the run.
 
     Args:
@@ -140,7 +86,7 @@ class TorchPipeline:
         modules = {stage: LlamaStage(model, range(starts[stage], starts[stage + 1])) for stage in held}
         self._model = nn.ModuleList(modules.values()).to(device)
         self._is_first, self._is_last = 0 in held, len(counts) - 1 in held
-        self._optimizer = adamw(self._model)
+        super().__init__(adamw(self._model))
         stages = [
             pipelining.PipelineStage(module, stage, len(counts), device) for stage, module in modules.items()
         ]
@@ -152,15 +98,6 @@ class TorchPipeline:
         target = self._data["labels"] if self._is_last else None
         self._losses.clear()
         self._schedule.step(*inputs, target=target, losses=self._losses, return_outputs=False)
-
-    def update(self) -> None:
-        """Step the optimizer and forget the gradients."""
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def forget(self) -> None:
-        """Forget the gradients."""
-        self._optimizer.zero_grad()
 
     def loss(self) -> Tensor | None:
         """The mean loss, on the rank of the last stage."""
@@ -190,8 +127,3 @@ def make_schedule(style: str, stages: Sequence[Any], num_microbatches: int, loss
     if style in SINGLE:
         return SINGLE[style](stages[0], num_microbatches, loss_fn=loss, scale_grads=False)
     return LOOPED[style](list(stages), num_microbatches, loss_fn=loss, scale_grads=False)
-
-
-def gradients_of(module: nn.Module) -> dict[str, Tensor]:
-    """The gradients that a module's parameters have, by name."""
-    return {name: each.grad for name, each in module.named_parameters() if each.grad is not None}

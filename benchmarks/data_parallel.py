@@ -1,0 +1,82 @@
+"""What contenders have in common that give each rank its samples of a batch."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from stepped import Stepped
+from torch import Tensor, nn
+from workload import Workload
+
+
+class DataParallel(Stepped):
+    """Replicas of a model, sharded or not, over all ranks of the run.
+
+    Args:
+        model: of transformers, or a wrapper of one; called with this rank's samples.
+        optimizer: what is stepped.
+        backward: computes gradients of a loss.
+        batch: this rank's samples.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        backward: Callable[[Tensor], None] = Tensor.backward,
+        batch: Mapping[str, Tensor],
+    ) -> None:
+        super().__init__(optimizer)
+        self._model = model
+        self._backward = backward
+        self._batch = batch
+        self._loss: Tensor | None = None
+
+    def compute(self) -> None:
+        """Loss and gradients of the batch. Communicates over the world."""
+        loss = self._model(**self._batch).loss
+        self._backward(loss)
+        self._loss = loss.detach()
+
+    def loss(self) -> Tensor:
+        """The mean loss of all ranks' samples. One all-reduce."""
+        assert self._loss is not None
+        mean = self._loss / dist.get_world_size()
+        dist.all_reduce(mean)
+        return mean
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Parameters, gradients and optimizer states on this rank; the optimizer may hold other parameters."""
+        groups = self._optimizer.param_groups
+        parameters = [*self._model.parameters(), *(each for group in groups for each in group["params"])]
+        return {
+            "parameters": parameters,
+            "gradients": [each.grad for each in parameters if each.grad is not None],
+            "states": list(_tensors_in(self._states().values())),
+        }
+
+    def _states(self) -> Mapping[Any, dict[str, Any]]:
+        """The optimizer's state on this rank, by parameter."""
+        return self._optimizer.state
+
+
+def own_samples(workload: Workload, device: torch.device) -> dict[str, Tensor]:
+    """This rank's part of the batch: as many samples as each other rank has.
+
+    Raises:
+        ValueError: the ranks do not divide the batch.
+    """
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    if workload.batch % num_ranks:
+        raise ValueError(
+            f"--batch {workload.batch} must be a multiple of --dp {num_ranks}: means over ranks of unequal "
+            "numbers of samples are not those over the batch"
+        )
+    size = workload.batch // num_ranks
+    return {name: tensor.split(size)[rank] for name, tensor in workload.data(device).items()}
+
+
+def _tensors_in(states: Iterable[Mapping[str, Any]]) -> Iterable[Tensor]:
+    return (value for state in states for value in state.values() if isinstance(value, Tensor))

@@ -1,0 +1,39 @@
+"""How a benchmark becomes the processes that it measures."""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+import transformers
+
+from echelon import launch_from_torch
+
+
+def enter(num_ranks: int, *, option: str, matmul: str) -> None:
+    """Be one of `num_ranks` processes of one thread each, with a process group over all of them.
+
+    Where torchrun did not start this process, it is replaced by a torchrun that runs the script again.
+
+    Args:
+        num_ranks: how many processes the benchmark runs on.
+        option: the argument that said so, for the error.
+        matmul: see `torch.set_float32_matmul_precision`.
+
+    Raises:
+        ValueError: torchrun started another number of processes.
+    """
+    if "RANK" not in os.environ:
+        _start_processes(num_ranks)
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision(matmul)
+    transformers.logging.set_verbosity_error()
+    launch_from_torch()
+    if dist.get_world_size() != num_ranks:
+        raise ValueError(f"{option} {num_ranks} needs that many processes, not {dist.get_world_size()}")
+
+
+def _start_processes(count: int) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
+    os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])

@@ -1,0 +1,79 @@
+"""What contenders have in common that step an optimizer of torch's kind, and the plainest of them, one process."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from workload import Workload, adamw
+
+
+class Stepped:
+    """The half of a contender that comes after its gradients.
+
+    Args:
+        optimizer: what is stepped, torch's or the like of it; None on a rank that has nothing to do.
+    """
+
+    def __init__(self, optimizer: Any | None) -> None:
+        self._optimizer: Any = optimizer
+
+    def update(self) -> None:
+        """Step the optimizer and forget the gradients. Communicates where the optimizer does."""
+        if self._optimizer is not None:
+            self._optimizer.step()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the gradients."""
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+
+
+class OneProcess(Stepped):
+    """The whole batch on one rank, microbatch by microbatch; the other ranks wait.
+
+    Args:
+        workload: what is computed.
+        device: where.
+        works: whether this rank is the one.
+    """
+
+    name = "one process"
+
+    def __init__(self, workload: Workload, device: torch.device, *, works: bool) -> None:
+        self._works = works
+        self._loss: Tensor | None = None
+        if works:
+            self._model = workload.model().to(device)
+            data = workload.data(device)
+            size = workload.batch // workload.microbatches
+            self._microbatches = [
+                dict(zip(data, parts, strict=True))
+                for parts in zip(*(tensor.split(size) for tensor in data.values()), strict=True)
+            ]
+        super().__init__(adamw(self._model) if works else None)
+
+    def compute(self) -> None:
+        """Loss and gradients of the batch."""
+        if not self._works:
+            return
+        losses = []
+        for microbatch in self._microbatches:
+            loss = self._model(**microbatch).loss / len(self._microbatches)
+            loss.backward()
+            losses.append(loss.detach())
+        self._loss = torch.stack(losses).sum()
+
+    def loss(self) -> Tensor | None:
+        """The mean loss."""
+        return self._loss
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Gradients by name."""
+        return gradients_of(self._model) if self._works else {}
+
+
+def gradients_of(module: nn.Module) -> dict[str, Tensor]:
+    """The gradients that a module's parameters have, by name."""
+    return {name: each.grad for name, each in module.named_parameters() if each.grad is not None}

@@ -1,0 +1,84 @@
+"""The contenders beside Echelon's ZeRO: torch's DDP, ZeroRedundancyOptimizer and FSDP2 with their best switches."""
+
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from data_parallel import DataParallel, own_samples
+from stepped import gradients_of
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from workload import ADAMW, Workload, adamw
+
+# Llama's buffers never change. torch 2.13 warns of the older name.
+_NAMES = signature(DistributedDataParallel).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
+
+
+class TorchDDP(DataParallel):
+    """DistributedDataParallel: everything whole on every rank, gradients averaged while backward runs."""
+
+    name = "torch DDP"
+
+    def __init__(self, workload: Workload, device: torch.device) -> None:
+        self._plain = workload.model().to(device)
+        model = DistributedDataParallel(
+            self._plain, gradient_as_bucket_view=True, static_graph=True, **{_SYNC_BUFFERS: False}
+        )
+        super().__init__(model, self._make_optimizer(), batch=own_samples(workload, device))
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """The averaged gradients, whole on every rank."""
+        return gradients_of(self._plain)
+
+    def _make_optimizer(self) -> Any:
+        return adamw(self._plain)
+
+
+class TorchZero(TorchDDP):
+    """DDP with ZeroRedundancyOptimizer: whole parameters keep their optimizer states on one rank each.
+
+    Without `overlap_with_ddp`, which refuses gloo.
+    """
+
+    name = "torch DDP + ZeroRedundancyOptimizer"
+
+    def _make_optimizer(self) -> Any:
+        return ZeroRedundancyOptimizer(
+            self._plain.parameters(),
+            optimizer_class=torch.optim.AdamW,
+            parameters_as_bucket_view=True,
+            **ADAMW,
+        )
+
+    def _states(self) -> Mapping[Any, dict[str, Any]]:
+        return self._optimizer.optim.state
+
+
+class TorchFSDP(DataParallel):
+    """FSDP2: `fully_shard` on every layer and the root.
+
+    Args:
+        workload: what is computed.
+        device: where.
+        reshard: whether a layer's parameters are given up between its forward and its backward, as FSDP2 does
+            by itself: less memory, one more all-gather.
+    """
+
+    def __init__(self, workload: Workload, device: torch.device, *, reshard: bool) -> None:
+        self.name = "torch FSDP2" if reshard else "torch FSDP2, no resharding"
+        model = workload.model().to(device)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        after_forward = None if reshard else False  # None spares the root, whose backward comes at once
+        for module in (*model.model.layers, model):
+            fully_shard(module, mesh=mesh, reshard_after_forward=after_forward)
+        super().__init__(model, adamw(model), batch=own_samples(workload, device))
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """The averaged gradients, gathered. One all-gather for each."""
+        return {name: each.full_tensor() for name, each in gradients_of(self._model).items()}
