@@ -31,7 +31,7 @@ from echelon import Booster, HybridParallelPlugin
 from echelon.cluster.launch import default_device
 
 # Echelon's, and the one that the last line is about.
-STAGES = (0, 1)
+STAGES = (0, 1, 2)
 MAIN_STAGE = 1
 
 

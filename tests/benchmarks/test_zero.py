@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .conftest import BENCHMARKS
 
-OURS = ("echelon stage 0", "echelon stage 1")
+OURS = ("echelon stage 0", "echelon stage 1", "echelon stage 2")
 TORCH = (
     "torch DDP",
     "torch DDP + ZeroRedundancyOptimizer",
