@@ -150,7 +150,7 @@ class HybridConfig:
     zero_stage: int = 0
     zero_size: int = -1
     overlap_communication: bool = True
-    communication_dtype: torch.dtype | None = None
+    communication_dtype: torch.dtype | str | None = None
     pipeline: PipelineConfig
     precision_settings: Mapping[str, Any]
     max_norm: float = 0.0
@@ -165,6 +165,12 @@ class HybridConfig:
     def precision(self) -> PrecisionConfig:
         """The precision, once its settings are known to be sound."""
         return PrecisionConfig(**self.precision_settings)
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """`communication_dtype` as torch's object."""
+        given = self.communication_dtype
+        return torch.float32 if given is None else DTYPES[given] if isinstance(given, str) else given
 
     def faults(self, world_size: int) -> list[str]:
         """All that is wrong with it in a world of this size, each with what would work."""
@@ -184,8 +190,8 @@ class HybridConfig:
                 f"zero_stage={self.zero_stage} is not available: use 0 (plain data parallelism), 1 (states "
                 "split) or 2 (gradients too)"
             )
-        if self.communication_dtype not in (None, *DTYPES.values()):
-            allowed = ", ".join(map(str, DTYPES.values()))
+        if self.communication_dtype not in (None, *DTYPES, *DTYPES.values()):
+            allowed = ", ".join(map(str, (*map(repr, DTYPES), *DTYPES.values())))
             found.append(f"communication_dtype={self.communication_dtype!r} must be None or one of {allowed}")
         if not isinstance(self.overlap_communication, bool):
             found.append(f"overlap_communication={self.overlap_communication!r} must be True or False")

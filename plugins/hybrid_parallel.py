@@ -70,7 +70,7 @@ class HybridParallelPlugin(Plugin):
         zero_bucket_size_in_m: millions (2**20) of gradient elements that are reduced together.
         overlap_communication: average gradients over the replicas while the last backward runs, or every one at
             `zero_stage` 2.
-        communication_dtype: the format in which they are averaged, torch.bfloat16 for example; None is float32.
+        communication_dtype: the format they are averaged in, "bf16" or torch.bfloat16 for example; None is float32.
         enable_all_optimization: turn on all that this version has of the options below.
         enable_flash_attention: attention by torch's fused kernels (transformers' "sdpa").
         custom_policy: how the model is split, for models without a table.
@@ -114,7 +114,7 @@ class HybridParallelPlugin(Plugin):
         max_norm: float = 0,
         zero_bucket_size_in_m: float = 12,
         overlap_communication: bool = True,
-        communication_dtype: torch.dtype | None = None,
+        communication_dtype: torch.dtype | str | None = None,
         custom_policy: Policy | None = None,
     ) -> None:
         unavailable = {
@@ -242,7 +242,7 @@ class HybridParallelPlugin(Plugin):
                     stage=self.config.zero_stage,
                     zero_size=self.config.zero_size,
                     overlap_communication=self.config.overlap_communication,
-                    communication_dtype=self.config.communication_dtype or torch.float32,
+                    communication_dtype=self.config.wire_dtype,
                     precision=self.config.precision,
                     max_norm=self.config.max_norm,
                     bucket_size=int(self.config.bucket_size_in_m * 2**20),

@@ -39,7 +39,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         *,
         zero_size: int = -1,
         overlap_communication: bool = True,
-        communication_dtype: torch.dtype | None = None,
+        communication_dtype: torch.dtype | str | None = None,
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
     ) -> None:

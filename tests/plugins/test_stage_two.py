@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -107,3 +108,18 @@ def count_a_step() -> tuple[set[str], str]:
     assert sent.nbytes == 2 * 4 * batch_of(0)["input_ids"].shape[1] * model.config.hidden_size * 4
     assert counts["pp", "all_reduce"].calls == 1
     return {axis for axis, _ in counts}, ledger.table()
+
+
+def test_a_format_that_does_not_travel_is_refused(pool: Pool) -> None:
+    pool.run(1, refuse_format)
+
+
+def refuse_format() -> None:
+    for given in ("int8", torch.int8):
+        with pytest.raises(
+            ValueError, match="communication_dtype=.*int8.* must be None or one of 'fp32', 'bf16'"
+        ):
+            HybridParallelPlugin(precision="fp32", communication_dtype=given)
+    assert (
+        HybridParallelPlugin(precision="fp32", communication_dtype="bf16").config.wire_dtype is torch.bfloat16
+    )

@@ -213,7 +213,22 @@ STAGE_TWO = [
 ]
 
 
-@pytest.mark.parametrize(("model", "layout"), STAGE_TWO, ids=str)
+# Cases that add a model to what a quick one has of schedule, precision and axes.
+SLOW_STAGE_TWO = ("gpt2-tied·tp2·dp2", "llama-tied·pp2·dp2", "llama·dp2·zero1")
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param(
+            model,
+            layout,
+            marks=[pytest.mark.slow] * f"{model}·{layout}".startswith(SLOW_STAGE_TWO),
+            id=f"{model}·{layout}",
+        )
+        for model, layout in STAGE_TWO
+    ],
+)
 def test_gradients_that_no_rank_holds_whole_are_the_same(pool: Pool, model: str, layout: Layout) -> None:
     choice = {**MODELS, **TIED}.get(model) or ModelChoice(model_type=model)
     if layout.schedule in ("interleaved", "zbv"):
