@@ -117,7 +117,7 @@ def test_a_format_that_does_not_travel_is_refused(pool: Pool) -> None:
 def refuse_format() -> None:
     for given in ("int8", torch.int8):
         with pytest.raises(
-            ValueError, match="communication_dtype=.*int8.* must be None or one of 'fp32', 'bf16'"
+            ValueError, match=r"communication_dtype=.*int8.* must be None or one of 'fp32', 'bf16'"
         ):
             HybridParallelPlugin(precision="fp32", communication_dtype=given)
     assert (
