@@ -51,6 +51,14 @@ def default_timeout() -> timedelta:
     return timeout
 
 
+def torch_mesh(device_type: str, shape: tuple[int, ...], dims: tuple[str, ...]) -> DeviceMesh:
+    """A torch mesh of all ranks whose groups wait as long as the default one. Collective over the world."""
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=dims)
+    for dim in dims:
+        distributed_c10d._set_pg_timeout(default_timeout(), mesh.get_group(dim))
+    return mesh
+
+
 class ParallelMesh:
     """All ranks of the default group arranged as pp × dp × sp × tp, tp innermost.
 
@@ -72,9 +80,7 @@ class ParallelMesh:
         start_watch()
         self.device = default_device()
         shape = (pp, world_size // (pp * sp * tp), sp, tp)
-        self._mesh: DeviceMesh = init_device_mesh(self.device.type, shape, mesh_dim_names=AXES)
-        for axis in AXES:
-            distributed_c10d._set_pg_timeout(default_timeout(), self.group(axis))
+        self._mesh = torch_mesh(self.device.type, shape, AXES)
         self._groups: dict[tuple, dist.ProcessGroup | None] = {}
         self._pipeline_groups: list[dist.ProcessGroup] = []
 

@@ -1,9 +1,8 @@
 """The data axis seen as replicas of shards, as torch's fully_shard takes it. The axis itself is mesh.py."""
 
-from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from .mesh import ParallelMesh, default_timeout
+from .mesh import ParallelMesh, torch_mesh
 
 REPLICATE, SHARD = "replicate", "shard"
 
@@ -23,7 +22,4 @@ def shard_mesh(mesh: ParallelMesh, shard_size: int) -> DeviceMesh:
     if shard_size == mesh.world_size:
         return mesh.device_mesh["dp"]
     shape = (mesh.world_size // shard_size, shard_size)
-    split = init_device_mesh(mesh.device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
-    for dim in (REPLICATE, SHARD):
-        distributed_c10d._set_pg_timeout(default_timeout(), split.get_group(dim))
-    return split
+    return torch_mesh(mesh.device.type, shape, (REPLICATE, SHARD))
