@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -106,6 +107,16 @@ class Plugin(ABC):
             generator=torch.Generator().manual_seed(seed + rank),
             **kwargs,
         )
+
+
+def require_process_group() -> None:
+    """Refuse to go on where `launch_from_torch` was not called.
+
+    Raises:
+        RuntimeError: no process group was started.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("no process group is started: call echelon.launch_from_torch() before the plugin")
 
 
 class SeededCollate:

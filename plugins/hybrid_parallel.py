@@ -33,7 +33,7 @@ from ..shardformer.shard_config import ShardConfig
 from ..shardformer.shard_former import policy_for
 from ..shardformer.sharder import ModelSharder
 from ..zero.optimizer import ShardedOptimizer
-from .base import Boosted, Plugin
+from .base import Boosted, Plugin, require_process_group
 from .hybrid_config import HybridConfig, PipelineConfig, told
 from .hybrid_module import HybridParallelModule
 from .ledger import Ledger
@@ -158,10 +158,7 @@ class HybridParallelPlugin(Plugin):
             custom_policy=custom_policy,
             unavailable=tuple(option for option, is_asked in unavailable.items() if is_asked),
         )
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "no process group is started: call echelon.launch_from_torch() before the plugin"
-            )
+        require_process_group()
         if faults := self.config.faults(dist.get_world_size()):
             raise ValueError(told(faults))
         self.custom_policy = custom_policy

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 from ..checkpoint.model_file import TensorNames, load_model_file, save_model_file
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
-from .base import Boosted
+from .base import Boosted, require_process_group
 from .scaled_optimizer import ScaledOptimizer
-from .torch_plugin import TorchPlugin, named_tensors, require_process_group
+from .torch_plugin import TorchPlugin, named_tensors
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -22,15 +22,15 @@ from ..cluster.hooks import has_foreign_hooks
 from ..cluster.mesh import ParallelMesh, divisors
 from ..cluster.shard_mesh import shard_mesh
 from ..zero.elementwise import require_elementwise
-from ..zero.precision import DTYPES
-from .base import Boosted
+from ..zero.precision import DTYPES, precision_faults
+from .base import Boosted, require_process_group
 from .fsdp_module import TorchFSDPModel
 from .fsdp_optimizer import FSDPOptimizer
 from .hybrid_config import told
 from .hybrid_parallel import optimizer_faults
 from .names import require_equal_models
 from .scaled_optimizer import ScaledOptimizer
-from .torch_plugin import TorchPlugin, require_process_group
+from .torch_plugin import TorchPlugin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +44,7 @@ class FSDPConfig:
 
     def faults(self, world_size: int) -> list[str]:
         """All that is wrong with it in a world of this size, each with what would work."""
-        found = []
-        if self.precision not in DTYPES:
-            found.append(f"precision={self.precision!r}: use one of {', '.join(map(repr, DTYPES))}")
+        found = precision_faults(precision=self.precision)
         if self.shard_size is not None:
             found += _shard_size_faults(self.shard_size, world_size)
         if not isinstance(self.cpu_offload, bool):

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -60,16 +59,6 @@ class TorchPlugin(Plugin):
             f"{type(self).__name__} has no pipeline: call model(**batch) and booster.backward(loss, optimizer), or "
             "use HybridParallelPlugin or LowLevelZeroPlugin, where execute_pipeline works at any size"
         )
-
-
-def require_process_group() -> None:
-    """Refuse to go on where `launch_from_torch` was not called.
-
-    Raises:
-        RuntimeError: no process group was started.
-    """
-    if not dist.is_initialized():
-        raise RuntimeError("no process group is started: call echelon.launch_from_torch() before the plugin")
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
