@@ -25,7 +25,7 @@ from ..pipeline.transport import Transport
 from ..pipeline.validate import validate
 from ..shardformer.layer.loss import VocabParallelLogits
 from ..zero.optimizer import ShardedOptimizer
-from .hybrid_config import HybridConfig, PipelineConfig
+from .hybrid_config import HybridConfig
 
 _ENDED = object()
 
@@ -78,7 +78,7 @@ class PipelineEngine:
         """One batch, with backward where gradients are on; see `HybridParallelPlugin.execute_pipeline`."""
         batch, samples = self._agreed_batch(data_iter)
         replica_batch_size = sum(samples) / len(samples)
-        microbatches = cut_batch(self.to_compute(batch), self._config.pipeline)
+        microbatches = split(self.to_compute(batch), **self._config.pipeline.cutting)
         trains = torch.is_grad_enabled()
         wants_loss = return_loss or trains
         judge = _Judge(
@@ -122,7 +122,8 @@ class PipelineEngine:
         self, optimizer: ShardedOptimizer, samples: Sequence[int]
     ) -> Callable[[Action, bool], AbstractContextManager]:
         """The context of each backward. Replicas that run different numbers of them meet in the last alone."""
-        is_even = len({_num_microbatches(count, self._config.pipeline) for count in samples}) == 1
+        cutting = self._config.pipeline.cutting
+        is_even = len({len(microbatch_lengths(count, **cutting)) for count in samples}) == 1
 
         def around_backward(action: Action, is_last: bool) -> AbstractContextManager:
             parameters = self.parameters[action.stage]
@@ -262,19 +263,6 @@ class _Judge:
     def share(self, loss: Tensor) -> Tensor:
         """The part that is differentiated: of a mean an equal one, of a sum what the first weight leaves."""
         return loss / (self.first_weight if self.is_weighted else self.num_microbatches)
-
-
-def _num_microbatches(samples: int, config: PipelineConfig) -> int:
-    if config.num_microbatches is None and config.microbatch_size is None:
-        return 1
-    return len(microbatch_lengths(samples, config.num_microbatches, config.microbatch_size))
-
-
-def cut_batch(batch: Any, config: PipelineConfig) -> list[Any]:
-    """The microbatches of a batch; one where nothing is said about them."""
-    if config.num_microbatches is None and config.microbatch_size is None:
-        return split(batch, num_microbatches=1, microbatch_size=None)
-    return split(batch, num_microbatches=config.num_microbatches, microbatch_size=config.microbatch_size)
 
 
 def _parameters_of_one_stage(stages: Mapping[int, Stage]) -> dict[int, list[Parameter]]:

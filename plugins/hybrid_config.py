@@ -44,6 +44,15 @@ class PipelineConfig:
     overlap_p2p: bool = True
     checkpoint: PipelineGradientCheckpointConfig | None = None
 
+    @property
+    def cutting(self) -> dict[str, int | None]:
+        """How a batch is cut, as `pipeline.microbatch` takes it: into one microbatch where nothing is said."""
+        is_said = self.num_microbatches is not None or self.microbatch_size is not None
+        return {
+            "num_microbatches": self.num_microbatches if is_said else 1,
+            "microbatch_size": self.microbatch_size,
+        }
+
     def faults(self, pp_size: int) -> list[str]:
         """All that is wrong with it, each with what would work."""
         found = self._number_faults(pp_size)
