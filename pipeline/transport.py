@@ -213,7 +213,6 @@ class Transport:
         self._sending: dict[tuple[Op, int], _Sending] = {}
         self._receiving: dict[tuple[Op, int], _Receiving] = {}
         self._described: dict[tuple[int, Hashable], tuple[TensorSpec, ...]] = {}
-        self._answers: dict[tuple[int, Hashable], list[TensorSpec]] = {}  # to what was described
         self._open_channels(mesh)
 
     def send_outputs(self, action: Action, tensors: Sequence[Tensor], key: Hashable) -> None:
@@ -236,7 +235,6 @@ class Transport:
             for numbers in packed(specs, key):
                 channel.post(action, numbers.to(self._device))
             self._described[action.stage, key] = specs
-            self._answers[action.stage, key] = [spec for spec in specs if takes_gradient(spec.dtype)]
         elif known != specs:
             raise ValueError(
                 f"stage {action.stage} sends {told(specs)} for microbatch {action.microbatch}, and for an "
@@ -264,7 +262,8 @@ class Transport:
         """Start receiving the gradients of a stage's outputs, once those were sent under this key."""
         channel = self._receiving[action.op, action.stage]
         arrival = Arrival(channel, action)
-        channel.post(arrival, self._answers[action.stage, key])
+        described = self._described[action.stage, key]
+        channel.post(arrival, [spec for spec in described if takes_gradient(spec.dtype)])
         if not self._overlap:
             arrival.wait()
         return arrival
