@@ -61,14 +61,8 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None, *, row_gradi
     # As many entries as the table has rows win nothing. A weight that is computed from others has a graph.
     is_own = isinstance(weight, Parameter) and weight.requires_grad and torch.is_grad_enabled()
     is_transformed = torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
-    is_asked = row_gradients is not None and row_gradients() is not None
-    if (
-        row_gradients is None
-        or not is_asked
-        or not is_own
-        or is_transformed
-        or ids.numel() >= weight.shape[0]
-    ):
+    is_taken = is_own and not is_transformed and ids.numel() < weight.shape[0]
+    if row_gradients is None or row_gradients() is None or not is_taken:
         return F.embedding(ids, weight, padding_idx)
     out: Tensor = _RowEmbedding.apply(ids, weight, padding_idx, row_gradients)
     return out
@@ -126,6 +120,11 @@ def summed_by_row(ids_N: Tensor, gradient: Tensor, padding_idx: int) -> tuple[Te
     return rows_N, values_NH
 
 
+def needs_all_uses(module: nn.Embedding) -> bool:
+    """Whether what an embedding does to a row, or to its gradient, depends on all uses of it in a batch."""
+    return module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+
+
 class _RowwiseEmbedding(nn.Embedding):
     row_gradients: Owner | None
 
@@ -142,9 +141,7 @@ def add_gradients_by_row(model: nn.Module, owner: RowGradients) -> None:
     """
     uses = Counter(weight for module in model.modules() for weight in module._parameters.values())
     for module in model.modules():
-        if type(module) is nn.Embedding and not (
-            module.max_norm is not None or module.scale_grad_by_freq or module.sparse
-        ):
+        if type(module) is nn.Embedding and not needs_all_uses(module):
             module.__class__ = _RowwiseEmbedding
         elif not hasattr(module, "row_gradients"):
             continue

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from ...cluster.collectives import copy_to, gather_from, reduce_from
 from ...cluster.placement import Shard, place
 from ...pipeline.split_backward import WeightGradients, linear
-from ...zero.embedding import Owner, embedding
+from ...zero.embedding import Owner, embedding, needs_all_uses
 from .parallel_module import ParallelModule, native_faults, require_all, require_native
 
 
@@ -51,7 +51,7 @@ def vocab_range(shard: Shard, rank: int) -> VocabRange:
 def embedding_faults(native: nn.Embedding) -> list[str]:
     """Why an embedding cannot be split by its entries and look up the same; empty when it can."""
     found = native_faults(native, nn.Embedding)
-    if native.max_norm is not None or native.scale_grad_by_freq or native.sparse:
+    if needs_all_uses(native):
         found.append("has max_norm, scale_grad_by_freq or sparse gradients, which need all of a row's uses")
     return found
 
