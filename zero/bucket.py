@@ -120,9 +120,11 @@ class Bucket:
         communication_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.group_index = group_index
-        self._communication_dtype = communication_dtype
-        self._travelling: Tensor | None = None  # the gradients in another format
         self.partition = partition
+        # Where nothing travels nothing is rounded.
+        self._wire_dtype = communication_dtype if partition.group.size() > 1 else torch.float32
+        # Between start and finish of an average: the gradients in that format, or themselves where they have it.
+        self._travelling: Tensor | None = None
         self.needs_sum = any(managed.needs_sum for managed in members)
         self._loans = loans
         starts, length = _layout(members, partition.num_slices)
@@ -138,11 +140,9 @@ class Bucket:
             _view(values, managed.parameter, start).copy_(managed.parameter.detach())
         partition.broadcast_(values)
         self.parameters = values.to(dtype)
-        is_float32 = dtype == torch.float32
-        self.masters = partition.own(self.parameters) if is_float32 else partition.own(values).clone()
+        self.masters = partition.own(values).clone() if self.has_masters else partition.own(self.parameters)
         self._reduced_before: Tensor | None = None
         self._average: Waitable | None = None
-        self._has_started = False
         self._has_slice = False  # whether the slice of passing gradients holds any
         if loans is not None:
             loans.expect(length, device)
@@ -177,7 +177,7 @@ class Bucket:
         """Have memory for whole gradients, at stage 2 once those before have passed."""
         if self._loans is None:
             return
-        if self._has_started:
+        if self._travelling is not None:
             self.finish_average()
         if self.gradients is None:
             self.gradients = self._loans.take(self.parameters.numel())
@@ -188,20 +188,18 @@ class Bucket:
 
     def collect(self) -> None:
         """Have every gradient in the buffer, zeros for a parameter that has none."""
+        self.borrow()
         for slot in self.slots:
             slot.collect()
-            if slot.parameter.grad is None and slot.gradient is not None:
+            if slot.parameter.grad is None:
+                assert slot.gradient is not None  # borrowed
                 slot.gradient.zero_()
 
     def start_average(self) -> None:
         """Begin to average the gradients over the data axis, into this rank's slice. One collective."""
         assert self.gradients is not None
-        if self._communication_dtype == torch.float32 or self.partition.group.size() == 1:
-            self._average = self.partition.average_(self.gradients)
-        else:
-            self._travelling = self.gradients.to(self._communication_dtype)
-            self._average = self.partition.average_(self._travelling)
-        self._has_started = True
+        self._travelling = self.gradients.to(self._wire_dtype)
+        self._average = self.partition.average_(self._travelling)
         if self.passes:
             for slot in self.slots:
                 slot.has_passed = slot.has_gradient
@@ -212,16 +210,15 @@ class Bucket:
         if self._average is not None:
             self._average.wait()
             self._average = None
-        if self._travelling is not None:
+        travelled, self._travelling = self._travelling, None
+        if travelled is not None and travelled is not self.gradients:
             assert self.gradients is not None
-            self.partition.own(self.gradients).copy_(self.partition.own(self._travelling))
-            self._travelling = None
+            self.partition.own(self.gradients).copy_(self.partition.own(travelled))
         if self._reduced_before is not None:
             self.own_gradients.add_(self._reduced_before)
             self._reduced_before = None
-        if self._has_started and self.passes:
+        if travelled is not None and self.passes:
             self._take_over()
-        self._has_started = False
 
     def _take_over(self) -> None:
         """Add the averages to the slice, and give the whole gradients' memory back."""
@@ -263,14 +260,14 @@ class Bucket:
 
     def publish_(self) -> None:
         """Bring the masters of all ranks into the parameters of all. One all-gather if sliced."""
-        if self.parameters.dtype != torch.float32:
+        if self.has_masters:
             self.partition.own(self.parameters).copy_(self.masters)
         self.partition.gather_(self.parameters)
         self.note_versions()
 
     def refresh_(self) -> None:
         """Take over parameters that were written to; masters that still round to their parameter stay."""
-        if self.parameters.dtype != torch.float32:
+        if self.has_masters:
             present = self.partition.own(self.parameters)
             stays = self.masters.to(present.dtype) == present
             self.masters.copy_(torch.where(stays, self.masters, present.float()))

@@ -9,12 +9,11 @@ in each.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch.nn import Parameter
 
 from .bucket import Bucket
-from .parameter import ManagedParameter
 
 
 class LaunchOrder:
@@ -22,15 +21,14 @@ class LaunchOrder:
 
     Args:
         buckets: all of this rank.
-        parameters: in the order of the model.
+        position: of each parameter in the model.
         max_passing: at stage 2, how many buckets may be on their way while another gets its gradients.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], parameters: Sequence[ManagedParameter], *, max_passing: int
+        self, buckets: Sequence[Bucket], position: Mapping[Parameter, int], *, max_passing: int
     ) -> None:
         self._max_passing = max_passing
-        position = {managed.parameter: index for index, managed in enumerate(parameters)}
         # A bucket is complete with its parameter that stands first in the model: it comes last in a backward.
         self._ordered = sorted(
             buckets,
@@ -98,7 +96,6 @@ class LaunchOrder:
 
     def _start(self, bucket: Bucket) -> None:
         del self._missing[bucket]
-        bucket.borrow()
         bucket.collect()
         bucket.start_average()
         self._started.append(bucket)

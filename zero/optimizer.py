@@ -99,8 +99,7 @@ class ShardedOptimizer(Optimizer):
         self._max_norm = max_norm
         self._norm_type = norm_type
         self._scaler = DynamicScaler(precision) if precision.precision == "fp16" else None
-        num_slices = mesh.size(data_axis) if zero_size in (-1, 0) else zero_size
-        self._partition = Partition.of(mesh, data_axis, num_slices if stage else 1)
+        self._partition = Partition.of(mesh, data_axis, zero_size if stage else 1)
         groups = managed_groups(optimizer, parameters)
         require_one_layout(groups, group=self._partition.group, device=mesh.device)
         self._frozen = [managed for managed in parameters if not managed.parameter.requires_grad]

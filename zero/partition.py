@@ -39,9 +39,10 @@ class Partition:
     def of(mesh: ParallelMesh, axis: str, num_slices: int) -> "Partition":
         """The ranks along an axis of the mesh in parts of `num_slices` neighbours, each sharing out all.
 
-        Collective over the world where there are several parts: makes their groups.
+        -1 or 0 neighbours are the whole axis. Collective over the world where there are several parts.
         """
         group, size = mesh.group(axis), mesh.size(axis)
+        num_slices = size if num_slices in (-1, 0) else num_slices
         if num_slices == 1:
             return Partition(group=group)
         if num_slices == size:

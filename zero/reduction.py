@@ -61,7 +61,7 @@ class Reducer:
         self._partition = partition
         self._present_before: Tensor | None = None
         self._contributed = False
-        self._order = LaunchOrder(buckets, parameters, max_passing=1 if overlap else 0)
+        self._order = LaunchOrder(buckets, position, max_passing=1 if overlap else 0)
         self._overlaps = overlap
         self._places = {slot.parameter: (slot, bucket) for bucket in buckets for slot in bucket.slots}
         self._passes = any(bucket.passes for bucket in buckets)
@@ -182,7 +182,6 @@ class Reducer:
         self.meet("step()")
         waiting = self._left_over() if self._passes else self._order.waiting()
         for bucket in waiting:
-            bucket.borrow()
             bucket.collect()
         flags = [float(slot.has_gradient) for slot in self.slots]
         self._contributed = any(flags)
