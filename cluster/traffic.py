@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -71,13 +71,42 @@ class Traffic(TorchDispatchMode):
         if operation not in _KINDS:  # barriers and the like move nothing
             return
         kind, place, factor = _KINDS[operation]
-        group = _group_of(args)
-        size = group.size()
+        axis, size = self._mesh.axis_of(group := _group_of(args)), group.size()
         nbytes = sum(tensor.nbytes for tensor in _tensors(args[place]))
-        count = self.counts[self._mesh.axis_of(group), f"small {kind}" if nbytes < SMALL_BYTES else kind]
-        count.calls += 1
-        count.nbytes += nbytes
-        count.sent += nbytes if factor is None else factor * nbytes * (size - 1) / size
+        sent = nbytes if factor is None else factor * nbytes * (size - 1) / size
+        calls = 1
+        if (whole := OneCollective.entered) is not None:
+            calls = int(self not in whole.counted)
+            whole.counted.add(self)
+            kind, nbytes = whole.kind, whole.nbytes
+        count = self.counts[axis, f"small {kind}" if nbytes < SMALL_BYTES else kind]
+        count.calls += calls
+        count.nbytes += nbytes * calls
+        count.sent += sent
+
+
+class OneCollective:
+    """A collective made of several messages: those begun inside this context are counted under its name.
+
+    It may be entered again.
+
+    Args:
+        kind: what it is called.
+        nbytes: of the whole tensor that it is about.
+    """
+
+    entered: ClassVar["OneCollective | None"] = None
+
+    def __init__(self, kind: str, nbytes: int) -> None:
+        self.kind = kind
+        self.nbytes = nbytes
+        self.counted: set[Traffic] = set()
+
+    def __enter__(self) -> None:
+        OneCollective.entered = self
+
+    def __exit__(self, *_: object) -> None:
+        OneCollective.entered = None
 
 
 def _group_of(args: Any) -> dist.ProcessGroup:

@@ -14,7 +14,7 @@ backward brings its first gradient, and gives it back once they were averaged in
 over backwards.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..cluster.exchange import Waitable
 from .loan import Loans
 from .parameter import ManagedParameter
-from .partition import Partition, Waitable
+from .partition import Partition
 
 # In elements: 64 bytes of float32, 32 of a 16-bit format. Parameters and slices begin at multiples of it, so
 # that no vector load of a kernel or a collective straddles two of them.
@@ -127,7 +128,7 @@ class Bucket:
         self._travelling: Tensor | None = None
         self.needs_sum = any(managed.needs_sum for managed in members)
         self._loans = loans
-        starts, length = _layout(members, partition.num_slices)
+        starts, length = _layout(members, partition.group.size())
         device = members[0].parameter.device
         values = torch.zeros(length, dtype=torch.float32, device=device)
         self.gradients = torch.zeros_like(values) if loans is None else None
@@ -143,6 +144,7 @@ class Bucket:
         self.masters = partition.own(values).clone() if self.has_masters else partition.own(self.parameters)
         self._reduced_before: Tensor | None = None
         self._average: Waitable | None = None
+        self._gathering: Waitable | None = None
         self._has_slice = False  # whether the slice of passing gradients holds any
         if loans is not None:
             loans.expect(length, device)
@@ -258,11 +260,17 @@ class Bucket:
         elif to_zeros and self.gradients is not None:
             self.gradients.zero_()
 
-    def publish_(self) -> None:
-        """Bring the masters of all ranks into the parameters of all. One all-gather if sliced."""
+    def start_publishing(self) -> None:
+        """Begin to bring the masters of all ranks into the parameters of all. One all-gather if sliced."""
         if self.has_masters:
             self.partition.own(self.parameters).copy_(self.masters)
-        self.partition.gather_(self.parameters)
+        self._gathering = self.partition.gather_(self.parameters)
+
+    def finish_publishing(self) -> None:
+        """Have the parameters, once that was begun."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
         self.note_versions()
 
     def refresh_(self) -> None:
@@ -328,60 +336,13 @@ class Bucket:
                 yield self.own_gradients[begin - first : end - first]
 
 
-def fill_buckets(
-    groups: Sequence[Sequence[ManagedParameter]],
-    *,
-    dtype: torch.dtype,
-    partition: Partition,
-    bucket_size: int,
-    loans: Loans | None = None,
-    communication_dtype: torch.dtype = torch.float32,
-) -> list[Bucket]:
-    """Buckets of at most `bucket_size` elements, or of one larger parameter. One broadcast per bucket.
-
-    None spans two parameter groups, devices or units, and parameters that are summed over other groups have
-    their own. Arguments as of `Bucket`.
-    """
-    buckets = []
-    for index, group in enumerate(groups):
-        alike: dict[Hashable, list[ManagedParameter]] = {}
-        for managed in group:
-            alike.setdefault((managed.parameter.device, managed.unit, managed.needs_sum), []).append(managed)
-        for members in alike.values():
-            for part in _portions(members, bucket_size):
-                buckets.append(
-                    Bucket(
-                        part,
-                        group_index=index,
-                        dtype=dtype,
-                        partition=partition,
-                        loans=loans,
-                        communication_dtype=communication_dtype,
-                    )
-                )
-    return buckets
-
-
-def _portions(members: list[ManagedParameter], bucket_size: int) -> Iterator[list[ManagedParameter]]:
-    portion: list[ManagedParameter] = []
-    filled = 0
-    for managed in members:
-        if portion and filled + managed.parameter.numel() > bucket_size:
-            yield portion
-            portion, filled = [], 0
-        portion.append(managed)
-        filled += managed.parameter.numel()
-    if portion:
-        yield portion
-
-
-def _layout(members: Sequence[ManagedParameter], num_slices: int) -> tuple[list[int], int]:
+def _layout(members: Sequence[ManagedParameter], num_ranks: int) -> tuple[list[int], int]:
     """Where each parameter begins, and the padded length of the bucket."""
     starts, end = [], 0
     for managed in members:
         starts.append(end)
         end = _round_up(end + managed.parameter.numel(), ALIGNMENT)
-    return starts, _round_up(end, ALIGNMENT * num_slices)
+    return starts, _round_up(end, ALIGNMENT * num_ranks)
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -18,7 +18,8 @@ class HeldBytes:
     Args:
         parameters: in the compute precision, frozen ones too.
         gradients: float32; whole ones, or at stage 2 this rank's slices.
-        buffers: borrowed memory for whole gradients of the bucket that has them, at stage 2.
+        buffers: borrowed memory for whole gradients of the buckets that have them, at stage 2.
+        arrivals: on CPUs, memory for the slices of other ranks, see cluster/exchange.py.
         masters: float32 copies, where parameters are in 16 bits.
         states: the inner optimizer's tensors.
         scalars: the inner optimizer's tensors of one entry, such as step counts.
@@ -27,6 +28,7 @@ class HeldBytes:
     parameters: int
     gradients: int
     buffers: int
+    arrivals: int
     masters: int
     states: int
     scalars: int
@@ -37,7 +39,12 @@ class HeldBytes:
 
 
 def held_bytes(
-    buckets: Sequence[Bucket], frozen: Iterable[Parameter], optimizer: Optimizer, buffers: int
+    buckets: Sequence[Bucket],
+    frozen: Iterable[Parameter],
+    optimizer: Optimizer,
+    *,
+    buffers: int,
+    arrivals: int,
 ) -> HeldBytes:
     """Count what these hold together."""
     states = [each for state in optimizer.state.values() for each in _tensors(state)]
@@ -50,6 +57,7 @@ def held_bytes(
             for bucket in buckets
         ),
         buffers=buffers,
+        arrivals=arrivals,
         masters=sum(bucket.masters.nbytes for bucket in buckets if bucket.has_masters),
         states=sum(each.nbytes for each in states if each.numel() > 1),
         scalars=sum(each.nbytes for each in states if each.numel() <= 1),

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
-from .bucket import Bucket, fill_buckets
+from .bucket import Bucket
+from .buckets import fill_buckets, publish
 from .elementwise import require_elementwise
 from .embedding import add_gradients_by_row
 from .faults import require_untouched, sharding_faults, zero_size_faults
@@ -279,8 +280,7 @@ class ShardedOptimizer(Optimizer):
             clip = clip_coefficient(self.last_norm, self._max_norm)
             self._unclip = 1 / clip
             self._update_own_slices(factor * clip, present)
-            for bucket in self.buckets:
-                bucket.publish_()
+            publish(self.buckets)
         if self._scaler is not None:
             self._scaler.update(overflow)
         self._reducer.resumed_factor = self.loss_scale
@@ -333,7 +333,7 @@ class ShardedOptimizer(Optimizer):
         """The memory of parameters, gradients, masters and states on this rank."""
         frozen = [managed.parameter for managed in self._frozen]
         buffers = 0 if self._loans is None else self._loans.nbytes
-        return held_bytes(self.buckets, frozen, self.inner, buffers)
+        return held_bytes(self.buckets, frozen, self.inner, buffers=buffers, arrivals=self._partition.nbytes)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: the inner optimizer's state and groups, masters, loss scale and layout."""

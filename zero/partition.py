@@ -2,22 +2,14 @@
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..cluster.collectives import all_gather_single, reduce_scatter_single
+from ..cluster.exchange import Exchange, Waitable
 from ..cluster.mesh import ParallelMesh
-
-
-class Waitable(Protocol):
-    """Communication under way."""
-
-    def wait(self) -> Any:
-        """Return, or on CUDA let the current stream go on, when it is done."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +19,13 @@ class Partition:
     Args:
         group: the ranks whose gradients are averaged.
         slices: those of them that own one slice each (ZeRO); None where each owns all (plain data parallelism).
-        copies: the ranks that own this rank's slice, where `slices` is a part of the group: as many from each
-            part. None where each slice has one owner.
+        copies: those of them that own this rank's slice, as many in each part of the group; None where nobody
+            else does.
     """
 
     group: dist.ProcessGroup
-    slices: dist.ProcessGroup | None = None
-    copies: dist.ProcessGroup | None = None
+    slices: Exchange | None
+    copies: Exchange | None
 
     @staticmethod
     def of(mesh: ParallelMesh, axis: str, num_slices: int) -> "Partition":
@@ -41,38 +33,39 @@ class Partition:
 
         -1 or 0 neighbours are the whole axis. Collective over the world where there are several parts.
         """
-        group, size = mesh.group(axis), mesh.size(axis)
+        size = mesh.size(axis)
         num_slices = size if num_slices in (-1, 0) else num_slices
-        if num_slices == 1:
-            return Partition(group=group)
-        if num_slices == size:
-            return Partition(group=group, slices=group)
-        slices = mesh.subgroup(
-            axis, [range(first, first + num_slices) for first in range(0, size, num_slices)]
+        along = [range(first, first + num_slices) for first in range(0, size, num_slices)]
+        across = [range(index, size, num_slices) for index in range(num_slices)]
+        return Partition(
+            group=mesh.group(axis),
+            slices=_exchange(mesh, axis, along) if num_slices > 1 else None,
+            copies=_exchange(mesh, axis, across) if num_slices < size else None,
         )
-        copies = mesh.subgroup(axis, [range(index, size, num_slices) for index in range(num_slices)])
-        return Partition(group=group, slices=slices, copies=copies)
 
     @property
     def num_slices(self) -> int:
         """The number of different slices."""
-        return 1 if self.slices is None else self.slices.size()
+        return 1 if self.slices is None else self.slices.group.size()
 
     @property
     def index(self) -> int:
         """Which of the slices this rank owns."""
-        return 0 if self.slices is None else self.slices.rank()
+        return 0 if self.slices is None else self.slices.group.rank()
 
     @property
     def counts(self) -> bool:
         """Whether this rank is the one, of those that own its slice, that counts it in a norm."""
-        owners = self.group if self.slices is None else self.copies
-        return owners is None or owners.rank() == 0
+        return self.copies is None or self.copies.group.rank() == 0
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that is kept for what arrives from other ranks."""
+        return sum(exchange.nbytes for exchange in (self.slices, self.copies) if exchange is not None)
 
     def own(self, flat: Tensor) -> Tensor:
         """The view of a whole buffer that this rank owns."""
-        length = flat.numel() // self.num_slices
-        return flat.narrow(0, self.index * length, length)
+        return flat if self.slices is None else self.slices.own(flat)
 
     def average_(self, gradients: Tensor) -> Waitable | None:
         """Begin to bring the mean over the group into this rank's slice of a whole buffer, in place.
@@ -81,26 +74,21 @@ class Partition:
         several owners an all-reduce of it over them, which begins when it is waited for. Returns what to wait
         for, None where there is nothing.
         """
-        if self.group.size() == 1:
-            return None
-        average = dist.ReduceOp.AVG
         if self.slices is None:
-            return dist.all_reduce(gradients, op=average, group=self.group, async_op=True)
-        own = self.own(gradients)
-        work = reduce_scatter_single(own, gradients, op=average, group=self.slices, async_op=True)
-        return work if self.copies is None else _ThenAverage(work, own, self.copies)
+            return None if self.copies is None else self.copies.all_reduce_(gradients)
+        work = self.slices.reduce_scatter_(gradients)
+        return work if self.copies is None else _ThenAverage(work, self.own(gradients), self.copies)
 
-    def gather_(self, flat: Tensor) -> None:
-        """Fill a whole buffer, in place, from the slices that its ranks own. One all-gather if sliced."""
-        if self.slices is not None:
-            all_gather_single(flat, self.own(flat), group=self.slices)
+    def gather_(self, flat: Tensor) -> Waitable | None:
+        """Begin to fill a whole buffer, in place, from the slices that its ranks own. One all-gather if sliced."""
+        return None if self.slices is None else self.slices.all_gather_(flat)
 
     def gathered(self, slice_: Tensor) -> Tensor:
         """The whole buffer, new, whose slices the ranks hold apart. One all-gather if sliced."""
-        if self.slices is None:
-            return slice_.clone()
         whole = slice_.new_empty(slice_.numel() * self.num_slices)
-        all_gather_single(whole, slice_, group=self.slices)
+        self.own(whole).copy_(slice_)
+        if (gathering := self.gather_(whole)) is not None:
+            gathering.wait()
         return whole
 
     def broadcast_(self, flat: Tensor) -> None:
@@ -114,17 +102,24 @@ class Partition:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
 
 
+def _exchange(mesh: ParallelMesh, axis: str, parts: list[range]) -> Exchange:
+    """Among this rank's part. Collective over the world where there are several."""
+    group = mesh.group(axis) if len(parts) == 1 else mesh.subgroup(axis, parts)
+    assert group is not None  # every rank is in a part
+    return Exchange(group, mesh.device)
+
+
 class _ThenAverage(NamedTuple):
     """A reduce-scatter, and the mean of its result over the owners of a slice."""
 
     first: Waitable
     own: Tensor
-    owners: dist.ProcessGroup
+    owners: Exchange
 
     def wait(self) -> None:
         """Have both."""
         self.first.wait()
-        dist.all_reduce(self.own, op=dist.ReduceOp.AVG, group=self.owners)
+        self.owners.all_reduce_(self.own).wait()
 
 
 def require_agreement(lines: list[str], *, group: dist.ProcessGroup, device: torch.device, what: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from .bucket import Bucket
+from .buckets import publish
 from .precision import DynamicScaler
 
 
@@ -42,7 +43,7 @@ def load_local_state(
     inner.load_state_dict({key: state[key] for key in ("state", "param_groups")})
     for bucket, masters in zip(buckets, state["masters"], strict=True):
         bucket.masters.copy_(masters)
-        bucket.publish_()
+    publish(buckets)
     if scaler is not None:
         scaler.load_state_dict(state["scaler"])
 
