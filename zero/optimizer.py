@@ -156,12 +156,19 @@ class ShardedOptimizer(Optimizer):
         return loss if self._scaler is None else loss * self._scaler.scale
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Scale the loss and accumulate its gradients. Collective over the data axis at stage 2."""
-        self.settle()
-        if not self._is_held_back:
+        """Scale the loss and accumulate its gradients, which are averaged over the data axis meanwhile.
+
+        Collective over the data axis, but inside `no_sync` and (below stage 2) without `overlap_communication`. A
+        further one before the step is averaged on its own, and added.
+        """
+        is_alone = not (self._is_held_back or self._reducer.is_launching)
+        if is_alone:
             self._reducer.meet("backward()")
-        with self.every_backward():
+        self.settle()
+        with self.last_backward():
             self.scale_loss(loss).backward(retain_graph=retain_graph)
+        if is_alone and self._reducer.reduces_in_backward:
+            self._reduce()
 
     @property
     def _factor(self) -> float | Tensor:
@@ -191,6 +198,11 @@ class ShardedOptimizer(Optimizer):
         Collective over the sum groups and the data axis. After it, `parameter.grad` is the reduced gradient
         only in this rank's slice: all of it in stage 0; in stage 1 see `gradients`. In stage 2 it is None.
         """
+        self._reducer.meet("reduce_gradients()")
+        self._reduce()
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
         if not self._reducer.is_reduced:
             self._reducer.reduce()
             self._unclip = None
@@ -209,7 +221,7 @@ class ShardedOptimizer(Optimizer):
             if self._reducer.was_dropped():
                 self._reducer.forget(to_zeros=False)
             else:
-                self.reduce_gradients()
+                self._reduce()
 
     def accumulating(self) -> AbstractContextManager[None]:
         """A context for parts of a backward that add to the gradients, before the part that is the last."""
@@ -226,8 +238,8 @@ class ShardedOptimizer(Optimizer):
         """
         return self.accumulating() if self._is_held_back else self._reducer.every_backward(parameters)
 
-    def last_backward(self, parameters: Sequence[Parameter]) -> AbstractContextManager[None]:
-        """A context for the last backward of these parameters before the next step.
+    def last_backward(self, parameters: Sequence[Parameter] | None = None) -> AbstractContextManager[None]:
+        """A context for the last backward of these parameters, or of all, before the next step.
 
         Their gradients are averaged over the data axis while it runs. Every rank of that axis enters it for
         the same parameters in the same order. Inside `no_sync` it is `accumulating` alone.
@@ -266,7 +278,8 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         require_untouched(self._reducer.slots, self._frozen)
-        self.reduce_gradients()
+        self._reducer.meet("step()")
+        self._reduce()
         norm, factor, present = self._measured()
         self.last_norm = norm * abs(factor)
         overflow = not isfinite(self.last_norm)

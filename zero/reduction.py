@@ -20,7 +20,7 @@ from .launch_order import LaunchOrder
 from .parameter import ManagedParameter
 from .partition import Partition, require_agreement
 
-_CALLS = ("backward()", "step()")  # that communicate at stage 2
+_CALLS = ("backward()", "reduce_gradients()", "step()")  # that communicate
 
 
 class Reducer:
@@ -38,6 +38,7 @@ class Reducer:
             through them in one order.
         present: (len(slots),) float32, above 0 where any rank has a gradient; as of the last reduction.
         is_reduced: whether the buckets hold reduced gradients, this rank's slices of them.
+        is_launching: whether averages are being started, inside `last_backward`.
         resumed_factor: what reduced gradients are multiplied with when a backward is about to add to them.
     """
 
@@ -62,11 +63,11 @@ class Reducer:
         self._present_before: Tensor | None = None
         self._contributed = False
         self._order = LaunchOrder(buckets, position, max_passing=1 if overlap else 0)
-        self._overlaps = overlap
         self._places = {slot.parameter: (slot, bucket) for bucket in buckets for slot in bucket.slots}
         self._passes = any(bucket.passes for bucket in buckets)
+        self._launches = partition.group.size() > 1 and (overlap or self._passes)
         self._is_accumulating = False
-        self._is_launching = False
+        self.is_launching = False
         # Weakly: the garbage collector does not see through the hooks of a tensor that lives elsewhere too, and
         # a cycle through one would keep all this memory and its process groups for ever.
         for bucket in buckets:
@@ -88,32 +89,31 @@ class Reducer:
             self._is_accumulating = before
 
     @contextmanager
-    def last_backward(self, parameters: Sequence[Parameter]) -> Iterator[None]:
-        """What runs inside gives these parameters their last gradients before the next reduction.
+    def last_backward(self, parameters: Sequence[Parameter] | None = None) -> Iterator[None]:
+        """What runs inside gives these parameters, or all, their last gradients before the next reduction.
 
         Starts averages over the data axis, see [Note: reducing while backward runs]. Every rank of that axis
         calls for the same parameters in the same order. Within another such context it does nothing.
         """
         with self.accumulating():
-            launches = self._partition.group.size() > 1 and (self._overlaps or self._passes)
-            if not launches or self._is_launching:
+            if not self._launches or self.is_launching:
                 yield
                 return
-            self._order.expect(parameters)
-            self._is_launching = True
+            self._order.expect([slot.parameter for slot in self.slots] if parameters is None else parameters)
+            self.is_launching = True
             try:
                 yield
             finally:
-                self._is_launching = False
+                self.is_launching = False
             self._order.close()
 
     def meet(self, call: str) -> None:
-        """At stage 2, make sure that all ranks of the data axis are in the same call. All-gather of an integer.
+        """Where backwards communicate, make sure that all ranks are in the same call. All-gather of an integer.
 
         Raises:
             RuntimeError: they are not; on every rank.
         """
-        if not self._passes:
+        if not self._launches:
             return
         group = self._partition.group
         codes = [code for (code,) in gather_integers((_CALLS.index(call),), group)]
@@ -123,9 +123,8 @@ class Reducer:
                 f"rank {rank} in {_CALLS[code]}" for rank, code in zip(ranks, codes, strict=True)
             )
             raise RuntimeError(
-                f"with zero_stage=2 every backward averages its gradients, and the ranks are not in the same call: "
-                f"{told}. Every rank must call backward equally often between two steps; inside no_sync it averages "
-                "nothing"
+                f"every backward averages its gradients, and the ranks are not in the same call: {told}. Every rank "
+                "must call backward equally often between two steps; inside no_sync it averages nothing"
             )
 
     def every_backward(self, parameters: Sequence[Parameter] | None = None) -> AbstractContextManager[None]:
@@ -135,9 +134,7 @@ class Reducer:
         """
         if not self._passes:
             return self.accumulating()
-        return self.last_backward(
-            [slot.parameter for slot in self.slots] if parameters is None else parameters
-        )
+        return self.last_backward(parameters)
 
     def takes_rows(self, parameter: Parameter) -> bool:
         """Whether rows may be added to its gradient now, see embedding.py."""
@@ -153,6 +150,11 @@ class Reducer:
             slot.gradient.zero_()
             parameter.grad = slot.gradient
         slot.gradient.index_add_(0, rows_N, values_NH.to(slot.gradient.dtype))
+
+    @property
+    def reduces_in_backward(self) -> bool:
+        """Whether a backward on its own leaves reduced gradients."""
+        return self._launches and not self._passes
 
     @property
     def has_started(self) -> bool:
@@ -179,7 +181,6 @@ class Reducer:
 
     def reduce(self) -> None:
         """Reduce what was collected. Collective over the sum groups and the data axis."""
-        self.meet("step()")
         waiting = self._left_over() if self._passes else self._order.waiting()
         for bucket in waiting:
             bucket.collect()
@@ -222,8 +223,9 @@ class Reducer:
             bucket.borrow()
         elif bucket.is_averaging:
             raise RuntimeError(
-                "a backward adds to gradients that execute_pipeline has begun to reduce: accumulate over several "
-                "calls inside booster.no_sync(model, optimizer), all but the last"
+                "a backward adds to gradients that are being averaged: call booster.backward instead of "
+                "loss.backward(), and accumulate over several calls of it or of execute_pipeline inside "
+                "booster.no_sync(model, optimizer), all but the last"
             )
 
     def _resume(self) -> None:

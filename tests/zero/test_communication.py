@@ -48,8 +48,9 @@ def check_format(stage: int) -> None:
         model, mesh = small_model(), ParallelMesh()
         optimizer = shard(model, stage=stage, mesh=mesh, communication_dtype=dtype)
         with Traffic(mesh) as traffic:
-            for seed in (rank, rank + 2):
-                optimizer.backward(loss_of(model, seed))
+            with optimizer.no_sync():
+                optimizer.backward(loss_of(model, rank))
+            optimizer.backward(loss_of(model, rank + 2))
             optimizer.reduce_gradients()
         tolerance = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-2}
         assert_equal(optimizer.gradients(), expected, **tolerance)
@@ -58,3 +59,36 @@ def check_format(stage: int) -> None:
     # Stage 0 counts its flags under the same kind: one float32 for each of four parameters.
     flags = 0 if stage else 4 * 4
     assert numbers[0] - flags == 2 * (numbers[1] - flags)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_ranks_that_call_backward_unequally_often_are_told(pool: Pool, stage: int) -> None:
+    for error in pool.run_failing(2, backward_on_one_rank, stage):
+        assert "rank 0 in backward(), rank 1 in step()" in str(error)
+
+
+def backward_on_one_rank(stage: int) -> None:
+    model = small_model()
+    optimizer = shard(model, stage=stage)
+    if dist.get_rank() == 0:
+        optimizer.backward(loss_of(model, 0))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_backward_leaves_reduced_gradients_but_inside_no_sync(pool: Pool, stage: int) -> None:
+    pool.run(2, check_reduced, stage)
+
+
+def check_reduced(stage: int) -> None:
+    model, rank = small_model(), dist.get_rank()
+    expected = mean_gradients(model, [[0, 2], [1, 3]])
+    optimizer = shard(model, stage=stage)
+    with optimizer.no_sync():
+        optimizer.backward(loss_of(model, rank))
+    with pytest.raises(RuntimeError, match="reduce_gradients"):
+        optimizer.gradients()
+    optimizer.backward(loss_of(model, rank + 2))
+    assert_equal(optimizer.gradients(), expected)
+    if stage == 0:
+        assert_equal({name: weight.grad for name, weight in model.named_parameters()}, expected)

@@ -73,8 +73,9 @@ def check_addition_to_the_others(stage: int) -> None:
     first = mean_gradients(model, [[0], []])
     second = mean_gradients(model, [[1], [2]])
     optimizer = shard(model, stage=stage)
-    if rank == 0:
-        optimizer.backward(loss_of(model, 0))
+    with optimizer.no_sync():
+        if rank == 0:
+            optimizer.backward(loss_of(model, 0))
     optimizer.reduce_gradients()
     optimizer.backward(loss_of(model, 1 + rank))
     optimizer.reduce_gradients()
@@ -134,7 +135,8 @@ def test_gradients_that_the_user_assigns_are_taken(pool: Pool, stage: int) -> No
 def check_assigned_gradients(stage: int) -> None:
     model, rank = small_model(), dist.get_rank()
     optimizer = shard(model, stage=stage)
-    optimizer.backward(loss_of(model, 0))
+    with optimizer.no_sync():
+        optimizer.backward(loss_of(model, 0))
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1.0 + 2 * rank)
     optimizer.backward(0 * loss_of(model, 1))

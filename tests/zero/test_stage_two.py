@@ -122,20 +122,6 @@ def check_padding() -> None:
     assert optimizer.skipped_steps == 0
 
 
-def test_ranks_that_call_backward_unequally_often_are_told(pool: Pool) -> None:
-    errors = pool.run_failing(2, backward_on_one_rank)
-    for error in errors:
-        assert "rank 0 in backward(), rank 1 in step()" in str(error)
-
-
-def backward_on_one_rank() -> None:
-    model = small_model()
-    optimizer = shard(model, stage=2)
-    if dist.get_rank() == 0:
-        optimizer.backward(loss_of(model, 0))
-    optimizer.step()
-
-
 def test_a_backward_that_is_not_the_optimizers_is_reduced_in_the_step(pool: Pool) -> None:
     pool.run(2, check_plain_backward)
 
