@@ -37,7 +37,9 @@ def draw_curves(
         upper.axhline(level[1], linestyle="-.", linewidth=0.8, color="#666666", label=level[0])
         for (name, losses), colour, dash in zip(curves.items(), _COLOURS, _DASHES, strict=False):
             away = [abs(one - other) / other for one, other in zip(losses, reference, strict=True)]
-            upper.plot(steps, losses, dash, color=colour, linewidth=1.2, label=f"{name}, at most {max(away):.0e} off")
+            upper.plot(
+                steps, losses, dash, color=colour, linewidth=1.2, label=f"{name}, at most {max(away):.0e} off"
+            )
             lower.plot(steps, away, color=colour, linewidth=0.8)
         upper.set_ylabel("loss (nats per token)")
         upper.legend(frameon=False)

@@ -24,6 +24,7 @@ import report
 import torch
 from curve_picture import draw_curves
 from plain_training import Curve, Training, train_plainly
+from processes import torchrun
 from transformers import LlamaConfig
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "language" / "llama"
@@ -37,7 +38,16 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tp2·pp2": (4, ("--tp_size", "2", "--pp_size", "2")),
 }
 # Several buckets even for so small a model, and gradients that add up over microbatches.
-COMMON = ("--precision", "fp32", "--zero_bucket_size_in_m", "0.25", "--num_microbatches", "4", "--eval_every", "0")
+COMMON = (
+    "--precision",
+    "fp32",
+    "--zero_bucket_size_in_m",
+    "0.25",
+    "--num_microbatches",
+    "4",
+    "--eval_every",
+    "0",
+)
 # Relative, in any step. Orders of summation begin at 1e-7 and training amplifies them; a norm of a single step
 # varies more than its loss.
 LOSS_TOLERANCE = 1e-3
@@ -82,7 +92,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, nargs="+", metavar="FILE", help="text files, or folders with *.txt")
+    parser.add_argument(
+        "--data", type=Path, nargs="+", metavar="FILE", help="text files, or folders with *.txt"
+    )
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--sequence", type=int, default=64, help="tokens of a sequence")
@@ -116,7 +128,9 @@ def measure(arguments: argparse.Namespace, training: Training, folder: Path) -> 
         curves[name] = run_layout(name, arguments, training, folder)
         seconds[name] = time.monotonic() - start
     return {
-        "text": "Python's library" if arguments.data is None else ", ".join(path.name for path in arguments.data),
+        "text": "Python's library"
+        if arguments.data is None
+        else ", ".join(path.name for path in arguments.data),
         "facts": asdict(texts.facts_of(place)),
         "reference": reference,
         "curves": curves,
@@ -142,12 +156,16 @@ def run_layout(name: str, arguments: argparse.Namespace, training: Training, fol
     num_processes, options = LAYOUTS[name]
     metrics = folder / "metrics.jsonl"
     told = {"sequence_length": arguments.sequence, "vocab_size": arguments.vocabulary, **asdict(training)}
-    told |= {"config": folder / "config.json", "cache_dir": folder, "metrics": metrics, "eval_sequences": HELD_OUT}
+    told |= {
+        "config": folder / "config.json",
+        "cache_dir": folder,
+        "metrics": metrics,
+        "eval_sequences": HELD_OUT,
+    }
     words = [word for flag, value in told.items() for word in (f"--{flag}", str(value))]
     if arguments.data is not None:
         words += ["--data", *map(str, arguments.data)]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
-    command = [sys.executable, *launcher, str(EXAMPLE / "pretrain.py"), *words, *COMMON, *options]
+    command = [*torchrun(num_processes), str(EXAMPLE / "pretrain.py"), *words, *COMMON, *options]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -179,7 +197,10 @@ def curve_faults(departures: Mapping[str, Departure]) -> list[str]:
     return [
         f"the {what} of {name} departs from the reference's by {distance:.1e} of it; {allowed:.0e} is allowed"
         for name, each in departures.items()
-        for what, distance, allowed in (("loss", each.loss, LOSS_TOLERANCE), ("norm", each.norm, NORM_TOLERANCE))
+        for what, distance, allowed in (
+            ("loss", each.loss, LOSS_TOLERANCE),
+            ("norm", each.norm, NORM_TOLERANCE),
+        )
         if not distance <= allowed
     ]
 
