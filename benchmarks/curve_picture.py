@@ -48,4 +48,5 @@ def draw_curves(
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(alpha=0.25, linewidth=0.5)
         lower.set_xlim(0, len(reference) + 1)
+        lower.set_ylim(bottom=1e-8)  # of float32, where curves are equal
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -32,26 +32,18 @@ sys.path.append(str(EXAMPLE))
 import data as texts  # noqa: E402, of the example; imports nothing of Echelon either
 
 # By name: processes, and what pretrain.py is told besides.
-LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "dp2·zero2": (2, ("--tp_size", "1", "--pp_size", "1", "--zero_stage", "2")),
-    "tp2·dp2·zero1": (4, ("--tp_size", "2", "--pp_size", "1", "--zero_stage", "1")),
-    "tp2·pp2": (4, ("--tp_size", "2", "--pp_size", "2")),
+LAYOUTS = {
+    "dp2·zero2": (2, "--tp_size 1 --pp_size 1 --zero_stage 2"),
+    "tp2·dp2·zero1": (4, "--tp_size 2 --pp_size 1 --zero_stage 1"),
+    "tp2·pp2": (4, "--tp_size 2 --pp_size 2"),
 }
 # Several buckets even for so small a model, and gradients that add up over microbatches.
-COMMON = (
-    "--precision",
-    "fp32",
-    "--zero_bucket_size_in_m",
-    "0.25",
-    "--num_microbatches",
-    "4",
-    "--eval_every",
-    "0",
-)
-# Relative, in any step. Orders of summation begin at 1e-7 and training amplifies them. Weights that are off by 1e-6 from
-# the start move losses by 2e-7 and norms by 3e-5, a learning rate 1 % higher losses by 1e-3.
+COMMON = "--precision fp32 --zero_bucket_size_in_m 0.25 --num_microbatches 4 --eval_every 0"
+# Relative, in any step. Orders of summation begin at 1e-7 and training amplifies them. Weights that are off by 1e-6
+# from the start move losses by 2e-7 and norms by 3e-5, a learning rate 1 % higher losses by 1e-3.
 LOSS_TOLERANCE = 1e-4
 NORM_TOLERANCE = 1e-2
+HELD_OUT = 64  # sequences that pretrain.py does not train on
 _MODEL = {
     "hidden_size": 128,
     "num_hidden_layers": 4,
@@ -139,9 +131,6 @@ def measure(arguments: argparse.Namespace, training: Training, folder: Path) -> 
     }
 
 
-HELD_OUT = 64  # sequences that pretrain.py does not train on
-
-
 def trained_on(sequences: datasets.Dataset) -> datasets.Dataset:
     """The sequences that pretrain.py trains on."""
     return sequences.select(range(len(sequences) - HELD_OUT))
@@ -165,7 +154,13 @@ def run_layout(name: str, arguments: argparse.Namespace, training: Training, fol
     words = [word for flag, value in told.items() for word in (f"--{flag}", str(value))]
     if arguments.data is not None:
         words += ["--data", *map(str, arguments.data)]
-    command = [*torchrun(num_processes), str(EXAMPLE / "pretrain.py"), *words, *COMMON, *options]
+    command = [
+        *torchrun(num_processes),
+        str(EXAMPLE / "pretrain.py"),
+        *words,
+        *COMMON.split(),
+        *options.split(),
+    ]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -34,12 +34,14 @@ from zero_contenders import EchelonZero, contender_makers
 
 from echelon.cluster.launch import default_device
 
+_NAMES = list(contender_makers(Workload(), torch.device("cpu")))
 _WARMUP = 3  # steps: states are made in the first, and DDP lays out its buckets anew after it
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = workload_parser(__doc__)
     parser.add_argument("--dp", type=int, default=2, help="ranks, each with its part of the batch")
+    parser.add_argument("--contenders", nargs="+", choices=_NAMES, default=_NAMES)
     parser.add_argument("--steps", type=int, default=5, help="that are measured, after a warm-up")
     parser.add_argument(
         "--alone", help=argparse.SUPPRESS
@@ -59,9 +61,7 @@ def main() -> None:
         dist.destroy_process_group()
         return
     results = {"machine": report.machine(), "settings": settings_of(arguments)}
-    results["memory"] = {
-        name: start_alone(name, arguments.dp) for name in contender_makers(workload, default_device())
-    }
+    results["memory"] = {name: start_alone(name, arguments.dp) for name in arguments.contenders}
     tell(results, workload, arguments)
 
 
@@ -106,7 +106,7 @@ def _step(contender: Stepped) -> None:
 
 
 def tell(results: Mapping[str, Any], workload: Workload, arguments: argparse.Namespace) -> None:
-    """Print the table and the last line; write the file that is asked for."""
+    """Print the table, and the ratios to torch's smallest peak in the last line; write the file that is asked for."""
     found = results["memory"]
     peaks = {name: median(each["peaks"]) for name, each in found.items()}
     rows = []
@@ -121,11 +121,14 @@ def tell(results: Mapping[str, Any], workload: Workload, arguments: argparse.Nam
     report.show(f"{workload}, dp {arguments.dp}", header, rows, note=note)
     if arguments.json is not None:
         report.write_json(arguments.json, results)
-    best_peer = min((name for name in peaks if name.startswith("torch")), key=lambda name: peaks[name])
-    ours = {name: peak / peaks[best_peer] for name, peak in peaks.items() if not name.startswith("torch")}
-    print(
-        " ".join(f"{name.replace(' ', '_')}={ratio:.3f}" for name, ratio in ours.items()), f"of {best_peer}"
-    )
+    print(" ".join(f"{name.replace(' ', '_')}={ratio:.3f}" for name, ratio in to_best_peer(peaks).items()))
+
+
+def to_best_peer(peaks: Mapping[str, float]) -> dict[str, float]:
+    """The peaks of Echelon's stages over the smallest of torch's; none where no contender of torch took part."""
+    others = [peak for name, peak in peaks.items() if name.startswith("torch")]
+    ours = {name: peak for name, peak in peaks.items() if not name.startswith("torch")}
+    return {name: peak / min(others) for name, peak in ours.items()} if others else {}
 
 
 if __name__ == "__main__":
