@@ -6,6 +6,7 @@ python docs/draw_zero.py docs/images/zero.svg
 import sys
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
 from pathlib import Path
 
 from matplotlib import rc_context
@@ -26,7 +27,7 @@ _ROW, _CELL = 0.8, 19.0  # the height of a rank, the width of a phase; a byte is
 
 
 class Hold(Enum):
-    """What a rank has of a kind; the last three may also be said of its own slice alone."""
+    """What a rank has of a part of the memory."""
 
     NOTHING = "nothing"
     WHOLE = "held"
@@ -34,7 +35,7 @@ class Hold(Enum):
     PASSING = "for a bucket or a layer at a time"
 
 
-# What is held by all ranks alike, and what in slices: (outside the own slice, in it).
+# What a rank has of a kind: (outside its own slice, in it).
 Place = tuple[Hold, Hold]
 WHOLE: Place = (Hold.WHOLE, Hold.WHOLE)
 SLICE: Place = (Hold.NOTHING, Hold.WHOLE)
@@ -54,14 +55,24 @@ class Stage:
         places: by phase, of each of KINDS.
         traffic: by phase, what is communicated.
         formula: of the bytes held, buckets and layers on their way left out.
-        bytes_held: the same of a parameter, with NUM_RANKS ranks.
     """
 
     name: str
     places: tuple[tuple[Place, ...], ...]
     traffic: tuple[str, str, str]
     formula: str
-    bytes_held: float
+
+    @property
+    def bytes_held(self) -> float:
+        """Of a parameter, by each of NUM_RANKS ranks, in the step; what is only there for a while left out."""
+        widths = zip(KINDS.values(), self.places[-1], strict=True)
+        return sum(width * share_held(place) for width, place in widths)
+
+
+def share_held(place: Place) -> float:
+    """The share of a kind that a rank has memory for all the time."""
+    outside, inside = (float(hold in (Hold.WHOLE, Hold.OWN)) for hold in place)
+    return (inside + (NUM_RANKS - 1) * outside) / NUM_RANKS
 
 
 STAGES = (
@@ -70,28 +81,24 @@ STAGES = (
         places=((WHOLE, NOTHING, WHOLE, WHOLE), (WHOLE, OWN, WHOLE, WHOLE), (WHOLE, WHOLE, WHOLE, WHOLE)),
         traffic=("", "all-reduce of gradients", ""),
         formula="18 Ψ",
-        bytes_held=18,
     ),
     Stage(
         name="stage 1",
         places=((WHOLE, NOTHING, SLICE, SLICE), (WHOLE, OWN, SLICE, SLICE), (WHOLE, REDUCED, SLICE, SLICE)),
         traffic=("", "reduce-scatter of gradients", "all-gather of parameters"),
         formula="6 Ψ + 12 Ψ/d",
-        bytes_held=9,
     ),
     Stage(
         name="stage 2",
         places=((WHOLE, SLICE, SLICE, SLICE), (WHOLE, PASSING, SLICE, SLICE), (WHOLE, SLICE, SLICE, SLICE)),
         traffic=("", "reduce-scatter in every backward", "all-gather of parameters"),
         formula="2 Ψ + 16 Ψ/d",
-        bytes_held=6,
     ),
     Stage(
         name="FSDP",
         places=((LENT, NOTHING, SLICE, SLICE), (LENT, PASSING, SLICE, SLICE), (NOTHING, SLICE, SLICE, SLICE)),
         traffic=("all-gather by layer", "all-gather, reduce-scatter by layer", ""),
         formula="16 Ψ/d",
-        bytes_held=4,
     ),
 )
 
@@ -138,12 +145,14 @@ def draw_stage(axes: Axes, stage: Stage, *, top: float) -> None:
 
 
 def draw_rank(axes: Axes, places: tuple[Place, ...], rank: int, *, left: float, top: float) -> None:
-    """A rank's four kinds beside each other, each in as many slices as there are ranks."""
+    """A rank's four kinds beside each other; of what is shared out its slice, one of NUM_RANKS."""
     for width, (outside, inside), colour in zip(KINDS.values(), places, COLOURS, strict=True):
-        for index in range(NUM_RANKS):
-            hold = inside if index == rank else outside
-            box = (left + index * width / NUM_RANKS, top)
-            axes.add_artist(Rectangle(box, width / NUM_RANKS, 0.85 * _ROW, **look(hold, colour)))
+        start, each = left, width / NUM_RANKS
+        holds = [inside if index == rank else outside for index in range(NUM_RANKS)]
+        for hold, run in groupby(holds):
+            length = each * len(list(run))
+            axes.add_artist(Rectangle((start, top), length, 0.85 * _ROW, **look(hold, colour)))
+            start += length
         frame = Rectangle((left, top), width, 0.85 * _ROW, fill=False, edgecolor="#999999", linewidth=0.5)
         axes.add_artist(frame)
         left += width
@@ -153,7 +162,7 @@ def look(hold: Hold, colour: str) -> dict[str, object]:
     """How a slice of a rank is filled."""
     return {
         Hold.NOTHING: {"facecolor": "white", "linewidth": 0},
-        Hold.WHOLE: {"facecolor": colour, "edgecolor": "white", "linewidth": 0.3},
+        Hold.WHOLE: {"facecolor": colour, "linewidth": 0},
         Hold.OWN: {"facecolor": "white", "edgecolor": colour, "hatch": "//////", "linewidth": 0},
         Hold.PASSING: {"facecolor": colour, "alpha": 0.22, "linewidth": 0},
     }[hold]
