@@ -40,13 +40,13 @@ def draw_curves(
             upper.plot(
                 steps, losses, dash, color=colour, linewidth=1.2, label=f"{name}, at most {max(away):.0e} off"
             )
-            lower.plot(steps, away, color=colour, linewidth=0.8)
+            lower.plot(steps, away, ".", color=colour, markersize=2.5)
         upper.set_ylabel("loss (nats per token)")
         upper.legend(frameon=False)
-        lower.set(xlabel="step", ylabel="relative\ndifference", yscale="log")
+        lower.set(xlabel="step", ylabel="relative difference\n(0 is not shown)", yscale="log")
         for axes in (upper, lower):
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(alpha=0.25, linewidth=0.5)
         lower.set_xlim(0, len(reference) + 1)
-        lower.set_ylim(bottom=1e-8)  # of float32, where curves are equal
+        lower.set_ylim(bottom=1e-8)  # below the rounding of float32
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

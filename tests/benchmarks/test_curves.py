@@ -27,9 +27,9 @@ def test_a_layout_lies_on_the_plain_loop_and_all_of_it_is_reported(run_quickly, 
 @pytest.mark.parametrize(
     ("losses", "norms", "told"),
     [
-        ((2.0, 1.0003), (1.0, 1.0), "the loss of odd departs from the reference's by 3.0e-04 of it"),
+        ((2.0, 1.00003), (1.0, 1.0), "the loss of odd departs from the reference's by 3.0e-05 of it"),
         ((2.0, float("nan")), (1.0, 1.0), "the loss of odd departs from the reference's by inf of it"),
-        ((2.0, 1.0), (1.0, 0.5), "the norm of odd departs from the reference's by 5.0e-01 of it"),
+        ((2.0, 1.0), (1.0, 0.998), "the norm of odd departs from the reference's by 2.0e-03 of it"),
     ],
 )
 def test_a_curve_that_departs_is_an_error(  # type: ignore[no-untyped-def]
@@ -38,7 +38,7 @@ def test_a_curve_that_departs_is_an_error(  # type: ignore[no-untyped-def]
     curves, curve_of = load("curves"), load("plain_training").Curve
     reference = curve_of(losses=(2.0, 1.0), norms=(1.0, 1.0))
     away = curves.departure(curve_of(losses=losses, norms=norms), reference)
-    near = curves.departure(curve_of(losses=(2.0, 1.00001), norms=(1.001, 1.0)), reference)
+    near = curves.departure(curve_of(losses=(2.0, 1.000005), norms=(1.0005, 1.0)), reference)
     monkeypatch.setattr(sys, "argv", ["curves.py"])
     monkeypatch.setattr(curves, "tell", lambda *_: None)
     for departures, status in (({"even": near}, 0), ({"even": near, "odd": away}, 1)):
