@@ -1,4 +1,4 @@
-"""The arguments that all benchmarks take. What one takes besides stands in its own script."""
+"""The arguments that benchmarks have in common. What one takes besides stands in its own script."""
 
 import argparse
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Any
 _TINY = {"hidden": 64, "layers": 4, "vocabulary": 128, "sequence": 16, "rounds": 3, "warmup": 1}
 
 
-def common_parser(description: str) -> argparse.ArgumentParser:
-    """A parser of the workload's size, the rounds, and what is written."""
+def workload_parser(description: str) -> argparse.ArgumentParser:
+    """A parser of the workload's size, and of the file for what was measured."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -17,6 +17,16 @@ def common_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--sequence", type=int, default=256, help="32 lets overhead rule")
     parser.add_argument("--batch", type=int, default=8, help="samples of a step, over all ranks")
+    parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes and few rounds: shows that it runs, no more"
+    )
+    return parser
+
+
+def common_parser(description: str) -> argparse.ArgumentParser:
+    """A parser of the workload's size, the rounds, and what is written."""
+    parser = workload_parser(description)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5, help="steps of each contender that are not timed")
     parser.add_argument(
@@ -25,11 +35,7 @@ def common_parser(description: str) -> argparse.ArgumentParser:
         default="highest",
         help="torch.set_float32_matmul_precision, for all contenders",
     )
-    parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
     parser.add_argument("--plot", type=Path, help="draw the times to this file")
-    parser.add_argument(
-        "--quick", action="store_true", help="tiny sizes and few rounds: shows that it runs, no more"
-    )
     return parser
 
 

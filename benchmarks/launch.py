@@ -6,6 +6,7 @@ import sys
 import torch
 import torch.distributed as dist
 import transformers
+from processes import torchrun
 
 from echelon import launch_from_torch
 
@@ -35,5 +36,4 @@ def enter(num_ranks: int, *, option: str, matmul: str) -> None:
 
 def _start_processes(count: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
-    os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])
+    os.execv(sys.executable, [*torchrun(count), *sys.argv])

@@ -10,61 +10,22 @@ what the machine lets it.
 
 import argparse
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import report
-import torch
 import torch.distributed as dist
 from arguments import common_parser, parse, settings_of
 from contender import agreement, require_equal_training
-from data_parallel import DataParallel, own_samples
 from launch import enter
 from memory import measure_held
 from rounds import time_rounds
 from stepped import OneProcess
-from torch import Tensor
-from workload import Workload, adamw
-from zero_peers import TorchDDP, TorchFSDP, TorchZero
+from workload import Workload
+from zero_contenders import EchelonZero, contender_makers, name_of
 
-from echelon import Booster, HybridParallelPlugin
 from echelon.cluster.launch import default_device
 
-# Echelon's, and the one that the last line is about.
-STAGES = (0, 1, 2)
-MAIN_STAGE = 1
-
-
-class EchelonZero(DataParallel):
-    """A stage of HybridParallelPlugin over all ranks of the run, without tensor or pipeline parallelism.
-
-    Args:
-        stage: one of `STAGES`.
-        workload: what is computed.
-    """
-
-    def __init__(self, stage: int, workload: Workload) -> None:
-        self.name = name_of(stage)
-        plugin = HybridParallelPlugin(tp_size=1, pp_size=1, zero_stage=stage, precision="fp32")
-        booster = Booster(plugin=plugin)
-        model = workload.model()
-        boosted, optimizer, *_ = booster.boost(model, adamw(model))
-        super().__init__(
-            boosted,
-            optimizer,
-            backward=partial(booster.backward, optimizer=optimizer),
-            batch=own_samples(workload, plugin.mesh.device),
-        )
-
-    def gradients(self) -> Mapping[str, Tensor]:
-        """The averaged gradients, gathered. Communicates over the world."""
-        self._optimizer.reduce_gradients()
-        return self._optimizer.gradients()
-
-
-def name_of(stage: int) -> str:
-    """How the tables call a stage of Echelon."""
-    return f"echelon stage {stage}"
+MAIN_STAGE = 1  # the one that the last line is about
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -88,25 +49,15 @@ def measure(workload: Workload, arguments: argparse.Namespace) -> dict[str, Any]
     """Everything that is measured, on every rank. Collective over the world."""
     results: dict[str, Any] = {"machine": report.machine(), "settings": settings_of(arguments)}
     device = default_device()
-    contenders = make_contenders(workload, device)
+    contenders = [make() for make in contender_makers(workload, device).values()]
     results["agreement"] = agreement(contenders, OneProcess(workload, device, works=True))
     results["seconds"] = time_rounds(
         contenders, rounds=arguments.rounds, warmup=arguments.warmup, device=device
     )
     results["held"] = measure_held(contenders)
+    results["ledger"] = {each.name: each.held() for each in contenders if isinstance(each, EchelonZero)}
     results["loss_afterwards"] = require_equal_training(contenders)
     return results | {"summary": summary(results["seconds"])}
-
-
-def make_contenders(workload: Workload, device: torch.device) -> list[DataParallel]:
-    """All contenders, from equal weights. Collective over the world."""
-    return [
-        *(EchelonZero(stage, workload) for stage in STAGES),
-        TorchDDP(workload, device),
-        TorchZero(workload, device),
-        TorchFSDP(workload, device, reshard=True),
-        TorchFSDP(workload, device, reshard=False),
-    ]
 
 
 def summary(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:

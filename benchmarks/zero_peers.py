@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from inspect import signature
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -70,8 +70,13 @@ class TorchFSDP(DataParallel):
             by itself: less memory, one more all-gather.
     """
 
+    names: ClassVar[dict[bool, str]] = {
+        True: "torch FSDP2",
+        False: "torch FSDP2, no resharding",
+    }  # by `reshard`
+
     def __init__(self, workload: Workload, device: torch.device, *, reshard: bool) -> None:
-        self.name = "torch FSDP2" if reshard else "torch FSDP2, no resharding"
+        self.name = self.names[reshard]
         model = workload.model().to(device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         after_forward = None if reshard else False  # None spares the root, whose backward comes at once

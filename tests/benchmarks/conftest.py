@@ -17,7 +17,10 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType
     """Import a module of the benchmarks as the scripts do, by its bare name."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield importlib.import_module
-    for name in [path.stem for path in BENCHMARKS.glob("*.py")]:
+    for name in [
+        "data",
+        *(path.stem for path in BENCHMARKS.glob("*.py")),
+    ]:  # curves.py imports an example's data.py
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 

@@ -40,7 +40,9 @@ def test_every_contender_computes_the_same_and_all_of_it_is_reported(
         assert found[part].keys() == {*OURS, *TORCH}
     assert all(max(errors.values()) <= 1e-4 for errors in found["agreement"].values())
     assert all(len(seconds) == 3 and min(seconds) > 0 for seconds in found["seconds"].values())
-    require_true_bytes(found["held"], load("workload").Workload(**quick_sizes(found)))
+    workload = load("workload").Workload(**quick_sizes(found))
+    require_true_bytes(found["held"], workload)
+    require_true_slices(found["ledger"], workload)
 
 
 def quick_sizes(found: dict[str, Any]) -> dict[str, int]:
@@ -62,6 +64,15 @@ def require_true_bytes(held: dict[str, dict[str, int]], workload: Any) -> None:
     for name in TORCH[2:]:
         assert held[name]["parameters"] == held[name]["gradients"] == whole / 2
         assert held[name]["states"] == whole + counters
+
+
+def require_true_slices(ledger: dict[str, dict[str, int]], workload: Any) -> None:
+    """The same of what the ledger counts, which knows of gradients in slices at stage 2."""
+    assert ledger.keys() == set(OURS)
+    whole = 4 * sum(parameter.numel() for parameter in workload.model().parameters())
+    assert [ledger[name]["gradients"] for name in OURS] == [whole, whole, whole / 2]
+    assert [ledger[name]["states"] for name in OURS] == [2 * whole, whole, whole]
+    assert all(ledger[name]["parameters"] == whole and ledger[name]["masters"] == 0 for name in OURS)
 
 
 # Of the import of torch.distributed.optim, whose functional optimizers are scripted.

@@ -1,0 +1,52 @@
+"""A picture of loss curves that should lie on each other, and of how far they do not. What is drawn is curves.py."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+# Of the pipeline's pictures: they also stay apart in the three kinds of colour blindness.
+_COLOURS = ("#1f4db8", "#db541f", "#914799")
+_DASHES = ("-", "--", ":")
+# Text stays text, and equal curves give equal files.
+_SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "echelon", "font.size": 8.5}
+
+
+def draw_curves(
+    path: Path, reference: Sequence[float], curves: Mapping[str, Sequence[float]], *, level: tuple[str, float]
+) -> None:
+    """Draw the losses by step, and below them their relative differences from the reference's.
+
+    Args:
+        path: a file whose ending matplotlib knows.
+        reference: drawn as a broad line below the others.
+        curves: by name.
+        level: a name and a loss, drawn across.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("--plot needs matplotlib: pip install matplotlib") from error
+    steps = range(1, len(reference) + 1)
+    with rc_context(_SETTINGS):
+        figure = Figure(figsize=(7.2, 4.6), layout="constrained")
+        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+        upper.plot(steps, reference, color="#cccccc", linewidth=5, label="plain torch, one process")
+        upper.axhline(level[1], linestyle="-.", linewidth=0.8, color="#666666", label=level[0])
+        for (name, losses), colour, dash in zip(curves.items(), _COLOURS, _DASHES, strict=False):
+            away = [abs(one - other) / other for one, other in zip(losses, reference, strict=True)]
+            upper.plot(
+                steps, losses, dash, color=colour, linewidth=1.2, label=f"{name}, at most {max(away):.0e} off"
+            )
+            lower.plot(steps, away, ".", color=colour, markersize=2.5)
+        upper.set_ylabel("loss (nats per token)")
+        upper.legend(frameon=False)
+        lower.set(xlabel="step", ylabel="relative difference\n(0 is not shown)", yscale="log")
+        for axes in (upper, lower):
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(alpha=0.25, linewidth=0.5)
+        lower.set_xlim(0, len(reference) + 1)
+        lower.set_ylim(bottom=1e-8)  # below the rounding of float32
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

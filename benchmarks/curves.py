@@ -1,0 +1,230 @@
+r"""Loss curves of a Llama on real text: Echelon's layouts beside a plain torch loop in one process.
+
+    python benchmarks/curves.py --plot curves.svg
+    python benchmarks/curves.py --data ../shared/data/tinyshakespeare --steps 200
+
+A layout is a run of examples/language/llama/pretrain.py, as a user starts it. By default the text is a part of
+Python's own library. It ends with status 1 if a loss or a gradient norm departs from the plain loop's.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import report
+import torch
+from curve_picture import draw_curves
+from plain_training import Curve, Training, train_plainly
+from processes import torchrun
+from transformers import LlamaConfig
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "language" / "llama"
+sys.path.append(str(EXAMPLE))
+import data as texts  # noqa: E402, of the example; imports nothing of Echelon either
+
+# By name: processes, and what pretrain.py is told besides.
+LAYOUTS = {
+    "dp2·zero2": (2, "--tp_size 1 --pp_size 1 --zero_stage 2"),
+    "tp2·dp2·zero1": (4, "--tp_size 2 --pp_size 1 --zero_stage 1"),
+    "tp2·pp2": (4, "--tp_size 2 --pp_size 2"),
+}
+# Several buckets even for so small a model, and gradients that add up over microbatches.
+COMMON = "--precision fp32 --zero_bucket_size_in_m 0.25 --num_microbatches 4 --eval_every 0"
+# Relative, in any step. Orders of summation begin at 1e-7 and training amplifies them. Weights that are off by 1e-6
+# from the start move losses by 2e-7 and norms by 3e-5, a learning rate 1 % higher losses by 1e-3.
+LOSS_TOLERANCE = 1e-5
+NORM_TOLERANCE = 1e-3
+HELD_OUT = 64  # sequences that pretrain.py does not train on
+_MODEL = {
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 384,
+    "tie_word_embeddings": False,
+    "use_cache": False,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Departure:
+    """The largest relative differences of a curve from the reference, over its steps."""
+
+    loss: float
+    norm: float
+
+
+def main() -> int:
+    """Run everything; the exit status."""
+    arguments = parse_arguments()
+    torch.set_num_threads(1)
+    datasets.disable_progress_bars()
+    training = Training(steps=arguments.steps)
+    with tempfile.TemporaryDirectory(prefix="echelon-curves-") as folder:
+        results = measure(arguments, training, Path(folder))
+    tell(results, arguments)
+    faults = curve_faults(results["departures"])
+    for fault in faults:
+        print(f"curves.py: {fault}", file=sys.stderr)
+    worst = max(each.loss for each in results["departures"].values())
+    print(f"largest_difference={worst:.2e}")
+    return 1 if faults else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, nargs="+", metavar="FILE", help="text files, or folders with *.txt"
+    )
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--sequence", type=int, default=64, help="tokens of a sequence")
+    parser.add_argument("--vocabulary", type=int, default=2048)
+    parser.add_argument("--json", type=Path, help="write every step's loss and norm to this file")
+    parser.add_argument("--plot", type=Path, help="draw the curves to this file")
+    parser.add_argument("--quick", action="store_true", help="3 steps: shows that it runs, no more")
+    if parser.parse_args().quick:
+        parser.set_defaults(steps=3, sequence=16, vocabulary=300)
+    return parser.parse_args()
+
+
+def measure(arguments: argparse.Namespace, training: Training, folder: Path) -> dict[str, Any]:
+    """The curves of the reference and of every layout, their departures, seconds, and facts of the text."""
+    files, faults = texts.library_files() if arguments.data is None else texts.files_of(arguments.data)
+    if faults:
+        raise SystemExit("\n".join(faults))
+    recipe = texts.Recipe(files=files, vocabulary=arguments.vocabulary, sequence_length=arguments.sequence)
+    place = folder / recipe.digest()
+    texts.prepare(recipe, place)
+    config = LlamaConfig(
+        **_MODEL, vocab_size=arguments.vocabulary, max_position_embeddings=arguments.sequence
+    )
+    config.to_json_file(folder / "config.json", use_diff=False)
+    start = time.monotonic()
+    reference = train_plainly(config, texts.Examples(trained_on(texts.sequences_of(place))), training)
+    seconds = {"reference": time.monotonic() - start}
+    curves = {}
+    for name in arguments.layouts:
+        start = time.monotonic()
+        curves[name] = run_layout(name, arguments, training, folder)
+        seconds[name] = time.monotonic() - start
+    return {
+        "text": "Python's library"
+        if arguments.data is None
+        else ", ".join(path.name for path in arguments.data),
+        "facts": asdict(texts.facts_of(place)),
+        "reference": reference,
+        "curves": curves,
+        "departures": {name: departure(curve, reference) for name, curve in curves.items()},
+        "seconds": seconds,
+    }
+
+
+def trained_on(sequences: datasets.Dataset) -> datasets.Dataset:
+    """The sequences that pretrain.py trains on."""
+    return sequences.select(range(len(sequences) - HELD_OUT))
+
+
+def run_layout(name: str, arguments: argparse.Namespace, training: Training, folder: Path) -> Curve:
+    """Run pretrain.py under a layout, on the texts and the config that are in a folder.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    num_processes, options = LAYOUTS[name]
+    metrics = folder / "metrics.jsonl"
+    told = {"sequence_length": arguments.sequence, "vocab_size": arguments.vocabulary, **asdict(training)}
+    told |= {
+        "config": folder / "config.json",
+        "cache_dir": folder,
+        "metrics": metrics,
+        "eval_sequences": HELD_OUT,
+    }
+    words = [word for flag, value in told.items() for word in (f"--{flag}", str(value))]
+    if arguments.data is not None:
+        words += ["--data", *map(str, arguments.data)]
+    command = [
+        *torchrun(num_processes),
+        str(EXAMPLE / "pretrain.py"),
+        *words,
+        *COMMON.split(),
+        *options.split(),
+    ]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{name} ended with status {done.returncode}: {done.stderr[-4000:]}")
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return Curve(
+        losses=tuple(record["loss"] for record in records),
+        norms=tuple(record["grad_norm"] for record in records),
+    )
+
+
+def departure(curve: Curve, reference: Curve) -> Departure:
+    """How far a curve is from the reference."""
+    return Departure(
+        loss=max(relative(curve.losses, reference.losses)), norm=max(relative(curve.norms, reference.norms))
+    )
+
+
+def relative(found: Sequence[float | None], expected: Sequence[float]) -> list[float]:
+    """Differences by step; infinite where there is no number."""
+    return [
+        float("inf") if one is None or one != one else abs(one - other) / abs(other)
+        for one, other in zip(found, expected, strict=True)
+    ]
+
+
+def curve_faults(departures: Mapping[str, Departure]) -> list[str]:
+    """Which layouts' curves are not the reference's, in words."""
+    return [
+        f"the {what} of {name} departs from the reference's by {distance:.1e} of it; {allowed:.0e} is allowed"
+        for name, each in departures.items()
+        for what, distance, allowed in (
+            ("loss", each.loss, LOSS_TOLERANCE),
+            ("norm", each.norm, NORM_TOLERANCE),
+        )
+        if not distance <= allowed
+    ]
+
+
+def tell(results: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    """Print the table; write the files that are asked for."""
+    facts, reference, seconds = results["facts"], results["reference"], results["seconds"]
+    rows = [["plain torch", "1", f"{reference.losses[-1]:.4f}", "", "", f"{seconds['reference']:.0f}"]]
+    for name, curve in results["curves"].items():
+        away = results["departures"][name]
+        figures = [f"{curve.losses[-1]:.4f}", f"{away.loss:.1e}", f"{away.norm:.1e}", f"{seconds[name]:.0f}"]
+        rows.append([name, str(LAYOUTS[name][0]), *figures])
+    title = f"{arguments.steps} steps on {results['text']}, unigram entropy {facts['unigram_entropy']:.4f}"
+    header = ["layout", "processes", "last loss", "loss off by", "norm off by", "seconds"]
+    report.show(title, header, rows, note="largest relative difference of all steps; seconds with start-up")
+    if arguments.json is not None:
+        plain = {name: asdict(curve) for name, curve in results["curves"].items()}
+        away = {name: asdict(each) for name, each in results["departures"].items()}
+        report.write_json(
+            arguments.json, {**results, "reference": asdict(reference), "curves": plain, "departures": away}
+        )
+    if arguments.plot is not None:
+        draw_curves(
+            arguments.plot,
+            reference.losses,
+            {name: curve.losses for name, curve in results["curves"].items()},
+            level=(f"unigram entropy of {results['text']}", facts["unigram_entropy"]),
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

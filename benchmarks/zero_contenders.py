@@ -1,0 +1,76 @@
+"""Who takes part in the benchmarks of ZeRO: the stages of Echelon, and torch's own of zero_peers.py."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from data_parallel import DataParallel, own_samples
+from memory import held_at_stage, require_held
+from torch import Tensor
+from workload import Workload, adamw
+from zero_peers import TorchDDP, TorchFSDP, TorchZero
+
+from echelon import Booster, HybridParallelPlugin
+
+STAGES = (0, 1, 2)
+
+
+class EchelonZero(DataParallel):
+    """A stage of HybridParallelPlugin over all ranks of the run, without tensor or pipeline parallelism.
+
+    Args:
+        stage: one of `STAGES`.
+        workload: what is computed.
+    """
+
+    def __init__(self, stage: int, workload: Workload) -> None:
+        self.name = name_of(stage)
+        self._stage = stage
+        plugin = HybridParallelPlugin(tp_size=1, pp_size=1, zero_stage=stage, precision="fp32")
+        booster = Booster(plugin=plugin)
+        model = workload.model()
+        boosted, optimizer, *_ = booster.boost(model, adamw(model))
+        super().__init__(
+            boosted,
+            optimizer,
+            backward=partial(booster.backward, optimizer=optimizer),
+            batch=own_samples(workload, plugin.mesh.device),
+        )
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """The averaged gradients, gathered. Communicates over the world."""
+        self._optimizer.reduce_gradients()
+        return self._optimizer.gradients()
+
+    def held(self) -> dict[str, int]:
+        """The bytes that the ledger counts on this rank, after a step.
+
+        Raises:
+            ValueError: they are not those of the stage's formula.
+        """
+        held, num_ranks = dict(self._optimizer.held_bytes().items()), dist.get_world_size()
+        sizes = [each.numel() for each in self._model.parameters()]
+        expected = held_at_stage(self._stage, elements=sum(sizes), num_ranks=num_ranks)
+        unit = 16 * num_ranks  # a bucket is padded to a multiple of it
+        is_padded = any(size % unit for size in sizes)
+        require_held(self.name, held, expected, padding=unit * len(self._optimizer.buckets) * is_padded)
+        return held
+
+
+def name_of(stage: int) -> str:
+    """How the tables call a stage of Echelon."""
+    return f"echelon stage {stage}"
+
+
+def contender_makers(workload: Workload, device: torch.device) -> dict[str, Callable[[], DataParallel]]:
+    """By name, what makes each contender, from equal weights; collective over the world."""
+    return {
+        **{name_of(stage): partial(EchelonZero, stage, workload) for stage in STAGES},
+        TorchDDP.name: partial(TorchDDP, workload, device),
+        TorchZero.name: partial(TorchZero, workload, device),
+        **{
+            TorchFSDP.names[each]: partial(TorchFSDP, workload, device, reshard=each)
+            for each in (True, False)
+        },
+    }

@@ -1,0 +1,135 @@
+r"""Peak and held memory of Echelon's data parallelism beside torch's, each contender alone in fresh processes.
+
+    python benchmarks/zero_memory.py --json memory.json
+    python benchmarks/zero_memory.py --dp 4 --sequence 32
+
+A peak is the most that a rank needs in a training step above what its processes needed before there was a model: what
+CUDA's allocator gave, or resident memory on CPUs. It is no timing: other work beside it does not matter.
+"""
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import report
+import torch
+import torch.distributed as dist
+from arguments import parse, settings_of, workload_parser
+from launch import enter
+from memory import measure_held
+from peak import ENVIRONMENT, Meter
+from processes import torchrun
+from stepped import OneProcess, Stepped
+from workload import Workload
+from zero_contenders import EchelonZero, contender_makers
+
+from echelon.cluster.launch import default_device
+
+_NAMES = list(contender_makers(Workload(), torch.device("cpu")))
+_WARMUP = 3  # steps: states are made in the first, and DDP lays out its buckets anew after it
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = workload_parser(__doc__)
+    parser.add_argument("--dp", type=int, default=2, help="ranks, each with its part of the batch")
+    parser.add_argument("--contenders", nargs="+", choices=_NAMES, default=_NAMES)
+    parser.add_argument("--steps", type=int, default=5, help="that are measured, after a warm-up")
+    parser.add_argument(
+        "--alone", help=argparse.SUPPRESS
+    )  # the contender of a process that this script started
+    return parse(parser)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    sizes = ("hidden", "layers", "vocabulary", "sequence", "batch")
+    workload = Workload(**{name: getattr(arguments, name) for name in sizes}, microbatches=1)
+    if arguments.alone is not None:
+        enter(arguments.dp, option="--dp", matmul="highest")
+        found = measure_alone(arguments.alone, workload, arguments.steps)
+        if dist.get_rank() == 0:
+            report.write_json(arguments.json, found)
+        dist.destroy_process_group()
+        return
+    results = {"machine": report.machine(), "settings": settings_of(arguments)}
+    results["memory"] = {name: start_alone(name, arguments.dp) for name in arguments.contenders}
+    tell(results, workload, arguments)
+
+
+def start_alone(name: str, num_ranks: int) -> dict[str, Any]:
+    """What `measure_alone` finds, in processes started for it with the same arguments.
+
+    Raises:
+        RuntimeError: they failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder) / "found.json"
+        words = [*torchrun(num_ranks), *sys.argv, "--alone", name, "--json", str(written)]
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **ENVIRONMENT}
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"{name} ended with status {done.returncode}: {done.stderr[-4000:]}")
+        return json.loads(written.read_text())
+
+
+def measure_alone(name: str, workload: Workload, steps: int) -> dict[str, Any]:
+    """A contender's bytes: those held by kind, and the peak of each step, of the largest rank. Communicates."""
+    device = default_device()
+    # The code of a step and its libraries' own memory are in the base.
+    _step(OneProcess(replace(workload, hidden=64, layers=1, vocabulary=128), device, works=True))
+    gc.collect()
+    meter = Meter(device)
+    contender = contender_makers(workload, device)[name]()
+    for _ in range(_WARMUP):
+        _step(contender)
+    gc.collect()
+    peaks = torch.tensor([meter.peak(lambda: _step(contender)) for _ in range(steps)])
+    dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+    held = measure_held([contender])[name]
+    if isinstance(contender, EchelonZero):
+        held = contender.held()
+    return {"held": held, "peaks": peaks.tolist()}
+
+
+def _step(contender: Stepped) -> None:
+    contender.compute()
+    contender.update()
+
+
+def tell(results: Mapping[str, Any], workload: Workload, arguments: argparse.Namespace) -> None:
+    """Print the table, and the ratios to torch's smallest peak in the last line; write the file that is asked for."""
+    found = results["memory"]
+    peaks = {name: median(each["peaks"]) for name, each in found.items()}
+    rows = []
+    for name in sorted(peaks, key=lambda name: peaks[name]):
+        held = sum(found[name]["held"].values())
+        spread = max(found[name]["peaks"]) - min(found[name]["peaks"])
+        rows.append(
+            [name, *(f"{size / 2**20:.1f}" for size in (held, peaks[name], peaks[name] - held, spread))]
+        )
+    header = ["contender", "held MiB", "peak MiB", "peak − held MiB", "spread MiB"]
+    note = f"median of {arguments.steps} steps, largest rank; each contender alone in its processes"
+    report.show(f"{workload}, dp {arguments.dp}", header, rows, note=note)
+    if arguments.json is not None:
+        report.write_json(arguments.json, results)
+    print(" ".join(f"{name.replace(' ', '_')}={ratio:.3f}" for name, ratio in to_best_peer(peaks).items()))
+
+
+def to_best_peer(peaks: Mapping[str, float]) -> dict[str, float]:
+    """The peaks of Echelon's stages over the smallest of torch's; none where no contender of torch took part."""
+    others = [peak for name, peak in peaks.items() if name.startswith("torch")]
+    ours = {name: peak for name, peak in peaks.items() if not name.startswith("torch")}
+    return {name: peak / min(others) for name, peak in ours.items()} if others else {}
+
+
+if __name__ == "__main__":
+    main()
