@@ -14,21 +14,23 @@ from .mesh import ParallelMesh
 # Smaller messages are what ranks agree by (flags, norms, losses), and are listed apart.
 SMALL_BYTES = 4096
 
-# By operation: what it is called, which argument is counted, and how often a rank sends it in a ring of d, as the
-# factors of (d-1)/d. A gather is counted by its result, a reduce-scatter by what goes in: the whole tensor.
+# By operation: what it is called, and which argument is counted. A gather is counted by its result, a reduce-scatter
+# by what goes in: the whole tensor.
 _KINDS = {
-    "allreduce_": ("all_reduce", 0, 2),
-    "allreduce_coalesced_": ("all_reduce", 0, 2),
-    "_reduce_scatter_base_": ("reduce_scatter", 1, 1),
-    "reduce_scatter_": ("reduce_scatter", 1, 1),
-    "_allgather_base_": ("all_gather", 0, 1),
-    "allgather_": ("all_gather", 0, 1),
-    "alltoall_base_": ("all_to_all", 1, 1),
-    "alltoall_": ("all_to_all", 1, 1),
-    "broadcast_": ("broadcast", 0, 1),
-    "send": ("send", 0, None),
-    "recv_": ("recv", 0, 0),
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_": ("all_gather", 0),
+    "alltoall_base_": ("all_to_all", 1),
+    "alltoall_": ("all_to_all", 1),
+    "broadcast_": ("broadcast", 0),
+    "send": ("send", 0),
+    "recv_": ("recv", 0),
 }
+# By kind: how often a rank sends it in a ring of d, as the factor of (d-1)/d.
+_RING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1, "broadcast": 1}
 
 
 @dataclass
@@ -70,25 +72,24 @@ class Traffic(TorchDispatchMode):
     def _count(self, operation: str, args: Any) -> None:
         if operation not in _KINDS:  # barriers and the like move nothing
             return
-        kind, place, factor = _KINDS[operation]
-        axis, size = self._mesh.axis_of(group := _group_of(args)), group.size()
+        kind, place = _KINDS[operation]
         nbytes = sum(tensor.nbytes for tensor in _tensors(args[place]))
-        sent = nbytes if factor is None else factor * nbytes * (size - 1) / size
-        calls = 1
         if (whole := OneCollective.entered) is not None:
-            calls = int(self not in whole.counted)
+            if self in whole.counted:
+                return
             whole.counted.add(self)
             kind, nbytes = whole.kind, whole.nbytes
-        count = self.counts[axis, f"small {kind}" if nbytes < SMALL_BYTES else kind]
-        count.calls += calls
-        count.nbytes += nbytes * calls
-        count.sent += sent
+        group = _group_of(args)
+        count = self.counts[self._mesh.axis_of(group), f"small {kind}" if nbytes < SMALL_BYTES else kind]
+        count.calls += 1
+        count.nbytes += nbytes
+        count.sent += nbytes * _share_sent(kind, group.size())
 
 
 class OneCollective:
-    """A collective made of several messages: those begun inside this context are counted under its name.
+    """A collective made of messages, or of reading memory: what begins inside this context is counted as that one.
 
-    It may be entered again.
+    It may be entered again, and is counted once.
 
     Args:
         kind: what it is called.
@@ -107,6 +108,11 @@ class OneCollective:
 
     def __exit__(self, *_: object) -> None:
         OneCollective.entered = None
+
+
+def _share_sent(kind: str, size: int) -> float:
+    """The part of a message that a rank sends."""
+    return _RING[kind] * (size - 1) / size if kind in _RING else float(kind == "send")
 
 
 def _group_of(args: Any) -> dist.ProcessGroup:

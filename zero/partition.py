@@ -31,7 +31,7 @@ class Partition:
     def of(mesh: ParallelMesh, axis: str, num_slices: int) -> "Partition":
         """The ranks along an axis of the mesh in parts of `num_slices` neighbours, each sharing out all.
 
-        -1 or 0 neighbours are the whole axis. Collective over the world where there are several parts.
+        -1 or 0 neighbours are the whole axis. Collective over the world.
         """
         size = mesh.size(axis)
         num_slices = size if num_slices in (-1, 0) else num_slices
@@ -103,7 +103,7 @@ class Partition:
 
 
 def _exchange(mesh: ParallelMesh, axis: str, parts: list[range]) -> Exchange:
-    """Among this rank's part. Collective over the world where there are several."""
+    """Among this rank's part. Collective over the world."""
     group = mesh.group(axis) if len(parts) == 1 else mesh.subgroup(axis, parts)
     assert group is not None  # every rank is in a part
     return Exchange(group, mesh.device)

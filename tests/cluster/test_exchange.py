@@ -1,0 +1,93 @@
+"""Means and gathers by slices, whichever way these go, beside torch's own collectives."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from echelon.cluster import process_memory, slices
+from echelon.cluster.exchange import Exchange
+from echelon.cluster.process_memory import Neighbours
+from echelon.cluster.slices import Reading, Sending
+
+from ..pool import Pool
+
+WAYS = pytest.mark.parametrize("reads", [True, False], ids=["read", "sent"])
+
+
+def make_exchange(reads: bool) -> Exchange:
+    """Over the world; pieces are small, so that buffers have several and a shorter last one."""
+    slices._PIECE = 100
+    call = process_memory._PROCESS_VM_READV
+    process_memory._PROCESS_VM_READV = call if reads else None
+    try:
+        exchange = Exchange(dist.group.WORLD, torch.device("cpu"))
+    finally:
+        process_memory._PROCESS_VM_READV = call
+    assert isinstance(exchange._way, Reading if reads else Sending)
+    return exchange
+
+
+def buffers(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Of this rank: shorter than a piece, pieces that do not divide, the same again. Sums are exact."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    lengths = [length * dist.get_world_size() for length in (1, 250, 100, 250)]
+    return [torch.randint(-9, 9, (length,), generator=generator).to(dtype) for length in lengths]
+
+
+@WAYS
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_means_and_gathers_are_those_of_torch(
+    pool: Pool, ranks: int, dtype: torch.dtype, reads: bool
+) -> None:
+    pool.run(ranks, check_exchange, dtype, reads)
+
+
+def check_exchange(dtype: torch.dtype, reads: bool) -> None:
+    exchange, size = make_exchange(reads), dist.get_world_size()
+    means = [flat.clone() for flat in buffers(dtype)]
+    for flat in means:
+        dist.all_reduce(flat)
+        flat.div_(size)
+    scattered, everywhere = buffers(dtype), buffers(dtype)
+    # All are begun before the first is waited for.
+    for work in [exchange.reduce_scatter_(flat) for flat in scattered]:
+        work.wait()
+        work.wait()  # once more does nothing
+    for work in [exchange.all_reduce_(flat) for flat in everywhere]:
+        work.wait()
+    for flat, whole, mean, before in zip(scattered, everywhere, means, buffers(dtype), strict=True):
+        assert exchange.own(flat).equal(exchange.own(mean))
+        assert whole.equal(mean)
+        kept = [rank for rank in range(size) if rank != dist.get_rank()]
+        assert all(flat.chunk(size)[rank].equal(before.chunk(size)[rank]) for rank in kept)
+    for work in [exchange.all_gather_(flat) for flat in scattered]:
+        work.wait()
+    assert all(flat.equal(mean) for flat, mean in zip(scattered, means, strict=True))
+
+
+def test_a_rank_on_another_machine_makes_all_send(pool: Pool) -> None:
+    assert pool.run(3, find_way_with_a_stranger) == ["Sending"] * 3
+
+
+def find_way_with_a_stranger() -> str:
+    """The last rank's process number is, to the others, that of the process which started all."""
+    if dist.get_rank() == 2:
+        process_memory.os = type(
+            "elsewhere", (), {"getpid": staticmethod(os.getppid), "strerror": os.strerror}
+        )
+    try:
+        return type(slices.find_way(dist.group.WORLD)).__name__
+    finally:
+        process_memory.os = os
+
+
+def test_a_process_that_is_gone_is_told() -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(ConnectionError, match=f"process {child}"):
+        Neighbours({1: child}).read(1, 4096, torch.zeros(4))
