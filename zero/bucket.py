@@ -14,7 +14,7 @@ backward brings its first gradient, and gives it back once they were averaged in
 over backwards.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -198,7 +198,8 @@ class Bucket:
     def start_average(self) -> None:
         """Begin to average the gradients over the data axis, into this rank's slice. One collective."""
         assert self.gradients is not None
-        self._travelling = self.gradients.to(self._wire_dtype)
+        # `data` is the same memory with a write count of its own: see [Note: writes to unreduced gradients].
+        self._travelling = self.gradients.data.to(self._wire_dtype)
         self._average = self.partition.average_(self._travelling)
         if self.passes:
             for slot in self.slots:
@@ -211,7 +212,7 @@ class Bucket:
             self._average.wait()
             self._average = None
         travelled, self._travelling = self._travelling, None
-        if travelled is not None and travelled is not self.gradients:
+        if travelled is not None and travelled.dtype != torch.float32:
             assert self.gradients is not None
             self.partition.own(self.gradients).copy_(self.partition.own(travelled))
         if self._reduced_before is not None:
@@ -326,53 +327,6 @@ class Bucket:
                 slots = list(run)
                 begin, end = max(slots[0].start, first), min(slots[-1].stop, first + length)
                 yield self.own_gradients[begin - first : end - first]
-
-
-def fill_buckets(
-    groups: Sequence[Sequence[ManagedParameter]],
-    *,
-    dtype: torch.dtype,
-    partition: Partition,
-    bucket_size: int,
-    loans: Loans | None = None,
-    communication_dtype: torch.dtype = torch.float32,
-) -> list[Bucket]:
-    """Buckets of at most `bucket_size` elements, or of one larger parameter. One broadcast per bucket.
-
-    None spans two parameter groups, devices or units, and parameters that are summed over other groups have
-    their own. Arguments as of `Bucket`.
-    """
-    buckets = []
-    for index, group in enumerate(groups):
-        alike: dict[Hashable, list[ManagedParameter]] = {}
-        for managed in group:
-            alike.setdefault((managed.parameter.device, managed.unit, managed.needs_sum), []).append(managed)
-        for members in alike.values():
-            for part in _portions(members, bucket_size):
-                buckets.append(
-                    Bucket(
-                        part,
-                        group_index=index,
-                        dtype=dtype,
-                        partition=partition,
-                        loans=loans,
-                        communication_dtype=communication_dtype,
-                    )
-                )
-    return buckets
-
-
-def _portions(members: list[ManagedParameter], bucket_size: int) -> Iterator[list[ManagedParameter]]:
-    portion: list[ManagedParameter] = []
-    filled = 0
-    for managed in members:
-        if portion and filled + managed.parameter.numel() > bucket_size:
-            yield portion
-            portion, filled = [], 0
-        portion.append(managed)
-        filled += managed.parameter.numel()
-    if portion:
-        yield portion
 
 
 def _layout(members: Sequence[ManagedParameter], num_slices: int) -> tuple[list[int], int]:

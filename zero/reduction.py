@@ -19,6 +19,7 @@ from .bucket import Bucket, Slot
 from .launch_order import LaunchOrder
 from .parameter import ManagedParameter
 from .partition import Partition, require_agreement
+from .writes import WriteWatch
 
 _CALLS = ("backward()", "step()")  # that communicate at stage 2
 
@@ -39,6 +40,7 @@ class Reducer:
         present: (len(slots),) float32, above 0 where any rank has a gradient; as of the last reduction.
         is_reduced: whether the buckets hold reduced gradients, this rank's slices of them.
         resumed_factor: what reduced gradients are multiplied with when a backward is about to add to them.
+        writes: who else wrote to gradients since the last backward.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Reducer:
         self.present = torch.zeros(len(self.slots), device=device)
         self.is_reduced = False
         self.resumed_factor = 1.0
+        self.writes = WriteWatch(buckets)
         self._buckets = buckets
         self._partition = partition
         self._present_before: Tensor | None = None
@@ -86,6 +89,8 @@ class Reducer:
             yield
         finally:
             self._is_accumulating = before
+            if not before:
+                self.writes.note()
 
     @contextmanager
     def last_backward(self, parameters: Sequence[Parameter]) -> Iterator[None]:
@@ -169,6 +174,7 @@ class Reducer:
     def forget(self, *, to_zeros: bool) -> None:
         """Drop all gradients; with `to_zeros`, parameters that have one get one of zeros."""
         self._order.reset()
+        self.writes.forget()
         self.is_reduced = False
         self._present_before = None
         for bucket in self._buckets:
@@ -178,7 +184,13 @@ class Reducer:
             slot.parameter.grad = slot.gradient if keep else None
 
     def reduce(self) -> None:
-        """Reduce what was collected. Collective over the sum groups and the data axis."""
+        """Reduce what was collected. Collective over the sum groups and the data axis.
+
+        Raises:
+            RuntimeError: gradients were written to since the backward, see [Note: writes to unreduced gradients].
+        """
+        self.writes.require_none()
+        self.writes.forget()
         self.meet("step()")
         waiting = self._left_over() if self._passes else self._order.waiting()
         for bucket in waiting:
@@ -210,6 +222,8 @@ class Reducer:
 
     def _before_accumulation(self, bucket: Bucket, slot: Slot, gradient: Tensor | None) -> None:
         """What autograd has for a parameter once all its uses are differentiated; None where rows were added."""
+        if not self._is_accumulating:
+            self.writes.forget()
         if gradient is None:
             self._order.note(slot.parameter)
         else:

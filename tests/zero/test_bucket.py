@@ -4,7 +4,8 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.cluster.mesh import ParallelMesh
-from echelon.zero.bucket import ALIGNMENT, fill_buckets
+from echelon.zero.bucket import ALIGNMENT
+from echelon.zero.filling import fill_buckets
 from echelon.zero.parameter import ManagedParameter
 from echelon.zero.partition import Partition
 

@@ -1,0 +1,57 @@
+"""Which parameters share a bucket. What a bucket is, is bucket.py."""
+
+from collections.abc import Hashable, Iterator, Sequence
+
+import torch
+
+from .bucket import Bucket
+from .loan import Loans
+from .parameter import ManagedParameter
+from .partition import Partition
+
+
+def fill_buckets(
+    groups: Sequence[Sequence[ManagedParameter]],
+    *,
+    dtype: torch.dtype,
+    partition: Partition,
+    bucket_size: int,
+    loans: Loans | None = None,
+    communication_dtype: torch.dtype = torch.float32,
+) -> list[Bucket]:
+    """Buckets of at most `bucket_size` elements, or of one larger parameter. One broadcast per bucket.
+
+    None spans two parameter groups, devices or units, and parameters that are summed over other groups have
+    their own. Arguments as of `Bucket`.
+    """
+    buckets = []
+    for index, group in enumerate(groups):
+        alike: dict[Hashable, list[ManagedParameter]] = {}
+        for managed in group:
+            alike.setdefault((managed.parameter.device, managed.unit, managed.needs_sum), []).append(managed)
+        for members in alike.values():
+            for part in _portions(members, bucket_size):
+                buckets.append(
+                    Bucket(
+                        part,
+                        group_index=index,
+                        dtype=dtype,
+                        partition=partition,
+                        loans=loans,
+                        communication_dtype=communication_dtype,
+                    )
+                )
+    return buckets
+
+
+def _portions(members: list[ManagedParameter], bucket_size: int) -> Iterator[list[ManagedParameter]]:
+    portion: list[ManagedParameter] = []
+    filled = 0
+    for managed in members:
+        if portion and filled + managed.parameter.numel() > bucket_size:
+            yield portion
+            portion, filled = [], 0
+        portion.append(managed)
+        filled += managed.parameter.numel()
+    if portion:
+        yield portion
