@@ -18,6 +18,7 @@ def fill_buckets(
     bucket_size: int,
     loans: Loans | None = None,
     communication_dtype: torch.dtype = torch.float32,
+    is_offloaded: bool = False,
 ) -> list[Bucket]:
     """Buckets of at most `bucket_size` elements, or of one larger parameter. One broadcast per bucket.
 
@@ -39,6 +40,7 @@ def fill_buckets(
                         partition=partition,
                         loans=loans,
                         communication_dtype=communication_dtype,
+                        is_offloaded=is_offloaded,
                     )
                 )
     return buckets

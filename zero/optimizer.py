@@ -34,6 +34,7 @@ from .filling import fill_buckets
 from .groups import hold_pieces, managed_groups
 from .held import HeldBytes, held_bytes
 from .loan import Loans
+from .offload import choose_fused_kernels, wait_for_copies
 from .parameter import ManagedParameter
 from .partition import Partition
 from .precision import DynamicScaler, PrecisionConfig
@@ -70,6 +71,8 @@ class ShardedOptimizer(OptimizerWrapper):
         overlap_communication: average gradients while backward runs. Without it `reduce_gradients` does, and at
             stage 2 a backward waits for each bucket.
         communication_dtype: the format in which gradients are averaged over the data axis.
+        cpu_offload: keep masters, their gradients for the step, and states on the CPU, and step there. An optimizer of
+            torch that has a fused CPU kernel steps by it, unless it was built with `fused` or `foreach` given.
 
     Attributes:
         inner: the user's optimizer.
@@ -92,6 +95,7 @@ class ShardedOptimizer(OptimizerWrapper):
         zero_size: int = -1,
         overlap_communication: bool = True,
         communication_dtype: torch.dtype = torch.float32,
+        cpu_offload: bool = False,
     ) -> None:
         faults = sharding_faults(
             stage=stage, max_norm=max_norm, norm_type=norm_type, bucket_size=bucket_size
@@ -116,6 +120,7 @@ class ShardedOptimizer(OptimizerWrapper):
             bucket_size=bucket_size,
             loans=self._loans,
             communication_dtype=communication_dtype,
+            is_offloaded=cpu_offload,
         )
         self._reducer = Reducer(
             self.buckets,
@@ -128,6 +133,9 @@ class ShardedOptimizer(OptimizerWrapper):
             self.buckets, self._reducer, scaler=self._scaler, norm_type=norm_type, device=mesh.device
         )
         hold_pieces(optimizer, self.buckets)
+        self._is_offloaded = cpu_offload
+        if cpu_offload:
+            choose_fused_kernels(optimizer)
         self._is_held_back = False
         super().__init__(optimizer)  # at the end: what is refused stays the user's
 
@@ -338,7 +346,7 @@ class ShardedOptimizer(OptimizerWrapper):
     @torch.no_grad()
     def masters(self) -> dict[str, Tensor]:
         """Copies of the float32 weights by name, whole. Collective over the data axis."""
-        return self._named(lambda bucket: self._partition.gathered(bucket.masters))
+        return self._named(lambda bucket: self._partition.gathered(bucket.masters.to(self._mesh.device)))
 
     def _named(self, flat: Callable[[Bucket], Tensor]) -> dict[str, Tensor]:
         return {
@@ -374,13 +382,18 @@ class ShardedOptimizer(OptimizerWrapper):
         """
         with torch.no_grad():
             load_local_state(self.inner, self.buckets, self._scaler, state_dict)
+        if self._is_offloaded:  # the state may come from a run that was not
+            choose_fused_kernels(self.inner)
         self.skipped_steps = state_dict["skipped_steps"]
 
     def _update_own_slices(self) -> None:
         for bucket in self.buckets:
             if bucket.was_written:
                 bucket.refresh_()
+            bucket.send_gradients()
         for slot, is_present in zip(self._reducer.slots, self._gradients.present, strict=True):
             if slot.piece is not None:
                 slot.piece.grad = slot.piece_gradient if is_present else None
+        if self._is_offloaded:
+            wait_for_copies(self._mesh.device)
         self._step_inner()
