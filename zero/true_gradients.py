@@ -115,7 +115,7 @@ class TrueGradients:
 
     def clip_for_step_(self, norm: float, max_norm: float) -> None:
         """Make them the true ones, of this norm, clipped to another; 0 never clips. `multiplier` undoes it."""
-        coefficient = clip_coefficient(norm, max_norm) if max_norm > 0 else 1.0
+        coefficient = clip_coefficient(norm, max_norm)
         self.scale_(coefficient)
         self._unclip = 1 / coefficient
 

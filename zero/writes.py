@@ -35,7 +35,7 @@ class WriteWatch:
     def require_none(self) -> None:
         """Raise RuntimeError where gradients were written to since the last backward."""
         for bucket, version in zip(self._buckets, self._versions or (), strict=False):
-            if version is not None and _version(bucket) != version:
+            if version is not None and _version(bucket) not in (version, None):  # None: none is whole now
                 names = ", ".join(slot.managed.name for slot in bucket.slots[:3])
                 raise RuntimeError(
                     f"gradients ({names}, …) were written to between backward and step. There they are this rank's "
