@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -53,14 +52,17 @@ class FSDPOptimizer(ScaledOptimizer):
         self.model.drop_unreduced_gradients()
         super().zero_grad(set_to_none)
 
-    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the true gradients to a norm over all pieces; returns the norm before, equal on all ranks.
-
-        An all-reduce over the shard group. Every rank calls.
-        """
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the true gradients to a norm over all pieces; see `ScaledOptimizer`. Every rank calls."""
         self._require_reduced("clip_grad_by_norm()")
-        norm = super().clip_grad_by_norm(max_norm, norm_type)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return super().clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
+
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        """Clip every entry of the true gradients; see `ScaledOptimizer`. Every rank calls."""
+        self._require_reduced("clip_grad_by_value()")
+        super().clip_grad_by_value(clip_value)
 
     def _require_reduced(self, call: str) -> None:
         if self.model.has_unreduced_gradients():

@@ -142,6 +142,7 @@ class HybridConfig:
         zero_size: over how many replicas they are split; -1 or 0 is all of them.
         overlap_communication: whether gradients are averaged while backward runs.
         communication_dtype: the format in which gradients are averaged over the replicas; None is float32.
+        cpu_offload: whether masters and optimizer states are on the CPU.
         pipeline: how a batch goes through it.
         precision_settings: the arguments of `zero.precision.PrecisionConfig`.
         max_norm: gradients are clipped to this norm; 0 does not clip.
@@ -160,6 +161,7 @@ class HybridConfig:
     zero_size: int = -1
     overlap_communication: bool = True
     communication_dtype: torch.dtype | str | None = None
+    cpu_offload: bool = False
     pipeline: PipelineConfig
     precision_settings: Mapping[str, Any]
     max_norm: float = 0.0
@@ -202,8 +204,12 @@ class HybridConfig:
         if self.communication_dtype not in (None, *DTYPES, *DTYPES.values()):
             allowed = ", ".join(map(str, (*map(repr, DTYPES), *DTYPES.values())))
             found.append(f"communication_dtype={self.communication_dtype!r} must be None or one of {allowed}")
-        if not isinstance(self.overlap_communication, bool):
-            found.append(f"overlap_communication={self.overlap_communication!r} must be True or False")
+        switches = {"overlap_communication": self.overlap_communication, "cpu_offload": self.cpu_offload}
+        found += [
+            f"{name}={value!r} must be True or False"
+            for name, value in switches.items()
+            if not isinstance(value, bool)
+        ]
         if not (isinstance(self.max_norm, (int, float)) and self.max_norm >= 0):
             found.append(f"max_norm={self.max_norm} must be a number of at least 0: use 0 for no clipping")
         if not (isinstance(self.bucket_size_in_m, (int, float)) and 2**-20 <= self.bucket_size_in_m < 2**20):

@@ -38,6 +38,7 @@ from .hybrid_config import HybridConfig, PipelineConfig, told
 from .hybrid_module import HybridParallelModule
 from .ledger import Ledger
 from .names import ParameterNames, managed_parameters, require_equal_models
+from .optimizer_faults import optimizer_faults
 
 
 class HybridParallelPlugin(Plugin):
@@ -71,6 +72,7 @@ class HybridParallelPlugin(Plugin):
         overlap_communication: average gradients over the replicas while the last backward runs, or every one at
             `zero_stage` 2.
         communication_dtype: the format they are averaged in, "bf16" or torch.bfloat16 for example; None is float32.
+        cpu_offload: keep masters and optimizer states on the CPU, and step there; see docs/zero.md.
         enable_all_optimization: turn on all that this version has of the options below.
         enable_flash_attention: attention by torch's fused kernels (transformers' "sdpa").
         custom_policy: how the model is split, for models without a table.
@@ -115,6 +117,7 @@ class HybridParallelPlugin(Plugin):
         zero_bucket_size_in_m: float = 12,
         overlap_communication: bool = True,
         communication_dtype: torch.dtype | str | None = None,
+        cpu_offload: bool = False,
         custom_policy: Policy | None = None,
     ) -> None:
         unavailable = {
@@ -131,6 +134,7 @@ class HybridParallelPlugin(Plugin):
             zero_size=zero_size,
             overlap_communication=overlap_communication,
             communication_dtype=communication_dtype,
+            cpu_offload=cpu_offload,
             pipeline=PipelineConfig(
                 style=pp_style,
                 num_microbatches=num_microbatches,
@@ -240,6 +244,7 @@ class HybridParallelPlugin(Plugin):
                     zero_size=self.config.zero_size,
                     overlap_communication=self.config.overlap_communication,
                     communication_dtype=self.config.wire_dtype,
+                    cpu_offload=self.config.cpu_offload,
                     precision=self.config.precision,
                     max_norm=self.config.max_norm,
                     bucket_size=int(self.config.bucket_size_in_m * 2**20),
@@ -370,27 +375,6 @@ class HybridParallelPlugin(Plugin):
                 "booster.execute_pipeline(data_iter, model, criterion, optimizer) instead, which works at "
                 "pp_size=1 too"
             )
-
-
-def optimizer_faults(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
-    """Why this optimizer cannot train this model; empty when it can."""
-    if isinstance(model, HybridParallelModule) or any(
-        placement_of(parameter) is not None for parameter in model.parameters()
-    ):
-        return ["the model is already boosted: give booster.boost the plain transformers model, once"]
-    if optimizer is None:
-        return []
-    if isinstance(optimizer, ShardedOptimizer):
-        return ["the optimizer is already boosted: give booster.boost the plain torch optimizer"]
-    given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    own = set(model.parameters())
-    foreign = len(given - own)
-    if foreign:
-        return [
-            f"the optimizer holds {foreign} of {len(given)} parameters that are not the model's: build it on "
-            "model.parameters() of the model that is given to booster.boost, after any change of the model's modules"
-        ]
-    return []
 
 
 def _placements(tensors: dict[str, Tensor]) -> dict[str, Placement | None]:

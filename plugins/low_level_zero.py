@@ -16,6 +16,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         max_norm: clip gradients to this norm; 0 does not.
         reduce_bucket_size_in_m: millions (2**20) of gradient elements that are reduced together.
         zero_size: over how many neighbouring ranks a stage above 0 splits; -1 or 0 is all of them, 1 none.
+        cpu_offload: keep masters and optimizer states on the CPU, and step there.
         overlap_communication, communication_dtype: see `HybridParallelPlugin`.
         num_microbatches, microbatch_size: how `execute_pipeline` cuts a batch; None takes it whole.
 
@@ -40,6 +41,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         zero_size: int = -1,
         overlap_communication: bool = True,
         communication_dtype: torch.dtype | str | None = None,
+        cpu_offload: bool = False,
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
     ) -> None:
@@ -49,6 +51,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
             zero_size=zero_size,
             overlap_communication=overlap_communication,
             communication_dtype=communication_dtype,
+            cpu_offload=cpu_offload,
             num_microbatches=num_microbatches,
             microbatch_size=microbatch_size,
             initial_scale=initial_scale,

@@ -4,18 +4,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
+
+from ..zero.faults import require_clip_norm, require_clip_value, require_finite_norm
 
 
 class ScaledOptimizer(Optimizer):
     """A torch optimizer behind a loss scale; what it does not define is the inner optimizer's.
 
     A subclass of torch's Optimizer for schedulers that ask; it owns no groups of its own.
+
+    Attributes:
+        optim: the inner optimizer.
+        scaler: the loss scale.
+        last_norm: what `clip_grad_by_norm` found last, None before: torch measures no norm by itself.
+        skipped_steps: how many steps an overflow skipped; without a loss scale none is.
     """
 
     def __init__(self, optimizer: Optimizer, scaler: "torch.amp.GradScaler") -> None:
         self.optim = optimizer
         self.scaler = scaler
+        self.last_norm: float | None = None
+        self.skipped_steps = 0
+        self._is_unscaled = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["optim"], name)
@@ -27,17 +40,50 @@ class ScaledOptimizer(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the parameters, or skip where a scaled gradient overflowed."""
         self.scaler.step(self.optim)
-        self.scaler.update()
+        self._take_verdict()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
+        if (
+            self._is_unscaled
+        ):  # clipped and never stepped: GradScaler would take the next ones for unscaled, too
+            self._take_verdict()
         self.optim.zero_grad(set_to_none)
 
-    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the true gradients to a norm; returns the norm before."""
-        self.scaler.unscale_(self.optim)
-        parameters = [parameter for group in self.optim.param_groups for parameter in group["params"]]
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the true gradients to a norm, after all backwards of a step; returns the norm before.
+
+        Where they are shared out it is that over all pieces, by an all-reduce over the shard group.
+
+        Args:
+            max_norm: gradients of a larger norm are scaled down to it; `inf` measures alone.
+            norm_type: the p of the norm, `inf` for the largest magnitude.
+            error_if_nonfinite: raise where the norm is infinite or NaN, as an overflow of fp16 makes it.
+        """
+        require_clip_norm(max_norm, norm_type)
+        self._unscale()
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters(), max_norm, norm_type)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        self.last_norm = float(norm)
+        if error_if_nonfinite:
+            require_finite_norm(self.last_norm, norm_type)
+        return norm
+
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        """Clip every entry of the true gradients to -clip_value … clip_value, after all backwards of a step.
+
+        An overflow under a loss scale skips the step nevertheless.
+        """
+        require_clip_value(clip_value)
+        self._unscale()
+        torch.nn.utils.clip_grad_value_(self._parameters(), clip_value)
+
+    def get_grad_norm(self) -> float | None:
+        """`last_norm`, under ColossalAI's name."""
+        return self.last_norm
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state."""
@@ -46,3 +92,19 @@ class ScaledOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the inner optimizer's state."""
         self.optim.load_state_dict(state_dict)
+
+    def _parameters(self) -> list[Parameter]:
+        return [parameter for group in self.optim.param_groups for parameter in group["params"]]
+
+    def _unscale(self) -> None:
+        """Make the gradients the true ones, once: GradScaler refuses a second time."""
+        if not self._is_unscaled:
+            self.scaler.unscale_(self.optim)
+            self._is_unscaled = True
+
+    def _take_verdict(self) -> None:
+        """Let the scale fall after an overflow, or grow."""
+        before = self.scaler.get_scale()
+        self.scaler.update()
+        self.skipped_steps += self.scaler.get_scale() < before
+        self._is_unscaled = False

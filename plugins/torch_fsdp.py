@@ -1,8 +1,9 @@
 """TorchFSDPPlugin: torch's own fully_shard (FSDP2, ZeRO-3) behind the Booster."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from .base import Boosted, require_process_group
 from .fsdp_module import TorchFSDPModel
 from .fsdp_optimizer import FSDPOptimizer
 from .hybrid_config import told
-from .hybrid_parallel import optimizer_faults
 from .names import require_equal_models
+from .optimizer_faults import optimizer_faults
 from .scaled_optimizer import ScaledOptimizer
 from .torch_plugin import TorchPlugin
 
@@ -41,10 +42,28 @@ class FSDPConfig:
     shard_size: int | None = None
     cpu_offload: bool = False
     reshard_after_forward: bool | None = None
+    initial_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    unavailable: Mapping[str, Any] = field(default_factory=dict)
 
     def faults(self, world_size: int) -> list[str]:
         """All that is wrong with it in a world of this size, each with what would work."""
-        found = precision_faults(precision=self.precision)
+        found = precision_faults(
+            precision=self.precision,
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+            growth_interval=self.growth_interval,
+        )
+        if not 0 < self.initial_scale < inf:
+            found.append(f"initial_scale={self.initial_scale}: it must be above 0")
+        found += [
+            f"{name}={value} is not available: torch's GradScaler, which scales the loss here, has none. Leave it out, "
+            "or use HybridParallelPlugin or LowLevelZeroPlugin"
+            for name, value in self.unavailable.items()
+            if value is not None
+        ]
         if self.shard_size is not None:
             found += _shard_size_faults(self.shard_size, world_size)
         if not isinstance(self.cpu_offload, bool):
@@ -52,6 +71,17 @@ class FSDPConfig:
         if not (self.reshard_after_forward is None or isinstance(self.reshard_after_forward, bool)):
             found.append(f"reshard_after_forward={self.reshard_after_forward!r} must be True, False or None")
         return found
+
+    def scaler(self, device: torch.device) -> "torch.amp.GradScaler":
+        """A loss scale, turned off where the precision needs none."""
+        return torch.amp.GradScaler(
+            device.type,
+            init_scale=self.initial_scale,
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+            growth_interval=self.growth_interval,
+            enabled=self.precision == "fp16",
+        )
 
     def policy(self, mesh: DeviceMesh) -> dict[str, Any]:
         """The keyword arguments of fully_shard: 16-bit computation, gradients reduced in float32."""
@@ -84,6 +114,9 @@ class TorchFSDPPlugin(TorchPlugin):
         cpu_offload: keep pieces of parameters, gradients and states on the CPU, where the optimizer then steps.
         reshard_after_forward: free a layer after its forward and gather it again for backward. None frees layers
             and keeps the rest of the model, which backward needs at once; False keeps all, True frees all.
+        initial_scale, growth_factor, backoff_factor, growth_interval: the loss scale of fp16, as in the other plugins;
+            it shrinks at every overflow.
+        hysteresis, min_scale, max_scale: refused, since torch's GradScaler has none.
 
     Raises:
         RuntimeError: no process group was started.
@@ -96,6 +129,14 @@ class TorchFSDPPlugin(TorchPlugin):
         shard_size: int | None = None,
         cpu_offload: bool = False,
         reshard_after_forward: bool | None = None,
+        *,
+        initial_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int | None = None,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
     ) -> None:
         require_process_group()
         self.config = FSDPConfig(
@@ -103,6 +144,11 @@ class TorchFSDPPlugin(TorchPlugin):
             shard_size=shard_size,
             cpu_offload=cpu_offload,
             reshard_after_forward=reshard_after_forward,
+            initial_scale=initial_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            unavailable={"hysteresis": hysteresis, "min_scale": min_scale, "max_scale": max_scale},
         )
         if faults := self.config.faults(dist.get_world_size()):
             raise ValueError(told(faults))
@@ -132,7 +178,7 @@ class TorchFSDPPlugin(TorchPlugin):
             require_equal_models(model)
             names = {parameter: name for name, parameter in model.named_parameters()}
             boosted = TorchFSDPModel(model, self.config.policy(self.shard_mesh))
-        scaler = torch.amp.GradScaler(self.mesh.device.type, enabled=self.precision == "fp16")
+        scaler = self.config.scaler(self.mesh.device)
         wrapped = None if optimizer is None else FSDPOptimizer(optimizer, scaler, boosted, names)
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 

@@ -7,7 +7,8 @@ A bucket, for two ranks that share it out (| bounds a slice, . is padding):
     masters      m0 m0 m0 . m1 m1                       float32, on the rank that owns the slice
     pieces       [m0 m0 m0] [m1 m1]                     1-D views of the masters: what the optimizer steps
 
-In float32 the masters are the slice of the parameters itself. Padding is zero and stays so.
+In float32 the masters are the slice of the parameters itself. Padding is zero and stays so. With offload masters are
+on the CPU under every precision, and so is a copy of the slice's gradients, made for each step.
 
 [Note: passing gradients] At stage 2 the whole gradients have no memory of their own. A bucket borrows some when a
 backward brings its first gradient, and gives it back once they were averaged into the slice, which adds them up
@@ -24,6 +25,7 @@ from torch.nn import Parameter
 
 from ..cluster.exchange import Waitable
 from .loan import Loans
+from .offload import host_copy
 from .parameter import ManagedParameter
 from .partition import Partition
 
@@ -42,7 +44,7 @@ class Slot:
         weight, gradient: views of the whole buffers in the parameter's shape; there is no gradient while a bucket
             of passing gradients has none.
         piece: the part of it in this rank's slice of masters, None where the slice holds nothing of it.
-        piece_gradient: the part of `gradient` that belongs to `piece`.
+        piece_gradient: the part of the slice's gradients that belongs to `piece`, where that is.
         version: the parameter's version counter when its master was last known to agree with it.
         has_passed: whether a gradient of it is in the slice and gone from the whole buffer.
     """
@@ -108,6 +110,7 @@ class Bucket:
         partition: how the ranks of the data axis share it out.
         loans: where memory for whole gradients is borrowed; None keeps them.
         communication_dtype: the format in which gradients travel over the data axis.
+        is_offloaded: whether masters, and gradients for the step, are on the CPU.
     """
 
     def __init__(
@@ -119,9 +122,11 @@ class Bucket:
         partition: Partition,
         loans: Loans | None = None,
         communication_dtype: torch.dtype = torch.float32,
+        is_offloaded: bool = False,
     ) -> None:
         self.group_index = group_index
         self.partition = partition
+        self.is_offloaded = is_offloaded
         # Where nothing travels nothing is rounded.
         self._wire_dtype = communication_dtype if partition.group.size() > 1 else torch.float32
         # Between start and finish of an average: the gradients in that format, or themselves where they have it.
@@ -141,7 +146,15 @@ class Bucket:
             _view(values, managed.parameter, start).copy_(managed.parameter.detach())
         partition.broadcast_(values)
         self.parameters = values.to(dtype)
-        self.masters = partition.own(values).clone() if self.has_masters else partition.own(self.parameters)
+        self.masters = partition.own(values)
+        if is_offloaded:
+            self.masters = host_copy(self.masters)
+        elif self.has_masters:
+            self.masters = self.masters.clone()
+        else:
+            self.masters = partition.own(self.parameters)
+        # What the inner optimizer reads in a step.
+        self.stepped_gradients = host_copy(self.own_gradients) if is_offloaded else self.own_gradients
         self._reduced_before: Tensor | None = None
         self._average: Waitable | None = None
         self._gathering: Waitable | None = None
@@ -158,7 +171,7 @@ class Bucket:
     @property
     def has_masters(self) -> bool:
         """Whether masters have memory of their own."""
-        return self.parameters.dtype != torch.float32
+        return self.is_offloaded or self.parameters.dtype != torch.float32
 
     @property
     def passes(self) -> bool:
@@ -200,7 +213,8 @@ class Bucket:
     def start_average(self) -> None:
         """Begin to average the gradients over the data axis, into this rank's slice. One collective."""
         assert self.gradients is not None
-        self._travelling = self.gradients.to(self._wire_dtype)
+        # `data` is the same memory with a write count of its own: see [Note: writes to unreduced gradients].
+        self._travelling = self.gradients.data.to(self._wire_dtype)
         self._average = self.partition.average_(self._travelling)
         if self.passes:
             for slot in self.slots:
@@ -213,7 +227,7 @@ class Bucket:
             self._average.wait()
             self._average = None
         travelled, self._travelling = self._travelling, None
-        if travelled is not None and travelled is not self.gradients:
+        if travelled is not None and travelled.dtype != torch.float32:
             assert self.gradients is not None
             self.partition.own(self.gradients).copy_(self.partition.own(travelled))
         if self._reduced_before is not None:
@@ -260,10 +274,15 @@ class Bucket:
         elif to_zeros and self.gradients is not None:
             self.gradients.zero_()
 
+    def send_gradients(self) -> None:
+        """Begin to bring the slice's gradients to where the inner optimizer steps; see `offload.wait_for_copies`."""
+        if self.is_offloaded:
+            self.stepped_gradients.copy_(self.own_gradients, non_blocking=True)
+
     def start_publishing(self) -> None:
         """Begin to bring the masters of all ranks into the parameters of all. One all-gather if sliced."""
         if self.has_masters:
-            self.partition.own(self.parameters).copy_(self.masters)
+            self.partition.own(self.parameters).copy_(self.masters, non_blocking=True)
         self._gathering = self.partition.gather_(self.parameters)
 
     def finish_publishing(self) -> None:
@@ -276,7 +295,7 @@ class Bucket:
     def refresh_(self) -> None:
         """Take over parameters that were written to; masters that still round to their parameter stay."""
         if self.has_masters:
-            present = self.partition.own(self.parameters)
+            present = self.partition.own(self.parameters).to(self.masters.device)
             stays = self.masters.to(present.dtype) == present
             self.masters.copy_(torch.where(stays, self.masters, present.float()))
         self.note_versions()
@@ -321,7 +340,7 @@ class Bucket:
             weight=weight,
             gradient=None if self.gradients is None else _view(self.gradients, parameter, start),
             piece=Parameter(self.masters[begin - first : end - first]) if owned else None,
-            piece_gradient=self.own_gradients[begin - first : end - first] if owned else None,
+            piece_gradient=self.stepped_gradients[begin - first : end - first] if owned else None,
             version=parameter._version,
         )
 
@@ -334,6 +353,14 @@ class Bucket:
                 slots = list(run)
                 begin, end = max(slots[0].start, first), min(slots[-1].stop, first + length)
                 yield self.own_gradients[begin - first : end - first]
+
+
+def publish(buckets: Sequence[Bucket]) -> None:
+    """Bring the masters of all ranks into the parameters of all. One all-gather per bucket if sliced."""
+    for bucket in buckets:
+        bucket.start_publishing()
+    for bucket in buckets:
+        bucket.finish_publishing()
 
 
 def _layout(members: Sequence[ManagedParameter], num_ranks: int) -> tuple[list[int], int]:

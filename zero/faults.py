@@ -1,6 +1,7 @@
 """What is wrong with the arguments of a sharded optimizer, and with what was done to its parameters since."""
 
 from collections.abc import Sequence
+from math import isfinite
 
 from ..cluster.mesh import divisors
 from .bucket import Slot
@@ -29,6 +30,33 @@ def zero_size_faults(zero_size: int, data_size: int) -> list[str]:
         f"zero_size={zero_size} must divide the {data_size} data-parallel ranks: use one of "
         f"{', '.join(map(str, divisors(data_size)))}, or -1 for all of them"
     ]
+
+
+def require_clip_norm(max_norm: float, norm_type: float) -> None:
+    """Raise ValueError where gradients cannot be clipped to this norm."""
+    checks = (
+        (max_norm > 0, f"max_norm={max_norm}: it must be above 0; inf only measures the norm"),
+        (norm_type > 0, f"norm_type={norm_type}: it must be above 0, or inf for the largest magnitude"),
+    )
+    if faults := [fault for sound, fault in checks if not sound]:
+        raise ValueError("; ".join(faults))
+
+
+def require_clip_value(clip_value: float) -> None:
+    """Raise ValueError where gradients cannot be clipped to this value."""
+    if not clip_value > 0:
+        raise ValueError(
+            f"clip_value={clip_value}: it must be above 0; entries are clipped to -clip_value … clip_value"
+        )
+
+
+def require_finite_norm(norm: float, norm_type: float) -> None:
+    """Raise RuntimeError where a norm is infinite or NaN."""
+    if not isfinite(norm):
+        raise RuntimeError(
+            f"the gradients' norm (norm_type={norm_type}) is {norm} and error_if_nonfinite=True: under fp16 an "
+            "overflow now and then is usual and skips a step; leave error_if_nonfinite out to let it be"
+        )
 
 
 def require_untouched(slots: Sequence[Slot], frozen: Sequence[ManagedParameter]) -> None:

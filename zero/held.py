@@ -13,7 +13,7 @@ from .bucket import Bucket
 
 @dataclass(frozen=True, kw_only=True)
 class HeldBytes:
-    """What is held, padding included.
+    """What is held, padding included. What `cpu_offload` keeps on the CPU stands apart.
 
     Args:
         parameters: in the compute precision, frozen ones too.
@@ -23,6 +23,9 @@ class HeldBytes:
         masters: float32 copies, where parameters are in 16 bits.
         states: the inner optimizer's tensors.
         scalars: the inner optimizer's tensors of one entry, such as step counts.
+        offloaded_gradients: on the CPU, float32: this rank's slices, for the step.
+        offloaded_masters: on the CPU, float32, under every precision.
+        offloaded_states: on the CPU, the inner optimizer's tensors.
     """
 
     parameters: int
@@ -32,10 +35,14 @@ class HeldBytes:
     masters: int
     states: int
     scalars: int
+    offloaded_gradients: int = 0
+    offloaded_masters: int = 0
+    offloaded_states: int = 0
 
     def items(self) -> list[tuple[str, int]]:
-        """Names and bytes."""
-        return [(each.name, getattr(self, each.name)) for each in fields(self)]
+        """Names and bytes; of what is offloaded where something is."""
+        every = [(each.name, getattr(self, each.name)) for each in fields(self)]
+        return [(name, nbytes) for name, nbytes in every if nbytes or not name.startswith("offloaded_")]
 
 
 def held_bytes(
@@ -47,7 +54,10 @@ def held_bytes(
     arrivals: int,
 ) -> HeldBytes:
     """Count what these hold together."""
-    states = [each for state in optimizer.state.values() for each in _tensors(state)]
+    tensors = [each for state in optimizer.state.values() for each in _tensors(state)]
+    states = sum(each.nbytes for each in tensors if each.numel() > 1)
+    masters = sum(bucket.masters.nbytes for bucket in buckets if bucket.has_masters)
+    is_offloaded = any(bucket.is_offloaded for bucket in buckets)
     return HeldBytes(
         parameters=sum(bucket.parameters.nbytes for bucket in buckets) + sum(each.nbytes for each in frozen),
         gradients=sum(
@@ -58,9 +68,12 @@ def held_bytes(
         ),
         buffers=buffers,
         arrivals=arrivals,
-        masters=sum(bucket.masters.nbytes for bucket in buckets if bucket.has_masters),
-        states=sum(each.nbytes for each in states if each.numel() > 1),
-        scalars=sum(each.nbytes for each in states if each.numel() <= 1),
+        masters=0 if is_offloaded else masters,
+        states=0 if is_offloaded else states,
+        scalars=sum(each.nbytes for each in tensors if each.numel() <= 1),
+        offloaded_gradients=sum(bucket.stepped_gradients.nbytes for bucket in buckets if bucket.is_offloaded),
+        offloaded_masters=masters if is_offloaded else 0,
+        offloaded_states=states if is_offloaded else 0,
     )
 
 

@@ -2,12 +2,13 @@
 
 backward()            gradients accumulate in float32, in flat buckets (bucket.py)
 reduce_gradients()    sums over tied and partial copies (reduction.py), mean over the data axis (partition.py)
-step()                norm and verdict of all ranks (norm.py), unscale and clip, inner step on own slices,
+clip_grad_by_…()      where the user clips by hand (true_gradients.py)
+step()                norm and verdict of all ranks, unscale and clip (true_gradients.py), inner step on own slices,
                       parameters gathered
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from math import isfinite
 from typing import Any
 
@@ -18,23 +19,32 @@ from torch.optim import Optimizer
 
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
-from .bucket import Bucket
-from .buckets import fill_buckets, publish
+from .bucket import Bucket, publish
 from .elementwise import require_elementwise
 from .embedding import add_gradients_by_row
-from .faults import require_untouched, sharding_faults, zero_size_faults
+from .faults import (
+    require_clip_norm,
+    require_clip_value,
+    require_finite_norm,
+    require_untouched,
+    sharding_faults,
+    zero_size_faults,
+)
+from .filling import fill_buckets
 from .groups import hold_pieces, managed_groups
 from .held import HeldBytes, held_bytes
 from .loan import Loans
-from .norm import clip_coefficient, norm_over_all_ranks
+from .offload import choose_fused_kernels, wait_for_copies
 from .parameter import ManagedParameter
 from .partition import Partition
 from .precision import DynamicScaler, PrecisionConfig
 from .reduction import Reducer, require_one_layout
 from .state import load_local_state, local_state
+from .true_gradients import TrueGradients
+from .wrapper import OptimizerWrapper
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(OptimizerWrapper):
     """Plain data parallelism (stage 0), ZeRO-1 or ZeRO-2 around any element-wise optimizer (arXiv:1910.02054).
 
     The inner optimizer stays the user's object, with the same group dicts: schedulers built on it, before or
@@ -61,16 +71,16 @@ class ShardedOptimizer(Optimizer):
         overlap_communication: average gradients while backward runs. Without it `reduce_gradients` does, and at
             stage 2 a backward waits for each bucket.
         communication_dtype: the format in which gradients are averaged over the data axis.
+        cpu_offload: keep masters, their gradients for the step, and states on the CPU, and step there. An optimizer of
+            torch that has a fused CPU kernel steps by it, unless it was built with `fused` or `foreach` given.
 
     Attributes:
         inner: the user's optimizer.
-        gradient_factor: what the next step multiplies gradients with besides, None for nothing; equal on all
-            ranks. `step` and `zero_grad` set it back to None.
-        last_norm: norm of the gradients of the last step, unscaled, before clipping; None before the first.
+        last_norm: norm of the gradients of the last step, unscaled, before any clipping; None before the first.
         skipped_steps: how many steps were skipped since their gradients were not finite on some rank.
     """
 
-    def __init__(  # the base class is not initialized: groups, state, defaults and hooks are the inner one's
+    def __init__(
         self,
         optimizer: Optimizer,
         parameters: Sequence[ManagedParameter],
@@ -85,6 +95,7 @@ class ShardedOptimizer(Optimizer):
         zero_size: int = -1,
         overlap_communication: bool = True,
         communication_dtype: torch.dtype = torch.float32,
+        cpu_offload: bool = False,
     ) -> None:
         faults = sharding_faults(
             stage=stage, max_norm=max_norm, norm_type=norm_type, bucket_size=bucket_size
@@ -92,13 +103,10 @@ class ShardedOptimizer(Optimizer):
         if faults:
             raise ValueError("; ".join(faults))
         require_elementwise(optimizer)
-        self.inner = optimizer
-        self.gradient_factor: float | Tensor | None = None
         self.last_norm: float | None = None
         self.skipped_steps = 0
         self._mesh = mesh
         self._max_norm = max_norm
-        self._norm_type = norm_type
         self._scaler = DynamicScaler(precision) if precision.precision == "fp16" else None
         self._partition = Partition.of(mesh, data_axis, zero_size if stage else 1)
         groups = managed_groups(optimizer, parameters)
@@ -112,6 +120,7 @@ class ShardedOptimizer(Optimizer):
             bucket_size=bucket_size,
             loans=self._loans,
             communication_dtype=communication_dtype,
+            is_offloaded=cpu_offload,
         )
         self._reducer = Reducer(
             self.buckets,
@@ -120,36 +129,31 @@ class ShardedOptimizer(Optimizer):
             device=mesh.device,
             overlap=overlap_communication,
         )
-        hold_pieces(optimizer, self.buckets)
-        # What reduced gradients must be multiplied with to be the true ones; None before a step.
-        self._unclip: float | None = None
-        self._is_stepping = False
-        self._is_held_back = False
-        optimizer.register_step_pre_hook(self._refuse_inner_step)
-        # Hooks registered on this optimizer run with the inner one's.
-        self.__dict__.update(
-            {name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")}
+        self._gradients = TrueGradients(
+            self.buckets, self._reducer, scaler=self._scaler, norm_type=norm_type, device=mesh.device
         )
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The inner optimizer's own groups."""
-        return self.inner.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The inner optimizer's state, by piece."""
-        return self.inner.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The inner optimizer's defaults."""
-        return self.inner.defaults
+        hold_pieces(optimizer, self.buckets)
+        self._is_offloaded = cpu_offload
+        if cpu_offload:
+            choose_fused_kernels(optimizer)
+        super().__init__(optimizer)  # at the end: what is refused stays the user's
 
     @property
     def loss_scale(self) -> float:
         """What the loss is multiplied with before backward; 1 but for fp16."""
-        return 1.0 if self._scaler is None else self._scaler.scale
+        return self._gradients.loss_scale
+
+    @property
+    def gradient_factor(self) -> float | Tensor | None:
+        """What the gradients are multiplied with besides by the next step or clipping, None for nothing.
+
+        Equal on all ranks. `step` and `zero_grad` set it back to None.
+        """
+        return self._gradients.factor
+
+    @gradient_factor.setter
+    def gradient_factor(self, factor: float | Tensor | None) -> None:
+        self._gradients.factor = factor
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss to call backward on."""
@@ -161,24 +165,14 @@ class ShardedOptimizer(Optimizer):
         Collective over the data axis, but inside `no_sync` and (below stage 2) without `overlap_communication`. A
         further one before the step is averaged on its own, and added.
         """
-        is_alone = not (self._is_held_back or self._reducer.is_launching)
-        if is_alone:
+        is_collective = self._reducer.may_launch
+        if is_collective:
             self._reducer.meet("backward()")
         self.settle()
         with self.last_backward():
             self.scale_loss(loss).backward(retain_graph=retain_graph)
-        if is_alone and self._reducer.reduces_in_backward:
+        if is_collective and not self._reducer.passes:
             self._reduce()
-
-    @property
-    def _factor(self) -> float | Tensor:
-        return 1.0 if self.gradient_factor is None else self.gradient_factor
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedOptimizer":
-        raise TypeError(
-            "a boosted optimizer cannot be copied, since its parameters and process groups cannot: take its "
-            "state_dict(), or copy the optimizer before boost"
-        )
 
     def get_grad_norm(self) -> float | None:
         """`last_norm`, under ColossalAI's name."""
@@ -187,7 +181,7 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. As in torch, a parameter is stepped with zeros, but not with None."""
-        self._unclip = None
+        self._gradients.renew()
         self.gradient_factor = None
         self._reducer.forget(to_zeros=not set_to_none)
 
@@ -197,15 +191,54 @@ class ShardedOptimizer(Optimizer):
 
         Collective over the sum groups and the data axis. After it, `parameter.grad` is the reduced gradient
         only in this rank's slice: all of it in stage 0; in stage 1 see `gradients`. In stage 2 it is None.
+
+        Raises:
+            RuntimeError: something else than a backward wrote to the gradients.
         """
         self._reducer.meet("reduce_gradients()")
         self._reduce()
 
-    @torch.no_grad()
     def _reduce(self) -> None:
         if not self._reducer.is_reduced:
             self._reducer.reduce()
-            self._unclip = None
+            self._gradients.renew()
+        self._reducer.writes.require_none()
+
+    @naming_failures("optimizer.clip_grad_by_norm")
+    @torch.no_grad()
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Reduce the gradients and clip the true ones, of all ranks together, to a norm. Between backward and step.
+
+        Collective over the world. Gradients that are not finite stay as they are, and the step will be skipped.
+
+        Args:
+            max_norm: gradients of a larger norm are scaled down to it; `inf` measures alone.
+            norm_type: the p of the norm, `inf` for the largest magnitude.
+            error_if_nonfinite: raise where the norm is infinite or NaN, as an overflow of fp16 makes it.
+
+        Returns:
+            The norm before, unscaled, 0-d, equal on all ranks.
+        """
+        require_clip_norm(max_norm, norm_type)
+        self.reduce_gradients()
+        norm = self._gradients.clip_by_norm_(float(max_norm), float(norm_type))
+        if error_if_nonfinite:
+            require_finite_norm(norm, norm_type)
+        return torch.tensor(norm, device=self._mesh.device)
+
+    @naming_failures("optimizer.clip_grad_by_value")
+    @torch.no_grad()
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        """Reduce the gradients and clip every entry of the true ones to -clip_value … clip_value.
+
+        Between backward and step. Collective over the world. Where any gradient is not finite all stay as they are,
+        and the step will be skipped.
+        """
+        require_clip_value(clip_value)
+        self.reduce_gradients()
+        self._gradients.clip_by_value_(float(clip_value))
 
     def add_gradients_by_row(self, model: nn.Module) -> None:
         """Let a model's embeddings add their gradients row by row: see embedding.py."""
@@ -214,14 +247,10 @@ class ShardedOptimizer(Optimizer):
     def settle(self) -> None:
         """Finish reductions that a `last_backward` began, so that a further backward may add to them.
 
-        Collective over the sum groups and the data axis, where they began. If every rank's gradients were dropped
-        since then, by the model's own `zero_grad`, they are forgotten.
+        Collective as they are. If the model's own `zero_grad` dropped the gradients of every rank, they are forgotten.
         """
-        if self._reducer.has_started:
-            if self._reducer.was_dropped():
-                self._reducer.forget(to_zeros=False)
-            else:
-                self._reduce()
+        if self._reducer.settle():
+            self._gradients.renew()
 
     def accumulating(self) -> AbstractContextManager[None]:
         """A context for parts of a backward that add to the gradients, before the part that is the last."""
@@ -236,7 +265,7 @@ class ShardedOptimizer(Optimizer):
         Args:
             parameters: those whose gradients are complete for this backward when the context ends; None is all.
         """
-        return self.accumulating() if self._is_held_back else self._reducer.every_backward(parameters)
+        return self._reducer.every_backward(parameters)
 
     def last_backward(self, parameters: Sequence[Parameter] | None = None) -> AbstractContextManager[None]:
         """A context for the last backward of these parameters, or of all, before the next step.
@@ -244,18 +273,11 @@ class ShardedOptimizer(Optimizer):
         Their gradients are averaged over the data axis while it runs. Every rank of that axis enters it for
         the same parameters in the same order. Inside `no_sync` it is `accumulating` alone.
         """
-        if self._is_held_back:
-            return self.accumulating()
         return self._reducer.last_backward(parameters)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """More backwards follow before the next step: start no reduction inside."""
-        before, self._is_held_back = self._is_held_back, True
-        try:
-            yield
-        finally:
-            self._is_held_back = before
+        return self._reducer.held_back()
 
     @naming_failures("optimizer.step")
     @torch.no_grad()
@@ -271,7 +293,8 @@ class ShardedOptimizer(Optimizer):
             What the closure returned.
 
         Raises:
-            RuntimeError: parameters were moved or retyped since boost, or the loss scale cannot fall further.
+            RuntimeError: parameters were moved or retyped since boost, gradients were written to since backward, or
+                the loss scale cannot fall further.
         """
         loss = None
         if closure is not None:
@@ -280,19 +303,17 @@ class ShardedOptimizer(Optimizer):
         require_untouched(self._reducer.slots, self._frozen)
         self._reducer.meet("step()")
         self._reduce()
-        norm, factor, present = self._measured()
-        self.last_norm = norm * abs(factor)
-        overflow = not isfinite(self.last_norm)
-        self.gradient_factor = None
+        norm = self._gradients.measure()
+        self.last_norm = self._gradients.norm
+        self._gradients.finish()
+        overflow = not isfinite(norm)
         if overflow:
             self.skipped_steps += 1
-            self._unclip = factor
             # Or a scheduler built on the inner optimizer warns that it stepped before its optimizer.
             self.inner._opt_called = True  # type: ignore[attr-defined]
         else:
-            clip = clip_coefficient(self.last_norm, self._max_norm)
-            self._unclip = 1 / clip
-            self._update_own_slices(factor * clip, present)
+            self._gradients.clip_for_step_(norm, self._max_norm)
+            self._update_own_slices()
             publish(self.buckets)
         if self._scaler is not None:
             self._scaler.update(overflow)
@@ -301,19 +322,20 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
-        """The reduced gradients by name: float32, unscaled, unclipped, whole. Collective over the data axis.
+        """The reduced gradients by name: float32, unscaled, whole. Collective over the data axis.
 
         Callable from `reduce_gradients` until the next backward or `zero_grad`. Before a step they include
-        `gradient_factor` as it then is; after a step they are those that the step used, with its clipping
-        divided out again (one rounding). Parameters that got no gradient on any rank are left out.
+        `gradient_factor` as it then is; after a step they are those that the step used, with its clipping to
+        `max_norm` divided out again (one rounding). What `clip_grad_by_norm` and `clip_grad_by_value` clipped stays
+        clipped. Parameters that got no gradient on any rank are left out.
 
         Raises:
             RuntimeError: the gradients are not reduced.
         """
         if not self._reducer.is_reduced:
             raise RuntimeError("gradients() needs reduced gradients: call reduce_gradients() or step() first")
-        true = self._factor / self.loss_scale if self._unclip is None else self._unclip
-        named = self._named(lambda bucket: self._partition.gathered(bucket.own_gradients) * true)
+        multiplier = self._gradients.multiplier
+        named = self._named(lambda bucket: self._partition.gathered(bucket.own_gradients) * multiplier)
         present = self._reducer.present.tolist()
         return {
             slot.managed.name: named[slot.managed.name]
@@ -324,7 +346,7 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def masters(self) -> dict[str, Tensor]:
         """Copies of the float32 weights by name, whole. Collective over the data axis."""
-        return self._named(lambda bucket: self._partition.gathered(bucket.masters))
+        return self._named(lambda bucket: self._partition.gathered(bucket.masters.to(self._mesh.device)))
 
     def _named(self, flat: Callable[[Bucket], Tensor]) -> dict[str, Tensor]:
         return {
@@ -360,49 +382,18 @@ class ShardedOptimizer(Optimizer):
         """
         with torch.no_grad():
             load_local_state(self.inner, self.buckets, self._scaler, state_dict)
+        if self._is_offloaded:  # the state may come from a run that was not
+            choose_fused_kernels(self.inner)
         self.skipped_steps = state_dict["skipped_steps"]
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: the flat memory is laid out once."""
-        raise RuntimeError("add parameter groups to the optimizer before boost: its memory is laid out there")
-
-    def _measured(self) -> tuple[float, float, list[bool]]:
-        """The norm of the scaled gradients, what unscales them, and which slots any rank has a gradient for.
-
-        One all-reduce over the world, and one wait of the host for the device.
-        """
-        device = self._mesh.device
-        norm = norm_over_all_ranks(
-            [run for bucket in self.buckets for run in bucket.counted],
-            [run for bucket in self.buckets for run in bucket.watched],
-            norm_type=self._norm_type,
-            device=device,
-        )
-        factor = torch.as_tensor(self._factor, dtype=torch.float64, device=device).view(1)
-        measured, factor_, *present = torch.cat(
-            [norm.view(1), factor, self._reducer.present.double()]
-        ).tolist()
-        # A second step on the same gradients finds them unscaled.
-        scale = self.loss_scale if self._unclip is None else 1.0
-        return measured, factor_ / scale, [flag > 0 for flag in present]
-
-    def _update_own_slices(self, coefficient: float, present: list[bool]) -> None:
+    def _update_own_slices(self) -> None:
         for bucket in self.buckets:
             if bucket.was_written:
                 bucket.refresh_()
-            if coefficient != 1.0:
-                bucket.own_gradients.mul_(coefficient)
-        for slot, is_present in zip(self._reducer.slots, present, strict=True):
+            bucket.send_gradients()
+        for slot, is_present in zip(self._reducer.slots, self._gradients.present, strict=True):
             if slot.piece is not None:
                 slot.piece.grad = slot.piece_gradient if is_present else None
-        self._is_stepping = True
-        try:
-            self.inner.step()
-        finally:
-            self._is_stepping = False
-
-    def _refuse_inner_step(self, *_: Any) -> None:
-        if not self._is_stepping:
-            raise RuntimeError(
-                "this optimizer was boosted: step the one that boost returned, which reduces gradients first"
-            )
+        if self._is_offloaded:
+            wait_for_copies(self._mesh.device)
+        self._step_inner()

@@ -19,6 +19,7 @@ from .bucket import Bucket, Slot
 from .launch_order import LaunchOrder
 from .parameter import ManagedParameter
 from .partition import Partition, require_agreement
+from .writes import WriteWatch
 
 _CALLS = ("backward()", "reduce_gradients()", "step()")  # that communicate
 
@@ -38,8 +39,9 @@ class Reducer:
             through them in one order.
         present: (len(slots),) float32, above 0 where any rank has a gradient; as of the last reduction.
         is_reduced: whether the buckets hold reduced gradients, this rank's slices of them.
-        is_launching: whether averages are being started, inside `last_backward`.
+        passes: whether gradients pass on to their slices in every backward (stage 2).
         resumed_factor: what reduced gradients are multiplied with when a backward is about to add to them.
+        writes: who else wrote to gradients since the last backward.
     """
 
     def __init__(
@@ -58,16 +60,18 @@ class Reducer:
         self.present = torch.zeros(len(self.slots), device=device)
         self.is_reduced = False
         self.resumed_factor = 1.0
+        self.writes = WriteWatch(buckets)
         self._buckets = buckets
         self._partition = partition
         self._present_before: Tensor | None = None
         self._contributed = False
         self._order = LaunchOrder(buckets, position, max_passing=1 if overlap else 0)
         self._places = {slot.parameter: (slot, bucket) for bucket in buckets for slot in bucket.slots}
-        self._passes = any(bucket.passes for bucket in buckets)
-        self._launches = partition.group.size() > 1 and (overlap or self._passes)
+        self.passes = any(bucket.passes for bucket in buckets)
+        self._launches = partition.group.size() > 1 and (overlap or self.passes)
         self._is_accumulating = False
-        self.is_launching = False
+        self._is_launching = False
+        self._is_held_back = False
         # Weakly: the garbage collector does not see through the hooks of a tensor that lives elsewhere too, and
         # a cycle through one would keep all this memory and its process groups for ever.
         for bucket in buckets:
@@ -87,6 +91,8 @@ class Reducer:
             yield
         finally:
             self._is_accumulating = before
+            if not before:
+                self.writes.note()
 
     @contextmanager
     def last_backward(self, parameters: Sequence[Parameter] | None = None) -> Iterator[None]:
@@ -96,16 +102,30 @@ class Reducer:
         calls for the same parameters in the same order. Within another such context it does nothing.
         """
         with self.accumulating():
-            if not self._launches or self.is_launching:
+            if not self.may_launch:
                 yield
                 return
             self._order.expect([slot.parameter for slot in self.slots] if parameters is None else parameters)
-            self.is_launching = True
+            self._is_launching = True
             try:
                 yield
             finally:
-                self.is_launching = False
+                self._is_launching = False
             self._order.close()
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Backwards inside start no average."""
+        before, self._is_held_back = self._is_held_back, True
+        try:
+            yield
+        finally:
+            self._is_held_back = before
+
+    @property
+    def may_launch(self) -> bool:
+        """Whether a backward that begins now starts averages."""
+        return self._launches and not self._is_launching and not self._is_held_back
 
     def meet(self, call: str) -> None:
         """Where backwards communicate, make sure that all ranks are in the same call. All-gather of an integer.
@@ -132,7 +152,7 @@ class Reducer:
 
         At stage 2 their gradients are averaged nevertheless, so that no rank holds them whole.
         """
-        if not self._passes:
+        if not self.passes:
             return self.accumulating()
         return self.last_backward(parameters)
 
@@ -151,17 +171,17 @@ class Reducer:
             parameter.grad = slot.gradient
         slot.gradient.index_add_(0, rows_N, values_NH.to(slot.gradient.dtype))
 
-    @property
-    def reduces_in_backward(self) -> bool:
-        """Whether a backward on its own leaves reduced gradients."""
-        return self._launches and not self._passes
+    def settle(self) -> bool:
+        """Reduce what a `last_backward` began to average, or forget it if it was dropped; False where nothing was."""
+        if not self._order.has_started:
+            return False
+        if self._was_dropped():
+            self.forget(to_zeros=False)
+        else:
+            self.reduce()
+        return True
 
-    @property
-    def has_started(self) -> bool:
-        """Whether gradients are being reduced, and nothing may be added to them."""
-        return self._order.has_started
-
-    def was_dropped(self) -> bool:
+    def _was_dropped(self) -> bool:
         """Whether no rank of the data axis has a gradient. One all-reduce."""
         left = torch.tensor([float(any(slot.parameter.grad is not None for slot in self.slots))])
         left = left.to(self.present.device)
@@ -171,6 +191,7 @@ class Reducer:
     def forget(self, *, to_zeros: bool) -> None:
         """Drop all gradients; with `to_zeros`, parameters that have one get one of zeros."""
         self._order.reset()
+        self.writes.forget()
         self.is_reduced = False
         self._present_before = None
         for bucket in self._buckets:
@@ -179,9 +200,16 @@ class Reducer:
             keep = to_zeros and slot.parameter.grad is not None
             slot.parameter.grad = slot.gradient if keep else None
 
+    @torch.no_grad()
     def reduce(self) -> None:
-        """Reduce what was collected. Collective over the sum groups and the data axis."""
-        waiting = self._left_over() if self._passes else self._order.waiting()
+        """Reduce what was collected. Collective over the sum groups and the data axis.
+
+        Raises:
+            RuntimeError: gradients were written to since the backward, see [Note: writes to unreduced gradients].
+        """
+        self.writes.require_none()
+        self.writes.forget()
+        waiting = self._left_over() if self.passes else self._order.waiting()
         for bucket in waiting:
             bucket.collect()
         flags = [float(slot.has_gradient) for slot in self.slots]
@@ -199,6 +227,7 @@ class Reducer:
             self._present_before = None
         self.is_reduced = True
         self.resumed_factor = 1.0
+        self.writes.note()
 
     def _left_over(self) -> list[Bucket]:
         """The buckets of which some rank of the data axis still has whole gradients. One all-reduce."""
@@ -211,6 +240,8 @@ class Reducer:
 
     def _before_accumulation(self, bucket: Bucket, slot: Slot, gradient: Tensor | None) -> None:
         """What autograd has for a parameter once all its uses are differentiated; None where rows were added."""
+        if not self._is_accumulating:
+            self.writes.forget()
         if gradient is None:
             self._order.note(slot.parameter)
         else:

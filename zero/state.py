@@ -5,8 +5,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from .bucket import Bucket
-from .buckets import publish
+from .bucket import Bucket, publish
 from .precision import DynamicScaler
 
 

@@ -218,6 +218,20 @@ def test_the_learning_rate_rises_then_falls_to_its_fraction() -> None:
     assert rates[20] == pytest.approx(0.2)
 
 
+def test_skipped_steps_are_shown_from_the_first() -> None:
+    record = {
+        "step": 3,
+        "loss": 1.0,
+        "lr": 0.1,
+        "grad_norm": math.inf,
+        "tokens_per_second": 5.0,
+        "peak_memory_bytes": 2**20,
+        "peak_memory_of": "process",
+    }
+    assert "skipped" not in metrics.line_of(record | {"skipped_steps": 0}, 9)
+    assert "steps skipped so far 2" in metrics.line_of(record | {"skipped_steps": 2}, 9)
+
+
 def test_numbers_that_json_cannot_say_become_null(tmp_path: Path) -> None:
     with metrics.JsonLines(tmp_path / "log.jsonl") as log:
         log.write({"loss": float("nan"), "grad_norm": float("inf"), "step": 1})
@@ -322,6 +336,7 @@ def test_records_and_picture_are_written_and_the_loss_falls_below_the_unigram_en
     assert [record["step"] for record in records] == list(range(1, 41))
     assert [record["step"] for record in records if "eval_loss" in record] == [15, 30, 40]
     names = {"step", "loss", "lr", "grad_norm", "tokens_per_second", "peak_memory_bytes", "peak_memory_of"}
+    names |= {"skipped_steps"}
     assert all(names <= record.keys() for record in records)
     assert records[0]["peak_memory_of"] == ("cuda" if torch.cuda.is_available() else "process")
     assert output.count("\nstep ") + output.startswith("step ") == 40

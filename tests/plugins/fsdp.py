@@ -175,9 +175,9 @@ def drop_accumulated() -> tuple[str, float, float]:
     return told, norms[0], norms[1]
 
 
-def overflow_on_one_rank() -> tuple[bool, bool, float]:
-    """Whether a step with an infinite loss on the last rank changed a weight, and a later step; the scale."""
-    booster, model, optimizer = boosted(LLAMA, precision="fp16")
+def overflow_on_one_rank(settings: dict[str, Any]) -> tuple[bool, bool, float, int]:
+    """Whether a step with an infinite loss on the last rank changed a weight, and a later step; scale and skips."""
+    booster, model, optimizer = boosted(LLAMA, precision="fp16", **settings)
     parameter = next(model.unwrap().parameters())
     batch = make_batch(LLAMA, num_samples=2, seed=0)
     changes = []
@@ -187,10 +187,11 @@ def overflow_on_one_rank() -> tuple[bool, bool, float]:
         if step == 0 and dist.get_rank() == dist.get_world_size() - 1:
             loss = loss * float("inf")
         booster.backward(loss, optimizer)
+        optimizer.clip_grad_by_value(1.0)  # hides no overflow
         optimizer.step()
         optimizer.zero_grad()
         changes.append(not torch.equal(before, whole(parameter)))
-    return changes[0], changes[1], optimizer.scaler.get_scale()
+    return changes[0], changes[1], optimizer.scaler.get_scale(), optimizer.skipped_steps
 
 
 def save_then_load(path: Path) -> bool:
@@ -229,6 +230,13 @@ def refuse_arguments() -> str:
             shard_size=3,
             cpu_offload="yes",  # type: ignore[arg-type]
             reshard_after_forward=2,
+            initial_scale=0,
+            growth_factor=1,
+            backoff_factor=1,
+            growth_interval=0,
+            hysteresis=2,
+            min_scale=1,
+            max_scale=4,
         )
     )
 

@@ -92,7 +92,19 @@ def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: Pool) -> None:
-    assert pool.run(2, fsdp.overflow_on_one_rank) == [(False, True, 2.0**15)] * 2
+    assert pool.run(2, fsdp.overflow_on_one_rank, {}) == [(False, True, 2.0**15, 1)] * 2
+
+
+def test_an_overflow_under_hybrid_sharding_skips_in_all_groups_by_the_chosen_scale(pool: Pool) -> None:
+    settings = {
+        "shard_size": 2,
+        "initial_scale": 2.0**12,
+        "backoff_factor": 0.125,
+        "growth_factor": 4.0,
+        "growth_interval": 1,
+    }
+    # 2**12 / 8 after the overflow, and four times that after the next step.
+    assert pool.run(4, fsdp.overflow_on_one_rank, settings) == [(False, True, 2.0**11, 1)] * 4
 
 
 @pytest.mark.parametrize(
@@ -142,11 +154,18 @@ def test_bad_arguments_are_told_at_once(pool: Pool) -> None:
     texts = pool.run(2, fsdp.refuse_arguments)
     assert texts[0] == texts[1]
     for part in (
-        "4 faults",
+        "11 faults",
         "'fp8'",
         "shard_size=3 does not divide",
         "cpu_offload='yes'",
         "reshard_after_forward=2",
+        "initial_scale=0: it must be above 0",
+        "growth_factor=1",
+        "backoff_factor=1",
+        "growth_interval=0",
+        "hysteresis=2 is not available",
+        "min_scale=1 is not available",
+        "max_scale=4 is not available",
     ):
         assert part in texts[0]
 

@@ -5,7 +5,7 @@ from torch import nn
 
 from echelon.cluster.mesh import ParallelMesh
 from echelon.zero.bucket import ALIGNMENT
-from echelon.zero.buckets import fill_buckets
+from echelon.zero.filling import fill_buckets
 from echelon.zero.parameter import ManagedParameter
 from echelon.zero.partition import Partition
 

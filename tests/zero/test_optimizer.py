@@ -1,5 +1,7 @@
 """The optimizer trains as plain torch does, under every layout and precision."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,10 +43,10 @@ def check_training(stage: int, precision: str) -> None:
             raise AssertionError(f"case {name!r}: {error}") from error
 
 
-def check_case(case: Case, *, stage: int, precision: str) -> None:
+def check_case(case: Case, *, stage: int, precision: str, **arguments: Any) -> None:
     world_size, last = dist.get_world_size(), dist.get_world_size() - 1
     expected = train(case, world_size=world_size, precision=precision, overflowing_rank=last)
-    record = train_sharded(case, stage=stage, precision=precision, overflowing_rank=last)
+    record = train_sharded(case, stage=stage, precision=precision, overflowing_rank=last, **arguments)
     assert record.skipped == expected.skipped == (case.overflow_step is not None)
     for step, (ours, theirs) in enumerate(zip(record.gradients, expected.gradients, strict=True)):
         if step != case.overflow_step:
@@ -66,7 +68,9 @@ def check_case(case: Case, *, stage: int, precision: str) -> None:
         )
 
 
-def train_sharded(case: Case, *, stage: int, precision: str, overflowing_rank: int) -> Record:
+def train_sharded(
+    case: Case, *, stage: int, precision: str, overflowing_rank: int, **arguments: Any
+) -> Record:
     mesh = ParallelMesh()
     model = build_model(case)
     inner = build_optimizer(case, dict(model.named_parameters()))
@@ -81,6 +85,7 @@ def train_sharded(case: Case, *, stage: int, precision: str, overflowing_rank: i
         max_norm=case.max_norm,
         norm_type=case.norm_type,
         bucket_size=case.bucket_size,
+        **arguments,
     )
     model.to(config.dtype)  # the frozen ones; the others are in it already
     record, rank = Record(), dist.get_rank()

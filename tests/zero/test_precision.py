@@ -1,7 +1,12 @@
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from echelon.zero.precision import DynamicScaler, PrecisionConfig, precision_faults
+
+from ..pool import Pool
+from .helpers import assert_equal, shard, weights_of
 
 
 def scaler(**arguments: float) -> DynamicScaler:
@@ -75,3 +80,34 @@ def test_all_faults_of_a_configuration_are_told_at_once() -> None:
 
 def test_dtype_is_that_of_the_parameters() -> None:
     assert PrecisionConfig(precision="bf16").dtype == torch.bfloat16
+
+
+def test_a_model_beyond_fp16_is_told_on_every_rank_when_the_scale_can_fall_no_further(pool: Pool) -> None:
+    told = pool.run(2, train_beyond_fp16)
+    assert told[0] == told[1]
+    text, skipped, scale = told[0]
+    # 64 to 1 in six overflows after the first; hysteresis 2.
+    assert (skipped, scale) == (8, 1.0)
+    assert "min_scale=1" in text and "8 steps in a row" in text and "precision='bf16'" in text
+
+
+def train_beyond_fp16() -> tuple[str, int, float]:
+    """What is said, steps that were skipped, and the scale, where rank 0 alone has gradients that fp16 cannot hold."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8, bias=False)
+    with torch.no_grad():
+        model.weight.mul_(1e-3)
+    optimizer = shard(model, precision="fp16")
+    before, size = weights_of(model), 500.0 if dist.get_rank() == 0 else 1.0
+    for _ in range(20):
+        # The loss is small and finite. A weight's gradient is size * 300: 150,000 is beyond fp16 at any scale.
+        loss = model(torch.full((1, 8), size, dtype=torch.float16)).float().sum() * 300
+        assert loss.isfinite()
+        try:
+            optimizer.backward(loss)
+            optimizer.step()
+        except RuntimeError as error:
+            assert_equal(weights_of(model), before, rtol=0, atol=0)
+            return str(error), optimizer.skipped_steps, optimizer.loss_scale
+        optimizer.zero_grad()
+    return "", optimizer.skipped_steps, optimizer.loss_scale

@@ -211,9 +211,10 @@ def train(
             scheduler.step()
             losses.append(mean_over_replicas(loss))
             speed = arguments.batch_size * (step + 1) / (time.monotonic() - start)
-            bar.set_postfix_str(
-                f"loss {losses[-1]:.4f}, lr {scheduler.get_last_lr()[0]:.2e}, {speed:.0f} samples/s"
-            )
+            told = f"loss {losses[-1]:.4f}, lr {scheduler.get_last_lr()[0]:.2e}, {speed:.0f} samples/s"
+            # An overflow of fp16 skips a step.
+            skipped = f", {optimizer.skipped_steps} steps skipped" if optimizer.skipped_steps else ""
+            bar.set_postfix_str(told + skipped)
     return losses
 
 

@@ -38,6 +38,8 @@ def line_of(record: dict[str, Any], num_steps: int) -> str:
         f"{record['tokens_per_second']:.0f} tokens/s",
         f"peak memory {record['peak_memory_bytes'] / 2**20:.0f} MiB ({record['peak_memory_of']})",
     ]
+    if record["skipped_steps"]:
+        told.append(f"steps skipped so far {record['skipped_steps']}")
     if "eval_loss" in record:
         told.append(f"eval loss {record['eval_loss']:.4f} (perplexity {record['eval_perplexity']:.1f})")
     return ", ".join(told)

@@ -303,6 +303,7 @@ def train(
             loss, norm = train_step(booster, model, optimizer, batches, max_norm=max_norm_of(arguments))
             scheduler.step()
             record = {"step": step, "loss": mean_over_replicas(loss), "lr": lr, "grad_norm": norm}
+            record["skipped_steps"] = optimizer.skipped_steps  # so far, since gradients were not finite
             tokens = arguments.batch_size * arguments.sequence_length
             record["tokens_per_second"] = tokens / (time.monotonic() - start)
             record["peak_memory_bytes"], record["peak_memory_of"] = highest_memory()

@@ -1,4 +1,4 @@
-"""All parameters of an optimizer in buckets. What a bucket is, is bucket.py."""
+"""Which parameters share a bucket. What a bucket is, is bucket.py."""
 
 from collections.abc import Hashable, Iterator, Sequence
 
@@ -18,6 +18,7 @@ def fill_buckets(
     bucket_size: int,
     loans: Loans | None = None,
     communication_dtype: torch.dtype = torch.float32,
+    is_offloaded: bool = False,
 ) -> list[Bucket]:
     """Buckets of at most `bucket_size` elements, or of one larger parameter. One broadcast per bucket.
 
@@ -39,6 +40,7 @@ def fill_buckets(
                         partition=partition,
                         loans=loans,
                         communication_dtype=communication_dtype,
+                        is_offloaded=is_offloaded,
                     )
                 )
     return buckets
@@ -55,11 +57,3 @@ def _portions(members: list[ManagedParameter], bucket_size: int) -> Iterator[lis
         filled += managed.parameter.numel()
     if portion:
         yield portion
-
-
-def publish(buckets: Sequence[Bucket]) -> None:
-    """Bring the masters of all ranks into the parameters of all. One all-gather per bucket if sliced."""
-    for bucket in buckets:
-        bucket.start_publishing()
-    for bucket in buckets:
-        bucket.finish_publishing()

@@ -1,0 +1,158 @@
+"""Masters, their gradients and optimizer states on the CPU. Here that is other memory of the same machine."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.cluster.mesh import ParallelMesh
+from echelon.plugins.ledger import Ledger
+
+from ..pool import Pool
+from .helpers import Precision, assert_equal, loss_of, sgd, shard, small_model, weights_of
+from .reference import CASES
+from .test_optimizer import check_case
+
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
+HIDDEN = 64
+PSI = 3 * HIDDEN**2
+
+
+def adamw(parameters: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+def train(model: nn.Sequential, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        for microbatch in range(2):
+            optimizer.backward(loss_of(model, 10 * step + 100 * dist.get_rank() + microbatch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (2, "bf16"), (1, "fp16")])
+def test_training_equals_plain_torch(pool: Pool, stage: int, precision: Precision) -> None:
+    pool.run(2, check_training, stage, precision)
+
+
+def check_training(stage: int, precision: Precision) -> None:
+    names = CASES if precision == "fp32" else ("fused adamw", "no gradient", "overflow", "small buckets")
+    for name in names:
+        try:
+            check_case(CASES[name], stage=stage, precision=precision, cpu_offload=True)
+        except Exception as error:
+            raise AssertionError(f"case {name!r}: {error}") from error
+
+
+def test_states_go_on_bit_for_bit_with_and_without_offload(pool: Pool) -> None:
+    pool.run(2, check_states)
+
+
+def check_states() -> None:
+    for stage in (0, 1, 2):
+        for precision in PRECISIONS:
+            plain, offloaded = small_model(), small_model()
+            optimizer = shard(plain, adamw, stage=stage, precision=precision)
+            other = shard(offloaded, adamw, stage=stage, precision=precision, cpu_offload=True)
+            for model, each in ((plain, optimizer), (offloaded, other)):
+                train(model, each, range(2))
+            assert_equal(other.masters(), optimizer.masters(), rtol=0, atol=0)
+            states = [copy.deepcopy(each.state_dict()) for each in (other, optimizer)]
+            optimizer.load_state_dict(states[0])
+            other.load_state_dict(states[1])
+            for model, each in ((plain, optimizer), (offloaded, other)):
+                train(model, each, range(2, 4))
+            assert_equal(other.masters(), optimizer.masters(), rtol=0, atol=0)
+            assert_equal(weights_of(offloaded), weights_of(plain), rtol=0, atol=0)
+
+
+def test_what_is_offloaded_has_memory_of_its_own_and_is_told_apart(pool: Pool) -> None:
+    pool.run(2, check_memory)
+
+
+def check_memory() -> None:
+    for precision, width in (("fp32", 4), ("bf16", 2)):
+        for stage, share, gradients, buffers in (
+            (0, 1, 4 * PSI, 0),
+            (1, 2, 4 * PSI, 0),
+            (2, 2, 4 * PSI // 2, 2 * 4 * HIDDEN**2),
+        ):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(3)))
+            arguments = {"stage": stage, "precision": precision, "bucket_size": HIDDEN**2}
+            optimizer = shard(model, adamw, **arguments, cpu_offload=True)  # type: ignore[arg-type]
+            dtype = next(model.parameters()).dtype
+            optimizer.backward(model(torch.ones(2, HIDDEN, dtype=dtype)).float().pow(2).mean())
+            optimizer.step()
+            held = Ledger(ParallelMesh(), optimizer).held
+            assert held is not None
+            assert dict(held.items()) == {
+                "parameters": width * PSI,
+                "gradients": gradients,
+                "buffers": buffers,
+                "arrivals": 4 * HIDDEN**2 // 2,
+                "masters": 0,
+                "states": 0,
+                "scalars": held.scalars,
+                "offloaded_gradients": 4 * PSI // share,
+                "offloaded_masters": 4 * PSI // share,
+                "offloaded_states": 8 * PSI // share,
+            }, (precision, stage)
+            for bucket in optimizer.buckets:
+                places = {
+                    each.untyped_storage().data_ptr()
+                    for each in (
+                        bucket.parameters,
+                        bucket.masters,
+                        bucket.own_gradients,
+                        bucket.stepped_gradients,
+                    )
+                }
+                assert len(places) == 4, "two share their memory"
+                assert all(slot.piece.device.type == "cpu" for slot in bucket.slots if slot.piece is not None)
+
+
+def test_loaded_weights_are_trained_on(pool: Pool) -> None:
+    pool.run(2, check_loaded)
+
+
+def check_loaded() -> None:
+    for precision in PRECISIONS:
+        model = small_model()
+        optimizer = shard(model, sgd, precision=precision, cpu_offload=True)
+        model.load_state_dict(
+            {name: torch.full_like(weight, 0.25) for name, weight in weights_of(model).items()}
+        )
+        optimizer.backward(loss_of(model, dist.get_rank()))
+        optimizer.step()
+        gradients = optimizer.gradients()
+        assert_equal(optimizer.masters(), {name: 0.25 - gradient for name, gradient in gradients.items()})
+
+
+def test_the_fused_kernel_steps_unless_the_user_chose(pool: Pool) -> None:
+    pool.run(1, check_fused)
+
+
+def check_fused() -> None:
+    def kernels(build: Any, **arguments: Any) -> bool | None:
+        model = small_model()
+        optimizer = shard(model, lambda parameters: build(parameters, lr=1e-2, **arguments), cpu_offload=True)
+        fused: bool | None = optimizer.param_groups[0].get("fused")
+        return fused
+
+    class Own(torch.optim.AdamW):
+        pass
+
+    for build in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad):
+        assert kernels(build) is True
+        assert kernels(build, fused=False) is False
+        assert kernels(build, foreach=True) is None
+    assert kernels(torch.optim.RMSprop) is None
+    assert kernels(Own) is None
+    plain = shard(small_model(), torch.optim.AdamW)
+    offloaded = shard(small_model(), torch.optim.AdamW, cpu_offload=True)
+    offloaded.load_state_dict(plain.state_dict())
+    assert offloaded.param_groups[0]["fused"] is True, "the plain run's kernel came with its state"
