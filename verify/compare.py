@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import hypot
+from math import hypot, inf, isfinite
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ class Measure:
     """One quantity beside its reference.
 
     Args:
-        quantity: "loss", "gradient", "norm" or "weight".
+        quantity: "loss", "gradient", "norm", "weight", "loss scale" or "number of skipped steps".
         name: the worst tensor; empty for a scalar.
         distance: how far it is from the reference (in 16 bits: from float32).
         allowed: how far it may be.
@@ -84,6 +84,10 @@ def compare_float32(
     shares: dict[str, float] = {}
     for index, (own, other) in enumerate(zip(found, expected, strict=True)):
         exact = bitwise and index == 0
+        loss = _scalar("loss", own.loss, other.loss, 0.0 if exact else 1e-6 * max(1.0, abs(other.loss)))
+        if not isfinite(other.norm):
+            compared.append(_compare_skipped(loss, found, expected, index))
+            continue
         peaks = {name: gradient.abs().max().item() for name, gradient in other.gradients.items()}
         largest = max(peaks.values())
         noise = ZERO_GRADIENT * largest
@@ -100,14 +104,12 @@ def compare_float32(
             for name, weight in other.weights.items()
         }
         measures = (
-            _scalar("loss", own.loss, other.loss, 0.0 if exact else 1e-6 * max(1.0, abs(other.loss))),
+            loss,
             _worst("gradient", own.gradients, other.gradients, gradient_allowed),
             _scalar("norm", own.norm, other.norm, 1e-5 * other.norm),
             _worst("weight", own.weights, other.weights, weight_allowed),
         )
-        compared.append(
-            StepComparison(step=index + 1, loss=own.loss, reference_loss=other.loss, measures=measures)
-        )
+        compared.append(_comparison(measures, own, other, index))
     return compared
 
 
@@ -129,21 +131,22 @@ def compare_16_bit(
     rounding = torch.finfo(dtype).eps
     compared = []
     for index, (own, other, exact) in enumerate(zip(found, expected, float32, strict=True)):
+        loss = _near(_Distance("loss", own.loss, other.loss, exact.loss), rounding * abs(exact.loss))
+        if not isfinite(exact.norm):
+            compared.append(_compare_skipped(loss, found, expected, index))
+            continue
         floors = {
-            "loss": rounding * abs(exact.loss),
             "norm": rounding * exact.norm,
             "gradient": rounding * exact.norm,
             "weight": learning_rate,
         }
         measures = (
-            _near(_Distance("loss", own.loss, other.loss, exact.loss), floors["loss"]),
+            loss,
             _near_together("gradient", own.gradients, other.gradients, exact.gradients, floors["gradient"]),
             _near(_Distance("norm", own.norm, other.norm, exact.norm), floors["norm"]),
             _near_together("weight", own.weights, other.weights, exact.weights, floors["weight"]),
         )
-        compared.append(
-            StepComparison(step=index + 1, loss=own.loss, reference_loss=other.loss, measures=measures)
-        )
+        compared.append(_comparison(measures, own, other, index))
     return compared
 
 
@@ -154,6 +157,35 @@ def first_departure(comparisons: Sequence[StepComparison]) -> str | None:
             if not measure.agrees:
                 return f"step {comparison.step}: {measure}"
     return None
+
+
+def _comparison(
+    measures: tuple[Measure, ...], own: StepRecord, other: StepRecord, index: int
+) -> StepComparison:
+    """A step's measures, and those of what has to be equal."""
+    equal = (
+        _scalar("loss scale", own.loss_scale, other.loss_scale, 0.0),
+        _scalar("number of skipped steps", own.skipped, other.skipped, 0.0),
+    )
+    return StepComparison(
+        step=index + 1, loss=own.loss, reference_loss=other.loss, measures=(*measures, *equal)
+    )
+
+
+def _compare_skipped(
+    loss: Measure, found: Sequence[StepRecord], expected: Sequence[StepRecord], index: int
+) -> StepComparison:
+    """A step whose gradients are not finite: the same have some, their norm is not finite, no weight moves."""
+    own, other = found[index], expected[index]
+    before = found[index - 1].weights if index else other.weights
+    gradient = _mismatch("gradient", own.gradients, other.gradients)
+    measures = (
+        loss,
+        gradient or Measure(quantity="gradient", name="", distance=0.0, allowed=0.0),
+        Measure(quantity="norm", name="", distance=0.0 if own.norm == inf else inf, allowed=0.0),
+        _worst("weight", own.weights, before, dict.fromkeys(before, 0.0)),
+    )
+    return _comparison(measures, own, other, index)
 
 
 class _Distance(NamedTuple):

@@ -1,0 +1,146 @@
+"""ZeRO stages and layouts against one process, with all that training goes through.
+
+Every cell is five steps, the second of which overflows on one rank alone. The cells marked slow are the rest of the
+matrix: stages × layouts × cases in fp32, and in bf16 and fp16 each stage under each layout with one case.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from echelon.verify.layout import Layout
+from echelon.verify.models import ModelChoice
+from echelon.verify.parity import parity
+from echelon.verify.training import LEARNING_RATE, Training
+
+from ..pool import Pool
+
+LLAMA = ModelChoice(model_type="llama", num_layers=2)
+TIED = replace(LLAMA, tied=True)
+OVERFLOW = Training(overflow_step=1)
+
+
+class OccasionalNorm(nn.Module):
+    """A norm with a bias that batches of two samples or fewer leave out, and a weight that nothing uses."""
+
+    def __init__(self, norm: nn.Module, width: int) -> None:
+        super().__init__()
+        self.norm = norm
+        self.bias = nn.Parameter(torch.full((width,), 0.1))
+        self.unused = nn.Parameter(torch.ones(1, 3))
+
+    def forward(self, hidden_BSH: Tensor) -> Tensor:
+        normed_BSH = self.norm(hidden_BSH)
+        return normed_BSH + self.bias if len(hidden_BSH) > 2 else normed_BSH
+
+
+@dataclass(frozen=True, kw_only=True)
+class Occasional(ModelChoice):
+    """A Llama, some parameters of whose layers get no gradient in some microbatches, steps and replicas."""
+
+    def build(self, seed: int = 0) -> nn.Module:
+        model = super().build(seed)
+        for layer in model.model.layers:
+            layer.post_attention_layernorm = OccasionalNorm(
+                layer.post_attention_layernorm, model.config.hidden_size
+            )
+        return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What a cell adds to a stage under a layout."""
+
+    choice: ModelChoice = LLAMA
+    training: Training = OVERFLOW
+    microbatches: int = 2
+    max_norm: float = 0.0
+
+    def under(self, layout: Layout) -> Layout:
+        """The layout, with what the case asks of it."""
+        return replace(layout, microbatches=self.microbatches, max_norm=self.max_norm)
+
+
+CASES = {
+    "plain": Case(microbatches=1),
+    "accumulation": Case(microbatches=3),
+    "clipping": Case(max_norm=0.1),
+    "groups": Case(training=replace(OVERFLOW, vector_rate=LEARNING_RATE / 3)),
+    # A first stage of a pipeline has nothing to train then.
+    "lower half frozen": Case(training=replace(OVERFLOW, frozen="lower half")),
+    "every second frozen": Case(choice=TIED, training=replace(OVERFLOW, frozen="every second")),
+    "tied": Case(choice=TIED),
+    # Over two replicas the biases get gradients on the second alone, the first alone, nowhere, nowhere, the second.
+    "no gradient": Case(
+        choice=Occasional(model_type="llama", num_layers=2),
+        training=replace(OVERFLOW, extra_samples=(0, 1, 0, 0)),
+    ),
+    # The same over four.
+    "no gradient of four": Case(
+        choice=Occasional(model_type="llama", num_layers=2, tied=True),
+        training=replace(OVERFLOW, extra_samples=(0, 1, 0, 0, 0, 0)),
+        max_norm=0.1,
+    ),
+}
+LAYOUTS = {
+    "dp2": Layout(dp=2),
+    "dp4": Layout(dp=4),
+    "tp2·dp2": Layout(tp=2, dp=2),
+    "pp2·dp2": Layout(pp=2, dp=2),
+}
+STAGES = (0, 1, 2)
+FULL = list(product(STAGES, LAYOUTS, CASES, ["fp32"]))
+# Cases go round, so that each meets every stage and layout in one of the two formats or the other.
+SIXTEEN_BIT = [
+    (stage, layout, list(CASES)[(2 * number + shift) % len(CASES)], precision)
+    for shift, precision in enumerate(("bf16", "fp16"))
+    for number, (stage, layout) in enumerate(product(STAGES, LAYOUTS))
+]
+# Every stage, layout, case and format at least once.
+QUICK = [
+    (0, "dp2", "no gradient", "fp32"),
+    (0, "tp2·dp2", "clipping", "fp16"),
+    (0, "pp2·dp2", "lower half frozen", "fp32"),
+    (1, "dp4", "no gradient of four", "fp32"),
+    (1, "tp2·dp2", "every second frozen", "fp32"),
+    (1, "pp2·dp2", "groups", "bf16"),
+    (2, "dp2", "plain", "fp16"),
+    (2, "dp4", "accumulation", "fp32"),
+    (2, "tp2·dp2", "no gradient", "fp32"),
+    (2, "pp2·dp2", "tied", "fp32"),
+]
+CELLS = [*QUICK, *(cell for cell in FULL + SIXTEEN_BIT if cell not in QUICK)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "layout", "case", "precision"),
+    [
+        pytest.param(
+            *cell,
+            marks=[] if cell in QUICK else [pytest.mark.slow],
+            id=f"zero{cell[0]}·" + "·".join(cell[1:]).replace(" ", "-"),
+        )
+        for cell in CELLS
+    ],
+)
+def test_five_steps_with_an_overflow_equal_one_process(
+    pool: Pool, stage: int, layout: str, case: str, precision: str
+) -> None:
+    chosen = CASES[case]
+    spread = chosen.under(replace(LAYOUTS[layout], zero=stage, precision=precision))
+    reports = pool.run(
+        spread.world_size, parity, chosen.choice, spread, training=chosen.training, num_steps=5
+    )
+    assert [report.departure for report in reports] == [None] * spread.world_size
+    skipped = reports[0].steps[1]
+    assert skipped.measure("weight").allowed == 0.0, "the second step was to be skipped"
+
+
+def test_the_quick_cells_meet_everything() -> None:
+    assert {cell[0] for cell in QUICK} == set(STAGES)
+    assert {cell[1] for cell in QUICK} == set(LAYOUTS)
+    assert {cell[2] for cell in QUICK} == set(CASES)
+    assert {cell[3] for cell in QUICK} == {"fp32", "bf16", "fp16"}
