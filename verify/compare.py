@@ -23,7 +23,7 @@ class Measure:
     """One quantity beside its reference.
 
     Args:
-        quantity: "loss", "gradient", "norm", "weight", "loss scale" or "number of skipped steps".
+        quantity: "loss", "gradient", "norm", "weight", "copy", "loss scale" or "number of skipped steps".
         name: the worst tensor; empty for a scalar.
         distance: how far it is from the reference (in 16 bits: from float32).
         allowed: how far it may be.
@@ -163,7 +163,9 @@ def _comparison(
     measures: tuple[Measure, ...], own: StepRecord, other: StepRecord, index: int
 ) -> StepComparison:
     """A step's measures, and those of what has to be equal."""
+    unequal = own.unequal_copies
     equal = (
+        Measure(quantity="copy", name=unequal[0] if unequal else "", distance=len(unequal), allowed=0.0),
         _scalar("loss scale", own.loss_scale, other.loss_scale, 0.0),
         _scalar("number of skipped steps", own.skipped, other.skipped, 0.0),
     )

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..booster.booster import Booster
 from ..checkpoint.gather import gather_whole
-from ..cluster.placement import placement_of
+from ..cluster.agreement import batch_hash
+from ..cluster.placement import Shard, placement_of
 from ..pipeline.microbatch import split
 from ..plugins.hybrid_module import HybridParallelModule
 from ..plugins.hybrid_parallel import HybridParallelPlugin
@@ -174,6 +175,7 @@ def _run_layout(
                 weights=_whole(boosted, _weights(boosted, optimizer)),
                 loss_scale=_agreed(loss_scale, plugin),
                 skipped=_agreed(optimizer.skipped_steps, plugin),
+                unequal_copies=_unequal_copies(boosted, optimizer),
             )
         )
     return records
@@ -203,6 +205,26 @@ def _weights(boosted: HybridParallelModule, optimizer: ShardedOptimizer) -> dict
     """This rank's float32 weights by name: the masters, and frozen ones as they are."""
     masters = optimizer.masters()
     return {name: masters.get(name, parameter.detach()) for name, parameter in boosted.held.items()}
+
+
+def _unequal_copies(boosted: HybridParallelModule, optimizer: ShardedOptimizer) -> tuple[str, ...]:
+    """Names of the weights whose copies differ between ranks that hold the same piece. Collective over the world.
+
+    Replicas, and what is whole on several tensor ranks or stages; parameters, and the masters behind them.
+    """
+    tensor_rank, masters = boosted.plugin.mesh.rank("tp"), optimizer.masters()
+    own = {}
+    for name, parameter in boosted.held.items():
+        placement = placement_of(parameter)
+        piece = tensor_rank // placement.copies if isinstance(placement, Shard) else 0
+        own[name, piece] = batch_hash([parameter.detach(), masters.get(name)])
+    by_rank: list[dict[tuple[str, int], int]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(by_rank, own)
+    hashes: dict[tuple[str, int], set[int]] = {}
+    for held in by_rank:
+        for key, code in held.items():
+            hashes.setdefault(key, set()).add(code)
+    return tuple(dict.fromkeys(name for (name, _), codes in hashes.items() if len(codes) > 1))
 
 
 def _overflowing(outputs: object, inputs: object) -> Tensor:

@@ -20,6 +20,7 @@ class StepRecord:
         weights: by parameter name after the step, float32 (in 16 bits the masters, of what is trained).
         loss_scale: what the losses of the step were multiplied with for their backward.
         skipped: how many steps were skipped so far, this one included: their gradients were not finite.
+        unequal_copies: weights of which two ranks that hold the same piece have different ones after the step.
     """
 
     loss: float
@@ -28,6 +29,7 @@ class StepRecord:
     weights: dict[str, Tensor]
     loss_scale: float = 1.0
     skipped: float = 0
+    unequal_copies: tuple[str, ...] = ()
 
 
 def train(

@@ -6,15 +6,18 @@ matrix: stages × layouts × cases in fp32, and in bf16 and fp16 each stage unde
 
 from dataclasses import dataclass, replace
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
-from echelon.verify.parity import parity
+from echelon.verify.parity import Report, parity
 from echelon.verify.training import LEARNING_RATE, Training
+from echelon.zero.optimizer import ShardedOptimizer
 
 from ..pool import Pool
 
@@ -92,12 +95,14 @@ LAYOUTS = {
     "pp2·dp2": Layout(pp=2, dp=2),
 }
 STAGES = (0, 1, 2)
+IN_TWOS = {"dp4 in twos": Layout(dp=4, zero_size=2)}
 FULL = list(product(STAGES, LAYOUTS, CASES, ["fp32"]))
+FULL += product((1, 2), IN_TWOS, CASES, ["fp32"])
 # Cases go round, so that each meets every stage and layout in one of the two formats or the other.
 SIXTEEN_BIT = [
     (stage, layout, list(CASES)[(2 * number + shift) % len(CASES)], precision)
     for shift, precision in enumerate(("bf16", "fp16"))
-    for number, (stage, layout) in enumerate(product(STAGES, LAYOUTS))
+    for number, (stage, layout) in enumerate([*product(STAGES, LAYOUTS), *product((1, 2), IN_TWOS)])
 ]
 # Every stage, layout, case and format at least once.
 QUICK = [
@@ -109,6 +114,7 @@ QUICK = [
     (1, "pp2·dp2", "groups", "bf16"),
     (2, "dp2", "plain", "fp16"),
     (2, "dp4", "accumulation", "fp32"),
+    (2, "dp4 in twos", "accumulation", "fp16"),
     (2, "tp2·dp2", "no gradient", "fp32"),
     (2, "pp2·dp2", "tied", "fp32"),
 ]
@@ -130,7 +136,7 @@ def test_five_steps_with_an_overflow_equal_one_process(
     pool: Pool, stage: int, layout: str, case: str, precision: str
 ) -> None:
     chosen = CASES[case]
-    spread = chosen.under(replace(LAYOUTS[layout], zero=stage, precision=precision))
+    spread = chosen.under(replace((LAYOUTS | IN_TWOS)[layout], zero=stage, precision=precision))
     reports = pool.run(
         spread.world_size, parity, chosen.choice, spread, training=chosen.training, num_steps=5
     )
@@ -141,6 +147,70 @@ def test_five_steps_with_an_overflow_equal_one_process(
 
 def test_the_quick_cells_meet_everything() -> None:
     assert {cell[0] for cell in QUICK} == set(STAGES)
-    assert {cell[1] for cell in QUICK} == set(LAYOUTS)
+    assert {cell[1] for cell in QUICK} == {*LAYOUTS, *IN_TWOS}
     assert {cell[2] for cell in QUICK} == set(CASES)
     assert {cell[3] for cell in QUICK} == {"fp32", "bf16", "fp16"}
+
+
+# Mutations: the check must catch each of them.
+
+
+def with_an_overflow_unnoticed(choice: ModelChoice, layout: Layout) -> Report:
+    with patch("echelon.zero.optimizer.isfinite", lambda number: True):
+        return parity(choice, layout, training=OVERFLOW)
+
+
+def with_the_scale_as_it_was(choice: ModelChoice, layout: Layout) -> Report:
+    with patch("echelon.zero.precision.DynamicScaler._shrink", lambda self: None):
+        return parity(choice, layout, training=OVERFLOW)
+
+
+def with_gradients_that_nobody_had(choice: ModelChoice, layout: Layout) -> Report:
+    """Parameters without a gradient are stepped with zeros, so weight decay moves them."""
+    original = ShardedOptimizer._update_own_slices
+
+    def update(self: ShardedOptimizer, coefficient: float, present: list[bool]) -> None:
+        original(self, coefficient, [True] * len(present))
+
+    with patch.object(ShardedOptimizer, "_update_own_slices", update):
+        return parity(choice, layout)
+
+
+def with_a_copy_that_departs(choice: ModelChoice, layout: Layout) -> Report:
+    """The last rank's bits of a norm are others, too few for the loss to show."""
+    original = ShardedOptimizer.step
+
+    def step(self: ShardedOptimizer) -> None:
+        original(self)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            norm = next(slot for slot in self._reducer.slots if slot.managed.name == "model.norm.weight")
+            norm.parameter.data.mul_(1 + 1e-6)
+
+    with patch.object(ShardedOptimizer, "step", step):
+        return parity(choice, layout)
+
+
+UNUSED = "model.layers.0.post_attention_layernorm.unused"
+MUTATIONS = {
+    "an overflow unnoticed": (with_an_overflow_unnoticed, "step 2: weight of ", Layout(dp=2, zero=1)),
+    "the scale as it was": (
+        with_the_scale_as_it_was,
+        "step 3: loss scale is off by 128",
+        Layout(dp=2, zero=1, precision="fp16"),
+    ),
+    "gradients that nobody had": (
+        with_gradients_that_nobody_had,
+        f"step 2: weight of {UNUSED} ",
+        Layout(dp=2, zero=2),
+    ),
+    "a copy that departs": (with_a_copy_that_departs, "step 1: copy of model.norm.weight ", Layout(tp=2)),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_check_catches(pool: Pool, mutation: str) -> None:
+    function, told, layout = MUTATIONS[mutation]
+    choice = Occasional(model_type="llama", num_layers=1)
+    report = pool.run(2, function, choice, layout)[0]
+    assert report.departure is not None
+    assert report.departure.startswith(told), report.departure

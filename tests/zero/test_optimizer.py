@@ -24,27 +24,35 @@ from .reference import (
     train,
 )
 
-LAYOUTS = ((1, 0), (2, 0), (2, 1), (3, 1))  # data-parallel ranks, stage
+LAYOUTS = [
+    *((1, 0, -1), (2, 0, -1), (2, 1, -1), (3, 1, -1)),  # data-parallel ranks, stage, zero_size
+    *(
+        pytest.param(*layout, marks=pytest.mark.slow)
+        for layout in ((2, 2, -1), (3, 2, -1), (4, 1, 2), (4, 2, 2))
+    ),
+]
 
 
-@pytest.mark.parametrize(("world_size", "stage"), LAYOUTS)
+@pytest.mark.parametrize(("world_size", "stage", "zero_size"), LAYOUTS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_training_equals_plain_torch(pool: Pool, world_size: int, stage: int, precision: str) -> None:
-    pool.run(world_size, check_training, stage, precision)
+def test_training_equals_plain_torch(
+    pool: Pool, world_size: int, stage: int, zero_size: int, precision: str
+) -> None:
+    pool.run(world_size, check_training, stage, zero_size, precision)
 
 
-def check_training(stage: int, precision: str) -> None:
+def check_training(stage: int, zero_size: int, precision: str) -> None:
     for name, case in CASES.items():
         try:
-            check_case(case, stage=stage, precision=precision)
+            check_case(case, stage=stage, zero_size=zero_size, precision=precision)
         except Exception as error:
             raise AssertionError(f"case {name!r}: {error}") from error
 
 
-def check_case(case: Case, *, stage: int, precision: str) -> None:
+def check_case(case: Case, *, stage: int, zero_size: int, precision: str) -> None:
     world_size, last = dist.get_world_size(), dist.get_world_size() - 1
     expected = train(case, world_size=world_size, precision=precision, overflowing_rank=last)
-    record = train_sharded(case, stage=stage, precision=precision, overflowing_rank=last)
+    record = train_sharded(case, stage=stage, zero_size=zero_size, precision=precision, overflowing_rank=last)
     assert record.skipped == expected.skipped == (case.overflow_step is not None)
     for step, (ours, theirs) in enumerate(zip(record.gradients, expected.gradients, strict=True)):
         if step != case.overflow_step:
@@ -66,7 +74,7 @@ def check_case(case: Case, *, stage: int, precision: str) -> None:
         )
 
 
-def train_sharded(case: Case, *, stage: int, precision: str, overflowing_rank: int) -> Record:
+def train_sharded(case: Case, *, stage: int, zero_size: int, precision: str, overflowing_rank: int) -> Record:
     mesh = ParallelMesh()
     model = build_model(case)
     inner = build_optimizer(case, dict(model.named_parameters()))
@@ -77,6 +85,7 @@ def train_sharded(case: Case, *, stage: int, precision: str, overflowing_rank: i
         [ManagedParameter(name=name, parameter=each) for name, each in model.named_parameters()],
         mesh=mesh,
         stage=stage,
+        zero_size=zero_size,
         precision=config,
         max_norm=case.max_norm,
         norm_type=case.norm_type,
