@@ -126,26 +126,29 @@ def compare_16_bit(
     A distance is the norm of a difference, over all tensors together: rounding decides the distance of a single
     small tensor by chance, and where AdamW divides a gradient by its own size the sign of noise. A single
     tensor may be off by `STRAY` times its reference's distance, so one that is wrong still shows. A distance
-    that happens to be tiny for the reference says nothing: nothing has to be nearer than the rounding.
+    that happens to be tiny for the reference says nothing: nothing has to be nearer than the rounding, than one
+    entry that AdamW moves the other way, nor than the reference itself was in a step before.
     """
     rounding = torch.finfo(dtype).eps
     compared = []
+    gradient_floor, weight_floor = 0.0, 2 * learning_rate
     for index, (own, other, exact) in enumerate(zip(found, expected, float32, strict=True)):
         loss = _near(_Distance("loss", own.loss, other.loss, exact.loss), rounding * abs(exact.loss))
         if not isfinite(exact.norm):
             compared.append(_compare_skipped(loss, found, expected, index))
             continue
-        floors = {
-            "norm": rounding * exact.norm,
-            "gradient": rounding * exact.norm,
-            "weight": learning_rate,
-        }
-        measures = (
-            loss,
-            _near_together("gradient", own.gradients, other.gradients, exact.gradients, floors["gradient"]),
-            _near(_Distance("norm", own.norm, other.norm, exact.norm), floors["norm"]),
-            _near_together("weight", own.weights, other.weights, exact.weights, floors["weight"]),
+        gradient = _near_together(
+            "gradient",
+            own.gradients,
+            other.gradients,
+            exact.gradients,
+            max(rounding * exact.norm, gradient_floor),
         )
+        weight = _near_together("weight", own.weights, other.weights, exact.weights, weight_floor)
+        gradient_floor = max(gradient_floor, _apart(other.gradients, exact.gradients))
+        weight_floor = max(weight_floor, _apart(other.weights, exact.weights))
+        norm = _near(_Distance("norm", own.norm, other.norm, exact.norm), rounding * exact.norm)
+        measures = (loss, gradient, norm, weight)
         compared.append(_comparison(measures, own, other, index))
     return compared
 
@@ -217,7 +220,7 @@ def _near_together(
         return mismatch
     distances = {name: (found[name].float() - tensor).norm().item() for name, tensor in exact.items()}
     usual = {name: (reference[name] - tensor).norm().item() for name, tensor in exact.items()}
-    usual_together = max(hypot(*usual.values()), floor)
+    usual_together = max(_apart(reference, exact), floor)
     share = usual_together / len(usual) ** 0.5
     for name, distance in distances.items():
         allowed = STRAY * max(usual[name], share)
@@ -226,6 +229,11 @@ def _near_together(
     worst = max(distances, key=lambda name: distances[name])
     together = hypot(*distances.values())
     return Measure(quantity=quantity, name=worst, distance=together, allowed=ALLOWED_16_BIT * usual_together)
+
+
+def _apart(reference: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    """The norm of the difference of all tensors together."""
+    return hypot(*((reference[name] - tensor).norm().item() for name, tensor in exact.items()))
 
 
 def _distance(found: Tensor | None, expected: Tensor) -> float:

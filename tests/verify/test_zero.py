@@ -98,7 +98,7 @@ STAGES = (0, 1, 2)
 IN_TWOS = {"dp4 in twos": Layout(dp=4, zero_size=2)}
 FULL = list(product(STAGES, LAYOUTS, CASES, ["fp32"]))
 FULL += product((1, 2), IN_TWOS, CASES, ["fp32"])
-# Cases go round, so that each meets every stage and layout in one of the two formats or the other.
+# Every stage under every layout once in either format; the cases go round, and each is met in both.
 SIXTEEN_BIT = [
     (stage, layout, list(CASES)[(2 * number + shift) % len(CASES)], precision)
     for shift, precision in enumerate(("bf16", "fp16"))
