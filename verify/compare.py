@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import hypot
+from math import hypot, inf, isfinite
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ class Measure:
     """One quantity beside its reference.
 
     Args:
-        quantity: "loss", "gradient", "norm" or "weight".
+        quantity: "loss", "gradient", "norm", "weight", "copy", "loss scale" or "number of skipped steps".
         name: the worst tensor; empty for a scalar.
         distance: how far it is from the reference (in 16 bits: from float32).
         allowed: how far it may be.
@@ -84,6 +84,10 @@ def compare_float32(
     shares: dict[str, float] = {}
     for index, (own, other) in enumerate(zip(found, expected, strict=True)):
         exact = bitwise and index == 0
+        loss = _scalar("loss", own.loss, other.loss, 0.0 if exact else 1e-6 * max(1.0, abs(other.loss)))
+        if not isfinite(other.norm):
+            compared.append(_compare_skipped(loss, found, expected, index))
+            continue
         peaks = {name: gradient.abs().max().item() for name, gradient in other.gradients.items()}
         largest = max(peaks.values())
         noise = ZERO_GRADIENT * largest
@@ -100,14 +104,12 @@ def compare_float32(
             for name, weight in other.weights.items()
         }
         measures = (
-            _scalar("loss", own.loss, other.loss, 0.0 if exact else 1e-6 * max(1.0, abs(other.loss))),
+            loss,
             _worst("gradient", own.gradients, other.gradients, gradient_allowed),
             _scalar("norm", own.norm, other.norm, 1e-5 * other.norm),
             _worst("weight", own.weights, other.weights, weight_allowed),
         )
-        compared.append(
-            StepComparison(step=index + 1, loss=own.loss, reference_loss=other.loss, measures=measures)
-        )
+        compared.append(_comparison(measures, own, other, index))
     return compared
 
 
@@ -124,26 +126,30 @@ def compare_16_bit(
     A distance is the norm of a difference, over all tensors together: rounding decides the distance of a single
     small tensor by chance, and where AdamW divides a gradient by its own size the sign of noise. A single
     tensor may be off by `STRAY` times its reference's distance, so one that is wrong still shows. A distance
-    that happens to be tiny for the reference says nothing: nothing has to be nearer than the rounding.
+    that happens to be tiny for the reference says nothing: nothing has to be nearer than the rounding, than one
+    entry that AdamW moves the other way, nor than the reference itself was in a step before.
     """
     rounding = torch.finfo(dtype).eps
     compared = []
+    gradient_floor, weight_floor = 0.0, 2 * learning_rate
     for index, (own, other, exact) in enumerate(zip(found, expected, float32, strict=True)):
-        floors = {
-            "loss": rounding * abs(exact.loss),
-            "norm": rounding * exact.norm,
-            "gradient": rounding * exact.norm,
-            "weight": learning_rate,
-        }
-        measures = (
-            _near(_Distance("loss", own.loss, other.loss, exact.loss), floors["loss"]),
-            _near_together("gradient", own.gradients, other.gradients, exact.gradients, floors["gradient"]),
-            _near(_Distance("norm", own.norm, other.norm, exact.norm), floors["norm"]),
-            _near_together("weight", own.weights, other.weights, exact.weights, floors["weight"]),
+        loss = _near(_Distance("loss", own.loss, other.loss, exact.loss), rounding * abs(exact.loss))
+        if not isfinite(exact.norm):
+            compared.append(_compare_skipped(loss, found, expected, index))
+            continue
+        gradient = _near_together(
+            "gradient",
+            own.gradients,
+            other.gradients,
+            exact.gradients,
+            max(rounding * exact.norm, gradient_floor),
         )
-        compared.append(
-            StepComparison(step=index + 1, loss=own.loss, reference_loss=other.loss, measures=measures)
-        )
+        weight = _near_together("weight", own.weights, other.weights, exact.weights, weight_floor)
+        gradient_floor = max(gradient_floor, _apart(other.gradients, exact.gradients))
+        weight_floor = max(weight_floor, _apart(other.weights, exact.weights))
+        norm = _near(_Distance("norm", own.norm, other.norm, exact.norm), rounding * exact.norm)
+        measures = (loss, gradient, norm, weight)
+        compared.append(_comparison(measures, own, other, index))
     return compared
 
 
@@ -154,6 +160,37 @@ def first_departure(comparisons: Sequence[StepComparison]) -> str | None:
             if not measure.agrees:
                 return f"step {comparison.step}: {measure}"
     return None
+
+
+def _comparison(
+    measures: tuple[Measure, ...], own: StepRecord, other: StepRecord, index: int
+) -> StepComparison:
+    """A step's measures, and those of what has to be equal."""
+    unequal = own.unequal_copies
+    equal = (
+        Measure(quantity="copy", name=unequal[0] if unequal else "", distance=len(unequal), allowed=0.0),
+        _scalar("loss scale", own.loss_scale, other.loss_scale, 0.0),
+        _scalar("number of skipped steps", own.skipped, other.skipped, 0.0),
+    )
+    return StepComparison(
+        step=index + 1, loss=own.loss, reference_loss=other.loss, measures=(*measures, *equal)
+    )
+
+
+def _compare_skipped(
+    loss: Measure, found: Sequence[StepRecord], expected: Sequence[StepRecord], index: int
+) -> StepComparison:
+    """A step whose gradients are not finite: the same have some, their norm is not finite, no weight moves."""
+    own, other = found[index], expected[index]
+    before = found[index - 1].weights if index else other.weights
+    gradient = _mismatch("gradient", own.gradients, other.gradients)
+    measures = (
+        loss,
+        gradient or Measure(quantity="gradient", name="", distance=0.0, allowed=0.0),
+        Measure(quantity="norm", name="", distance=0.0 if own.norm == inf else inf, allowed=0.0),
+        _worst("weight", own.weights, before, dict.fromkeys(before, 0.0)),
+    )
+    return _comparison(measures, own, other, index)
 
 
 class _Distance(NamedTuple):
@@ -183,7 +220,7 @@ def _near_together(
         return mismatch
     distances = {name: (found[name].float() - tensor).norm().item() for name, tensor in exact.items()}
     usual = {name: (reference[name] - tensor).norm().item() for name, tensor in exact.items()}
-    usual_together = max(hypot(*usual.values()), floor)
+    usual_together = max(_apart(reference, exact), floor)
     share = usual_together / len(usual) ** 0.5
     for name, distance in distances.items():
         allowed = STRAY * max(usual[name], share)
@@ -192,6 +229,11 @@ def _near_together(
     worst = max(distances, key=lambda name: distances[name])
     together = hypot(*distances.values())
     return Measure(quantity=quantity, name=worst, distance=together, allowed=ALLOWED_16_BIT * usual_together)
+
+
+def _apart(reference: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    """The norm of the difference of all tensors together."""
+    return hypot(*((reference[name] - tensor).norm().item() for name, tensor in exact.items()))
 
 
 def _distance(found: Tensor | None, expected: Tensor) -> float:

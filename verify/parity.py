@@ -2,6 +2,8 @@
 
 import copy
 from dataclasses import dataclass
+from functools import partial
+from math import inf, isfinite, nan
 
 import torch
 import torch.distributed as dist
@@ -9,7 +11,8 @@ from torch import Tensor, nn
 
 from ..booster.booster import Booster
 from ..checkpoint.gather import gather_whole
-from ..cluster.placement import placement_of
+from ..cluster.agreement import batch_hash
+from ..cluster.placement import Shard, placement_of
 from ..pipeline.microbatch import split
 from ..plugins.hybrid_module import HybridParallelModule
 from ..plugins.hybrid_parallel import HybridParallelPlugin
@@ -20,10 +23,10 @@ from .compare import StepComparison, compare_16_bit, compare_float32, first_depa
 from .layout import Layout
 from .models import ModelChoice, loss_of, make_batch
 from .reference import StepRecord
+from .training import EPSILON, LEARNING_RATE, Training
 
-LEARNING_RATE = 1e-3
-EPSILON = 1e-5
-LOSS_SCALE = 2.0**8  # the fixed scale of fp16 runs: high enough to tell whether it is taken out again
+LOSS_SCALE = 2.0**8  # the first scale of fp16 runs: high enough to tell whether it is taken out again
+AS_USUAL = Training()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,14 @@ class Report:
         return self.departure is None
 
 
-def parity(choice: ModelChoice, layout: Layout, *, num_steps: int = 3, seed: int = 0) -> Report:
+def parity(
+    choice: ModelChoice,
+    layout: Layout,
+    *,
+    training: Training = AS_USUAL,
+    num_steps: int = 3,
+    seed: int = 0,
+) -> Report:
     """Train a model under a layout and in one process, and compare every step's numbers.
 
     Collective over the world, which must have `layout.world_size` ranks. The reference runs on rank 0.
@@ -52,27 +62,33 @@ def parity(choice: ModelChoice, layout: Layout, *, num_steps: int = 3, seed: int
     Args:
         choice: the model.
         layout: how it is spread.
+        training: what its steps go through.
         num_steps: optimizer steps.
         seed: of the model's weights and of the batches.
 
     Raises:
         ValueError: model and layout do not fit; all reasons at once.
     """
-    # One sample more than the microbatches divide, so that they are of unequal size.
-    num_samples = 2 * layout.microbatches + 1
     model = choice.build(seed)
+    training.freeze(model)
     batches = [
         [
-            make_batch(choice, num_samples=num_samples, seed=seed + 100 * step + replica)
+            make_batch(
+                choice,
+                num_samples=training.num_samples(
+                    step=step, replica=replica, microbatches=layout.microbatches
+                ),
+                seed=seed + 100 * step + replica,
+            )
             for replica in range(layout.dp)
         ]
         for step in range(num_steps)
     ]
     untouched = copy.deepcopy(model) if dist.get_rank() == 0 else None
-    found = _run_layout(model, layout, batches)
+    found = _run_layout(model, layout, training, batches)
     verdict: list[tuple[StepComparison, ...] | None] = [None]
     if untouched is not None:
-        verdict = [tuple(_compare(untouched, choice, layout, batches, found))]
+        verdict = [tuple(_compare(untouched, layout, training, batches, found))]
     dist.broadcast_object_list(verdict, src=0)
     steps = verdict[0]
     assert steps is not None
@@ -81,8 +97,8 @@ def parity(choice: ModelChoice, layout: Layout, *, num_steps: int = 3, seed: int
 
 def _compare(
     model: nn.Module,
-    choice: ModelChoice,
     layout: Layout,
+    training: Training,
     batches: list[list[dict[str, Tensor]]],
     found: list[StepRecord],
 ) -> list[StepComparison]:
@@ -95,22 +111,26 @@ def _compare(
         return reference.train(
             model,
             steps,
-            make_optimizer=make_optimizer,
+            make_optimizer=partial(make_optimizer, vector_rate=training.vector_rate),
             criterion=loss_of,
             dtype=dtype,
             max_norm=layout.max_norm,
             loss_scale=LOSS_SCALE if dtype is torch.float16 else 1.0,
+            overflow_step=training.overflow_step,
         )
 
     dtype = DTYPES[layout.precision]
+    rate = max(LEARNING_RATE, training.vector_rate)
     float32 = train(torch.float32)
     if dtype is torch.float32:
         bitwise = layout.tp == layout.dp == 1 and not _is_tied(model)
-        return compare_float32(found, float32, learning_rate=LEARNING_RATE, epsilon=EPSILON, bitwise=bitwise)
-    return compare_16_bit(found, train(dtype), float32, dtype=dtype, learning_rate=LEARNING_RATE)
+        return compare_float32(found, float32, learning_rate=rate, epsilon=EPSILON, bitwise=bitwise)
+    return compare_16_bit(found, train(dtype), float32, dtype=dtype, learning_rate=rate)
 
 
-def _run_layout(model: nn.Module, layout: Layout, batches: list[list[dict[str, Tensor]]]) -> list[StepRecord]:
+def _run_layout(
+    model: nn.Module, layout: Layout, training: Training, batches: list[list[dict[str, Tensor]]]
+) -> list[StepRecord]:
     """The layout's steps, whole on rank 0; elsewhere records without tensors."""
     plugin = HybridParallelPlugin(
         tp_size=layout.tp,
@@ -125,14 +145,19 @@ def _run_layout(model: nn.Module, layout: Layout, batches: list[list[dict[str, T
         gradient_checkpoint_config=layout.checkpoint,
         max_norm=layout.max_norm,
         initial_scale=LOSS_SCALE,
+        hysteresis=1,
         zero_bucket_size_in_m=0.005,  # several buckets even for a small model
     )
     booster = Booster(plugin=plugin)
-    boosted, optimizer, criterion, *_ = booster.boost(model, make_optimizer(model), loss_of)
+    given = make_optimizer(model, vector_rate=training.vector_rate)
+    boosted, optimizer, *_ = booster.boost(model, given)
     assert isinstance(boosted, HybridParallelModule) and isinstance(optimizer, ShardedOptimizer)
     records = []
-    for replicas in batches:
+    for step, replicas in enumerate(batches):
         batch = replicas[plugin.mesh.rank("dp")]
+        is_last = dist.get_rank() == dist.get_world_size() - 1  # of the last stage and replica
+        criterion = _overflowing if step == training.overflow_step and is_last else loss_of
+        loss_scale = optimizer.loss_scale
         output = booster.execute_pipeline(iter([batch]), boosted, criterion, optimizer)
         optimizer.reduce_gradients()
         gradients = _whole(boosted, optimizer.gradients())
@@ -145,21 +170,24 @@ def _run_layout(model: nn.Module, layout: Layout, batches: list[list[dict[str, T
         records.append(
             StepRecord(
                 loss=loss.item() / layout.dp,
-                norm=norm,
+                norm=_agreed(norm, plugin),
                 gradients=gradients,
-                weights=_whole(boosted, optimizer.masters()),
+                weights=_whole(boosted, _weights(boosted, optimizer)),
+                loss_scale=_agreed(loss_scale, plugin),
+                skipped=_agreed(optimizer.skipped_steps, plugin),
+                unequal_copies=_unequal_copies(boosted, optimizer),
             )
         )
     return records
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, *, vector_rate: float = LEARNING_RATE) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices alone, as fine-tuning scripts have it."""
     parameters = list(model.parameters())
     return torch.optim.AdamW(
         [
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.01},
-            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0, "lr": vector_rate},
         ],
         lr=LEARNING_RATE,
         eps=EPSILON,
@@ -171,6 +199,48 @@ def _whole(boosted: HybridParallelModule, tensors: dict[str, Tensor]) -> dict[st
     placements = {name: placement_of(boosted.held[name]) for name in tensors}
     whole = gather_whole(tensors, placements, boosted.plugin.mesh)
     return {name: tensor.float().cpu().clone() for name, tensor in whole.items()}
+
+
+def _weights(boosted: HybridParallelModule, optimizer: ShardedOptimizer) -> dict[str, Tensor]:
+    """This rank's float32 weights by name: the masters, and frozen ones as they are."""
+    masters = optimizer.masters()
+    return {name: masters.get(name, parameter.detach()) for name, parameter in boosted.held.items()}
+
+
+def _unequal_copies(boosted: HybridParallelModule, optimizer: ShardedOptimizer) -> tuple[str, ...]:
+    """Names of the weights whose copies differ between ranks that hold the same piece. Collective over the world.
+
+    Replicas, and what is whole on several tensor ranks or stages; parameters, and the masters behind them.
+    """
+    tensor_rank, masters = boosted.plugin.mesh.rank("tp"), optimizer.masters()
+    own = {}
+    for name, parameter in boosted.held.items():
+        placement = placement_of(parameter)
+        piece = tensor_rank // placement.copies if isinstance(placement, Shard) else 0
+        own[name, piece] = batch_hash([parameter.detach(), masters.get(name)])
+    by_rank: list[dict[tuple[str, int], int]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(by_rank, own)
+    hashes: dict[tuple[str, int], set[int]] = {}
+    for held in by_rank:
+        for key, code in held.items():
+            hashes.setdefault(key, set()).add(code)
+    return tuple(dict.fromkeys(name for (name, _), codes in hashes.items() if len(codes) > 1))
+
+
+def _overflowing(outputs: object, inputs: object) -> Tensor:
+    """The model's loss, whose backward finds infinities, as where a number left the range of its format."""
+    loss = loss_of(outputs, inputs)
+    loss.register_hook(lambda gradient: gradient * inf)
+    return loss
+
+
+def _agreed(value: float, plugin: HybridParallelPlugin) -> float:
+    """A number that all ranks must have alike: `nan` where they do not, and `inf` for what is not finite."""
+    own = value if isfinite(value) else inf
+    extremes = torch.tensor([own, -own], dtype=torch.float64, device=plugin.mesh.device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    largest, negated_smallest = extremes.tolist()
+    return largest if largest == -negated_smallest else nan
 
 
 def _is_tied(model: nn.Module) -> bool:

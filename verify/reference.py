@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +17,19 @@ class StepRecord:
         loss: the mean over replicas and microbatches.
         norm: the norm of all gradients, before clipping.
         gradients: by parameter name, before clipping, float32.
-        weights: by parameter name after the step, float32 (the masters, in 16 bits).
+        weights: by parameter name after the step, float32 (in 16 bits the masters, of what is trained).
+        loss_scale: what the losses of the step were multiplied with for their backward.
+        skipped: how many steps were skipped so far, this one included: their gradients were not finite.
+        unequal_copies: weights of which two ranks that hold the same piece have different ones after the step.
     """
 
     loss: float
     norm: float
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
+    loss_scale: float = 1.0
+    skipped: float = 0
+    unequal_copies: tuple[str, ...] = ()
 
 
 def train(
@@ -34,11 +41,13 @@ def train(
     dtype: torch.dtype,
     max_norm: float = 0.0,
     loss_scale: float = 1.0,
+    overflow_step: int | None = None,
 ) -> list[StepRecord]:
     """Train a copy of the model on one process.
 
     With a 16-bit dtype a copy of that dtype computes, gradients are added up in float32, and the optimizer
-    updates float32 weights that are copied back.
+    updates float32 weights that are copied back. A step whose gradients are not finite updates nothing, and in
+    fp16 halves the loss scale.
 
     Args:
         model: float32; left as it is.
@@ -47,64 +56,84 @@ def train(
         criterion: from outputs and microbatch to a loss.
         max_norm: clip to this norm; 0 does not.
         loss_scale: multiplied onto every loss, and taken out of the gradients again.
+        overflow_step: the step in which the last replica's gradients are not finite.
     """
     masters = copy.deepcopy(model)
     worker = masters if dtype is torch.float32 else _cast(copy.deepcopy(model), dtype)
     optimizer = make_optimizer(masters)
-    return [
-        _step(
-            masters,
-            worker,
-            optimizer,
-            replicas,
-            criterion=criterion,
-            max_norm=max_norm,
-            loss_scale=loss_scale,
+    records: list[StepRecord] = []
+    skipped, scale = 0, loss_scale
+    for index, replicas in enumerate(steps):
+        loss, gradients = _gradients(
+            worker, replicas, criterion=criterion, scale=scale, overflows=index == overflow_step
         )
-        for replicas in steps
-    ]
+        norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients.values()])).item()
+        if isfinite(norm):
+            _update(masters, optimizer, gradients, max_norm=max_norm)
+        else:
+            skipped += 1
+        records.append(
+            StepRecord(
+                loss=loss,
+                norm=norm,
+                gradients=gradients,
+                weights=_publish(masters, worker),
+                loss_scale=scale,
+                skipped=skipped,
+            )
+        )
+        scale = loss_scale / 2**skipped if dtype is torch.float16 else loss_scale
+    return records
 
 
-def _step(
-    masters: nn.Module,
+def _gradients(
     worker: nn.Module,
-    optimizer: torch.optim.Optimizer,
     replicas: Sequence[Sequence[dict[str, Tensor]]],
     *,
     criterion: Callable[[object, object], Tensor],
-    max_norm: float,
-    loss_scale: float,
-) -> StepRecord:
-    worker_parameters = dict(worker.named_parameters())
+    scale: float,
+    overflows: bool,
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss, and the float32 gradients of the parameters that got any, without the scale."""
     sums: dict[str, Tensor] = {}
     losses = []
-    for microbatches in replicas:
+    for replica, microbatches in enumerate(replicas):
         parts = []
         for microbatch in microbatches:
             part = criterion(worker(**microbatch), microbatch)
             parts.append(part.detach().float())
-            (part * loss_scale / len(microbatches)).backward()
-            for name, parameter in worker_parameters.items():
+            if overflows and replica == len(replicas) - 1:
+                part.register_hook(lambda gradient: gradient * float("inf"))
+            (part * scale / len(microbatches)).backward()
+            for name, parameter in worker.named_parameters():
                 if parameter.grad is not None:
-                    added = parameter.grad.float() / (len(replicas) * loss_scale)
+                    added = parameter.grad.float() / (len(replicas) * scale)
                     sums[name] = added if name not in sums else sums[name] + added
                     parameter.grad = None
         losses.append(torch.stack(parts).sum() / len(parts))
+    return torch.stack(losses).mean().item(), sums
 
+
+def _update(
+    masters: nn.Module, optimizer: torch.optim.Optimizer, gradients: dict[str, Tensor], *, max_norm: float
+) -> None:
     for name, parameter in masters.named_parameters():
-        parameter.grad = sums.get(name)
-    gradients = {name: gradient.clone() for name, gradient in sums.items()}
-    norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients.values()])).item()
+        parameter.grad = gradients[name].clone() if name in gradients else None
     if max_norm > 0:
         torch.nn.utils.clip_grad_norm_(masters.parameters(), max_norm)
     optimizer.step()
     optimizer.zero_grad()
-    if worker is not masters:
-        with torch.no_grad():
-            for name, parameter in masters.named_parameters():
-                worker_parameters[name].copy_(parameter)
-    weights = {name: parameter.detach().clone() for name, parameter in masters.named_parameters()}
-    return StepRecord(loss=torch.stack(losses).mean().item(), norm=norm, gradients=gradients, weights=weights)
+
+
+@torch.no_grad()
+def _publish(masters: nn.Module, worker: nn.Module) -> dict[str, Tensor]:
+    """Bring the masters into what computes; copies of the masters, and of what is frozen as it computes."""
+    weights = {}
+    for (name, master), parameter in zip(masters.named_parameters(), worker.parameters(), strict=True):
+        if worker is not masters:
+            parameter.copy_(master)
+        weights[name] = (master if master.requires_grad else parameter).detach().float().clone()
+    return weights
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -76,6 +76,9 @@ CASES = {
     "clipping by the largest": Case(max_norm=0.01, norm_type=float("inf")),
     "overflow": Case(overflow_step=1, max_norm=0.05, extra_used=("all",) * 5),
     "schedule": Case(scheduled=True, grouped=True),
+    "small buckets, accumulation": Case(
+        bucket_size=5, microbatches=3, extra_used=("all", "first", "all", "all"), overflow_step=1
+    ),
     "small buckets": Case(bucket_size=50, tied=True, grouped=True, max_norm=0.05),
 }
 

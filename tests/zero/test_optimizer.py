@@ -26,19 +26,27 @@ from .reference import (
     train,
 )
 
-LAYOUTS = ((1, 0), (2, 0), (2, 1), (3, 1))  # data-parallel ranks, stage
+LAYOUTS = [
+    *((1, 0, -1), (2, 0, -1), (2, 1, -1), (3, 1, -1)),  # data-parallel ranks, stage, zero_size
+    *(
+        pytest.param(*layout, marks=pytest.mark.slow)
+        for layout in ((2, 2, -1), (3, 2, -1), (4, 1, 2), (4, 2, 2))
+    ),
+]
 
 
-@pytest.mark.parametrize(("world_size", "stage"), LAYOUTS)
+@pytest.mark.parametrize(("world_size", "stage", "zero_size"), LAYOUTS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_training_equals_plain_torch(pool: Pool, world_size: int, stage: int, precision: str) -> None:
-    pool.run(world_size, check_training, stage, precision)
+def test_training_equals_plain_torch(
+    pool: Pool, world_size: int, stage: int, zero_size: int, precision: str
+) -> None:
+    pool.run(world_size, check_training, stage, zero_size, precision)
 
 
-def check_training(stage: int, precision: str) -> None:
+def check_training(stage: int, zero_size: int, precision: str) -> None:
     for name, case in CASES.items():
         try:
-            check_case(case, stage=stage, precision=precision)
+            check_case(case, stage=stage, zero_size=zero_size, precision=precision)
         except Exception as error:
             raise AssertionError(f"case {name!r}: {error}") from error
 
