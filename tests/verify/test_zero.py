@@ -169,8 +169,9 @@ def with_gradients_that_nobody_had(choice: ModelChoice, layout: Layout) -> Repor
     """Parameters without a gradient are stepped with zeros, so weight decay moves them."""
     original = ShardedOptimizer._update_own_slices
 
-    def update(self: ShardedOptimizer, coefficient: float, present: list[bool]) -> None:
-        original(self, coefficient, [True] * len(present))
+    def update(self: ShardedOptimizer) -> None:
+        self._gradients.present = [True] * len(self._gradients.present)
+        original(self)
 
     with patch.object(ShardedOptimizer, "_update_own_slices", update):
         return parity(choice, layout)
