@@ -6,6 +6,7 @@ took 236 ms and its all-gather 188, where slices that are sent take 52 and 45, a
 (process_memory.py). NCCL keeps its own.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 import torch
@@ -39,7 +40,7 @@ class Exchange:
         self.group = group
         self._way = find_way(group) if device.type == "cpu" else None  # see [Note: slices from rank to rank]
         self._arrivals = torch.empty(0, dtype=torch.uint8)
-        self._under_way: _Mean | None = None
+        self._begun: list[_Transfer] = []
 
     @property
     def nbytes(self) -> int:
@@ -53,7 +54,7 @@ class Exchange:
     def reduce_scatter_(self, flat: Tensor) -> Waitable:
         """Begin to bring the mean over the ranks into this rank's slice; the others keep what they hold."""
         if self._way is not None:
-            return self._start(_Mean(self.group, self._way, flat))
+            return _Mean(self, self._way, flat, OneCollective("reduce_scatter", flat.nbytes))
         work: Waitable = reduce_scatter_single(
             self.own(flat), flat, op=dist.ReduceOp.AVG, group=self.group, async_op=True
         )
@@ -62,122 +63,117 @@ class Exchange:
     def all_reduce_(self, flat: Tensor) -> Waitable:
         """Begin to bring the mean over the ranks into the whole buffer."""
         if self._way is not None:
-            return self._start(_MeanEverywhere(self.group, self._way, flat))
+            return _MeanEverywhere(self, self._way, flat, OneCollective("all_reduce", flat.nbytes))
         work: Waitable = dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self.group, async_op=True)
         return work
 
     def all_gather_(self, flat: Tensor) -> Waitable:
         """Begin to fill the buffer with the slices that the ranks own."""
         if self._way is not None:
-            return _Gather(self.group, self._way, flat, OneCollective("all_gather", flat.nbytes))
+            return _Gather(self, self._way, flat, OneCollective("all_gather", flat.nbytes))
         work: Waitable = all_gather_single(flat, self.own(flat), group=self.group, async_op=True)
         return work
 
-    def _start(self, mean: "_Mean") -> "_Mean":
-        """Begin, once what arrived for the one before is summed up: both use the same memory."""
-        if self._under_way is not None:
-            self._under_way.advance()
-        if self._arrivals.nbytes < mean.nbytes_arriving:
-            self._arrivals = torch.empty(mean.nbytes_arriving, dtype=torch.uint8)
-        mean.post(self._arrivals[: mean.nbytes_arriving])
-        self._under_way = mean
-        return mean
+    def take_all(self) -> None:
+        """Have everything that has begun come in: a rank that waits for one thing holds no other rank up in another."""
+        for transfer in self._begun:
+            transfer.take()
+        self._begun.clear()
+
+    def begin(self, transfer: "_Transfer") -> None:
+        """Remember what `take_all` takes."""
+        self._begun.append(transfer)
+
+    def arrivals(self, rows: int, length: int, dtype: torch.dtype) -> Tensor:
+        """Memory (rows, length) that all transfers share, one after the other."""
+        nbytes = rows * length * dtype.itemsize
+        if self._arrivals.nbytes < nbytes:
+            self._arrivals = torch.empty(nbytes, dtype=torch.uint8)
+        return self._arrivals[:nbytes].view(dtype).view(rows, length)
 
 
-class _Mean:
-    """A mean over the ranks of a group on its way into this rank's slice of a buffer."""
+class _Transfer(ABC):
+    """Slices of a buffer under way. Making it begins.
 
-    name = "reduce_scatter"
+    Args:
+        exchange: between whom.
+        way: how they go.
+        flat: the buffer.
+        collective: as what they are counted.
+    """
 
-    def __init__(self, group: dist.ProcessGroup, way: Way, flat: Tensor) -> None:
-        self._group, self._way, self._flat = group, way, flat
-        self._slices = flat.chunk(group.size())
-        self._collective = OneCollective(self.name, flat.nbytes)
-        self._summing: Swap | None = None
-        self._finishing: Swap | None = None
+    def __init__(self, exchange: Exchange, way: Way, flat: Tensor, collective: OneCollective) -> None:
+        self._exchange, self._way, self._flat, self._collective = exchange, way, flat, collective
+        size, rank = exchange.group.size(), exchange.group.rank()
+        self._slices = flat.chunk(size)
+        # From the next one on: where all go by this order, nobody is asked by all at once.
+        self._others = [(rank + step) % size for step in range(1, size)]
+        self._is_open = True
+        with collective:
+            self._swap = self._post()
+        exchange.begin(self)
 
-    @property
-    def nbytes_arriving(self) -> int:
-        """The memory that `post` takes."""
-        own = self._own
-        return self._way.room(own.numel()) * own.element_size() * (self._group.size() - 1)
+    @abstractmethod
+    def _post(self) -> Swap:
+        """Begin."""
 
-    def post(self, arrivals: Tensor) -> None:
-        """Begin; nobody else uses this memory until `advance`."""
-        others = _others(self._group)
-        memory = arrivals.view(self._own.dtype).view(len(others), -1)
-        with self._collective:
-            self._summing = self._way.post(
-                {rank: self._slices[rank] for rank in others},
-                dict(zip(reversed(others), memory, strict=True)),
-            )
-
-    def advance(self) -> None:
-        """Sum up what arrives, once."""
-        if self._summing is None:
-            return
-        self._finishing, self._summing = self._summing, None
-        for start, pieces in self._finishing.pieces():
-            own = self._own[start : start + pieces[0].numel()]
-            for piece in pieces:
-                own.add_(piece)
-            own.div_(self._group.size())
+    @abstractmethod
+    def take(self) -> None:
+        """Have what comes from the others, once."""
 
     def wait(self) -> None:
-        """Have the mean."""
-        self.advance()
-        self._finish()
-
-    def _finish(self) -> None:
-        finishing, self._finishing = self._finishing, None
-        if finishing is not None:
-            finishing.finish()
+        """Have the result. Once more does nothing."""
+        if self._is_open:
+            self._is_open = False
+            self._exchange.take_all()
+            self._swap.finish()
 
     @property
     def _own(self) -> Tensor:
-        return self._slices[self._group.rank()]
+        return self._slices[self._exchange.group.rank()]
+
+
+class _Mean(_Transfer):
+    """A mean over the ranks on its way into this rank's slice."""
+
+    def _post(self) -> Swap:
+        if self._way.arrives_unasked:
+            self._exchange.take_all()  # what came before is in the memory where this arrives
+        rows = self._exchange.arrivals(len(self._others), self._way.room(self._own.numel()), self._own.dtype)
+        return self._way.post(
+            {rank: self._slices[rank] for rank in self._others},
+            dict(zip(reversed(self._others), rows, strict=True)),
+        )
+
+    def take(self) -> None:
+        """Sum up."""
+        for start, pieces in self._swap.pieces():
+            own = self._own[start : start + pieces[0].numel()]
+            for piece in pieces:
+                own.add_(piece)
+            own.div_(len(self._slices))
 
 
 class _MeanEverywhere(_Mean):
-    """A mean over the ranks of a group on its way into the whole buffers of all."""
-
-    name = "all_reduce"
-    _gathering: "_Gather | None" = None
-
-    def advance(self) -> None:
-        """Sum up what arrives, and begin to gather the sums, once."""
-        if self._summing is None:
-            return
-        super().advance()
-        self._finish()  # the gather writes over what went out
-        self._gathering = _Gather(self._group, self._way, self._flat, self._collective)
+    """A mean over the ranks on its way into the whole buffers of all."""
 
     def wait(self) -> None:
-        """Have the mean."""
-        self.advance()
-        gathering, self._gathering = self._gathering, None
-        if gathering is not None:
-            gathering.wait()
+        """Have the result. Once more does nothing."""
+        if self._is_open:
+            super().wait()
+            _Gather(self._exchange, self._way, self._flat, self._collective).wait()
 
 
-class _Gather:
+class _Gather(_Transfer):
     """The slices of all ranks on their way into the whole buffers of all."""
 
-    def __init__(self, group: dist.ProcessGroup, way: Way, flat: Tensor, collective: OneCollective) -> None:
-        others, slices = _others(group), flat.chunk(group.size())
-        with collective:
-            self._swap = way.post(
-                dict.fromkeys(others, slices[group.rank()]), {rank: slices[rank] for rank in reversed(others)}
-            )
+    def _post(self) -> Swap:
+        return self._way.post(
+            dict.fromkeys(self._others, self._own),
+            {rank: self._slices[rank] for rank in reversed(self._others)},
+        )
 
-    def wait(self) -> None:
-        """Have them; once."""
+    def take(self) -> None:
+        """Have them in place."""
         for _ in self._swap.pieces():
             pass
-        self._swap.finish()
-
-
-def _others(group: dist.ProcessGroup) -> list[int]:
-    """The other ranks from the next one on: where all go by this order, nobody is asked by all at once."""
-    size, rank = group.size(), group.rank()
-    return [(rank + step) % size for step in range(1, size)]

@@ -32,7 +32,13 @@ class Swap(ABC):
 
 
 class Way(ABC):
-    """A way for slices to go. Every rank of the group posts the same swaps in the same order."""
+    """A way for slices to go. Every rank of the group posts the same swaps in the same order.
+
+    Attributes:
+        arrives_unasked: whether the memory for what comes is written to from `post` on, and not by `pieces`.
+    """
+
+    arrives_unasked: bool
 
     @abstractmethod
     def room(self, length: int) -> int:
@@ -56,6 +62,8 @@ def find_way(group: dist.ProcessGroup) -> Way:
 
 class Sending(Way):
     """Slices are sent piece by piece, and summed up while the next pieces arrive."""
+
+    arrives_unasked = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -92,6 +100,8 @@ class _Sent(Swap):
 
 class Reading(Way):
     """Ranks tell each other where slices lie, and read them, see process_memory.py."""
+
+    arrives_unasked = False
 
     def __init__(self, group: dist.ProcessGroup, neighbours: Neighbours) -> None:
         self._group = group
