@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..cluster.exchange import Exchange, Waitable
+from ..cluster.exchange import Exchange, Waitable, exchange_of
 from ..cluster.mesh import ParallelMesh
 
 
@@ -106,7 +106,7 @@ def _exchange(mesh: ParallelMesh, axis: str, parts: list[range]) -> Exchange:
     """Among this rank's part. Collective over the world."""
     group = mesh.group(axis) if len(parts) == 1 else mesh.subgroup(axis, parts)
     assert group is not None  # every rank is in a part
-    return Exchange(group, mesh.device)
+    return exchange_of(mesh, group)
 
 
 class _ThenAverage(NamedTuple):

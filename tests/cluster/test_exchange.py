@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from echelon.cluster import process_memory, slices
-from echelon.cluster.exchange import Exchange
+from echelon.cluster.exchange import Exchange, exchange_of
+from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.process_memory import Neighbours
 from echelon.cluster.slices import Reading, Sending
 
@@ -97,3 +98,19 @@ def test_a_process_that_is_gone_is_told() -> None:
     os.waitpid(child, 0)
     with pytest.raises(ConnectionError, match=f"process {child}"):
         Neighbours({1: child}).read(1, 4096, torch.zeros(4))
+
+
+def test_all_that_use_a_group_share_one_exchange(pool: Pool) -> None:
+    pool.run(2, check_shared)
+
+
+def check_shared() -> None:
+    mesh = ParallelMesh()
+    exchange = exchange_of(mesh, mesh.group("dp"))
+    assert exchange_of(mesh, mesh.group("dp")) is exchange
+    assert exchange_of(ParallelMesh(), mesh.group("dp")) is not exchange
+    first, second = torch.ones(4), torch.full((4,), 2.0 * dist.get_rank())
+    works = [exchange.all_reduce_(first), exchange.all_reduce_(second)]
+    for work in reversed(works):
+        work.wait()
+    assert first.eq(1).all() and second.eq(1).all()
