@@ -1,6 +1,6 @@
 """Telling Echelon's own hooks on a parameter from those of a user."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from torch.nn import Parameter
@@ -17,5 +17,13 @@ def own(hook: Hook) -> Hook:
 
 def has_foreign_hooks(parameter: Parameter) -> bool:
     """Whether someone else wants to see the parameter's gradient when autograd has it."""
-    hooks = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-    return any(not hasattr(hook, _MARK) for registered in hooks for hook in (registered or {}).values())
+    return _has_foreign(parameter._backward_hooks) or has_foreign_last_hooks(parameter)
+
+
+def has_foreign_last_hooks(parameter: Parameter) -> bool:
+    """Whether someone else may change the parameter's gradient after autograd has added to it."""
+    return _has_foreign(parameter._post_accumulate_grad_hooks)
+
+
+def _has_foreign(hooks: Mapping[int, Callable] | None) -> bool:
+    return any(not hasattr(hook, _MARK) for hook in (hooks or {}).values())

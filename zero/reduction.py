@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..cluster.agreement import gather_integers
-from ..cluster.hooks import has_foreign_hooks, own
+from ..cluster.hooks import has_foreign_hooks, has_foreign_last_hooks, own
 from .bucket import Bucket, Slot
 from .launch_order import LaunchOrder
 from .parameter import ManagedParameter
@@ -255,8 +255,8 @@ class Reducer:
         elif bucket.is_averaging:
             raise RuntimeError(
                 "a backward adds to gradients that are being averaged: call booster.backward instead of "
-                "loss.backward(), and accumulate over several calls of it or of execute_pipeline inside "
-                "booster.no_sync(model, optimizer), all but the last"
+                "loss.backward(), accumulate over several calls of it or of execute_pipeline inside "
+                "booster.no_sync(model, optimizer), all but the last, and checkpoint with use_reentrant=False"
             )
 
     def _resume(self) -> None:
@@ -355,12 +355,16 @@ def _before(
 def _after(
     collect: WeakMethod[Callable[[], None]], note: WeakMethod[Callable[[Parameter], None]]
 ) -> Callable[[Parameter], None]:
-    """A hook for a gradient that was accumulated, while the methods' objects live."""
+    """A hook for a gradient that was accumulated, while the methods' objects live.
+
+    Where a hook of somebody else may follow and change the gradient, that it has come is noted when backward ends.
+    """
 
     def call(parameter: Parameter) -> None:
         bound_collect, bound_note = collect(), note()
         if bound_collect is not None and bound_note is not None:
             bound_collect()
-            bound_note(parameter)
+            if not has_foreign_last_hooks(parameter):
+                bound_note(parameter)
 
     return own(call)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from echelon.cluster.mesh import ParallelMesh
 from echelon.zero.bucket import Bucket
@@ -188,3 +189,26 @@ def check_tied() -> None:
     assert started == {"0.weight": False, "0.bias": True, "2.weight": True, "2.bias": True}, rank
     optimizer.reduce_gradients()
     torch.testing.assert_close(optimizer.gradients()["0.weight"], weights["0.weight"])
+
+
+@STAGES
+def test_hooks_that_come_after_boost_change_gradients_before_they_travel(pool: Pool, stage: int) -> None:
+    pool.run(2, check_later_hooks, stage)
+
+
+def check_later_hooks(stage: int) -> None:
+    model, rank = small_model(), dist.get_rank()
+    expected = mean_gradients(model, [[0], [1]])
+    optimizer = shard(model, stage=stage, bucket_size=1)
+
+    def double(parameter: Parameter) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(2)
+
+    model[2].weight.register_post_accumulate_grad_hook(double)
+    if rank == 0:  # on one rank alone: the order of buckets is the same on both
+        model[0].bias.register_post_accumulate_grad_hook(lambda _: None)
+    optimizer.backward(loss_of(model, rank))
+    optimizer.reduce_gradients()
+    expected["2.weight"] *= 2
+    assert_equal(optimizer.gradients(), expected)
