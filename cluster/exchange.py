@@ -49,6 +49,11 @@ class Exchange:
         """The memory that is kept for what arrives."""
         return self._arrivals.nbytes
 
+    @property
+    def ends_together(self) -> bool:
+        """Whether what was begun ends only if every rank waits for it."""
+        return self._way is not None
+
     def own(self, flat: Tensor) -> Tensor:
         """This rank's slice of a buffer."""
         return flat.chunk(self.group.size())[self.group.rank()]

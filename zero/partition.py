@@ -63,6 +63,11 @@ class Partition:
         """The memory that is kept for what arrives from other ranks."""
         return sum(exchange.nbytes for exchange in (self.slices, self.copies) if exchange is not None)
 
+    @property
+    def ends_together(self) -> bool:
+        """Whether an average that was begun ends only if every rank waits for it."""
+        return self.copies is not None or (self.slices is not None and self.slices.ends_together)
+
     def own(self, flat: Tensor) -> Tensor:
         """The view of a whole buffer that this rank owns."""
         return flat if self.slices is None else self.slices.own(flat)

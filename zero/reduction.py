@@ -64,6 +64,7 @@ class Reducer:
         self._buckets = buckets
         self._partition = partition
         self._present_before: Tensor | None = None
+        self._held_before: list[Slot] = []
         self._contributed = False
         self._order = LaunchOrder(buckets, position, max_passing=1 if overlap else 0)
         self._places = {slot.parameter: (slot, bucket) for bucket in buckets for slot in bucket.slots}
@@ -112,6 +113,8 @@ class Reducer:
             finally:
                 self._is_launching = False
             self._order.close()
+            if self.passes and self._partition.ends_together:
+                self._order.finish()  # or a backward that only one rank calls would wait for the others
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
@@ -194,6 +197,7 @@ class Reducer:
         self.writes.forget()
         self.is_reduced = False
         self._present_before = None
+        self._held_before = []
         for bucket in self._buckets:
             bucket.forget(to_zeros=to_zeros)
         for slot in self.slots:
@@ -225,6 +229,10 @@ class Reducer:
         if self._present_before is not None:
             self.present = torch.maximum(self.present, self._present_before)
             self._present_before = None
+        for slot in self._held_before:  # gradients that the backwards since then did not bring again
+            if not self.passes and slot.parameter.grad is None:
+                slot.parameter.grad = slot.gradient
+        self._held_before = []
         self.is_reduced = True
         self.resumed_factor = 1.0
         self.writes.note()
@@ -267,6 +275,7 @@ class Reducer:
             for bucket in self._buckets:
                 bucket.set_aside(self.resumed_factor)
             self._present_before = self.present
+            self._held_before = [slot for slot in self.slots if slot.parameter.grad is not None]
         for slot in self.slots:
             slot.parameter.grad = None
         self.is_reduced = False
