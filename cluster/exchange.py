@@ -170,9 +170,10 @@ class _Mean(_Transfer):
         """Sum up."""
         for start, pieces in self._swap.pieces():
             own = self._own[start : start + pieces[0].numel()]
+            total = own.float()  # itself, where it is
             for piece in pieces:
-                own.add_(piece)
-            own.div_(len(self._slices))
+                total.add_(piece)
+            own.copy_(total.div_(len(self._slices)))
 
 
 class _MeanEverywhere(_Mean):

@@ -266,7 +266,10 @@ class HybridParallelPlugin(Plugin):
         self._refuse_pipeline("booster.backward(loss, optimizer)")
         if not isinstance(optimizer, ShardedOptimizer):
             raise ValueError("booster.backward takes the optimizer that booster.boost returned")
-        optimizer.backward(loss)
+        if not isinstance(loss, Tensor):
+            raise ValueError(f"booster.backward takes a loss, a tensor, and got a {type(loss).__name__}")
+        with naming_failures("backward"):
+            optimizer.backward(loss)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
         """Inside, execute_pipeline starts no reduction: for all but the last of several calls before a step."""

@@ -21,6 +21,7 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from ..cluster.exchange import Waitable
@@ -290,6 +291,8 @@ class Bucket:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
+        # So that autograd refuses a graph that was built with the parameters before, as it does in torch.
+        increment_version([slot.parameter for slot in self.slots])
         self.note_versions()
 
     def refresh_(self) -> None:

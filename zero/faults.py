@@ -35,8 +35,11 @@ def zero_size_faults(zero_size: int, data_size: int) -> list[str]:
 def require_clip_norm(max_norm: float, norm_type: float) -> None:
     """Raise ValueError where gradients cannot be clipped to this norm."""
     checks = (
-        (max_norm > 0, f"max_norm={max_norm}: it must be above 0; inf only measures the norm"),
-        (norm_type > 0, f"norm_type={norm_type}: it must be above 0, or inf for the largest magnitude"),
+        (_is_above_0(max_norm), f"max_norm={max_norm!r}: it must be above 0; inf only measures the norm"),
+        (
+            _is_above_0(norm_type),
+            f"norm_type={norm_type!r}: it must be above 0, or inf for the largest magnitude",
+        ),
     )
     if faults := [fault for sound, fault in checks if not sound]:
         raise ValueError("; ".join(faults))
@@ -44,10 +47,15 @@ def require_clip_norm(max_norm: float, norm_type: float) -> None:
 
 def require_clip_value(clip_value: float) -> None:
     """Raise ValueError where gradients cannot be clipped to this value."""
-    if not clip_value > 0:
+    if not _is_above_0(clip_value):
         raise ValueError(
-            f"clip_value={clip_value}: it must be above 0; entries are clipped to -clip_value … clip_value"
+            f"clip_value={clip_value!r}: it must be above 0; entries are clipped to -clip_value … clip_value"
         )
+
+
+def _is_above_0(value: object) -> bool:
+    """Whether it is a number above 0, infinite or not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def require_finite_norm(norm: float, norm_type: float) -> None:

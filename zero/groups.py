@@ -20,7 +20,7 @@ def managed_groups(
     What it holds besides is left out: the parameters of other pipeline stages, and frozen ones.
 
     Raises:
-        ValueError: a parameter or a name is listed twice, or the optimizer has stepped a parameter.
+        ValueError: a parameter or a name is listed twice, one is complex, or the optimizer has stepped one.
     """
     by_identity = _by_identity(parameters)
     groups = []
@@ -28,6 +28,11 @@ def managed_groups(
         held = [by_identity[id(each)] for each in group["params"] if id(each) in by_identity]
         groups.append([managed for managed in held if managed.parameter.requires_grad])
     for managed in (managed for members in groups for managed in members):
+        if managed.parameter.is_complex():
+            raise ValueError(
+                f"{managed.name} is {managed.parameter.dtype}, and gradients and masters are float32: use a real "
+                "parameter with a last dimension of 2, and torch.view_as_complex in forward"
+            )
         if not _is_fresh(optimizer.state.get(managed.parameter, {})):
             raise ValueError(
                 f"{type(optimizer).__name__} already has state for {managed.name}, which would be lost: "

@@ -36,5 +36,7 @@ def choose_fused_kernels(optimizer: Optimizer) -> None:
     if type(optimizer) not in _FUSED_ON_CPU:
         return
     for group in optimizer.param_groups:
-        if group["fused"] is None and not group["foreach"] and not group["differentiable"]:
+        # Fused SGD fails where some parameters have momentum and others, new ones, have none yet.
+        mixes = group.get("momentum", 0) != 0
+        if group["fused"] is None and not (group["foreach"] or group["differentiable"] or mixes):
             group["fused"] = True

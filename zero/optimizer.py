@@ -203,6 +203,7 @@ class ShardedOptimizer(OptimizerWrapper):
             self._reducer.reduce()
             self._gradients.renew()
         self._reducer.writes.require_none()
+        self._reducer.writes.require_no_other()
 
     @naming_failures("optimizer.clip_grad_by_norm")
     @torch.no_grad()

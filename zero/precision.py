@@ -1,6 +1,7 @@
 """The number format of a run, and the loss scale that fp16 needs. What overflowed is norm.py's to find."""
 
 from dataclasses import asdict, dataclass
+from math import isfinite
 from typing import Any, Literal
 
 import torch
@@ -58,19 +59,42 @@ def precision_faults(
     max_scale: float = 2.0**32,
 ) -> list[str]:
     """All that is wrong with a precision configuration, each with what is allowed; empty when it is sound."""
+    numbers = {"initial_scale": initial_scale, "min_scale": min_scale, "growth_factor": growth_factor}
+    numbers |= {"backoff_factor": backoff_factor, "max_scale": max_scale}
+    numbers |= {"growth_interval": growth_interval, "hysteresis": hysteresis}
+    if strange := [
+        f"{name}={value!r}: it must be a finite number"
+        for name, value in numbers.items()
+        if not is_finite_number(value)
+    ]:
+        return strange
     checks = (
-        (precision in DTYPES, f"precision={precision!r}: use one of {', '.join(map(repr, DTYPES))}"),
+        (
+            isinstance(precision, str) and precision in DTYPES,
+            f"precision={precision!r}: use one of {', '.join(map(repr, DTYPES))}",
+        ),
         (min_scale > 0, f"min_scale={min_scale}: it must be above 0"),
         (
             min_scale <= initial_scale <= max_scale,
             f"initial_scale={initial_scale}: it must be in min_scale={min_scale} … max_scale={max_scale}",
         ),
         (growth_factor > 1, f"growth_factor={growth_factor}: it must be above 1"),
-        (growth_interval >= 1, f"growth_interval={growth_interval}: it must be at least 1"),
+        (
+            growth_interval >= 1 and growth_interval % 1 == 0,
+            f"growth_interval={growth_interval}: it must be a whole number of steps, at least 1",
+        ),
         (0 < backoff_factor < 1, f"backoff_factor={backoff_factor}: it must lie between 0 and 1"),
-        (hysteresis >= 1, f"hysteresis={hysteresis}: it must be at least 1"),
+        (
+            hysteresis >= 1 and hysteresis % 1 == 0,
+            f"hysteresis={hysteresis}: it must be a whole number of overflows, at least 1",
+        ),
     )
     return [fault for sound, fault in checks if not sound]
+
+
+def is_finite_number(value: object) -> bool:
+    """Whether it is an integer or a float, not infinite or NaN, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 class DynamicScaler:

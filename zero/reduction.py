@@ -1,7 +1,7 @@
 """Gradients from backward to the slice that this rank owns. What is done with them then is optimizer.py.
 
-They are collected into buckets while backward runs, then summed over groups beside the data axis and averaged
-over it, once. A backward that follows a reduction is reduced on its own and added to what was reduced before.
+Collected into buckets while backward runs, they are summed over groups beside the data axis and averaged over it. A
+backward that follows a reduction is reduced on its own and added to what was reduced before.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -99,13 +99,14 @@ class Reducer:
     def last_backward(self, parameters: Sequence[Parameter] | None = None) -> Iterator[None]:
         """What runs inside gives these parameters, or all, their last gradients before the next reduction.
 
-        Starts averages over the data axis, see [Note: reducing while backward runs]. Every rank of that axis
-        calls for the same parameters in the same order. Within another such context it does nothing.
+        Starts averages, see [Note: reducing while backward runs]. Every rank of the data axis calls for the same
+        parameters in the same order. Within another such context it does nothing.
         """
         with self.accumulating():
             if not self.may_launch:
                 yield
                 return
+            self._resume()  # the backward may reach none of the parameters
             self._order.expect([slot.parameter for slot in self.slots] if parameters is None else parameters)
             self._is_launching = True
             try:
@@ -131,24 +132,38 @@ class Reducer:
         return self._launches and not self._is_launching and not self._is_held_back
 
     def meet(self, call: str) -> None:
-        """Where backwards communicate, make sure that all ranks are in the same call. All-gather of an integer.
+        """Make sure that all ranks are in the same call, with the same to reduce. All-gather of two integers.
+
+        Where some rank has to reduce all have to: `torch.autograd.grad` on one looks like a backward.
 
         Raises:
-            RuntimeError: they are not; on every rank.
+            RuntimeError: they are not, or some forgot what others hold; on every rank.
         """
-        if not self._launches:
-            return
         group = self._partition.group
-        codes = [code for (code,) in gather_integers((_CALLS.index(call),), group)]
-        if len(set(codes)) > 1:
-            ranks = dist.get_process_group_ranks(group)
-            told = ", ".join(
-                f"rank {rank} in {_CALLS[code]}" for rank, code in zip(ranks, codes, strict=True)
+        if group.size() == 1:
+            return
+        held = 2 if self.is_reduced else int(self._present_before is not None)
+        found = dict(
+            zip(
+                dist.get_process_group_ranks(group),
+                gather_integers((_CALLS.index(call), held), group),
+                strict=True,
             )
+        )
+        if len({code for code, _ in found.values()}) > 1:
+            told = ", ".join(f"rank {rank} in {_CALLS[code]}" for rank, (code, _) in found.items())
             raise RuntimeError(
                 f"every backward averages its gradients, and the ranks are not in the same call: {told}. Every rank "
                 "must call backward equally often between two steps; inside no_sync it averages nothing"
             )
+        states = {state for _, state in found.values()}
+        if len(states) > 1 and 0 in states:
+            raise RuntimeError(
+                f"rank(s) {[rank for rank, (_, state) in found.items() if not state]} hold no reduced gradients and "
+                "other ranks do: call zero_grad on every rank alike"
+            )
+        if states != {2}:
+            self._resume()
 
     def every_backward(self, parameters: Sequence[Parameter] | None = None) -> AbstractContextManager[None]:
         """The context of a backward that may not be the last for these parameters; None is all.
@@ -197,9 +212,9 @@ class Reducer:
         self.writes.forget()
         self.is_reduced = False
         self._present_before = None
-        self._held_before = []
         for bucket in self._buckets:
             bucket.forget(to_zeros=to_zeros)
+        self._show_again()
         for slot in self.slots:
             keep = to_zeros and slot.parameter.grad is not None
             slot.parameter.grad = slot.gradient if keep else None
@@ -229,13 +244,17 @@ class Reducer:
         if self._present_before is not None:
             self.present = torch.maximum(self.present, self._present_before)
             self._present_before = None
-        for slot in self._held_before:  # gradients that the backwards since then did not bring again
-            if not self.passes and slot.parameter.grad is None:
-                slot.parameter.grad = slot.gradient
-        self._held_before = []
+        self._show_again()
         self.is_reduced = True
         self.resumed_factor = 1.0
         self.writes.note()
+
+    def _show_again(self) -> None:
+        """Give parameters the gradients that were reduced before, where no backward since then brought another."""
+        for slot in self._held_before:
+            if not self.passes and slot.parameter.grad is None:
+                slot.parameter.grad = slot.gradient
+        self._held_before = []
 
     def _left_over(self) -> list[Bucket]:
         """The buckets of which some rank of the data axis still has whole gradients. One all-reduce."""
@@ -256,8 +275,7 @@ class Reducer:
             self._make_room(bucket)
 
     def _make_room(self, bucket: Bucket) -> None:
-        if self.is_reduced:
-            self._resume()
+        self._resume()
         if bucket.passes:
             bucket.borrow()
         elif bucket.is_averaging:
@@ -268,7 +286,9 @@ class Reducer:
             )
 
     def _resume(self) -> None:
-        """Set reduced gradients aside, before a backward adds the first unreduced one."""
+        """Set reduced gradients aside, if there are, before a backward adds the first unreduced one."""
+        if not self.is_reduced:
+            return
         # The model's own zero_grad drops what this rank contributed; but it does not reach what has passed.
         is_forgotten = self._contributed and not any(slot.has_gradient for slot in self.slots)
         if not is_forgotten:

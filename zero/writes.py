@@ -22,11 +22,14 @@ class WriteWatch:
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = buckets
+        self._slots = [slot for bucket in buckets for slot in bucket.slots]
         self._versions: list[int | None] | None = None
+        self._had: list[bool] = []
 
     def note(self) -> None:
-        """A backward has ended: whatever it wrote was right."""
+        """A backward or a reduction has ended: whatever it wrote was right."""
         self._versions = [_version(bucket) for bucket in self._buckets]
+        self._had = [slot.parameter.grad is not None for slot in self._slots]
 
     def forget(self) -> None:
         """Gradients are written to by others than a backward that is known, and rightly."""
@@ -44,6 +47,21 @@ class WriteWatch:
                     "optimizer.clip_grad_by_norm(max_norm) or optimizer.clip_grad_by_value(clip_value) instead, or "
                     "give the plugin max_norm. Any other change belongs into a hook of the parameter "
                     "(parameter.register_hook), which runs inside backward"
+                )
+
+    def require_no_other(self) -> None:
+        """Raise RuntimeError where gradients were replaced or dropped since they were reduced, which would not show."""
+        if self._versions is None:
+            return
+        for slot, had in zip(self._slots, self._had, strict=True):
+            gradient = slot.parameter.grad
+            if (gradient is not None) != had or (gradient is not None and gradient is not slot.gradient):
+                raise RuntimeError(
+                    f"the gradient of {slot.managed.name} was {'dropped' if gradient is None else 'replaced'} after "
+                    "booster.backward, which had reduced it already, and the step would not see it: call "
+                    "optimizer.zero_grad() to drop all; change single ones in a hook of the parameter "
+                    "(parameter.register_hook), or give the plugin overlap_communication=False, with which gradients "
+                    "are reduced in step()"
                 )
 
 

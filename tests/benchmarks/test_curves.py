@@ -10,6 +10,7 @@ from ..test_project import imports
 from .conftest import BENCHMARKS
 
 
+@pytest.mark.slow
 def test_a_layout_lies_on_the_plain_loop_and_all_of_it_is_reported(run_quickly, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     log, picture = tmp_path / "curves.json", tmp_path / "curves.svg"
     printed = run_quickly("curves.py", "--layouts", "dp2·zero2", "--json", str(log), "--plot", str(picture))

@@ -38,7 +38,9 @@ def test_the_picture_holds_what_the_formulas_say(drawing: ModuleType) -> None:
 
 def test_the_picture_and_the_table_have_the_same_formulas(drawing: ModuleType) -> None:
     rows = re.findall(r"^\| (stage \d) \| [^|]* \| ([^|]*?)( \+ buckets)? \|$", TEXT, flags=re.M)
-    assert [(name, formula) for name, formula, _ in rows] == [
+    assert [
+        (name, formula) for name, formula, _ in rows[:3]
+    ] == [  # the first table; another is of cpu_offload
         (stage.name, stage.formula) for stage in drawing.STAGES if stage.name != "FSDP"
     ]
 

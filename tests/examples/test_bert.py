@@ -131,7 +131,9 @@ def test_the_first_20_losses_of_tp2_pp2_are_those_of_one_process(tmp_path: Path)
     assert found == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("plugin", ["torch_ddp", "torch_ddp_fp16", "low_level_zero"])
+@pytest.mark.parametrize(
+    "plugin", ["torch_ddp", pytest.param("torch_ddp_fp16", marks=pytest.mark.slow), "low_level_zero"]
+)
 def test_every_other_plugin_runs_and_misses_a_target_with_status_1(plugin: str) -> None:
     output = run(
         SCRIPT, "--plugin", plugin, "--epochs", "1", "--max_steps", "2", "--target_f1", "1.01", status=1
