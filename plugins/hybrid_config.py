@@ -188,6 +188,7 @@ class HybridConfig:
         sizes = {"tp_size": self.tp, "pp_size": self.pp, "sp_size": self.sp}
         sizes |= {} if self.dp is None else {"dp_size": self.dp}
         sizes |= {
+            "zero_stage": self.zero_stage,
             "zero_size": self.zero_size,
             "make_vocab_size_divisible_by": self.make_vocab_size_divisible_by,
         }
@@ -211,9 +212,9 @@ class HybridConfig:
             if not isinstance(value, bool)
         ]
         if not (isinstance(self.max_norm, (int, float)) and self.max_norm >= 0):
-            found.append(f"max_norm={self.max_norm} must be a number of at least 0: use 0 for no clipping")
+            found.append(f"max_norm={self.max_norm!r} must be a number of at least 0: use 0 for no clipping")
         if not (isinstance(self.bucket_size_in_m, (int, float)) and 2**-20 <= self.bucket_size_in_m < 2**20):
-            found.append(f"zero_bucket_size_in_m={self.bucket_size_in_m} must be a positive number")
+            found.append(f"zero_bucket_size_in_m={self.bucket_size_in_m!r} must be a positive number")
         if self.make_vocab_size_divisible_by < 1:
             found.append(
                 f"make_vocab_size_divisible_by={self.make_vocab_size_divisible_by} must be at least 1"
