@@ -199,11 +199,11 @@ class ShardedOptimizer(OptimizerWrapper):
         self._reduce()
 
     def _reduce(self) -> None:
-        if not self._reducer.is_reduced:
+        if self._reducer.is_reduced:
+            self._reducer.writes.require_unchanged()
+        else:
             self._reducer.reduce()
             self._gradients.renew()
-        self._reducer.writes.require_none()
-        self._reducer.writes.require_no_other()
 
     @naming_failures("optimizer.clip_grad_by_norm")
     @torch.no_grad()

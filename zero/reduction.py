@@ -41,7 +41,7 @@ class Reducer:
         is_reduced: whether the buckets hold reduced gradients, this rank's slices of them.
         passes: whether gradients pass on to their slices in every backward (stage 2).
         resumed_factor: what reduced gradients are multiplied with when a backward is about to add to them.
-        writes: who else wrote to gradients since the last backward.
+        writes: who else wrote to gradients since the last backward or reduction.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
-"""Whether anything wrote to gradients between backward and their reduction. What a bucket is, is bucket.py.
+"""Whether anything but a backward wrote to gradients before a step. What a bucket is, is bucket.py.
 
-[Note: writes to unreduced gradients] Between a backward and `optimizer.step()` a rank's gradients are its own share,
-not reduced, and in fp16 scaled. `torch.nn.utils.clip_grad_norm_` then clips to the norm of that share, on every rank
-to another, and nothing would ever show it. torch counts the in-place writes to a buffer and all of its views, so a
-count that has moved since the backward tells of it, for one integer per bucket. Writes during a backward are seen as
-its own: hooks may change gradients. Averages on their way write through an alias that is not counted, whose thread
-would else decide.
+[Note: writes to unreduced gradients] Until they are reduced a rank's gradients are its own share, at stage 1 outside
+of its slice even then, and in fp16 they are scaled. `torch.nn.utils.clip_grad_norm_` then clips to the norm of that
+share, on every rank to another, and nothing would ever show it. torch counts the in-place writes to a buffer and all
+of its views, so a count that has moved since the backward tells of it, for one integer per bucket. Writes during a
+backward are seen as its own: hooks may change gradients. Averages on their way write through an alias that is not
+counted, whose thread would else decide.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from .bucket import Bucket
 
 
 class WriteWatch:
-    """The write counts of whole gradients, as the last backward left them.
+    """The write counts of whole gradients, as the last backward or reduction left them.
 
     Args:
         buckets: whose gradients.
@@ -37,7 +37,9 @@ class WriteWatch:
 
     def require_none(self) -> None:
         """Raise RuntimeError where gradients were written to since the last backward."""
-        for bucket, version in zip(self._buckets, self._versions or (), strict=False):
+        if self._versions is None:
+            return
+        for bucket, version in zip(self._buckets, self._versions, strict=True):
             if version is not None and _version(bucket) not in (version, None):  # None: none is whole now
                 names = ", ".join(slot.managed.name for slot in bucket.slots[:3])
                 raise RuntimeError(
@@ -49,8 +51,9 @@ class WriteWatch:
                     "(parameter.register_hook), which runs inside backward"
                 )
 
-    def require_no_other(self) -> None:
-        """Raise RuntimeError where gradients were replaced or dropped since they were reduced, which would not show."""
+    def require_unchanged(self) -> None:
+        """Raise RuntimeError where reduced gradients were written to, replaced or dropped, which would not show."""
+        self.require_none()
         if self._versions is None:
             return
         for slot, had in zip(self._slots, self._had, strict=True):
