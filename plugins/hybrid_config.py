@@ -61,8 +61,7 @@ class PipelineConfig:
             style = style_faults(self.style, self.num_model_chunks, pp_size, self.num_microbatches)
             found = [f"pp_style: {fault}" for fault in style]
             num_stages = None if style else len(self.placement(pp_size))
-        if not isinstance(self.overlap_p2p, bool):
-            found.append(f"overlap_p2p={self.overlap_p2p!r} must be True or False")
+        found += switch_faults({"overlap_p2p": self.overlap_p2p})
         return found + self._layer_faults(num_stages) + self._checkpoint_faults(num_stages)
 
     def _number_faults(self, pp_size: int) -> list[str]:
@@ -205,12 +204,9 @@ class HybridConfig:
         if self.communication_dtype not in (None, *DTYPES, *DTYPES.values()):
             allowed = ", ".join(map(str, (*map(repr, DTYPES), *DTYPES.values())))
             found.append(f"communication_dtype={self.communication_dtype!r} must be None or one of {allowed}")
-        switches = {"overlap_communication": self.overlap_communication, "cpu_offload": self.cpu_offload}
-        found += [
-            f"{name}={value!r} must be True or False"
-            for name, value in switches.items()
-            if not isinstance(value, bool)
-        ]
+        found += switch_faults(
+            {"overlap_communication": self.overlap_communication, "cpu_offload": self.cpu_offload}
+        )
         if not (isinstance(self.max_norm, (int, float)) and self.max_norm >= 0):
             found.append(f"max_norm={self.max_norm!r} must be a number of at least 0: use 0 for no clipping")
         if not (isinstance(self.bucket_size_in_m, (int, float)) and 2**-20 <= self.bucket_size_in_m < 2**20):
@@ -234,6 +230,15 @@ def whole_number_faults(given: Mapping[str, Any]) -> list[str]:
         f"{name}={value!r} must be a whole number"
         for name, value in given.items()
         if isinstance(value, bool) or not isinstance(value, int)
+    ]
+
+
+def switch_faults(given: Mapping[str, Any]) -> list[str]:
+    """Which of these are neither True nor False."""
+    return [
+        f"{name}={value!r} must be True or False"
+        for name, value in given.items()
+        if not isinstance(value, bool)
     ]
 
 

@@ -44,9 +44,8 @@ class ScaledOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
-        if (
-            self._is_unscaled
-        ):  # clipped and never stepped: GradScaler would take the next ones for unscaled, too
+        if self._is_unscaled:
+            # Clipped and never stepped: GradScaler would take the next ones for unscaled, too.
             self._take_verdict()
         self.optim.zero_grad(set_to_none)
 

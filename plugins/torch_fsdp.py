@@ -27,7 +27,7 @@ from ..zero.precision import DTYPES, precision_faults
 from .base import Boosted, require_process_group
 from .fsdp_module import TorchFSDPModel
 from .fsdp_optimizer import FSDPOptimizer
-from .hybrid_config import told
+from .hybrid_config import switch_faults, told
 from .names import require_equal_models
 from .optimizer_faults import optimizer_faults
 from .scaled_optimizer import ScaledOptimizer
@@ -66,8 +66,7 @@ class FSDPConfig:
         ]
         if self.shard_size is not None:
             found += _shard_size_faults(self.shard_size, world_size)
-        if not isinstance(self.cpu_offload, bool):
-            found.append(f"cpu_offload={self.cpu_offload!r} must be True or False")
+        found += switch_faults({"cpu_offload": self.cpu_offload})
         if not (self.reshard_after_forward is None or isinstance(self.reshard_after_forward, bool)):
             found.append(f"reshard_after_forward={self.reshard_after_forward!r} must be True, False or None")
         return found
