@@ -4,6 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from workload import Workload
+
 _TINY = {"hidden": 64, "layers": 4, "vocabulary": 128, "sequence": 16, "rounds": 3, "warmup": 1}
 
 
@@ -44,6 +46,12 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if parser.parse_args().quick:
         parser.set_defaults(**_TINY)
     return parser.parse_args()
+
+
+def workload_of(arguments: argparse.Namespace, **others: int) -> Workload:
+    """The workload of the arguments; what they do not say is given besides."""
+    sizes = [name for name in Workload.__dataclass_fields__ if name not in others]
+    return Workload(**{name: getattr(arguments, name) for name in sizes}, **others)
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:

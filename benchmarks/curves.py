@@ -9,8 +9,6 @@ Python's own library. It ends with status 1 if a loss or a gradient norm departs
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +22,7 @@ import report
 import torch
 from curve_picture import draw_curves
 from plain_training import Curve, Training, train_plainly
-from processes import torchrun
+from processes import run, torchrun
 from transformers import LlamaConfig
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "language" / "llama"
@@ -161,10 +159,7 @@ def run_layout(name: str, arguments: argparse.Namespace, training: Training, fol
         *COMMON.split(),
         *options.split(),
     ]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{name} ended with status {done.returncode}: {done.stderr[-4000:]}")
+    run(name, command)
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     return Curve(
         losses=tuple(record["loss"] for record in records),

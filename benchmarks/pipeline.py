@@ -16,7 +16,7 @@ import pipeline_peers
 import report
 import torch
 import torch.distributed as dist
-from arguments import common_parser, parse, settings_of
+from arguments import common_parser, parse, settings_of, workload_of
 from contender import Contender, agreement
 from engine_alone import time_engines
 from launch import enter
@@ -116,7 +116,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     enter(arguments.pp, option="--pp", matmul=arguments.matmul)
-    workload = Workload(**{name: getattr(arguments, name) for name in Workload.__dataclass_fields__})
+    workload = workload_of(arguments)
     results = measure(workload, arguments)
     if dist.get_rank() == 0:
         tell(results, workload, arguments)

@@ -60,7 +60,7 @@ def time_rounds(
     for number in range(-warmup, rounds):
         for turn in range(len(contenders)):
             index = (turn + number) % len(contenders)
-            seconds = clock.time(lambda: _step(contenders[index]))  # noqa: B023, called at once
+            seconds = clock.time(lambda: step(contenders[index]))  # noqa: B023, called at once
             if number >= 0:
                 own[index][number] = seconds
             gc.collect()
@@ -71,6 +71,7 @@ def time_rounds(
     }
 
 
-def _step(contender: Contender) -> None:
+def step(contender: Contender) -> None:
+    """A training step."""
     contender.compute()
     contender.update()

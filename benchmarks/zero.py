@@ -14,7 +14,7 @@ from typing import Any
 
 import report
 import torch.distributed as dist
-from arguments import common_parser, parse, settings_of
+from arguments import common_parser, parse, settings_of, workload_of
 from contender import agreement, require_equal_training
 from launch import enter
 from memory import measure_held
@@ -37,8 +37,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     enter(arguments.dp, option="--dp", matmul=arguments.matmul)
-    sizes = ("hidden", "layers", "vocabulary", "sequence", "batch")
-    workload = Workload(**{name: getattr(arguments, name) for name in sizes}, microbatches=1)
+    workload = workload_of(arguments, microbatches=1)
     results = measure(workload, arguments)
     if dist.get_rank() == 0:
         tell(results, workload, arguments)

@@ -10,8 +10,6 @@ CUDA's allocator gave, or resident memory on CPUs. It is no timing: other work b
 import argparse
 import gc
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -23,12 +21,13 @@ from typing import Any
 import report
 import torch
 import torch.distributed as dist
-from arguments import parse, settings_of, workload_parser
+from arguments import parse, settings_of, workload_of, workload_parser
 from launch import enter
 from memory import measure_held
 from peak import ENVIRONMENT, Meter
-from processes import torchrun
-from stepped import OneProcess, Stepped
+from processes import run, torchrun
+from rounds import step
+from stepped import OneProcess
 from workload import Workload
 from zero_contenders import EchelonZero, contender_makers
 
@@ -51,8 +50,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    sizes = ("hidden", "layers", "vocabulary", "sequence", "batch")
-    workload = Workload(**{name: getattr(arguments, name) for name in sizes}, microbatches=1)
+    workload = workload_of(arguments, microbatches=1)
     if arguments.alone is not None:
         enter(arguments.dp, option="--dp", matmul="highest")
         found = measure_alone(arguments.alone, workload, arguments.steps)
@@ -74,10 +72,7 @@ def start_alone(name: str, num_ranks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "found.json"
         words = [*torchrun(num_ranks), *sys.argv, "--alone", name, "--json", str(written)]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, **ENVIRONMENT}
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise RuntimeError(f"{name} ended with status {done.returncode}: {done.stderr[-4000:]}")
+        run(name, words, environment=ENVIRONMENT)
         return json.loads(written.read_text())
 
 
@@ -85,24 +80,19 @@ def measure_alone(name: str, workload: Workload, steps: int) -> dict[str, Any]:
     """A contender's bytes: those held by kind, and the peak of each step, of the largest rank. Communicates."""
     device = default_device()
     # The code of a step and its libraries' own memory are in the base.
-    _step(OneProcess(replace(workload, hidden=64, layers=1, vocabulary=128), device, works=True))
+    step(OneProcess(replace(workload, hidden=64, layers=1, vocabulary=128), device, works=True))
     gc.collect()
     meter = Meter(device)
     contender = contender_makers(workload, device)[name]()
     for _ in range(_WARMUP):
-        _step(contender)
+        step(contender)
     gc.collect()
-    peaks = torch.tensor([meter.peak(lambda: _step(contender)) for _ in range(steps)])
+    peaks = torch.tensor([meter.peak(lambda: step(contender)) for _ in range(steps)])
     dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
     held = measure_held([contender])[name]
     if isinstance(contender, EchelonZero):
         held = contender.held()
     return {"held": held, "peaks": peaks.tolist()}
-
-
-def _step(contender: Stepped) -> None:
-    contender.compute()
-    contender.update()
 
 
 def tell(results: Mapping[str, Any], workload: Workload, arguments: argparse.Namespace) -> None:
