@@ -8,7 +8,8 @@ from ..pipeline.action import Op
 from ..pipeline.simulate import Costs, Span
 from ..plugins.hybrid_module import HybridParallelModule
 from ..plugins.hybrid_parallel import HybridParallelPlugin
-from ..verify.models import ModelChoice, loss_of, make_batch
+from ..verify.batch import loss_of, make_batch
+from ..verify.models import ModelChoice
 from ..verify.parity import make_optimizer
 from .local import run_on_processes
 from .pipeline import Pipeline

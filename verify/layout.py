@@ -17,7 +17,7 @@ class Layout:
         precision: "fp32", "bf16" or "fp16".
         schedule: a name of the pipeline's schedules.
         chunks: stages per rank, where the schedule takes any number.
-        microbatches: parts that a batch is cut into; of unequal size with the batches of batches.py.
+        microbatches: parts that a batch is cut into; of unequal size with the batches of batch.py.
         max_norm: clip gradients to this norm; 0 does not.
         recompute: the share of each stage's layers that is computed again in backward.
     """

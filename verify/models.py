@@ -1,17 +1,13 @@
-"""Small models of any type and head, built from their config, and batches for them."""
+"""Small models of any type and head, built from their config. Their sizes are small.py, batches for them batch.py."""
 
 from dataclasses import dataclass
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-# Odd and unequal sizes on purpose: a vocabulary that no number of ranks divides, padded rows of all lengths.
-VOCABULARY = 101
-LENGTH = 13
-TARGET_LENGTH = 9  # of what a decoder beside an encoder reads and predicts
-END = 2  # the token that ends a sequence
+from .small import DEFAULT_HEAD, END, SETTINGS, VOCABULARY
 
 HEADS = {
     "seq2seq": "AutoModelForSeq2SeqLM",
@@ -25,7 +21,6 @@ HEADS = {
     "next_sentence": "AutoModelForNextSentencePrediction",
     "base": "AutoModel",
 }
-DEFAULT_HEAD = {"bert": "classification", "t5": "seq2seq", "mt5": "seq2seq", "umt5": "seq2seq"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +64,7 @@ class ModelChoice:
             return found
         if self.num_layers < 1:
             return [f"layers={self.num_layers} must be at least 1"]
-        config_class = transformers.CONFIG_MAPPING[self.model_type]
-        heads = [
-            head for head, auto in HEADS.items() if config_class in getattr(transformers, auto)._model_mapping
-        ]
+        heads = heads_of(self.model_type)
         if self.head_name not in heads:
             return [
                 f"transformers has no {self.model_type!r} with head {self.head_name!r}: "
@@ -120,7 +112,13 @@ class ModelChoice:
         dropouts = {
             name: 0.0 for name in vars(blank) if "drop" in name and isinstance(getattr(blank, name), float)
         }
-        chosen = {**known, **dropouts, "classifier_dropout": 0.0, **dict(self.settings)}
+        chosen = {
+            **known,
+            **dropouts,
+            "classifier_dropout": 0.0,
+            **SETTINGS.get(self.model_type, {}),
+            **dict(self.settings),
+        }
         return AutoConfig.for_model(self.model_type, **chosen)
 
     def build(self, seed: int = 0) -> nn.Module:
@@ -142,55 +140,8 @@ class ModelChoice:
         return model
 
 
-def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str, Tensor]:
-    """A batch of text for the model's head: (num_samples, LENGTH) tokens, rows padded to different lengths.
-
-    A decoder beside an encoder gets (num_samples, TARGET_LENGTH), padded too.
-    """
-    drawn = torch.Generator().manual_seed(seed)
-
-    def integers(low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high, shape, generator=drawn)
-
-    lead = (num_samples, 3) if choice.head_name == "choice" else (num_samples,)
-    ids = integers(3, VOCABULARY, *lead, LENGTH)
-    lengths = integers(LENGTH // 2, LENGTH + 1, *lead)
-    lengths.view(-1)[0] = LENGTH
-    mask = (torch.arange(LENGTH) < lengths.unsqueeze(-1)).long()
-    ids = ids.masked_fill(mask == 0, 0)
-    tokens = integers(3, VOCABULARY, *lead, LENGTH).masked_fill(mask == 0, -100)
-    labels: dict[str, dict[str, Tensor]] = {
-        "causal": {"labels": ids.masked_fill(mask == 0, -100)},
-        "masked": {"labels": tokens},
-        "pretraining": {"labels": tokens, "next_sentence_label": integers(0, 2, num_samples)},
-        "classification": {"labels": integers(0, 3, num_samples)},
-        "token": {"labels": (tokens % 3).masked_fill(mask == 0, -100)},
-        "question": {
-            "start_positions": integers(0, 5, num_samples),
-            "end_positions": integers(5, 9, num_samples),
-        },
-        "choice": {"labels": integers(0, 3, num_samples)},
-        "next_sentence": {"labels": integers(0, 2, num_samples)},
-        "base": {},
-    }
-    lasting = torch.arange(TARGET_LENGTH) < integers(TARGET_LENGTH // 2, TARGET_LENGTH + 1, num_samples, 1)
-    targets = integers(3, VOCABULARY, num_samples, TARGET_LENGTH)
-    labels["seq2seq"] = {"labels": targets.masked_fill(~lasting, -100)}
-    if choice.is_encoder_decoder:
-        labels["base"] = {"decoder_input_ids": targets.masked_fill(~lasting, 0)}
-        # Such a head reads the state of each row's last end of sequence.
-        ids = ids.scatter(-1, lengths.unsqueeze(-1) - 1, END)
-    own = labels[choice.head_name]
-    if choice.head_name == "pretraining" and choice.model_type != "bert":
-        own = {"labels": ids.masked_fill(mask == 0, -100)}
-    return {"input_ids": ids, "attention_mask": mask, **own}
-
-
-def loss_of(outputs: object, inputs: object) -> Tensor:
-    """The model's own loss, or where it has none a fixed weighted sum of its first output."""
-    loss = getattr(outputs, "loss", None)
-    if loss is not None:
-        return loss
-    first = outputs[0]  # type: ignore[index]
-    weights = torch.linspace(-1.0, 1.0, first.shape[-1], device=first.device, dtype=torch.float32)
-    return (first.float() * weights).mean()
+def heads_of(model_type: str) -> dict[str, object]:
+    """The heads that transformers has for a model type, and the class of each; two may be one class."""
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    mappings = {head: getattr(transformers, auto)._model_mapping for head, auto in HEADS.items()}
+    return {head: mapping[config_class] for head, mapping in mappings.items() if config_class in mapping}

@@ -19,9 +19,10 @@ from ..plugins.hybrid_parallel import HybridParallelPlugin
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.precision import DTYPES
 from . import reference
+from .batch import loss_of, make_batch
 from .compare import StepComparison, compare_16_bit, compare_float32, first_departure
 from .layout import Layout
-from .models import ModelChoice, loss_of, make_batch
+from .models import ModelChoice
 from .reference import StepRecord
 from .training import EPSILON, LEARNING_RATE, Training
 

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from echelon import Booster, PipelineGradientCheckpointConfig, TorchDDPPlugin, TorchFSDPPlugin
 from echelon.shardformer.checkpoint_config import checkpoint_layers, recomputable_layers
-from echelon.verify.models import ModelChoice, make_batch
+from echelon.verify.batch import make_batch
+from echelon.verify.models import ModelChoice
 from echelon.verify.parity import make_optimizer
 from echelon.verify.reference import StepRecord, train
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
-from echelon.verify.models import ModelChoice, loss_of, make_batch
+from echelon.verify.batch import loss_of, make_batch
+from echelon.verify.models import ModelChoice
 
 from ..pool import Pool
 from .training import mean_over_replicas, share

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from echelon.verify.models import loss_of
+from echelon.verify.batch import loss_of
 from echelon.verify.parity import make_optimizer
 
 from ..pipeline.test_encoder_decoder import VOCABULARY, build

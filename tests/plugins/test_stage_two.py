@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin
-from echelon.verify.models import ModelChoice, loss_of, make_batch
+from echelon.verify.batch import loss_of, make_batch
+from echelon.verify.models import ModelChoice
 from echelon.verify.parity import make_optimizer
 
 from ..pool import Pool

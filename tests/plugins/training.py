@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
-from echelon.verify.models import ModelChoice, loss_of, make_batch
+from echelon.verify.batch import loss_of, make_batch
+from echelon.verify.models import ModelChoice
 from echelon.verify.parity import make_optimizer
 
 BERT = ModelChoice(model_type="bert")

@@ -5,8 +5,9 @@ from unittest.mock import patch
 
 import pytest
 
+from echelon.verify.batch import make_batch
 from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice, make_batch
+from echelon.verify.models import ModelChoice
 from echelon.verify.parity import Report, parity
 
 from ..pool import Pool

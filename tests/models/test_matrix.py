@@ -1,0 +1,51 @@
+"""Every model type that has a table, with every head that transformers has for it, beside one process.
+
+A row per model type is quick, the others are `slow`.
+"""
+
+import pytest
+
+from echelon.shardformer import model_types
+from echelon.verify.layout import Layout
+from echelon.verify.models import ModelChoice, heads_of
+from echelon.verify.parity import parity
+
+from ..pool import Pool
+
+LAYOUTS = (Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2), Layout(tp=2, dp=2, zero=1))
+QUICK_LAYOUT = Layout(tp=2, pp=2)
+# Heads whose weight may be the embedding's.
+TIED_HEADS = ("causal", "seq2seq", "masked")
+# Model types of six kinds that also run on four ranks of one axis.
+WIDE = ("llama", "gpt2", "bert", "t5")
+
+
+def choices(model_type: str) -> list[ModelChoice]:
+    """The small models of a type, the one of its usual head first."""
+    by_class = {kind: head for head, kind in reversed(heads_of(model_type).items())}
+    heads = sorted(by_class.values(), key=lambda head: head != ModelChoice(model_type=model_type).head_name)
+    return [
+        ModelChoice(model_type=model_type, head=head, tied=is_tied)
+        for head in heads
+        for is_tied in ((False, True) if head in TIED_HEADS else (False,))
+    ]
+
+
+def rows() -> list[object]:
+    """Model and layout of every row."""
+    found = []
+    for model_type in model_types():
+        for number, choice in enumerate(choices(model_type)):
+            for layout in (*LAYOUTS, *((Layout(tp=4), Layout(pp=4)) if model_type in WIDE else ())):
+                is_quick = number == 0 and layout == QUICK_LAYOUT
+                name = f"{model_type}-{choice.head_name}{'-tied' * choice.tied}-{layout}"
+                marks = () if is_quick else pytest.mark.slow
+                found.append(pytest.param(choice, layout, id=name, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("choice", "layout"), rows())
+def test_a_model_trains_as_one_process_does(pool: Pool, choice: ModelChoice, layout: Layout) -> None:
+    reports = pool.run(layout.world_size, parity, choice, layout, timeout=120.0)
+    assert len({report.departure for report in reports}) == 1, "ranks disagree on the verdict"
+    assert reports[0].departure is None

@@ -1,0 +1,61 @@
+"""Batches for small models of any type and head, and a loss for each. The models are models.py."""
+
+import torch
+from torch import Tensor
+
+from .models import ModelChoice
+from .small import END, LENGTH, TARGET_LENGTH, VOCABULARY
+
+
+def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str, Tensor]:
+    """A batch of text for the model's head: (num_samples, LENGTH) tokens, rows padded to different lengths.
+
+    A decoder beside an encoder gets (num_samples, TARGET_LENGTH), padded too.
+    """
+    drawn = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=drawn)
+
+    lead = (num_samples, 3) if choice.head_name == "choice" else (num_samples,)
+    ids = integers(3, VOCABULARY, *lead, LENGTH)
+    lengths = integers(LENGTH // 2, LENGTH + 1, *lead)
+    lengths.view(-1)[0] = LENGTH
+    mask = (torch.arange(LENGTH) < lengths.unsqueeze(-1)).long()
+    ids = ids.masked_fill(mask == 0, 0)
+    tokens = integers(3, VOCABULARY, *lead, LENGTH).masked_fill(mask == 0, -100)
+    labels: dict[str, dict[str, Tensor]] = {
+        "causal": {"labels": ids.masked_fill(mask == 0, -100)},
+        "masked": {"labels": tokens},
+        "pretraining": {"labels": tokens, "next_sentence_label": integers(0, 2, num_samples)},
+        "classification": {"labels": integers(0, 3, num_samples)},
+        "token": {"labels": (tokens % 3).masked_fill(mask == 0, -100)},
+        "question": {
+            "start_positions": integers(0, 5, num_samples),
+            "end_positions": integers(5, 9, num_samples),
+        },
+        "choice": {"labels": integers(0, 3, num_samples)},
+        "next_sentence": {"labels": integers(0, 2, num_samples)},
+        "base": {},
+    }
+    lasting = torch.arange(TARGET_LENGTH) < integers(TARGET_LENGTH // 2, TARGET_LENGTH + 1, num_samples, 1)
+    targets = integers(3, VOCABULARY, num_samples, TARGET_LENGTH)
+    labels["seq2seq"] = {"labels": targets.masked_fill(~lasting, -100)}
+    if choice.is_encoder_decoder:
+        labels["base"] = {"decoder_input_ids": targets.masked_fill(~lasting, 0)}
+        # Such a head reads the state of each row's last end of sequence.
+        ids = ids.scatter(-1, lengths.unsqueeze(-1) - 1, END)
+    own = labels[choice.head_name]
+    if choice.head_name == "pretraining" and choice.model_type != "bert":
+        own = {"labels": ids.masked_fill(mask == 0, -100)}
+    return {"input_ids": ids, "attention_mask": mask, **own}
+
+
+def loss_of(outputs: object, inputs: object) -> Tensor:
+    """The model's own loss, or where it has none a fixed weighted sum of its first output."""
+    loss = getattr(outputs, "loss", None)
+    if loss is not None:
+        return loss
+    first = outputs[0]  # type: ignore[index]
+    weights = torch.linspace(-1.0, 1.0, first.shape[-1], device=first.device, dtype=torch.float32)
+    return (first.float() * weights).mean()
