@@ -43,11 +43,12 @@ class Exchange:
         self._way = find_way(group) if device.type == "cpu" else None  # see [Note: slices from rank to rank]
         self._arrivals = torch.empty(0, dtype=torch.uint8)
         self._begun: list[_Transfer] = []
+        self._late: list[_LateGather] = []
 
     @property
     def nbytes(self) -> int:
-        """The memory that is kept for what arrives."""
-        return self._arrivals.nbytes
+        """The memory that is kept for what arrives, and for what single ranks may still want."""
+        return self._arrivals.nbytes + sum(gather.kept.nbytes for gather in self._late)
 
     @property
     def ends_together(self) -> bool:
@@ -61,7 +62,7 @@ class Exchange:
     def reduce_scatter_(self, flat: Tensor) -> Waitable:
         """Begin to bring the mean over the ranks into this rank's slice; the others keep what they hold."""
         if self._way is not None:
-            return _Mean(self, self._way, flat, OneCollective("reduce_scatter", flat.nbytes))
+            return self._begin(_Mean(self, self._way, flat, OneCollective("reduce_scatter", flat.nbytes)))
         work: Waitable = reduce_scatter_single(
             self.own(flat), flat, op=dist.ReduceOp.AVG, group=self.group, async_op=True
         )
@@ -70,16 +71,36 @@ class Exchange:
     def all_reduce_(self, flat: Tensor) -> Waitable:
         """Begin to bring the mean over the ranks into the whole buffer."""
         if self._way is not None:
-            return _MeanEverywhere(self, self._way, flat, OneCollective("all_reduce", flat.nbytes))
+            return self._begin(
+                _MeanEverywhere(self, self._way, flat, OneCollective("all_reduce", flat.nbytes))
+            )
         work: Waitable = dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self.group, async_op=True)
         return work
 
     def all_gather_(self, flat: Tensor) -> Waitable:
         """Begin to fill the buffer with the slices that the ranks own."""
         if self._way is not None:
-            return _Gather(self, self._way, flat, OneCollective("all_gather", flat.nbytes))
+            return self._begin(_Gather(self, self._way, flat, OneCollective("all_gather", flat.nbytes)))
         work: Waitable = all_gather_single(flat, self.own(flat), group=self.group, async_op=True)
         return work
+
+    def all_gather_later_(self, flat: Tensor) -> Waitable:
+        """`all_gather_`, for which any rank may wait at any time before `release`, and then write to the buffer.
+
+        On CPUs a copy of the own slice is kept for the others until then.
+        """
+        if self._way is None:
+            return self.all_gather_(flat)
+        self._late.append(_LateGather(self, self._way, flat, OneCollective("all_gather", flat.nbytes)))
+        return self._late[-1]
+
+    def release(self) -> None:
+        """Have what began to be gathered, and wait until the other ranks have it too. Every rank calls it."""
+        for gather in self._late:
+            gather.wait()
+        for gather in self._late:
+            gather.finish()
+        self._late.clear()
 
     def take_all(self) -> None:
         """Have everything that has begun come in: a rank that waits for one thing holds no other rank up in another."""
@@ -87,9 +108,10 @@ class Exchange:
             transfer.take()
         self._begun.clear()
 
-    def begin(self, transfer: "_Transfer") -> None:
+    def _begin(self, transfer: "_Transfer") -> "_Transfer":
         """Remember what `take_all` takes."""
         self._begun.append(transfer)
+        return transfer
 
     def arrivals(self, rows: int, length: int, dtype: torch.dtype) -> Tensor:
         """Memory (rows, length) that all transfers share, one after the other."""
@@ -132,7 +154,6 @@ class _Transfer(ABC):
         self._is_open = True
         with collective:
             self._swap = self._post()
-        exchange.begin(self)
 
     @abstractmethod
     def _post(self) -> Swap:
@@ -147,7 +168,11 @@ class _Transfer(ABC):
         if self._is_open:
             self._is_open = False
             self._exchange.take_all()
-            self._swap.finish()
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the others have what goes out."""
+        self._swap.finish()
 
     @property
     def _own(self) -> Tensor:
@@ -183,7 +208,9 @@ class _MeanEverywhere(_Mean):
         """Have the result. Once more does nothing."""
         if self._is_open:
             super().wait()
-            _Gather(self._exchange, self._way, self._flat, self._collective).wait()
+            gather = _Gather(self._exchange, self._way, self._flat, self._collective)
+            gather.take()
+            gather.finish()
 
 
 class _Gather(_Transfer):
@@ -199,3 +226,24 @@ class _Gather(_Transfer):
         """Have them in place."""
         for _ in self._swap.pieces():
             pass
+
+
+class _LateGather(_Gather):
+    """Slices that each rank takes when it likes, from copies.
+
+    Attributes:
+        kept: the copy of this rank's.
+    """
+
+    def _post(self) -> Swap:
+        self.kept = self._own.clone()
+        return self._way.post(
+            dict.fromkeys(self._others, self.kept),
+            {rank: self._slices[rank] for rank in reversed(self._others)},
+        )
+
+    def wait(self) -> None:
+        """Have the slices in place. Once more does nothing."""
+        if self._is_open:
+            self._is_open = False
+            self.take()

@@ -128,10 +128,10 @@ class PipelineEngine:
         def around_backward(action: Action, is_last: bool) -> AbstractContextManager:
             parameters = self.parameters[action.stage]
             if is_last:
-                return optimizer.last_backward(parameters)
+                return optimizer.reducer.last_backward(parameters)
             if not is_even or action.op is Op.BACKWARD_INPUT:  # whose weight gradients are still to come
-                return optimizer.accumulating()
-            return optimizer.every_backward(parameters)
+                return optimizer.reducer.accumulating()
+            return optimizer.reducer.every_backward(parameters)
 
         return around_backward
 

@@ -140,6 +140,7 @@ class HybridConfig:
         zero_stage: 0 plain data parallelism, 1 optimizer states split over it, 2 gradients too.
         zero_size: over how many replicas they are split; -1 or 0 is all of them.
         overlap_communication: whether gradients are averaged while backward runs.
+        overlap_allgather: whether parameters are gathered while the next forward runs.
         communication_dtype: the format in which gradients are averaged over the replicas; None is float32.
         cpu_offload: whether masters and optimizer states are on the CPU.
         pipeline: how a batch goes through it.
@@ -159,6 +160,7 @@ class HybridConfig:
     zero_stage: int = 0
     zero_size: int = -1
     overlap_communication: bool = True
+    overlap_allgather: bool = False
     communication_dtype: torch.dtype | str | None = None
     cpu_offload: bool = False
     pipeline: PipelineConfig
@@ -204,9 +206,13 @@ class HybridConfig:
         if self.communication_dtype not in (None, *DTYPES, *DTYPES.values()):
             allowed = ", ".join(map(str, (*map(repr, DTYPES), *DTYPES.values())))
             found.append(f"communication_dtype={self.communication_dtype!r} must be None or one of {allowed}")
-        found += switch_faults(
-            {"overlap_communication": self.overlap_communication, "cpu_offload": self.cpu_offload}
-        )
+        switches = ("overlap_communication", "overlap_allgather", "cpu_offload")
+        found += switch_faults({name: getattr(self, name) for name in switches})
+        if self.overlap_allgather is True and self.zero_stage == 0:
+            found.append(
+                "overlap_allgather=True with zero_stage=0, where every rank updates all parameters and gathers none: "
+                "use zero_stage 1 or 2, or leave it out"
+            )
         if not (isinstance(self.max_norm, (int, float)) and self.max_norm >= 0):
             found.append(f"max_norm={self.max_norm!r} must be a number of at least 0: use 0 for no clipping")
         if not (isinstance(self.bucket_size_in_m, (int, float)) and 2**-20 <= self.bucket_size_in_m < 2**20):

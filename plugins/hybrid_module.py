@@ -26,7 +26,7 @@ class HybridParallelModule(nn.Module):
         self.plugin = plugin
         self.optimizer: ShardedOptimizer | None = None
         self.names = names
-        self.held = names.held(module)
+        self._held = names.held(module)
         splits_backward = plugin.config.pipeline.splits_backward(plugin.pp_size)
         self.engine = PipelineEngine(
             held_stages(module),
@@ -35,6 +35,13 @@ class HybridParallelModule(nn.Module):
             placement=plugin.stage_manager.placement,
             weight_gradients=hold_weight_gradients(module) if splits_backward else None,
         )
+
+    @property
+    def held(self) -> dict[str, nn.Parameter]:
+        """The parameters that this rank holds, by their first names in the whole model."""
+        if self.optimizer is not None:
+            self.optimizer.publisher.wait()
+        return self._held
 
     def unwrap(self) -> nn.Module:
         """The model without the wrapper."""

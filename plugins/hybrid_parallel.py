@@ -71,6 +71,8 @@ class HybridParallelPlugin(Plugin):
         zero_bucket_size_in_m: millions (2**20) of gradient elements that are reduced together.
         overlap_communication: average gradients over the replicas while the last backward runs, or every one at
             `zero_stage` 2.
+        overlap_allgather: let `optimizer.step()` return while updated parameters are still gathered, at `zero_stage` 1
+            and 2; whatever uses one waits for it. See docs/zero.md.
         communication_dtype: the format they are averaged in, "bf16" or torch.bfloat16 for example; None is float32.
         cpu_offload: keep masters and optimizer states on the CPU, and step there; see docs/zero.md.
         enable_all_optimization: turn on all that this version has of the options below.
@@ -116,6 +118,7 @@ class HybridParallelPlugin(Plugin):
         max_norm: float = 0,
         zero_bucket_size_in_m: float = 12,
         overlap_communication: bool = True,
+        overlap_allgather: bool = False,
         communication_dtype: torch.dtype | str | None = None,
         cpu_offload: bool = False,
         custom_policy: Policy | None = None,
@@ -133,6 +136,7 @@ class HybridParallelPlugin(Plugin):
             zero_stage=zero_stage,
             zero_size=zero_size,
             overlap_communication=overlap_communication,
+            overlap_allgather=overlap_allgather,
             communication_dtype=communication_dtype,
             cpu_offload=cpu_offload,
             pipeline=PipelineConfig(
@@ -254,6 +258,8 @@ class HybridParallelPlugin(Plugin):
                     parameter.data = parameter.data.to(self.config.precision.dtype)
             if wrapped is not None:
                 wrapped.add_gradients_by_row(model)
+                if self.config.overlap_allgather:
+                    wrapped.publisher.let_arrive_later(model)
             boosted.optimizer = wrapped
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 

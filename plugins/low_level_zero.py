@@ -17,7 +17,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         reduce_bucket_size_in_m: millions (2**20) of gradient elements that are reduced together.
         zero_size: over how many neighbouring ranks a stage above 0 splits; -1 or 0 is all of them, 1 none.
         cpu_offload: keep masters and optimizer states on the CPU, and step there.
-        overlap_communication, communication_dtype: see `HybridParallelPlugin`.
+        overlap_communication, overlap_allgather, communication_dtype: see `HybridParallelPlugin`.
         num_microbatches, microbatch_size: how `execute_pipeline` cuts a batch; None takes it whole.
 
     Raises:
@@ -40,6 +40,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         *,
         zero_size: int = -1,
         overlap_communication: bool = True,
+        overlap_allgather: bool = False,
         communication_dtype: torch.dtype | str | None = None,
         cpu_offload: bool = False,
         num_microbatches: int | None = None,
@@ -50,6 +51,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
             zero_stage=stage,
             zero_size=zero_size,
             overlap_communication=overlap_communication,
+            overlap_allgather=overlap_allgather,
             communication_dtype=communication_dtype,
             cpu_offload=cpu_offload,
             num_microbatches=num_microbatches,

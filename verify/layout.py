@@ -14,6 +14,7 @@ class Layout:
         tp, pp, dp: sizes of the axes; their product is the number of processes.
         zero: the ZeRO stage.
         zero_size: over how many replicas it splits.
+        overlap_allgather: whether updated parameters are gathered while the next forward runs.
         precision: "fp32", "bf16" or "fp16".
         schedule: a name of the pipeline's schedules.
         chunks: stages per rank, where the schedule takes any number.
@@ -27,6 +28,7 @@ class Layout:
     dp: int = 1
     zero: int = 0
     zero_size: int = -1
+    overlap_allgather: bool = False
     precision: str = "fp32"
     schedule: str = "1f1b"
     chunks: int = 1
@@ -74,6 +76,7 @@ class Layout:
             dp=self.dp,
             zero_stage=self.zero,
             zero_size=self.zero_size,
+            overlap_allgather=self.overlap_allgather,
             pipeline=self._pipeline,
             precision_settings={"precision": self.precision},
             max_norm=self.max_norm,
@@ -87,5 +90,6 @@ class Layout:
         schedule = [f"{self.schedule}{chunks}"] if self.pp > 1 and self.schedule != "1f1b" else []
         rest = [f"zero{self.zero}"] * bool(self.zero)
         rest += [f"of{self.zero_size}"] * (self.zero_size > 0)
+        rest += ["late"] * self.overlap_allgather
         rest += [f"recompute{self.recompute:g}"] * bool(self.recompute)
         return "·".join([*sizes, *schedule, *rest, self.precision])

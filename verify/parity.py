@@ -139,6 +139,7 @@ def _run_layout(
         dp_size=layout.dp,
         zero_stage=layout.zero,
         zero_size=layout.zero_size,
+        overlap_allgather=layout.overlap_allgather,
         precision=layout.precision,
         num_microbatches=layout.microbatches,
         pp_style=layout.schedule,

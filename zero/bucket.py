@@ -21,7 +21,6 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from ..cluster.exchange import Waitable
@@ -67,7 +66,7 @@ class Slot:
 
     def view(self, flat: Tensor) -> Tensor:
         """Its part of a whole buffer, in its shape."""
-        return _view(flat, self.parameter, self.start)
+        return _view(flat, self.weight, self.start)  # the parameter itself may be on its way
 
     @property
     def parameter(self) -> Parameter:
@@ -158,7 +157,6 @@ class Bucket:
         self.stepped_gradients = host_copy(self.own_gradients) if is_offloaded else self.own_gradients
         self._reduced_before: Tensor | None = None
         self._average: Waitable | None = None
-        self._gathering: Waitable | None = None
         self._has_slice = False  # whether the slice of passing gradients holds any
         if loans is not None:
             loans.expect(length, device)
@@ -280,20 +278,10 @@ class Bucket:
         if self.is_offloaded:
             self.stepped_gradients.copy_(self.own_gradients, non_blocking=True)
 
-    def start_publishing(self) -> None:
-        """Begin to bring the masters of all ranks into the parameters of all. One all-gather if sliced."""
+    def round_masters(self) -> None:
+        """Bring the masters into this rank's slice of the parameters."""
         if self.has_masters:
             self.partition.own(self.parameters).copy_(self.masters, non_blocking=True)
-        self._gathering = self.partition.gather_(self.parameters)
-
-    def finish_publishing(self) -> None:
-        """Have the parameters, once that was begun."""
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
-        # So that autograd refuses a graph that was built with the parameters before, as it does in torch.
-        increment_version([slot.parameter for slot in self.slots])
-        self.note_versions()
 
     def refresh_(self) -> None:
         """Take over parameters that were written to; masters that still round to their parameter stay."""
@@ -358,14 +346,6 @@ class Bucket:
                 yield self.own_gradients[begin - first : end - first]
 
 
-def publish(buckets: Sequence[Bucket]) -> None:
-    """Bring the masters of all ranks into the parameters of all. One all-gather per bucket if sliced."""
-    for bucket in buckets:
-        bucket.start_publishing()
-    for bucket in buckets:
-        bucket.finish_publishing()
-
-
 def _layout(members: Sequence[ManagedParameter], num_ranks: int) -> tuple[list[int], int]:
     """Where each parameter begins, and the padded length of the bucket."""
     starts, end = [], 0
@@ -379,5 +359,5 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _view(flat: Tensor, parameter: Parameter, start: int) -> Tensor:
-    return flat[start : start + parameter.numel()].view(parameter.shape)
+def _view(flat: Tensor, like: Tensor, start: int) -> Tensor:
+    return flat[start : start + like.numel()].view(like.shape)

@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
-from .bucket import Bucket, publish
+from .bucket import Bucket
 from .elementwise import require_elementwise
 from .embedding import add_gradients_by_row
 from .faults import (
@@ -38,6 +37,7 @@ from .offload import choose_fused_kernels, wait_for_copies
 from .parameter import ManagedParameter
 from .partition import Partition
 from .precision import DynamicScaler, PrecisionConfig
+from .publication import Publisher
 from .reduction import Reducer, require_one_layout
 from .state import load_local_state, local_state
 from .true_gradients import TrueGradients
@@ -77,6 +77,9 @@ class ShardedOptimizer(OptimizerWrapper):
     Attributes:
         inner: the user's optimizer.
         last_norm: norm of the gradients of the last step, unscaled, before any clipping; None before the first.
+        reducer: brings gradients to this rank's slices; its contexts are for backwards that are not called through
+            `backward`.
+        publisher: brings updated parameters to all ranks; can let them arrive during the next forward.
         skipped_steps: how many steps were skipped since their gradients were not finite on some rank.
     """
 
@@ -122,7 +125,7 @@ class ShardedOptimizer(OptimizerWrapper):
             communication_dtype=communication_dtype,
             is_offloaded=cpu_offload,
         )
-        self._reducer = Reducer(
+        self.reducer = Reducer(
             self.buckets,
             parameters,
             partition=self._partition,
@@ -130,8 +133,9 @@ class ShardedOptimizer(OptimizerWrapper):
             overlap=overlap_communication,
         )
         self._gradients = TrueGradients(
-            self.buckets, self._reducer, scaler=self._scaler, norm_type=norm_type, device=mesh.device
+            self.buckets, self.reducer, scaler=self._scaler, norm_type=norm_type, device=mesh.device
         )
+        self.publisher = Publisher(self.buckets)
         hold_pieces(optimizer, self.buckets)
         self._is_offloaded = cpu_offload
         if cpu_offload:
@@ -165,13 +169,13 @@ class ShardedOptimizer(OptimizerWrapper):
         Collective over the data axis, but inside `no_sync` and (below stage 2) without `overlap_communication`. A
         further one before the step is averaged on its own, and added.
         """
-        is_collective = self._reducer.may_launch
+        is_collective = self.reducer.may_launch
         if is_collective:
-            self._reducer.meet("backward()")
+            self.reducer.meet("backward()")
         self.settle()
-        with self.last_backward():
+        with self.reducer.last_backward():
             self.scale_loss(loss).backward(retain_graph=retain_graph)
-        if is_collective and not self._reducer.passes:
+        if is_collective and not self.reducer.passes:
             self._reduce()
 
     def get_grad_norm(self) -> float | None:
@@ -181,9 +185,11 @@ class ShardedOptimizer(OptimizerWrapper):
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. As in torch, a parameter is stepped with zeros, but not with None."""
+        if not set_to_none:
+            self.publisher.wait()  # a gradient of zeros is of a parameter's shape
         self._gradients.renew()
         self.gradient_factor = None
-        self._reducer.forget(to_zeros=not set_to_none)
+        self.reducer.forget(to_zeros=not set_to_none)
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
@@ -195,14 +201,15 @@ class ShardedOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: something else than a backward wrote to the gradients.
         """
-        self._reducer.meet("reduce_gradients()")
+        self.reducer.meet("reduce_gradients()")
         self._reduce()
 
     def _reduce(self) -> None:
-        if self._reducer.is_reduced:
-            self._reducer.writes.require_unchanged()
+        if self.reducer.is_reduced:
+            self.reducer.writes.require_unchanged()
         else:
-            self._reducer.reduce()
+            self.publisher.wait()  # of parameters that nobody used; they may be given gradients
+            self.reducer.reduce()
             self._gradients.renew()
 
     @naming_failures("optimizer.clip_grad_by_norm")
@@ -243,42 +250,21 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def add_gradients_by_row(self, model: nn.Module) -> None:
         """Let a model's embeddings add their gradients row by row: see embedding.py."""
-        add_gradients_by_row(model, self._reducer)
+        add_gradients_by_row(model, self.reducer)
 
     def settle(self) -> None:
         """Finish reductions that a `last_backward` began, so that a further backward may add to them.
 
         Collective as they are. If the model's own `zero_grad` dropped the gradients of every rank, they are forgotten.
         """
-        if self._reducer.settle():
+        if self.reducer.has_begun:
+            self.publisher.wait()
+            self.reducer.settle()
             self._gradients.renew()
-
-    def accumulating(self) -> AbstractContextManager[None]:
-        """A context for parts of a backward that add to the gradients, before the part that is the last."""
-        return self._reducer.accumulating()
-
-    def every_backward(self, parameters: Sequence[Parameter] | None = None) -> AbstractContextManager[None]:
-        """A context for a backward that is not called through `backward`, and adds to the gradients too.
-
-        At stage 2 they are averaged over the data axis while it runs, but inside `no_sync`. Every rank of that axis
-        enters it for the same parameters in the same order.
-
-        Args:
-            parameters: those whose gradients are complete for this backward when the context ends; None is all.
-        """
-        return self._reducer.every_backward(parameters)
-
-    def last_backward(self, parameters: Sequence[Parameter] | None = None) -> AbstractContextManager[None]:
-        """A context for the last backward of these parameters, or of all, before the next step.
-
-        Their gradients are averaged over the data axis while it runs. Every rank of that axis enters it for
-        the same parameters in the same order. Inside `no_sync` it is `accumulating` alone.
-        """
-        return self._reducer.last_backward(parameters)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """More backwards follow before the next step: start no reduction inside."""
-        return self._reducer.held_back()
+        return self.reducer.held_back()
 
     @naming_failures("optimizer.step")
     @torch.no_grad()
@@ -301,8 +287,10 @@ class ShardedOptimizer(OptimizerWrapper):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        require_untouched(self._reducer.slots, self._frozen)
-        self._reducer.meet("step()")
+        self.publisher.wait()
+        require_untouched(self.reducer.slots, self._frozen)
+        self.reducer.meet("step()")
+        self.publisher.finish()
         self._reduce()
         norm = self._gradients.measure()
         self.last_norm = self._gradients.norm
@@ -315,10 +303,10 @@ class ShardedOptimizer(OptimizerWrapper):
         else:
             self._gradients.clip_for_step_(norm, self._max_norm)
             self._update_own_slices()
-            publish(self.buckets)
+            self.publisher.publish()
         if self._scaler is not None:
             self._scaler.update(overflow)
-        self._reducer.resumed_factor = self.loss_scale
+        self.reducer.resumed_factor = self.loss_scale
         return loss
 
     @torch.no_grad()
@@ -333,14 +321,14 @@ class ShardedOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: the gradients are not reduced.
         """
-        if not self._reducer.is_reduced:
+        if not self.reducer.is_reduced:
             raise RuntimeError("gradients() needs reduced gradients: call reduce_gradients() or step() first")
         multiplier = self._gradients.multiplier
         named = self._named(lambda bucket: self._partition.gathered(bucket.own_gradients) * multiplier)
-        present = self._reducer.present.tolist()
+        present = self.reducer.present.tolist()
         return {
             slot.managed.name: named[slot.managed.name]
-            for slot, is_present in zip(self._reducer.slots, present, strict=True)
+            for slot, is_present in zip(self.reducer.slots, present, strict=True)
             if is_present
         }
 
@@ -382,7 +370,9 @@ class ShardedOptimizer(OptimizerWrapper):
             ValueError: it was saved under another layout.
         """
         with torch.no_grad():
+            self.publisher.finish()
             load_local_state(self.inner, self.buckets, self._scaler, state_dict)
+            self.publisher.publish()
         if self._is_offloaded:  # the state may come from a run that was not
             choose_fused_kernels(self.inner)
         self.skipped_steps = state_dict["skipped_steps"]
@@ -392,7 +382,7 @@ class ShardedOptimizer(OptimizerWrapper):
             if bucket.was_written:
                 bucket.refresh_()
             bucket.send_gradients()
-        for slot, is_present in zip(self._reducer.slots, self._gradients.present, strict=True):
+        for slot, is_present in zip(self.reducer.slots, self._gradients.present, strict=True):
             if slot.piece is not None:
                 slot.piece.grad = slot.piece_gradient if is_present else None
         if self._is_offloaded:

@@ -88,6 +88,16 @@ class Partition:
         """Begin to fill a whole buffer, in place, from the slices that its ranks own. One all-gather if sliced."""
         return None if self.slices is None else self.slices.all_gather_(flat)
 
+    def gather_later_(self, flat: Tensor) -> Waitable:
+        """`gather_` where there are slices, for which single ranks may wait at any time before `release`."""
+        assert self.slices is not None
+        return self.slices.all_gather_later_(flat)
+
+    def release(self) -> None:
+        """Let the other ranks have what `gather_later_` began, before the next. Every rank calls it."""
+        if self.slices is not None:
+            self.slices.release()
+
     def gathered(self, slice_: Tensor) -> Tensor:
         """The whole buffer, new, whose slices the ranks hold apart. One all-gather if sliced."""
         whole = slice_.new_empty(slice_.numel() * self.num_slices)

@@ -99,8 +99,8 @@ class Reducer:
     def last_backward(self, parameters: Sequence[Parameter] | None = None) -> Iterator[None]:
         """What runs inside gives these parameters, or all, their last gradients before the next reduction.
 
-        Starts averages, see [Note: reducing while backward runs]. Every rank of the data axis calls for the same
-        parameters in the same order. Within another such context it does nothing.
+        Starts averages, see [Note: reducing while backward runs]; inside `held_back` none. Every rank of the data axis
+        calls for the same parameters in the same order. Within another such context it does nothing.
         """
         with self.accumulating():
             if not self.may_launch:
@@ -189,20 +189,21 @@ class Reducer:
             parameter.grad = slot.gradient
         slot.gradient.index_add_(0, rows_N, values_NH.to(slot.gradient.dtype))
 
-    def settle(self) -> bool:
-        """Reduce what a `last_backward` began to average, or forget it if it was dropped; False where nothing was."""
-        if not self._order.has_started:
-            return False
+    @property
+    def has_begun(self) -> bool:
+        """Whether a `last_backward` began averages that `settle` has to end."""
+        return self._order.has_started
+
+    def settle(self) -> None:
+        """Reduce what a `last_backward` began to average, or forget it if it was dropped."""
         if self._was_dropped():
             self.forget(to_zeros=False)
         else:
             self.reduce()
-        return True
 
     def _was_dropped(self) -> bool:
         """Whether no rank of the data axis has a gradient. One all-reduce."""
-        left = torch.tensor([float(any(slot.parameter.grad is not None for slot in self.slots))])
-        left = left.to(self.present.device)
+        left = self.present.new_tensor([any(slot.parameter.grad is not None for slot in self.slots)])
         self._partition.maximum_(left)
         return not left.item()
 
@@ -214,10 +215,10 @@ class Reducer:
         self._present_before = None
         for bucket in self._buckets:
             bucket.forget(to_zeros=to_zeros)
+        self._held_before = self._held_before if to_zeros else []
         self._show_again()
         for slot in self.slots:
-            keep = to_zeros and slot.parameter.grad is not None
-            slot.parameter.grad = slot.gradient if keep else None
+            slot.parameter.grad = slot.gradient if to_zeros and slot.parameter.grad is not None else None
 
     @torch.no_grad()
     def reduce(self) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from .bucket import Bucket, publish
+from .bucket import Bucket
 from .precision import DynamicScaler
 
 
@@ -25,7 +25,7 @@ def local_state(inner: Optimizer, buckets: Sequence[Bucket], scaler: DynamicScal
 def load_local_state(
     inner: Optimizer, buckets: Sequence[Bucket], scaler: DynamicScaler | None, state: dict[str, Any]
 ) -> None:
-    """Load what `local_state` returned, and the parameters from its masters. One all-gather per bucket.
+    """Load what `local_state` returned. The parameters are as they were.
 
     Raises:
         ValueError: it was saved under another layout or precision.
@@ -42,7 +42,6 @@ def load_local_state(
     inner.load_state_dict({key: state[key] for key in ("state", "param_groups")})
     for bucket, masters in zip(buckets, state["masters"], strict=True):
         bucket.masters.copy_(masters)
-    publish(buckets)
     if scaler is not None:
         scaler.load_state_dict(state["scaler"])
 

@@ -211,6 +211,10 @@ STAGE_TWO = [
     ("gpt2", Layout(dp=4, zero=1, zero_size=2, precision="bf16", max_norm=0.1)),
     ("llama-tied", Layout(dp=4, zero=2, zero_size=2)),
     ("llama", Layout(dp=2, zero=1, zero_size=1)),
+    ("gpt2-tied", Layout(dp=2, zero=1, overlap_allgather=True)),
+    ("t5-tied", Layout(pp=2, dp=2, zero=2, microbatches=4, overlap_allgather=True, precision="bf16")),
+    ("bert-masked-tied", Layout(tp=2, dp=2, zero=1, overlap_allgather=True)),
+    ("llama-tied", Layout(dp=4, zero=2, zero_size=2, overlap_allgather=True, max_norm=0.1, precision="fp16")),
 ]
 
 

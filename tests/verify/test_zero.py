@@ -184,7 +184,7 @@ def with_a_copy_that_departs(choice: ModelChoice, layout: Layout) -> Report:
     def step(self: ShardedOptimizer) -> None:
         original(self)
         if dist.get_rank() == dist.get_world_size() - 1:
-            norm = next(slot for slot in self._reducer.slots if slot.managed.name == "model.norm.weight")
+            norm = next(slot for slot in self.reducer.slots if slot.managed.name == "model.norm.weight")
             norm.parameter.data.mul_(1 + 1e-6)
 
     with patch.object(ShardedOptimizer, "step", step):

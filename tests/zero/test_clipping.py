@@ -217,7 +217,7 @@ def check_writes() -> None:
                 model = small_model()
                 optimizer = shard(model, stage=stage)
                 parameters = list(model.parameters())
-                with optimizer.last_backward(parameters if is_last else []):
+                with optimizer.reducer.last_backward(parameters if is_last else []):
                     optimizer.backward(loss_of(model, 0))
                 write(parameters)
                 with pytest.raises(RuntimeError, match=r"call optimizer\.clip_grad_by_norm\(max_norm\)"):

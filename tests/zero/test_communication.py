@@ -23,7 +23,7 @@ def check_overlap(stage: int) -> None:
     expected = mean_gradients(model, [[0], [1]])
     optimizer = shard(model, stage=stage, bucket_size=1, overlap_communication=False)
     starts = watch_starts(optimizer, [])
-    with optimizer.last_backward(list(model.parameters())):
+    with optimizer.reducer.last_backward(list(model.parameters())):
         optimizer.backward(loss_of(model, rank))
     assert len(starts) == (4 if stage == 2 else 0)
     assert not any(bucket.is_averaging for bucket in optimizer.buckets)

@@ -46,7 +46,7 @@ def sharded(model: nn.Sequential, precision: Precision = "fp32") -> ShardedOptim
 def count_rows(optimizer: ShardedOptimizer) -> list[int]:
     """How many entries every call brings from now on."""
     counts: list[int] = []
-    reducer = optimizer._reducer
+    reducer = optimizer.reducer
     add = reducer.add_rows
 
     def counting(parameter: nn.Parameter, rows_N: Tensor, values_NH: Tensor) -> None:
@@ -103,7 +103,7 @@ def check_started() -> bool:
     optimizer = sharded(model)
     with optimizer.no_sync():
         optimizer.backward(loss_of(model, own[0]))
-    with optimizer.last_backward(list(model.parameters())):
+    with optimizer.reducer.last_backward(list(model.parameters())):
         optimizer.backward(loss_of(model, own[1]))
         started = all(bucket.is_averaging for bucket in optimizer.buckets)
     optimizer.reduce_gradients()
@@ -124,7 +124,7 @@ def check_autograd_grad() -> None:
     (expected,) = torch.autograd.grad(loss_of(native, ids), native[0].weight)
     assert found.equal(expected)
     assert weight.grad is None
-    with optimizer.accumulating():  # as a penalty on gradients within the loss of a backward
+    with optimizer.reducer.accumulating():  # as a penalty on gradients within the loss of a backward
         (found,) = torch.autograd.grad(loss_of(model, ids), weight, create_graph=True)
     assert found.equal(expected) and found.requires_grad
     loss_of(model, ids).backward()  # not through the optimizer: autograd's own way
@@ -206,7 +206,7 @@ def check_copy() -> None:
     optimizer = sharded(model)
     ids = batches(2)[1]
     copied = copy.deepcopy(model)
-    with optimizer.accumulating():
+    with optimizer.reducer.accumulating():
         loss_of(copied, ids).backward()
     assert copied[0].weight.grad is not None and model[0].weight.grad is None
     del optimizer
@@ -241,7 +241,7 @@ def check_twice(stage: int, share: float) -> None:
     optimizer.add_gradients_by_row(model)
     counts = count_rows(optimizer)
     for number, ids in enumerate(batches(4)[rank::2]):
-        context = optimizer.last_backward if number else optimizer.every_backward
+        context = optimizer.reducer.last_backward if number else optimizer.reducer.every_backward
         with context(list(model.parameters())):
             optimizer.backward(loss_of(model, ids))
     optimizer.reduce_gradients()

@@ -48,7 +48,7 @@ def check_starts(stage: int) -> list[tuple[str, bool]]:
     with optimizer.no_sync():
         optimizer.backward(loss_of(model, rank))
     assert not starts
-    with optimizer.last_backward(list(model.parameters())):
+    with optimizer.reducer.last_backward(list(model.parameters())):
         optimizer.backward(loss_of(model, rank + 2))
         over.append(True)
     assert [bucket.is_averaging for bucket in optimizer.buckets] == [True] * 4
@@ -68,7 +68,7 @@ def check_unused(stage: int) -> list[str]:
     model, rank = small_model(), dist.get_rank()
     optimizer = shard(model, stage=stage, bucket_size=1)
     starts = watch_starts(optimizer, [])
-    with optimizer.last_backward(list(model.parameters())):
+    with optimizer.reducer.last_backward(list(model.parameters())):
         if rank == 0:
             optimizer.backward(loss_of(model, 0))
         else:
@@ -88,7 +88,7 @@ def test_a_backward_that_comes_too_late_is_refused(pool: Pool) -> None:
 def add_too_late() -> None:
     model = small_model()
     optimizer = shard(model)
-    with optimizer.last_backward(list(model.parameters())):
+    with optimizer.reducer.last_backward(list(model.parameters())):
         optimizer.backward(loss_of(model, 0))
     loss_of(model, 1).backward()
 
@@ -104,7 +104,7 @@ def check_settled(stage: int) -> None:
     optimizer = shard(model, stage=stage, bucket_size=40)
     for seed in (rank, rank + 2):
         optimizer.settle()
-        with optimizer.last_backward(list(model.parameters())):
+        with optimizer.reducer.last_backward(list(model.parameters())):
             optimizer.backward(loss_of(model, seed))
     optimizer.reduce_gradients()
     assert_equal(optimizer.gradients(), expected)
@@ -122,7 +122,7 @@ def check_dropped(stage: int) -> None:
     for seed in (rank, rank + 2):
         model.zero_grad()
         optimizer.settle()
-        with optimizer.last_backward(list(model.parameters())):
+        with optimizer.reducer.last_backward(list(model.parameters())):
             optimizer.backward(loss_of(model, seed))
     optimizer.reduce_gradients()
     assert_equal(optimizer.gradients(), expected)
@@ -136,10 +136,10 @@ def check_no_sync() -> None:
     model, rank = small_model(), dist.get_rank()
     expected = mean_gradients(model, [[0, 2], [1, 3]])
     optimizer = shard(model)
-    with optimizer.no_sync(), optimizer.last_backward(list(model.parameters())):
+    with optimizer.no_sync(), optimizer.reducer.last_backward(list(model.parameters())):
         optimizer.backward(loss_of(model, rank))
     assert not any(bucket.is_averaging for bucket in optimizer.buckets)
-    with optimizer.last_backward(list(model.parameters())):
+    with optimizer.reducer.last_backward(list(model.parameters())):
         optimizer.backward(loss_of(model, rank + 2))
     assert all(bucket.is_averaging for bucket in optimizer.buckets)
     optimizer.reduce_gradients()
@@ -154,7 +154,7 @@ def check_zeroed() -> None:
     model, rank = small_model(), dist.get_rank()
     expected = mean_gradients(model, [[2], [3]])
     optimizer = shard(model)
-    with optimizer.last_backward(list(model.parameters())):
+    with optimizer.reducer.last_backward(list(model.parameters())):
         optimizer.backward(loss_of(model, rank))
     optimizer.zero_grad()
     optimizer.backward(loss_of(model, rank + 2))
@@ -183,7 +183,7 @@ def check_tied() -> None:
         sgd(model.parameters()), parameters, mesh=mesh, stage=1, precision=PrecisionConfig(), bucket_size=1
     )
     seed = 2 * mesh.rank("dp") + mesh.rank("pp")
-    with optimizer.last_backward(list(model.parameters())):
+    with optimizer.reducer.last_backward(list(model.parameters())):
         optimizer.backward(loss_of(model, seed))
     started = {bucket.slots[0].managed.name: bucket.is_averaging for bucket in optimizer.buckets}
     assert started == {"0.weight": False, "0.bias": True, "2.weight": True, "2.bias": True}, rank

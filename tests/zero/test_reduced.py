@@ -149,7 +149,7 @@ def check_two_optimizers() -> None:
     models = [small_model(), small_model()]
     optimizers = [shard(model, stage=1, mesh=mesh) for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):
-        with optimizer.last_backward():
+        with optimizer.reducer.last_backward():
             optimizer.backward(loss_of(model, rank))
     for optimizer in reversed(optimizers):
         optimizer.reduce_gradients()

@@ -46,7 +46,7 @@ def check_passing() -> list[str]:
         optimizer.backward(loss_of(model, rank + 2 * number))
         assert all(parameter.grad is None for parameter in model.parameters())
         if number < 2:  # the last bucket is on its way, until a backward or the reduction needs it
-            optimizer._reducer._order.finish()
+            optimizer.reducer._order.finish()
     optimizer.reduce_gradients()
     longest = max(bucket.parameters.numel() for bucket in optimizer.buckets)
     loans = optimizer.buckets[0]._loans
