@@ -1,7 +1,7 @@
 """Small numbers that ranks tell each other, to agree before they compute. What follows from them is the caller's."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +25,26 @@ def gather_integers(values: Sequence[int], group: dist.ProcessGroup | None = Non
         values: 64-bit integers.
         group: None is the world.
     """
+    return begin_gathering_integers(values, group)()
+
+
+def begin_gathering_integers(
+    values: Sequence[int], group: dist.ProcessGroup | None = None
+) -> Callable[[], list[tuple[int, ...]]]:
+    """`gather_integers` begun; calling what is returned ends it, once."""
     size = dist.get_world_size(group)
     if size == 1:
-        return [tuple(values)]
+        return lambda: [tuple(values)]
     device = "cpu" if "cpu" in str(dist.get_backend_config(group)) else default_device()
     own = torch.tensor(values, dtype=torch.int64, device=device)
     found = own.new_empty(size * len(values))
-    all_gather_single(found, own, group=group)
-    return [tuple(row) for row in found.view(size, -1).tolist()]
+    work = all_gather_single(found, own, group=group, async_op=True)
+
+    def end() -> list[tuple[int, ...]]:
+        work.wait()
+        return [tuple(row) for row in found.view(size, -1).tolist()]
+
+    return end
 
 
 def batch_hash(batch: Any) -> int:

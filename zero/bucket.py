@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..cluster.exchange import Waitable
+from ..cluster.large_pages import large_pages
 from .loan import Loans
 from .offload import host_copy
 from .parameter import ManagedParameter
@@ -135,22 +136,22 @@ class Bucket:
         self._loans = loans
         starts, length = _layout(members, partition.group.size())
         device = members[0].parameter.device
-        values = torch.zeros(length, dtype=torch.float32, device=device)
-        self.gradients = torch.zeros_like(values) if loans is None else None
+        values = _zeros(length, torch.float32, device)
+        self.gradients = _zeros(length, torch.float32, device) if loans is None else None
         self.own_gradients = (
-            torch.zeros_like(partition.own(values))
+            _zeros(partition.own(values).numel(), torch.float32, device)
             if self.gradients is None
             else partition.own(self.gradients)
         )
         for managed, start in zip(members, starts, strict=True):
             _view(values, managed.parameter, start).copy_(managed.parameter.detach())
         partition.broadcast_(values)
-        self.parameters = values.to(dtype)
+        self.parameters = values if dtype == torch.float32 else _zeros(length, dtype, device).copy_(values)
         self.masters = partition.own(values)
         if is_offloaded:
             self.masters = host_copy(self.masters)
         elif self.has_masters:
-            self.masters = self.masters.clone()
+            self.masters = _zeros(self.masters.numel(), torch.float32, device).copy_(self.masters)
         else:
             self.masters = partition.own(self.parameters)
         # What the inner optimizer reads in a step.
@@ -344,6 +345,10 @@ class Bucket:
                 slots = list(run)
                 begin, end = max(slots[0].start, first), min(slots[-1].stop, first + length)
                 yield self.own_gradients[begin - first : end - first]
+
+
+def _zeros(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return large_pages(torch.empty(length, dtype=dtype, device=device)).zero_()
 
 
 def _layout(members: Sequence[ManagedParameter], num_ranks: int) -> tuple[list[int], int]:

@@ -9,7 +9,7 @@ in each.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch.nn import Parameter
 
@@ -23,12 +23,19 @@ class LaunchOrder:
         buckets: all of this rank.
         position: of each parameter in the model.
         max_passing: at stage 2, how many buckets may be on their way while another gets its gradients.
+        before_start: called before a bucket starts.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], position: Mapping[Parameter, int], *, max_passing: int
+        self,
+        buckets: Sequence[Bucket],
+        position: Mapping[Parameter, int],
+        *,
+        max_passing: int,
+        before_start: Callable[[], None],
     ) -> None:
         self._max_passing = max_passing
+        self._before_start = before_start
         # A bucket is complete with its parameter that stands first in the model: it comes last in a backward.
         self._ordered = sorted(
             buckets,
@@ -95,6 +102,7 @@ class LaunchOrder:
         return bucket.passes or bucket not in self._started
 
     def _start(self, bucket: Bucket) -> None:
+        self._before_start()
         del self._missing[bucket]
         bucket.collect()
         bucket.start_average()

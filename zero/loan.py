@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from ..cluster.large_pages import large_pages
+
 
 class Loans:
     """Float32 buffers as long as the largest bucket, made when they are first needed and used again.
@@ -24,7 +26,7 @@ class Loans:
     def take(self, length: int) -> Tensor:
         """So many elements, of any value."""
         if not self._free:
-            made = torch.empty(self._length, dtype=torch.float32, device=self._device)
+            made = large_pages(torch.empty(self._length, dtype=torch.float32, device=self._device))
             self._made[made.data_ptr()] = made
             self._free.append(made)
         return self._free.pop()[:length]

@@ -171,7 +171,7 @@ class ShardedOptimizer(OptimizerWrapper):
         """
         is_collective = self.reducer.may_launch
         if is_collective:
-            self.reducer.meet("backward()")
+            self.reducer.begin_to_meet("backward()")
         self.settle()
         with self.reducer.last_backward():
             self.scale_loss(loss).backward(retain_graph=retain_graph)

@@ -13,15 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..cluster.agreement import gather_integers
 from ..cluster.hooks import has_foreign_hooks, has_foreign_last_hooks, own
 from .bucket import Bucket, Slot
 from .launch_order import LaunchOrder
+from .meeting import Meeting
 from .parameter import ManagedParameter
 from .partition import Partition, require_agreement
 from .writes import WriteWatch
-
-_CALLS = ("backward()", "reduce_gradients()", "step()")  # that communicate
 
 
 class Reducer:
@@ -66,7 +64,10 @@ class Reducer:
         self._present_before: Tensor | None = None
         self._held_before: list[Slot] = []
         self._contributed = False
-        self._order = LaunchOrder(buckets, position, max_passing=1 if overlap else 0)
+        self._meeting = Meeting(partition.group)
+        self._order = LaunchOrder(
+            buckets, position, max_passing=1 if overlap else 0, before_start=self._end_meeting
+        )
         self._places = {slot.parameter: (slot, bucket) for bucket in buckets for slot in bucket.slots}
         self.passes = any(bucket.passes for bucket in buckets)
         self._launches = partition.group.size() > 1 and (overlap or self.passes)
@@ -113,6 +114,7 @@ class Reducer:
                 yield
             finally:
                 self._is_launching = False
+            self._end_meeting()
             self._order.close()
             if self.passes and self._partition.ends_together:
                 self._order.finish()  # or a backward that only one rank calls would wait for the others
@@ -139,30 +141,18 @@ class Reducer:
         Raises:
             RuntimeError: they are not, or some forgot what others hold; on every rank.
         """
-        group = self._partition.group
-        if group.size() == 1:
-            return
+        self.begin_to_meet(call)
+        self._end_meeting()
+
+    def begin_to_meet(self, call: str) -> None:
+        """`meet`, whose outcome is looked at before the first average begins, unless it may matter before."""
         held = 2 if self.is_reduced else int(self._present_before is not None)
-        found = dict(
-            zip(
-                dist.get_process_group_ranks(group),
-                gather_integers((_CALLS.index(call), held), group),
-                strict=True,
-            )
-        )
-        if len({code for code, _ in found.values()}) > 1:
-            told = ", ".join(f"rank {rank} in {_CALLS[code]}" for rank, (code, _) in found.items())
-            raise RuntimeError(
-                f"every backward averages its gradients, and the ranks are not in the same call: {told}. Every rank "
-                "must call backward equally often between two steps; inside no_sync it averages nothing"
-            )
-        states = {state for _, state in found.values()}
-        if len(states) > 1 and 0 in states:
-            raise RuntimeError(
-                f"rank(s) {[rank for rank, (_, state) in found.items() if not state]} hold no reduced gradients and "
-                "other ranks do: call zero_grad on every rank alike"
-            )
-        if states != {2}:
+        self._meeting.begin(call, held)
+        if held:
+            self._end_meeting()
+
+    def _end_meeting(self) -> None:
+        if self._meeting.end() - {2}:
             self._resume()
 
     def every_backward(self, parameters: Sequence[Parameter] | None = None) -> AbstractContextManager[None]:
