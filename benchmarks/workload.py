@@ -17,7 +17,7 @@ class Workload:
     """A Llama, and the batch of a step.
 
     Args:
-        hidden, layers, vocabulary: of the model; heads are 64 wide where that divides.
+        hidden, layers, vocabulary: of the model; heads are 64 wide where an even number of them divides it, else 16.
         sequence, batch: tokens of a sample, samples of a step.
         microbatches: into how many the batch is cut.
     """
@@ -59,7 +59,7 @@ class Workload:
     @property
     def config(self) -> LlamaConfig:
         """The model's configuration: no cache, and attention by torch's fused kernel."""
-        head = 64 if self.hidden % 64 == 0 else 16
+        head = 64 if self.hidden % 128 == 0 else 16
         return LlamaConfig(
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,

@@ -13,14 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import report
-import torch.distributed as dist
-from arguments import common_parser, parse, settings_of, workload_of
-from contender import agreement, require_equal_training
+from arguments import common_parser, parse, workload_of
+from comparison import compare
+from data_parallel import DataParallel
 from launch import enter
 from memory import measure_held
-from rounds import time_rounds
-from stepped import OneProcess
-from workload import Workload
 from zero_contenders import EchelonZero, contender_makers, name_of
 
 from echelon.cluster.launch import default_device
@@ -38,55 +35,32 @@ def main() -> None:
     arguments = parse_arguments()
     enter(arguments.dp, option="--dp", matmul=arguments.matmul)
     workload = workload_of(arguments, microbatches=1)
-    results = measure(workload, arguments)
-    if dist.get_rank() == 0:
-        tell(results, workload, arguments)
-    dist.destroy_process_group()
-
-
-def measure(workload: Workload, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Everything that is measured, on every rank. Collective over the world."""
-    results: dict[str, Any] = {"machine": report.machine(), "settings": settings_of(arguments)}
-    device = default_device()
-    contenders = [make() for make in contender_makers(workload, device).values()]
-    results["agreement"] = agreement(contenders, OneProcess(workload, device, works=True))
-    results["seconds"] = time_rounds(
-        contenders, rounds=arguments.rounds, warmup=arguments.warmup, device=device
+    compare(
+        [make() for make in contender_makers(workload, default_device()).values()],
+        workload,
+        arguments,
+        main=name_of(MAIN_STAGE),
+        layout=f"dp {arguments.dp}",
+        measure_more=measure_bytes,
+        show_more=show_bytes,
     )
-    results["held"] = measure_held(contenders)
-    results["ledger"] = {each.name: each.held() for each in contenders if isinstance(each, EchelonZero)}
-    results["loss_afterwards"] = require_equal_training(contenders)
-    return results | {"summary": summary(results["seconds"])}
 
 
-def summary(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """The contenders' medians and ratios, and the number of the last line."""
-    best_peer = report.fastest(seconds, [name for name in seconds if name.startswith("torch")])
-    rows = report.compared(seconds, best_peer)
+def measure_bytes(contenders: Sequence[DataParallel]) -> dict[str, Any]:
+    """What is held. Communicates."""
     return {
-        "contenders": rows,
-        "best_peer": best_peer,
-        "ratio_to_best_peer": rows[name_of(MAIN_STAGE)]["ratio_to_best_peer"],
+        "held": measure_held(contenders),
+        "ledger": {each.name: each.held() for each in contenders if isinstance(each, EchelonZero)},
     }
 
 
-def tell(results: Mapping[str, Any], workload: Workload, arguments: argparse.Namespace) -> None:
-    """Print the tables and the last line; write the files that are asked for."""
-    found, held = results["summary"], results["held"]
-    title = f"{workload}, dp {arguments.dp}"
-    ordered = report.by_median(found["contenders"])
-    rows = [report.timing_cells(name, row) for name, row in ordered]
-    note = report.conditions(results["machine"], arguments.rounds)
-    report.show(title, report.timing_header(found["best_peer"]), rows, note=note)
+def show_bytes(results: Mapping[str, Any]) -> None:
+    """Print what is held."""
+    ordered = report.by_median(results["summary"]["contenders"])
+    held = results["held"]
     rows = [[name, *(f"{size / 2**20:.1f}" for size in held[name].values())] for name, _ in ordered]
     header = ["contender", *(f"{kind} MiB" for kind in held[name_of(MAIN_STAGE)])]
     report.show("held between backward and step, on the largest rank", header, rows)
-    if arguments.json is not None:
-        report.write_json(arguments.json, results)
-    if arguments.plot is not None:
-        line = f"median of {found['best_peer']}", found["contenders"][found["best_peer"]]["median"]
-        report.plot(arguments.plot, results["seconds"], title=title, line=line)
-    print(f"ratio_to_best_peer={found['ratio_to_best_peer']:.3f}")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import all_gather_single
 from .launch import default_device
+from .renamed import all_gather_single
 
 # The multipliers of SplitMix64's mixing (Steele, Lea, Flood 2014), as signed integers.
 _SPREAD = 0x9E3779B97F4A7C15 - 2**64

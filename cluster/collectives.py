@@ -21,13 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-# torch 2.13 renamed these two and warns of the old names. They can go once 2.13 is the oldest torch allowed.
-all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+from .read_sums import sum_by_reading
+from .renamed import all_gather_single, reduce_scatter_single
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of `x` over the group, in a new tensor; no gradient."""
+    """The sum of `x` over the group, in a new tensor, equal to the bit on all ranks; no gradient."""
+    if (total := sum_by_reading(x, group)) is not None:
+        return total
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total

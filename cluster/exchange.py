@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import all_gather_single, reduce_scatter_single
 from .mesh import ParallelMesh
+from .renamed import all_gather_single, reduce_scatter_single
 from .slices import Swap, Way, find_way
 from .traffic import OneCollective
 

@@ -1,0 +1,83 @@
+"""A benchmark whose contenders all train the same model: check, rounds, tables. Who takes part is not here."""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import report
+import torch.distributed as dist
+from arguments import settings_of
+from contender import Contender, agreement, require_equal_training
+from rounds import time_rounds
+from stepped import OneProcess
+from workload import Workload
+
+from echelon.cluster.launch import default_device
+
+C = TypeVar("C", bound=Contender)
+
+
+def compare(
+    contenders: Sequence[C],
+    workload: Workload,
+    arguments: argparse.Namespace,
+    *,
+    main: str,
+    layout: str,
+    measure_more: Callable[[Sequence[C]], dict[str, Any]] = lambda contenders: {},
+    show_more: Callable[[Mapping[str, Any]], None] = lambda results: None,
+) -> None:
+    """Check the contenders against one process, time them, and say what was found. Collective over the world.
+
+    Args:
+        contenders: Echelon's own, and others.
+        workload: what they compute.
+        arguments: of `common_parser`.
+        main: the contender that the last line is about.
+        layout: over what the ranks are spread, for the title.
+        measure_more: what else is measured after the rounds, on every rank.
+        show_more: shows it, on one.
+    """
+    device = default_device()
+    results: dict[str, Any] = {"machine": report.machine(), "settings": settings_of(arguments)}
+    results["agreement"] = agreement(contenders, OneProcess(workload, device, works=True))
+    results["seconds"] = time_rounds(
+        contenders, rounds=arguments.rounds, warmup=arguments.warmup, device=device
+    )
+    results |= measure_more(contenders)
+    results["loss_afterwards"] = require_equal_training(contenders)
+    results["summary"] = summary(results["seconds"], main)
+    if dist.get_rank() == 0:
+        tell(results, f"{workload}, {layout}", arguments, show_more)
+    dist.destroy_process_group()
+
+
+def summary(seconds: Mapping[str, Sequence[float]], main: str) -> dict[str, Any]:
+    """The contenders' medians and ratios, and the number of the last line."""
+    best_peer = report.fastest(seconds, [name for name in seconds if not name.startswith("echelon")])
+    rows = report.compared(seconds, best_peer)
+    return {
+        "contenders": rows,
+        "best_peer": best_peer,
+        "ratio_to_best_peer": rows[main]["ratio_to_best_peer"],
+    }
+
+
+def tell(
+    results: Mapping[str, Any],
+    title: str,
+    arguments: argparse.Namespace,
+    show_more: Callable[[Mapping[str, Any]], None],
+) -> None:
+    """Print the tables and the last line; write the files that are asked for."""
+    found = results["summary"]
+    rows = [report.timing_cells(name, row) for name, row in report.by_median(found["contenders"])]
+    note = report.conditions(results["machine"], arguments.rounds)
+    report.show(title, report.timing_header(found["best_peer"]), rows, note=note)
+    show_more(results)
+    if arguments.json is not None:
+        report.write_json(arguments.json, results)
+    if arguments.plot is not None:
+        line = f"median of {found['best_peer']}", found["contenders"][found["best_peer"]]["median"]
+        report.plot(arguments.plot, results["seconds"], title=title, line=line)
+    print(f"ratio_to_best_peer={found['ratio_to_best_peer']:.3f}")
