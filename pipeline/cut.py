@@ -24,6 +24,14 @@ beside its layers and entries (its last norm) is held with its last layer.
 layer of every later stage must compute it again, by the same parameters. Parameters stand under one name: that of
 the first layer, whose stand-in adopts the module where the layer itself is not here. The others borrow it.
 
+[Note: shapes] Where layers change the shape of what they hand on (Swin), or a model computes with the entries' outputs
+before the first layer (timm), what arrives has not the shape that the forward reckons with on the way to the stage's
+first layer. An Outline then runs what it stands for on the meta device, and returns zeros of the right shape.
+
+[Note: runs] ALBERT runs one layer many times. Every stage that has a run of it holds it, and its parameters count as
+tied between those stages. Where not all its runs are one stage's, Runs stands for it: it counts them, and only the
+stage's own reach the layer. The layer itself has the place between forwards, see [Note: seats].
+
 [Note: seats] A rank may hold several stages of one model. At rest its module tree holds what any of them
 holds, so parameters, hooks and modes are those of one model. While a stage runs, its stand-ins take the
 places of what the rank's other stages hold, and afterwards give them back. Where a rank holds one stage there
@@ -39,21 +47,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from .plan import Stack, StagePlan, is_within
-from .stand_in import (
-    Absent,
-    Arriving,
-    Borrowed,
-    Encoded,
-    Inbox,
-    Leaving,
-    LeavingDecoder,
-    LeavingEncoder,
-    Passing,
-    Placeholder,
-    StageExit,
-    StandIn,
-)
+from .collect import note_returns
+from .plan import StagePlan, is_within
+from .roles import Role, Roles, stage_roles
+from .stand_in import Borrowed, Inbox, Runs, StageExit, StandIn
 
 # A stage sees its own layers alone, so what collects over all layers would silently be partial.
 PARTIAL_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -127,7 +124,7 @@ class Stage:
             received: what the stage before sent; empty on the first.
         """
         args, kwargs = as_arguments(microbatch)
-        self._inbox.received = received
+        self._inbox.begin(received)
         try:
             with self._seated():
                 outputs = self.model(*args, **{**kwargs, **self._forced})
@@ -138,7 +135,7 @@ class Stage:
                 for tensor in stage_exit.tensors
             )
         finally:
-            self._inbox.received = ()
+            self._inbox.begin(())
         if not self.is_last:
             raise AssertionError(f"stage {self.index} ran to the end of the model: no later layer was called")
         return outputs
@@ -177,12 +174,14 @@ def cut_stages(
     """
     paths = plan.layer_paths(model)
     _check_stages(stages, bounds, len(paths))
-    roles = {stage: _roles(model, plan, bounds[stage], bounds[stage + 1]) for stage in stages}
+    roles = {stage: stage_roles(model, plan, bounds[stage], bounds[stage + 1]) for stage in stages}
     casting = _Casting(model)
     for path, role in _held_nowhere(list(roles.values())).items():
         model.set_submodule(path, casting.stand_in(path, role))
     borrowed = {stage: _borrow(model, plan, bounds[stage], bounds[stage + 1]) for stage in stages}
     _release([*casting.native.values()], kept=set(model.modules()))
+    if plan.collects(model):
+        note_returns(model, casting.inbox, plan.entry[0], paths)
     held = {
         stage: Stage(
             model,
@@ -212,73 +211,6 @@ def remember_stages(model: nn.Module, stages: dict[int, Stage]) -> None:
     vars(model)[_STAGES] = stages
 
 
-class _Role(NamedTuple):
-    """What stands in a place for one stage, and what a layer there would return (see `StagePlan.arity`)."""
-
-    kind: type[StandIn]
-    arity: int = 0
-
-
-_Roles = dict[str, _Role]  # by path; elsewhere stands what the stage holds
-
-
-def _roles(model: nn.Module, plan: StagePlan, start: int, stop: int) -> _Roles:
-    """What takes whose place for the stage of these layers; see [Note: whole forward]."""
-    roles: _Roles = {}
-    stacks = plan.stacks(model)
-    for stack in stacks:
-        if stop <= stack.first:
-            roles |= _roles_outside(stack, LeavingEncoder if stop == stack.first else Absent, Absent)
-        elif start >= stack.stop:
-            roles |= _roles_outside(stack, Encoded, Placeholder)
-        else:
-            leaving = Leaving if stack is stacks[0] else LeavingDecoder
-            roles |= _layer_roles(stack, start - stack.first, stop - stack.first, leaving)
-            if stop < stack.stop and stack is not stacks[-1]:
-                rest = _rest(model, plan.kept_paths(), under=stack.plan.module)
-                roles |= dict.fromkeys(rest, _Role(Absent))
-    if stop < stacks[-1].stop:
-        before = [stack.plan.module for stack in stacks[:-1]]
-        roles |= dict.fromkeys(_rest(model, [*plan.kept_paths(), *before, *roles]), _Role(Absent))
-    return roles
-
-
-def _roles_outside(stack: Stack, module: type[StandIn], entry: type[StandIn]) -> _Roles:
-    """Of a stack that the stage has no layer of."""
-    plan = stack.plan
-    beside = [name for name in plan.entry if not is_within(name, plan.module)]
-    return {plan.module: _Role(module)} | dict.fromkeys(beside, _Role(entry))
-
-
-def _layer_roles(stack: Stack, start: int, stop: int, leaving: type[StandIn]) -> _Roles:
-    """Of a stack that the stage has some layers of, counted within the stack."""
-    paths, arity = stack.paths, stack.plan.arity
-    roles = dict.fromkeys(paths[: max(start - 1, 0)], _Role(Passing, arity))
-    roles |= dict.fromkeys(paths[stop:], _Role(leaving))
-    if start > 0:
-        roles[paths[start - 1]] = _Role(Arriving, arity)
-        roles |= dict.fromkeys(stack.plan.entry, _Role(Placeholder))
-    return roles
-
-
-def _rest(model: nn.Module, kept: Sequence[str], under: str = "") -> list[str]:
-    """The outermost modules that hold parameters and are neither kept nor around what is."""
-    found: list[str] = []
-
-    def visit(module: nn.Module, path: str) -> None:
-        for name, child in module.named_children():
-            child_path = f"{path}.{name}" if path else name
-            if child_path in kept or not any(True for _ in child.parameters()):
-                continue
-            if any(keep.startswith(f"{child_path}.") for keep in kept):
-                visit(child, child_path)
-            else:
-                found.append(child_path)
-
-    visit(model.get_submodule(under), under)
-    return found
-
-
 def _borrow(model: nn.Module, plan: StagePlan, start: int, stop: int) -> list[Borrowed]:
     """Give the first layer of a stage that starts within a stack its repeated modules."""
     borrowed = []
@@ -298,9 +230,10 @@ def _borrow(model: nn.Module, plan: StagePlan, start: int, stop: int) -> list[Bo
     return borrowed
 
 
-def _held_nowhere(all_roles: Sequence[_Roles]) -> _Roles:
-    """The places where every stage has a stand-in, or one around them; with the role of one."""
-    found: _Roles = {}
+def _held_nowhere(all_roles: Sequence[Roles]) -> Roles:
+    """The places where every stage has a stand-in, or one around them; with the role of one. Runs hold the layer."""
+    found: Roles = {}
+    all_roles = [{path: role for path, role in roles.items() if role.kind is not Runs} for roles in all_roles]
     places = [place for roles in all_roles for place in roles.items()]
     for path, role in sorted(places, key=lambda place: place[0]):  # outer ones first
         is_inside = any(is_within(path, outer) for outer in found)
@@ -325,17 +258,17 @@ class _Casting:
         self.native: dict[str, nn.Module] = {}
         self._model = model
         self._device = next(model.parameters()).device
-        self._stand_ins: dict[tuple[str, _Role], StandIn] = {}
+        self._stand_ins: dict[tuple[str, Role], StandIn] = {}
 
-    def stand_in(self, path: str, role: _Role) -> StandIn:
+    def stand_in(self, path: str, role: Role) -> StandIn:
         """The stand-in with this role for the native module at a path."""
         native = self.native.setdefault(path, self._model.get_submodule(path))
         key = (path, role)
         if key not in self._stand_ins:
-            self._stand_ins[key] = role.kind(native, self.inbox, self._device, role.arity)
+            self._stand_ins[key] = role.kind(native, self.inbox, self._device, *role[1:])
         return self._stand_ins[key]
 
-    def seats(self, roles: _Roles) -> list[Seat]:
+    def seats(self, roles: Roles) -> list[Seat]:
         """Where a stage's stand-ins are not what is there at rest."""
         seats = []
         for path, role in roles.items():

@@ -20,26 +20,45 @@ class StagePlan:
     the model. Layers are counted over both.
 
     Args:
-        layers: path of the list of layers.
+        layers: path of the list of layers. A `*` in it stands for each entry of a list of such lists, which run one
+            after the other (Swin: `encoder.layers.*.blocks`).
         entry: paths of the modules that run before the first layer; they live on its stage. What is neither
             an entry nor a layer runs after the layers and lives on the last one's stage; what holds no
             parameters stays on every stage.
+        optional: of `entry`, those that some models lack.
+        everywhere: paths of modules and parameters that every stage uses beside its layers, where a model has
+            them: a position bias that all layers are given.
         arity: a layer returns a tensor (0), or a tuple of this length whose first entry is the tensor.
         repeated: modules of the first layer (paths from it) that the first layer of every stage needs, each with
             the attribute of the layer that says that it has it (True or False): T5's position bias.
+        between: with a `*`, the name of a module beside each list, where it is, that runs after it and may change the
+            shape. It returns a tensor and is dealt out as a layer.
+        applied: the name in the config of how often layers run in all, where each runs several times in a row
+            (ALBERT); every run is dealt out as a layer.
+        are_entries_reckoned: whether the first layer is not given what the entries return in shape and kind; later
+            stages then find out on the meta device what they would return.
+        collecting: attributes of classes of models that read the outputs of layers of all stages, as backbones do;
+            then all outputs travel from stage to stage.
         module: path of the module that is called to run the layers; needed for an encoder and its decoder.
         encoder: the plan of the encoder, which returns transformers' `BaseModelOutput`, and whose output the
             decoder and its layers take as `encoder_hidden_states`. What else is in its `module` runs after its
             layers.
 
     Raises:
-        ValueError: an encoder or its decoder has no `module`.
+        ValueError: an encoder or its decoder has no `module`, or layers that run several times, or what is
+            collected is not from one stack of layers behind one entry.
     """
 
     layers: str
     entry: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    everywhere: tuple[str, ...] = ()
     arity: int = 0
     repeated: Mapping[str, str] = field(default_factory=dict)
+    between: str = ""
+    applied: str = ""
+    are_entries_reckoned: bool = False
+    collecting: tuple[str, ...] = ()
     module: str = ""
     encoder: Optional["StagePlan"] = None
 
@@ -48,6 +67,12 @@ class StagePlan:
             raise ValueError(
                 f"the stage plan of an encoder (layers={self.encoder.layers!r}) and its decoder "
                 f"(layers={self.layers!r}) needs the module of both, which is called to run the layers"
+            )
+        if self.encoder is not None and (self.applied or self.encoder.applied):
+            raise ValueError("the layers of an encoder or its decoder run once each: leave applied out")
+        if self.collecting and (self.encoder is not None or self.applied or len(self.entry) != 1):
+            raise ValueError(
+                f"collecting={self.collecting} is for one stack of layers that run once, behind one entry: leave it out"
             )
 
     def under(self, prefix: str) -> "StagePlan":
@@ -58,25 +83,50 @@ class StagePlan:
             self,
             layers=f"{prefix}.{self.layers}",
             entry=tuple(f"{prefix}.{name}" for name in self.entry),
+            optional=tuple(f"{prefix}.{name}" for name in self.optional),
+            everywhere=tuple(f"{prefix}.{name}" for name in self.everywhere),
             module=f"{prefix}.{self.module}" if self.module else "",
             encoder=None if self.encoder is None else self.encoder.under(prefix),
         )
 
     def fitted(self, model: nn.Module) -> "StagePlan":
-        """The plan without the encoder or the decoder that this class of model does not have, cut or not."""
+        """The plan without what this model does not have: an encoder or a decoder, optional entries. Cut or not."""
         if self.encoder is None or not _has(model, self.encoder.layers):
-            return replace(self, encoder=None)
-        return self if _has(model, self.layers) else self.encoder
+            return replace(self._without_missing(model), encoder=None)
+        encoder = self.encoder._without_missing(model)
+        return replace(self._without_missing(model), encoder=encoder) if _has(model, self.layers) else encoder
+
+    def _without_missing(self, model: nn.Module) -> "StagePlan":
+        missing = [name for name in self.optional if not _has(model, name)]
+        return replace(self, entry=tuple(name for name in self.entry if name not in missing), optional=())
+
+    def lists(self, model: nn.Module) -> list[str]:
+        """The paths of its lists of layers: one, or with a `*` as many as there are entries in its place."""
+        outer, star, inner = self.layers.partition(".*.")
+        if not star:
+            return [self.layers]
+        return [f"{outer}.{name}.{inner}" for name in model.get_submodule(outer)._modules]
 
     def stacks(self, model: nn.Module) -> list["Stack"]:
         """The lists of layers in the order in which they run: one, or an encoder's and a decoder's."""
         found: list[Stack] = []
         for plan in (self.encoder, self):
             if plan is not None:
-                names = model.get_submodule(plan.layers)._modules
                 first = found[-1].stop if found else 0
-                found.append(Stack(plan, first, [f"{plan.layers}.{name}" for name in names]))
+                found.append(Stack(plan, first, plan._paths(model)))
         return found
+
+    def _paths(self, model: nn.Module) -> list[str]:
+        """The path of every layer of this part of the plan; of one that runs several times, so often."""
+        paths = []
+        for each in self.lists(model):
+            paths += [f"{each}.{name}" for name in model.get_submodule(each)._modules]
+            after = f"{each.rpartition('.')[0]}.{self.between}"
+            paths += [after] if self.between and _has(model, after) else []
+        if not self.applied:
+            return paths
+        count: int = getattr(model.config, self.applied)
+        return [paths[int(run / (count / len(paths)))] for run in range(count)]  # as transformers reckons it
 
     def layer_paths(self, model: nn.Module) -> list[str]:
         """The path of every layer, in the order in which they run."""
@@ -92,41 +142,53 @@ class StagePlan:
         names = {name for name, _ in model.named_modules(remove_duplicate=False)}
         found += [
             f"the stage plan names {name!r}, and this {type(model).__name__} has no such module"
-            for name in (self.layers, *self.entry, *filter(None, [self.module]))
+            for name in (self.layers.partition(".*.")[0], *self.entry, *filter(None, [self.module]))
             if name not in names
         ]
-        if self.layers not in names:
+        if self.layers.partition(".*.")[0] not in names:
             return found
-        first = next(iter(model.get_submodule(self.layers)._modules), None)
-        if first is None:
+        if missing := [each for each in self.lists(model) if each not in names]:
+            return [*found, f"the stage plan names {self.layers!r}, and there is no {missing[0]!r}"]
+        paths = self._paths(model)
+        if not paths:
             return [*found, f"the model has no layers in {self.layers!r}"]
         return found + [
-            f"the stage plan repeats {name!r} of the first layer, and {self.layers}.{first} has no such module"
+            f"the stage plan repeats {name!r} of the first layer, and {paths[0]} has no such module"
             for name in self.repeated
-            if f"{self.layers}.{first}.{name}" not in names
+            if f"{paths[0]}.{name}" not in names
         ]
 
     def loose_faults(self, model: nn.Module) -> list[str]:
         """Parameters that belong to no stage, since they stand on a module around the layers; empty when none do."""
-        kept = self.kept_paths()
+        kept = self.kept_paths(model)
         return [
             f"{name} stands beside the layers, on a module that every stage has: put it in a module of its own"
             for name, _ in model.named_parameters()
             if any(path.startswith(f"{name.rpartition('.')[0]}.".lstrip(".")) for path in kept)
-            and not any(name.startswith(f"{path}.") for path in kept)
+            and not any(is_within(name, path) for path in kept)
         ]
 
-    def kept_paths(self) -> list[str]:
-        """The layers and entries: all that the plan names the place of."""
-        return [*([] if self.encoder is None else self.encoder.kept_paths()), self.layers, *self.entry]
+    def collects(self, model: nn.Module) -> bool:
+        """Whether a model of this class reads the outputs of layers of all stages; see [Note: collecting]."""
+        return any(hasattr(model, name) for name in self.collecting)
+
+    def kept_paths(self, model: nn.Module) -> list[str]:
+        """The layers, entries and what is everywhere: all that the plan names the place of."""
+        of_encoder = [] if self.encoder is None else self.encoder.kept_paths(model)
+        return [*of_encoder, *self.lists(model), *self._paths(model), *self.entry, *self.everywhere]
 
     def layers_of(self, model: nn.Module, name: str) -> list[int]:
         """The layers whose stages hold the parameter or module of this name."""
         stacks = self.stacks(model)
         for stack in stacks:
-            for layer, path in enumerate(stack.paths, stack.first):
-                if is_within(name, path):
-                    return [*range(stack.first, stack.stop)] if stack.repeats(name) else [layer]
+            if stack.repeats(name):
+                return [*range(stack.first, stack.stop)]
+            if any(is_within(name, path) for path in stack.plan.everywhere):
+                return [*range(stacks[-1].stop)]
+            if held := [
+                layer for layer, path in enumerate(stack.paths, stack.first) if is_within(name, path)
+            ]:
+                return held
             if any(is_within(name, entry) for entry in stack.plan.entry):
                 return [stack.first]
             if stack is not stacks[-1] and is_within(name, stack.plan.module):
@@ -179,6 +241,16 @@ class Stack(NamedTuple):
     def stop(self) -> int:
         """The index after its last layer."""
         return self.first + len(self.paths)
+
+    @property
+    def runs(self) -> dict[str, tuple[int, int]]:
+        """By the path of a layer, its first run and the one after its last, counted within the stack."""
+        ends = {path: run for run, path in enumerate(self.paths, 1)}
+        return {path: (self.paths.index(path), end) for path, end in ends.items()}
+
+    def changes_shape(self, path: str) -> bool:
+        """Whether this layer is what stands between two lists of layers."""
+        return bool(self.plan.between) and path.rpartition(".")[2] == self.plan.between
 
     def repeats(self, name: str) -> bool:
         """Whether this parameter or module of the first layer is one that every stage of the stack needs."""

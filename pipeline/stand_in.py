@@ -1,10 +1,14 @@
 """What stands in the place of modules that a stage does not hold. Which stands where is cut.py."""
 
 import inspect
+from collections import Counter
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
 from transformers.modeling_outputs import BaseModelOutput
 
 ENCODED = "encoder_hidden_states"  # what decoders of transformers and their layers call the encoder's output
@@ -23,6 +27,14 @@ class Inbox:
 
     def __init__(self) -> None:
         self.received: tuple[Tensor, ...] = ()
+        self.runs: Counter[nn.Module] = Counter()
+        self.returned: dict[int, Tensor] = {}  # see collect.py
+
+    def begin(self, received: tuple[Tensor, ...]) -> None:
+        """Begin a microbatch, with what arrived for it."""
+        self.received = received
+        self.runs.clear()
+        self.returned = dict(enumerate(received))
 
     def take(self) -> tuple[Tensor, ...]:
         """The tensors that arrived."""
@@ -38,9 +50,19 @@ class StandIn(nn.Module):
     it, it has no memory.
     """
 
-    def __init__(self, native: nn.Module, inbox: Inbox, device: torch.device, arity: int = 0) -> None:
+    def __init__(
+        self,
+        native: nn.Module,
+        inbox: Inbox,
+        device: torch.device,
+        arity: int = 0,
+        own_runs: tuple[int, int] = (0, 0),
+        index: int = 0,
+    ) -> None:
         super().__init__()
-        self.__dict__.update(native=native, inbox=inbox, device=device, arity=arity)
+        self.__dict__.update(
+            native=native, inbox=inbox, device=device, arity=arity, own_runs=own_runs, index=index
+        )
         self.train(native.training)
 
     def __getattr__(self, name: str) -> Any:
@@ -73,6 +95,24 @@ class Placeholder(StandIn):
         return arrived.detach().new_zeros(()).expand(*arrived.shape[:-1], width)
 
 
+class Outline(StandIn):
+    """For what returns another shape than layers do: zeros in the shape of what it would have returned.
+
+    What is no tensor is returned as it would have been.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        held = dict(chain(self.native.named_parameters(), self.native.named_buffers()))
+        inputs = tree_map_only(Tensor, _without_memory, (held, args, kwargs))
+        with torch.no_grad():
+            outputs = functional_call(self.native, *inputs)
+        return tree_map_only(Tensor, self._zeros, outputs)
+
+    def _zeros(self, outline: Tensor) -> Tensor:
+        dtype = self.inbox.take()[0].dtype if outline.is_floating_point() else outline.dtype
+        return torch.zeros((), dtype=dtype, device=self.device).expand(outline.shape)
+
+
 class Passing(StandIn):
     """For a layer of an earlier stage."""
 
@@ -88,6 +128,28 @@ class Arriving(Passing):
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple:
         return self._as_layer(self.inbox.take()[0])
+
+
+class Runs(Passing):
+    """For a layer that runs several times, where only some of its runs are the stage's.
+
+    It holds all that the native layer holds, by the same dictionaries, so that what is replaced in it is followed.
+    """
+
+    def __init__(self, native: nn.Module, *args: Any) -> None:
+        super().__init__(native, *args)
+        for kind in ("_modules", "_parameters", "_buffers"):
+            self.__dict__[kind] = native.__dict__[kind]
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        first, end = self.own_runs
+        run = self.inbox.runs[self]
+        self.inbox.runs[self] += 1
+        if run < first:
+            return self._as_layer(self.inbox.take()[0])
+        if run >= end:
+            raise StageExit((hidden,))
+        return self.native(hidden, *args, **kwargs)
 
 
 class Leaving(StandIn):
@@ -147,6 +209,12 @@ class Borrowed:
         if name.startswith("_"):  # also while it is being copied, when it has no owner yet
             raise AttributeError(name)
         return getattr(self.module, name)
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    """A tensor of this shape on the meta device, in float32 if it is of any precision."""
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
 
 def _encoded(native: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:

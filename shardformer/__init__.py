@@ -5,7 +5,7 @@ from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescrip
 from .shard_config import ShardConfig
 from .shard_former import ShardFormer, policy_for
 from .sharder import ModelSharder
-from .table import RegionDropout, Table, model_types, register, table_for
+from .table import RegionDropout, Table, model_types, register, register_class, table_for
 
 __all__ = [
     "ModelSharder",
@@ -20,5 +20,6 @@ __all__ = [
     "model_types",
     "policy_for",
     "register",
+    "register_class",
     "table_for",
 ]

@@ -128,7 +128,7 @@ class Policy(ABC):
         for stack in plan.stacks(self.model):
             paths += stack.plan.entry if stack.first in held else ()
             paths += [path for layer, path in enumerate(stack.paths, stack.first) if layer in held]
-        return [self.model.get_submodule(path) for path in paths]
+        return [self.model.get_submodule(path) for path in dict.fromkeys(paths)]
 
     def get_shared_params(self) -> list[dict[int, Tensor]]:
         """The parameters that several stages hold: for each, its tensor by stage. Called before the cut."""

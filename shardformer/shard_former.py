@@ -6,7 +6,7 @@ from . import tables as tables  # registers them
 from .policy import Policy
 from .shard_config import ShardConfig
 from .sharder import ModelSharder
-from .table import model_types, table_for
+from .table import model_types, table_for, table_for_class
 from .table_policy import TablePolicy
 
 
@@ -44,13 +44,13 @@ class ShardFormer:
 
 
 def policy_for(model: nn.Module) -> Policy:
-    """The policy of a model's type.
+    """The policy of a model's type, or where it has no config of its class.
 
     Raises:
         ValueError: there is no table for it.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    table = table_for(model_type) if model_type is not None else None
+    table = table_for_class(type(model)) if model_type is None else table_for(model_type)
     if table is None:
         raise ValueError(
             f"no table says how to split a {type(model).__name__} (model_type={model_type!r}); there are tables for "

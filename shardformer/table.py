@@ -29,9 +29,13 @@ class Table:
 
     Args:
         stage: where the layers are, seen from the base model.
-        regions: modules that take the replicated hidden states and work on split activations.
+        regions: modules that take the replicated hidden states and work on split activations; of `column`, those that
+            stand in no module of that kind are each a region of their own.
         column: linear layers split by output features.
         row: linear layers split by input features; each ends a region.
+        joined: by region whose module also uses its input whole (ALBERT's attention adds it to its output), the
+            column-split layers that take the input; they begin the region together.
+        whole: modules inside a region that work on replicated activations, behind its end.
         second_input: by region, the name of another replicated input besides the first (the states that cross
             attention attends to).
         optional: modules that some layers or models lack; they and all that is named below them are passed over
@@ -40,11 +44,14 @@ class Table:
         key_value: of `column`, those with one output block per key-value head.
         groups: path of the attribute "query heads per key-value head"; None where no layer reads one.
         divide: paths of attributes that the layer's code reads as counts of what is held; divided by the ranks.
-        divisible: names in the config that must divide by the ranks.
+        divisible: names in the config of numbers, or of lists of them, that must divide by the ranks.
         split: parameters inside a region that are split as they are, each with the dimension that is cut.
+        biases: parameters beside the regions, which are given a value per head of them (position biases), each with
+            the dimension that is cut.
+        shared_biases: the same beside the layers, seen from the base model, where a model has them.
         partial: replicated modules inside a region: their gradients are summed over the ranks.
         dropout: by region, dropout on its split activations.
-        embedding: path of the vocabulary's embedding, seen from the base model.
+        embedding: path of the vocabulary's embedding, seen from the base model; None where there is no vocabulary.
         further_embeddings: more embeddings of the vocabulary, mostly tied to the first; passed over where a class
             lacks them.
         heads: paths of language-model heads, seen from the whole model; a class has at most one of them.
@@ -57,6 +64,8 @@ class Table:
     regions: tuple[str, ...]
     column: tuple[str, ...]
     row: tuple[str, ...]
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
     second_input: Mapping[str, str] = field(default_factory=dict)
     optional: tuple[str, ...] = ()
     fused: Mapping[str, int] = field(default_factory=dict)
@@ -65,9 +74,11 @@ class Table:
     divide: tuple[str, ...] = ()
     divisible: tuple[str, ...] = ("num_attention_heads",)
     split: Mapping[str, int] = field(default_factory=dict)
+    biases: Mapping[str, int] = field(default_factory=dict)
+    shared_biases: Mapping[str, int] = field(default_factory=dict)
     partial: tuple[str, ...] = ()
     dropout: Mapping[str, RegionDropout] = field(default_factory=dict)
-    embedding: str
+    embedding: str | None = None
     further_embeddings: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
 
@@ -81,12 +92,16 @@ class Table:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The modules of a layer that the table names; for split parameters, the ones that hold them."""
-        owners = (name.rpartition(".")[0] for name in self.split)
-        return (*self.regions, *self.column, *self.row, *self.partial, *owners)
+        """The modules of a layer that the table names; for split parameters, the ones that hold them. Each once."""
+        owners = (name.rpartition(".")[0] for name in (*self.split, *self.biases))
+        return tuple(
+            dict.fromkeys((*self.regions, *self.column, *self.row, *self.partial, *self.whole, *owners))
+        )
 
     def _faults(self) -> list[str]:
-        inside = ((kind, name) for kind in ("column", "split", "partial") for name in getattr(self, kind))
+        inside = (
+            (kind, name) for kind in ("column", "split", "partial", "whole") for name in getattr(self, kind)
+        )
         found = [
             f"{kind} {name!r} lies in none of the regions {list(self.regions)}: its input's gradient would be a part "
             "on each rank"
@@ -96,6 +111,8 @@ class Table:
         subsets = {
             "fused": (self.fused, "column", self.column),
             "key_value": (self.key_value, "column", self.column),
+            "joined": (self.joined, "regions", self.regions),
+            "layer of joined": (sum(self.joined.values(), ()), "column", self.column),
             "second_input": (self.second_input, "regions", self.regions),
             "dropout": (self.dropout, "regions", self.regions),
             "row of dropout": ([dropout.row for dropout in self.dropout.values()], "row", self.row),
@@ -105,6 +122,16 @@ class Table:
                 f"{kind} {name!r} is not in {of} {list(allowed)}" for name in names if name not in allowed
             ]
         found += [
+            f"biases {name!r} lies in the region {self.region_of(name)!r}: put it in split"
+            for name in self.biases
+            if self.region_of(name) is not None
+        ]
+        found += [
+            f"dropout {name!r} is a column-split layer, where nothing drops: name the module that does as the region"
+            for name in self.dropout
+            if name in self.column
+        ]
+        found += [
             f"optional {path!r} is no module that the table names, and none of those lies below it"
             for path in self.optional
             if not any(is_within(name, path) for name in self.modules)
@@ -113,12 +140,25 @@ class Table:
 
 
 _TABLES: dict[str, Table] = {}
+_TABLES_OF_CLASSES: dict[str, Table] = {}
 
 
 def register(table: Table, *model_types: str) -> None:
     """Make a table the one for these `config.model_type`s; a later one takes an earlier one's place."""
     for model_type in model_types:
         _TABLES[model_type] = table
+
+
+def register_class(table: Table, *classes: str) -> None:
+    """Make a table the one for models without a config of these classes ("module.Name") and classes made from them."""
+    for name in classes:
+        _TABLES_OF_CLASSES[name] = table
+
+
+def table_for_class(kind: type) -> Table | None:
+    """The table of a class of models, or of the nearest class that it was made from, or None."""
+    names = (f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
+    return next((_TABLES_OF_CLASSES[name] for name in names if name in _TABLES_OF_CLASSES), None)
 
 
 def table_for(model_type: str) -> Table | None:

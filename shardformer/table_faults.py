@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import gcd
 from typing import Any
 
 from torch import nn
@@ -39,7 +40,8 @@ def table_faults(
     if missing := _missing(model, layers, table, ends):
         return missing  # the other checks would stumble over them
     return [
-        *_head_faults(model.config, table, ranks),
+        *_head_faults(getattr(model, "config", None), table, ranks),
+        *_divide_faults(layers, table, ranks),
         *(fault for stack in stacks for fault in _stack_faults(model, stack, table, ranks)),
         *_class_faults(model, layers, table, ends),
         *_region_faults(layers, table),
@@ -90,10 +92,26 @@ def _missing(
     ]
     found += [
         f"the table names {name!r} in a layer, and {path} has no such parameter"
-        for name in table.split
+        for name in (*table.split, *table.biases)
         for path, layer in layers.items()
         for owner, _, own_name in [name.rpartition(".")]
         if has_submodule(layer, owner) and own_name not in dict(layer.get_submodule(owner).named_parameters())
+    ]
+    found += [
+        f"the table names the attribute {name!r} of a layer, and {path} has none of that name"
+        for name in table.divide
+        for owner, _, own_name in [name.rpartition(".")]
+        for path in [
+            next(
+                (
+                    path
+                    for path, layer in layers.items()
+                    if has_submodule(layer, owner) and not hasattr(layer.get_submodule(owner), own_name)
+                ),
+                None,
+            )
+        ]
+        if path is not None
     ]
     found += [
         f"the table names {name!r}, and the model has no such module"
@@ -111,9 +129,10 @@ def _lacks(layer: nn.Module, name: str, table: Table) -> bool:
 
 def _head_faults(config: Any, table: Table, ranks: int) -> list[str]:
     found = [
-        f"{name}={count} is not divisible by tp_size={ranks}: use one of tp_size={divisors(count)}"
+        f"{name}={count} is not divisible by tp_size={ranks}: use one of tp_size={divisors(common)}"
         for name, count in ((name, getattr(config, name)) for name in table.divisible)
-        if count % ranks
+        for common in [gcd(*count) if isinstance(count, (list, tuple)) else count]
+        if common % ranks
     ]
     heads = config.num_key_value_heads if table.key_value else ranks
     if heads % ranks and ranks % heads:
@@ -123,6 +142,25 @@ def _head_faults(config: Any, table: Table, ranks: int) -> list[str]:
             f"use one of tp_size={[size for size in sizes if heads % size == 0 or size % heads == 0]}"
         )
     return found
+
+
+def _divide_faults(layers: Mapping[str, nn.Module], table: Table, ranks: int) -> list[str]:
+    """Counts that the layers' code reads and that do not divide; where the config tells them, it is told by that."""
+    if table.divisible:
+        return []
+    found: dict[tuple[str, int], list[str]] = {}
+    for path, layer in layers.items():
+        for name in table.divide:
+            owner, _, attribute = name.rpartition(".")
+            if has_submodule(layer, owner):
+                count = getattr(layer.get_submodule(owner), attribute)
+                found.setdefault((name, count), []).append(f"{path}.{name}")
+    return [
+        f"{paths[0]}={count}{_and_more(paths)} is not divisible by tp_size={ranks}: use one of "
+        f"tp_size={divisors(count)}"
+        for (_, count), paths in found.items()
+        if count % ranks
+    ]
 
 
 def _stack_faults(model: nn.Module, stack: str, table: Table, ranks: int) -> list[str]:
@@ -181,7 +219,7 @@ def _and_more(paths: list[str]) -> str:
 
 def _region_faults(layers: Mapping[str, nn.Module], table: Table) -> list[str]:
     """Whole parameters among split activations: each rank would have a part of their gradient, and nobody sum it."""
-    known = (*table.column, *table.row, *table.split, *table.partial)
+    known = (*table.column, *table.row, *table.split, *table.partial, *table.whole)
     found: dict[str, list[str]] = {}
     for path, layer in layers.items():
         for name, _ in layer.named_parameters():
@@ -207,7 +245,7 @@ def _input_faults(layers: Mapping[str, nn.Module], table: Table) -> list[str]:
 
 
 def _split_paths(layers: Mapping[str, nn.Module], table: Table, ends: Collection[str]) -> set[str]:
-    owners = (name.rpartition(".")[0] for name in table.split)
+    owners = (name.rpartition(".")[0] for name in (*table.split, *table.biases))
     names = (*table.column, *table.row, *owners)
     return {*ends, *(f"{path}.{name}" for path in layers for name in names)}
 
@@ -237,6 +275,6 @@ def _reading_faults(model: nn.Module, ends: Collection[str]) -> list[str]:
             f"the forward of this {type(model).__name__} reads a weight itself (a fused loss does), and the head's is "
             "split: use transformers' own forward, or tp_size=1"
         )
-    if getattr(model.config, "output_attentions", False):
+    if getattr(getattr(model, "config", None), "output_attentions", False):
         found.append(ATTENTIONS_FAULT.format("the model's config"))
     return found

@@ -19,7 +19,7 @@ from .layer.linear import (
     Linear1D_Row,
 )
 from .layer.loss import route_loss
-from .layer.region import PartialGradient, Region, SplitParameter
+from .layer.region import JoinedEntry, JoinedRegion, PartialGradient, Region, SplitParameter
 from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from .table import Table
 from .table_faults import ATTENTIONS_FAULT, has_submodule, layers_of, present, table_faults, widths
@@ -70,6 +70,11 @@ class TablePolicy(Policy):
         all_layers = layers_of(self.model, self._stacks(plan))
         layers = {path: layer for path, layer in all_layers.items() if not isinstance(layer, StandIn)}
         # By path and not by class: an encoder's and a decoder's layers may be of one class and differ.
+        shared_biases = [
+            replacement
+            for path, dim in self.table.shared_biases.items()
+            for replacement in _split_parameter(self.model, self._from_model(path), dim)
+        ]
         return {
             type(self.model): ModulePolicyDescription(
                 attribute_replacement={
@@ -79,6 +84,7 @@ class TablePolicy(Policy):
                 },
                 sub_module_replacement=(
                     *ends,
+                    *shared_biases,
                     *(
                         replace(replacement, suffix=f"{path}.{replacement.suffix}")
                         for path, layer in layers.items()
@@ -96,7 +102,7 @@ class TablePolicy(Policy):
 
     def postprocess(self) -> nn.Module:
         """Route the loss of a split head, and refuse calls whose results would be a rank's part of them."""
-        if self.shard_config.tensor_parallel_size > 1:
+        if self.shard_config.tensor_parallel_size > 1 and hasattr(self.model, "config"):
             self.model.register_forward_pre_hook(_refuse_attentions, with_kwargs=True)
         head = self.model.get_submodule(name) if (name := self._head_name()) else None
         if isinstance(head, VocabParallelLMHead1D):
@@ -115,12 +121,16 @@ class TablePolicy(Policy):
                     kwargs={"split_random": randoms.get(name), "second_input": table.second_input.get(name)},
                 )
                 for name in present(layer, table.regions)
+                if name not in table.column and name not in table.joined
             ),
             *(
                 Replacement(
                     suffix=name,
                     target_module=_by_type(layer, name, Linear1D_Col, GPT2FusedLinearConv1D_Col),
-                    kwargs={**self._column_kwargs(layer, name), "reduce_input_gradient": False},
+                    kwargs={
+                        **self._column_kwargs(layer, name),
+                        "reduce_input_gradient": name in table.regions,
+                    },
                 )
                 for name in present(layer, table.column)
             ),
@@ -132,6 +142,13 @@ class TablePolicy(Policy):
                 )
                 for name in present(layer, table.row)
             ),
+            # After the layers themselves, whose places they take.
+            *(
+                Replacement(suffix=name, target_module=JoinedRegion, kwargs={"entry": entry})
+                for region in present(layer, table.joined)
+                for entry in [JoinedEntry(len(table.joined[region]), split_random=randoms.get(region))]
+                for name in table.joined[region]
+            ),
             *(
                 Replacement(suffix=name, target_module=PartialGradient)
                 for name in present(layer, table.partial)
@@ -139,12 +156,10 @@ class TablePolicy(Policy):
         )
 
     def _split_parameters(self, layer: nn.Module) -> list[Replacement]:
-        held = {name for name, _ in layer.named_parameters()}
         return [
-            Replacement(suffix=owner, target_module=SplitParameter, kwargs={"name": name, "dim": dim})
-            for path, dim in self.table.split.items()
-            for owner, _, name in [path.rpartition(".")]
-            if path in held
+            replacement
+            for path, dim in (*self.table.split.items(), *self.table.biases.items())
+            for replacement in _split_parameter(layer, path, dim)
         ]
 
     def _column_kwargs(self, layer: nn.Module, name: str) -> dict[str, Any]:
@@ -180,19 +195,19 @@ class TablePolicy(Policy):
         return max(self.shard_config.tensor_parallel_size // self._config.num_key_value_heads, 1)
 
     def _base_prefix(self) -> str:
-        base = self.model.base_model
+        base = getattr(self.model, "base_model", self.model)
         return "" if base is self.model else str(self.model.base_model_prefix)
 
     def _stacks(self, plan: StagePlan) -> list[str]:
         """The paths of the model's lists of layers, seen from the whole model."""
-        return [stack.plan.layers for stack in plan.stacks(self.model)]
+        return [path for stack in plan.stacks(self.model) for path in stack.plan.lists(self.model)]
 
     def _ends(self) -> dict[str, Any]:
         """The paths of embeddings and head, and what takes their places."""
         further = present(self.model, map(self._from_model, self.table.further_embeddings))
-        embeddings = [self._from_model(self.table.embedding), *further]
+        first = [] if self.table.embedding is None else [self._from_model(self.table.embedding)]
         head = self._head_name()
-        return dict.fromkeys(embeddings, VocabParallelEmbedding1D) | (
+        return dict.fromkeys([*first, *further], VocabParallelEmbedding1D) | (
             {head: VocabParallelLMHead1D} if head else {}
         )
 
@@ -216,6 +231,14 @@ class TablePolicy(Policy):
 def _by_type(layer: nn.Module, name: str, linear: Any, conv1d: Any) -> Any:
     """The parallel layer for an nn.Linear or for transformers' Conv1D."""
     return conv1d if isinstance(layer.get_submodule(name), Conv1D) else linear
+
+
+def _split_parameter(root: nn.Module, path: str, dim: int) -> list[Replacement]:
+    """The split of a parameter as it is, where it is."""
+    owner, _, name = path.rpartition(".")
+    if path not in {held for held, _ in root.named_parameters(remove_duplicate=False)}:
+        return []
+    return [Replacement(suffix=owner, target_module=SplitParameter, kwargs={"name": name, "dim": dim})]
 
 
 def _refuse_attentions(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -3,16 +3,19 @@
 import torch
 from torch import Tensor
 
+from .images import make_images
 from .models import ModelChoice
 from .small import END, LENGTH, TARGET_LENGTH, VOCABULARY
 
 
 def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str, Tensor]:
-    """A batch of text for the model's head: (num_samples, LENGTH) tokens, rows padded to different lengths.
+    """A batch for the model's head: images, or text of (num_samples, LENGTH) tokens, rows padded to different lengths.
 
     A decoder beside an encoder gets (num_samples, TARGET_LENGTH), padded too.
     """
     drawn = torch.Generator().manual_seed(seed)
+    if choice.is_of_images:
+        return make_images(choice.config(), choice.head_name, num_samples=num_samples, drawn=drawn)
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=drawn)
@@ -27,7 +30,7 @@ def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str,
     labels: dict[str, dict[str, Tensor]] = {
         "causal": {"labels": ids.masked_fill(mask == 0, -100)},
         "masked": {"labels": tokens},
-        "pretraining": {"labels": tokens, "next_sentence_label": integers(0, 2, num_samples)},
+        "pretraining": {"labels": ids.masked_fill(mask == 0, -100)},
         "classification": {"labels": integers(0, 3, num_samples)},
         "token": {"labels": (tokens % 3).masked_fill(mask == 0, -100)},
         "question": {
@@ -45,17 +48,33 @@ def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str,
         labels["base"] = {"decoder_input_ids": targets.masked_fill(~lasting, 0)}
         # Such a head reads the state of each row's last end of sequence.
         ids = ids.scatter(-1, lengths.unsqueeze(-1) - 1, END)
-    own = labels[choice.head_name]
-    if choice.head_name == "pretraining" and choice.model_type != "bert":
-        own = {"labels": ids.masked_fill(mask == 0, -100)}
-    return {"input_ids": ids, "attention_mask": mask, **own}
+    # Those that pretrain with more than the next token.
+    follows = integers(0, 2, num_samples)
+    pretraining = {
+        "albert": {"labels": tokens, "sentence_order_label": follows},
+        "bert": {"labels": tokens, "next_sentence_label": follows},
+        "electra": {"labels": tokens % 2},
+        "ernie": {"labels": tokens, "next_sentence_label": follows},
+    }
+    if choice.head_name == "pretraining":
+        labels["pretraining"] |= pretraining.get(choice.model_type, {})
+    return {"input_ids": ids, "attention_mask": mask, **labels[choice.head_name]}
 
 
 def loss_of(outputs: object, inputs: object) -> Tensor:
-    """The model's own loss, or where it has none a fixed weighted sum of its first output."""
+    """The model's own loss, or where it has none a fixed weighted sum of its first output, a tensor or several."""
     loss = getattr(outputs, "loss", None)
     if loss is not None:
         return loss
     first = outputs[0]  # type: ignore[index]
-    weights = torch.linspace(-1.0, 1.0, first.shape[-1], device=first.device, dtype=torch.float32)
-    return (first.float() * weights).mean()
+    return sum(
+        (_weighted(each) for each in ((first,) if isinstance(first, Tensor) else first)), torch.tensor(0.0)
+    )
+
+
+def _weighted(output: Tensor) -> Tensor:
+    output = (
+        output.movedim(1, -1) if output.ndim == 4 else output
+    )  # channels, whose mean a norm may have fixed
+    weights = torch.linspace(-1.0, 1.0, output.shape[-1], device=output.device, dtype=torch.float32)
+    return (output.float() * weights).mean()

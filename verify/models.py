@@ -1,15 +1,17 @@
 """Small models of any type and head, built from their config. Their sizes are small.py, batches for them batch.py."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from .small import DEFAULT_HEAD, END, SETTINGS, VOCABULARY
+from .small import DEFAULT_HEAD, END, FURTHER_HEADS, HEAD_SETTINGS, SETTINGS, STIRRED, VOCABULARY
 
-HEADS = {
+# The Auto class that builds each head; None where FURTHER_HEADS names the class.
+HEADS: dict[str, str | None] = {
     "seq2seq": "AutoModelForSeq2SeqLM",
     "causal": "AutoModelForCausalLM",
     "masked": "AutoModelForMaskedLM",
@@ -19,6 +21,11 @@ HEADS = {
     "question": "AutoModelForQuestionAnswering",
     "choice": "AutoModelForMultipleChoice",
     "next_sentence": "AutoModelForNextSentencePrediction",
+    "image_classification": "AutoModelForImageClassification",
+    "teacher": None,
+    "masked_image": "AutoModelForMaskedImageModeling",
+    "segmentation": "AutoModelForSemanticSegmentation",
+    "backbone": "AutoBackbone",
     "base": "AutoModel",
 }
 
@@ -45,6 +52,11 @@ class ModelChoice:
     def head_name(self) -> str:
         """The head, the usual one where none was chosen."""
         return self.head or DEFAULT_HEAD.get(self.model_type, "causal")
+
+    @property
+    def is_of_images(self) -> bool:
+        """Whether its input is images alone."""
+        return getattr(heads_of(self.model_type)[self.head_name], "main_input_name", "") == "pixel_values"
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -104,8 +116,14 @@ class ModelChoice:
             is_decoder=self.head_name == "causal",
         )
         blank = AutoConfig.for_model(self.model_type)
+        own = {
+            **SETTINGS.get(self.model_type, {}),
+            **HEAD_SETTINGS.get((self.model_type, self.head_name), {}),
+        }
         known = {
-            name: value for name, value in settings.items() if hasattr(blank, name) or name == "num_labels"
+            name: value
+            for name, value in settings.items()
+            if (hasattr(blank, name) and blank.attribute_map.get(name) not in own) or name == "num_labels"
         }
         if self.is_encoder_decoder:
             known["decoder_start_token_id"] = 0
@@ -116,7 +134,7 @@ class ModelChoice:
             **known,
             **dropouts,
             "classifier_dropout": 0.0,
-            **SETTINGS.get(self.model_type, {}),
+            **own,
             **dict(self.settings),
         }
         return AutoConfig.for_model(self.model_type, **chosen)
@@ -124,7 +142,10 @@ class ModelChoice:
     def build(self, seed: int = 0) -> nn.Module:
         """The model, in float32, equal for equal seeds, in training mode."""
         torch.manual_seed(seed)
-        return self._from_config().float().train()
+        model = self._from_config().float()
+        for parameter in model.parameters() if self.is_of_images else ():
+            parameter.data += STIRRED * torch.randn_like(parameter)
+        return model.train()
 
     def build_on_meta(self) -> nn.Module:
         """The model without memory, for checks."""
@@ -132,7 +153,7 @@ class ModelChoice:
             return self._from_config()
 
     def _from_config(self) -> nn.Module:
-        model = getattr(transformers, HEADS[self.head_name]).from_config(self.config())
+        model: Any = heads_of(self.model_type)[self.head_name](self.config())
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         if not self.tied and head is not None and head.weight is embedding.weight:
             # T5 ties whatever its config says; T5 1.1 has weights of its own in the head all the same.
@@ -140,8 +161,15 @@ class ModelChoice:
         return model
 
 
-def heads_of(model_type: str) -> dict[str, object]:
+def heads_of(model_type: str) -> dict[str, type[nn.Module]]:
     """The heads that transformers has for a model type, and the class of each; two may be one class."""
     config_class = transformers.CONFIG_MAPPING[model_type]
-    mappings = {head: getattr(transformers, auto)._model_mapping for head, auto in HEADS.items()}
-    return {head: mapping[config_class] for head, mapping in mappings.items() if config_class in mapping}
+    found = {}
+    for head, auto in HEADS.items():
+        mapping = {} if auto is None else getattr(transformers, auto)._model_mapping
+        if config_class in mapping:
+            classes = mapping[config_class]
+            found[head] = classes[0] if isinstance(classes, tuple) else classes
+        elif (model_type, head) in FURTHER_HEADS:
+            found[head] = getattr(transformers, FURTHER_HEADS[model_type, head])
+    return found

@@ -16,6 +16,7 @@ from ..cluster.placement import Shard, placement_of
 from ..pipeline.microbatch import split
 from ..plugins.hybrid_module import HybridParallelModule
 from ..plugins.hybrid_parallel import HybridParallelPlugin
+from ..shardformer import policy_for
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.precision import DTYPES
 from . import reference
@@ -124,7 +125,7 @@ def _compare(
     rate = max(LEARNING_RATE, training.vector_rate)
     float32 = train(torch.float32)
     if dtype is torch.float32:
-        bitwise = layout.tp == layout.dp == 1 and not _is_tied(model)
+        bitwise = layout.tp == layout.dp == 1 and not _is_shared(model)
         return compare_float32(found, float32, learning_rate=rate, epsilon=EPSILON, bitwise=bitwise)
     return compare_16_bit(found, train(dtype), float32, dtype=dtype, learning_rate=rate)
 
@@ -245,6 +246,14 @@ def _agreed(value: float, plugin: HybridParallelPlugin) -> float:
     return largest if largest == -negated_smallest else nan
 
 
-def _is_tied(model: nn.Module) -> bool:
+def _is_shared(model: nn.Module) -> bool:
+    """Whether parameters are used in several places, so that a pipeline adds up their gradients in another order."""
     with_duplicates = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
-    return len(with_duplicates) > len(set(with_duplicates))
+    policy = policy_for(model)
+    policy.set_model(model)
+    plan = policy.stage_plan()
+    is_tied = len(with_duplicates) > len(set(with_duplicates))
+    if is_tied or plan is None:
+        return is_tied
+    several = any(len(plan.layers_of(model, name)) > 1 for name, _ in model.named_parameters())
+    return several or plan.collects(model)  # the outputs of whose layers are used in several places

@@ -51,6 +51,56 @@ class Region:
         return module
 
 
+class JoinedEntry:
+    """The entry of one region at several layers, which take the same tensor: they share one reduction in backward.
+
+    Args:
+        count: how many layers.
+        split_random: random state to switch to until the region's exit, where the region drops at random.
+    """
+
+    def __init__(self, count: int, *, split_random: SplitRandom | None = None) -> None:
+        self._count = count
+        self._split_random = split_random
+        self._given: Tensor | None = None
+        self._entered: Tensor | None = None
+        self._left = 0  # layers that have not come yet
+
+    def __call__(self, x: Tensor, process_group: dist.ProcessGroup, *, is_training: bool) -> Tensor:
+        """The layers' input, the first time through `copy_to` (backward all-reduce)."""
+        if self._given is not x or self._entered is None:
+            if self._split_random is not None and is_training:
+                self._split_random.enter()
+            self._given, self._entered, self._left = x, copy_to(x, process_group), self._count
+        entered = self._entered
+        self._left -= 1
+        if self._left == 0:
+            self._given = self._entered = None
+        return entered
+
+
+class JoinedRegion:
+    """Marks a column-split layer as one of those that a region begins at, by a hook."""
+
+    @staticmethod
+    def from_native_module(
+        module: nn.Module, process_group: dist.ProcessGroup, *, entry: JoinedEntry
+    ) -> nn.Module:
+        """Let the module's input pass the entry.
+
+        Args:
+            module: takes the replicated tensor alone.
+            process_group: the tensor axis.
+            entry: of all layers that the region begins at.
+        """
+
+        def enter(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+            return (entry(args[0], process_group, is_training=module.training),)
+
+        module.register_forward_pre_hook(enter)
+        return module
+
+
 class PartialGradient:
     """Marks the parameters of a replicated module that works inside a region: their gradients are to be summed."""
 

@@ -17,7 +17,7 @@ QUICK_LAYOUT = Layout(tp=2, pp=2)
 # Heads whose weight may be the embedding's.
 TIED_HEADS = ("causal", "seq2seq", "masked")
 # Model types of six kinds that also run on four ranks of one axis.
-WIDE = ("llama", "gpt2", "bert", "t5")
+WIDE = ("llama", "gpt2", "bert", "t5", "swin", "vit")
 
 
 def choices(model_type: str) -> list[ModelChoice]:

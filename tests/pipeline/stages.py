@@ -1,7 +1,7 @@
 """Stages run one after another in one process, against the whole model."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +45,7 @@ def scalar(outputs: Any) -> Tensor:
     return outputs[0].square().mean() if loss is None else loss
 
 
-def train(stages: Sequence[Stage], batch: Any) -> Tensor:
+def train(stages: Sequence[Stage], batch: Any, criterion: Callable[[Any], Tensor] = scalar) -> Tensor:
     """Forward and backward through all stages in turn. Returns the loss."""
     arrived: list[tuple[Tensor, ...]] = []
     sent: list[tuple[Tensor, ...]] = []
@@ -56,10 +56,13 @@ def train(stages: Sequence[Stage], batch: Any) -> Tensor:
             sent.append(outputs)
             received = tuple(tensor.detach().requires_grad_() for tensor in outputs)
             arrived.append(received)
-    loss = scalar(outputs)
+    loss = criterion(outputs)
     loss.backward()
     for tensors, leaves in zip(reversed(sent), reversed(arrived), strict=True):
-        torch.autograd.backward(tensors, [leaf.grad for leaf in leaves])
+        used = [
+            (tensor, leaf.grad) for tensor, leaf in zip(tensors, leaves, strict=True) if leaf.grad is not None
+        ]
+        torch.autograd.backward([tensor for tensor, _ in used], [gradient for _, gradient in used])
     return loss
 
 

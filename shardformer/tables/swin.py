@@ -1,0 +1,38 @@
+"""Swin and SwinV2: four lists of blocks, each after the first behind a layer that halves height and width."""
+
+from dataclasses import replace
+
+from ...pipeline.plan import StagePlan
+from ..table import RegionDropout, Table
+from .vit import VIT
+
+SWIN = replace(
+    VIT,
+    stage=StagePlan(
+        layers="encoder.layers.*.blocks",
+        between="downsample",
+        entry=("embeddings",),
+        are_entries_reckoned=True,
+        arity=2,
+        collecting=("out_features",),
+    ),
+    divisible=("num_heads",),
+    split={"attention.relative_position_bias.relative_position_bias_table": 1},
+)
+
+# Its biases are computed by a small perceptron, whose last layer has an output per head.
+_BIASES = "attention.self.continuous_position_bias_mlp"
+
+SWINV2 = Table(
+    stage=replace(SWIN.stage, arity=1),
+    regions=("attention.self", "intermediate"),
+    column=("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"),
+    row=("attention.output.dense", "output.dense"),
+    divide=("attention.self.num_attention_heads", "attention.self.all_head_size"),
+    divisible=("num_heads",),
+    split={"attention.self.logit_scale": 0, f"{_BIASES}.2.weight": 0},
+    partial=(f"{_BIASES}.0",),
+    dropout={
+        "attention.self": RegionDropout(probability="attention.self.dropout.p", row="attention.output.dense")
+    },
+)

@@ -1,0 +1,93 @@
+"""Models without a config, by a table for their class: timm's vision transformers."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from echelon import Booster, HybridParallelPlugin
+from echelon.shardformer import policy_for
+from echelon.shardformer.table import table_for_class
+from echelon.shardformer.tables.timm import TIMM_VIT
+
+from ..models.small_timm import VisionTransformer, build_timm, timm_pixels
+from ..pool import Pool
+from .compare import require_same_training
+
+
+class Distilled(VisionTransformer):
+    """Made from the one that is registered, as timm's DeiT is."""
+
+
+def faults(model: nn.Module, *, tp_size: int = 1, num_stages: int = 1) -> list[str]:
+    policy = policy_for(model)
+    policy.set_model(model)
+    return policy.faults(tp_size=tp_size, num_stages=num_stages)
+
+
+def test_a_class_made_from_a_registered_one_has_its_table_and_another_has_none() -> None:
+    assert table_for_class(Distilled) is TIMM_VIT
+    assert table_for_class(nn.Linear) is None
+    with pytest.raises(ValueError, match="no table says how to split a Linear"):
+        policy_for(nn.Linear(2, 2))
+
+
+def test_heads_that_do_not_divide_are_told_by_the_path_of_their_number() -> None:
+    model = build_timm(num_heads=4)
+    (told,) = faults(model, tp_size=8)
+    assert told == (
+        "blocks.0.attn.num_heads=4 (and 2 more like it) is not divisible by tp_size=8: use one of tp_size=[1, 2, 4]"
+    )
+    assert faults(model, tp_size=2, num_stages=3) == []
+
+
+def test_an_attribute_that_a_layer_lacks_is_told() -> None:
+    model = build_timm()
+    del model.blocks[1].attn.attn_dim
+    (told,) = faults(model, tp_size=2)
+    assert "names the attribute 'attn.attn_dim' of a layer, and blocks.1 has none" in told
+
+
+def train_split() -> None:
+    require_same_training(build_timm(), {"pixels": timm_pixels(3)}, loss=squares)
+
+
+def squares(outputs: Tensor, inputs: object = None) -> Tensor:
+    return outputs.square().mean()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_split_model_computes_as_the_whole_one(pool: Pool, num_ranks: int) -> None:
+    pool.run(num_ranks, train_split)
+
+
+def train_steps() -> list[float]:
+    """The losses of three steps on two stages of two ranks each."""
+    plugin = HybridParallelPlugin(tp_size=2, pp_size=2, num_microbatches=2, precision="fp32")
+    booster = Booster(plugin=plugin)
+    model = build_timm()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    boosted, boosted_optimizer, criterion, _, _ = booster.boost(model, optimizer, squares)
+    losses = []
+    for step in range(3):
+        output = booster.execute_pipeline(
+            iter([timm_pixels(4, seed=step)]), boosted, criterion, boosted_optimizer, return_loss=True
+        )
+        losses.append(output["loss"].item())
+        boosted_optimizer.step()
+        boosted_optimizer.zero_grad()
+    return losses
+
+
+def test_stages_of_split_layers_train_as_one_process(pool: Pool) -> None:
+    model = build_timm()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = []
+    for step in range(3):
+        loss = squares(model(timm_pixels(4, seed=step)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert expected[0] != pytest.approx(expected[2], rel=1e-2), "the steps change nothing"
+    for losses in pool.run(4, train_steps):
+        assert losses == pytest.approx(expected, rel=1e-5)

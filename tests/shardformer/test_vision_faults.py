@@ -1,0 +1,61 @@
+"""What tables of vision models and of shared layers refuse, and say instead."""
+
+from dataclasses import replace
+
+import pytest
+
+from echelon.shardformer import RegionDropout, policy_for
+from echelon.shardformer.table_policy import TablePolicy
+from echelon.shardformer.tables.albert import ALBERT
+from echelon.shardformer.tables.swin import SWIN
+from echelon.shardformer.tables.vit import BEIT
+from echelon.verify.models import ModelChoice
+
+
+def faults(choice: ModelChoice, *, tp_size: int = 1, num_stages: int = 1) -> list[str]:
+    model = choice.build_on_meta()
+    policy = policy_for(model)
+    policy.set_model(model)
+    return policy.faults(tp_size=tp_size, num_stages=num_stages)
+
+
+@pytest.mark.parametrize("model_type", ["swin", "swinv2"])
+def test_a_list_of_numbers_of_heads_must_divide_in_all_its_entries(model_type: str) -> None:
+    told = faults(ModelChoice(model_type=model_type), tp_size=8)
+    expected = "num_heads=[4, 4, 8] is not divisible by tp_size=8: use one of tp_size=[1, 2, 4]"
+    assert expected in told
+
+
+@pytest.mark.parametrize("model_type", ["vit", "deit", "beit", "albert", "roberta", "electra"])
+def test_heads_that_do_not_divide_are_told_with_what_would_work(model_type: str) -> None:
+    (told,) = faults(ModelChoice(model_type=model_type), tp_size=8)
+    assert told == "num_attention_heads=4 is not divisible by tp_size=8: use one of tp_size=[1, 2, 4]"
+
+
+def test_layers_that_run_several_times_count_as_often() -> None:
+    choice = ModelChoice(model_type="albert", num_layers=4)
+    assert faults(choice, num_stages=4) == []
+    (told,) = faults(choice, num_stages=5)
+    assert "4" in told and "5" in told
+
+
+def test_a_module_that_is_not_named_whole_is_told() -> None:
+    model = ModelChoice(model_type="albert").build_on_meta()
+    policy = TablePolicy(replace(ALBERT, whole=()))
+    policy.set_model(model)
+    (told,) = [fault for fault in policy.faults(tp_size=2) if "LayerNorm.weight" in fault]
+    assert "works on split activations in the region 'albert_layers.0.attention'" in told
+
+
+def test_what_contradicts_itself_in_a_table_is_told() -> None:
+    bias = "attention.relative_position_bias.relative_position_bias_table"
+    with pytest.raises(ValueError, match="lies in the region 'attention': put it in split"):
+        replace(SWIN, split={}, biases={bias: 1})
+    with pytest.raises(ValueError, match="lies in none of the regions"):
+        replace(BEIT, split=BEIT.biases, biases={})
+    widening = "albert_layers.0.ffn"
+    dropout = RegionDropout(probability="albert_layers.0.dropout.p", row="albert_layers.0.ffn_output")
+    with pytest.raises(ValueError, match="is a column-split layer, where nothing drops"):
+        replace(ALBERT, dropout={widening: dropout})
+    with pytest.raises(ValueError, match=r"layer of joined .* is not in column"):
+        replace(ALBERT, joined={"albert_layers.0.attention": ("albert_layers.0.attention.dense",)})
