@@ -4,6 +4,7 @@
 masks, positions and per-layer choices as ever. What the stage does not hold is replaced by stand-ins:
 
     entry modules  -> Placeholder   a zero-stride tensor of the right shape, which nobody reads
+    after them     -> Between       another one, in the shape of its input
     earlier layers -> Passing       hand on what they get
     the last one   -> Arriving      returns the tensor received from the stage before
     own layers                      as they are
@@ -43,6 +44,7 @@ from .plan import Stack, StagePlan, is_within
 from .stand_in import (
     Absent,
     Arriving,
+    Between,
     Borrowed,
     Encoded,
     Inbox,
@@ -56,7 +58,12 @@ from .stand_in import (
 )
 
 # A stage sees its own layers alone, so what collects over all layers would silently be partial.
-PARTIAL_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+PARTIAL_OUTPUTS = (
+    "output_hidden_states",
+    "output_attentions",
+    "output_router_logits",
+    "use_weighted_layer_sum",  # of hidden states, in heads for sound
+)
 
 _STAGES = "_pipeline_stages"  # where a cut model keeps its stages
 
@@ -228,12 +235,12 @@ def _roles(model: nn.Module, plan: StagePlan, start: int, stop: int) -> _Roles:
     stacks = plan.stacks(model)
     for stack in stacks:
         if stop <= stack.first:
-            roles |= _roles_outside(stack, LeavingEncoder if stop == stack.first else Absent, Absent)
+            roles |= _roles_outside(model, stack, LeavingEncoder if stop == stack.first else Absent)
         elif start >= stack.stop:
-            roles |= _roles_outside(stack, Encoded, Placeholder)
+            roles |= _roles_outside(model, stack, Encoded)
         else:
             leaving = Leaving if stack is stacks[0] else LeavingDecoder
-            roles |= _layer_roles(stack, start - stack.first, stop - stack.first, leaving)
+            roles |= _layer_roles(model, stack, start - stack.first, stop - stack.first, leaving)
             if stop < stack.stop and stack is not stacks[-1]:
                 rest = _rest(model, plan.kept_paths(), under=stack.plan.module)
                 roles |= dict.fromkeys(rest, _Role(Absent))
@@ -243,21 +250,35 @@ def _roles(model: nn.Module, plan: StagePlan, start: int, stop: int) -> _Roles:
     return roles
 
 
-def _roles_outside(stack: Stack, module: type[StandIn], entry: type[StandIn]) -> _Roles:
+def _roles_outside(model: nn.Module, stack: Stack, module: type[StandIn]) -> _Roles:
     """Of a stack that the stage has no layer of."""
-    plan = stack.plan
-    beside = [name for name in plan.entry if not is_within(name, plan.module)]
-    return {plan.module: _Role(module)} | dict.fromkeys(beside, _Role(entry))
+    path = stack.plan.module
+    before = (
+        _before_roles(model, stack.plan)
+        if module is Encoded
+        else dict.fromkeys(stack.plan.before, _Role(Absent))
+    )
+    return {path: _Role(module)} | {name: role for name, role in before.items() if not is_within(name, path)}
 
 
-def _layer_roles(stack: Stack, start: int, stop: int, leaving: type[StandIn]) -> _Roles:
+def _before_roles(model: nn.Module, plan: StagePlan) -> _Roles:
+    """Of what runs before the first layer, on stages that do not hold it; a list of layers is meant one by one."""
+    singles: list[str] = []
+    for path in plan.between:
+        module = model.get_submodule(path)
+        is_list = isinstance(module, nn.ModuleList)
+        singles += [f"{path}.{name}" for name in module._modules] if is_list else [path]
+    return dict.fromkeys(plan.entry, _Role(Placeholder)) | dict.fromkeys(singles, _Role(Between))
+
+
+def _layer_roles(model: nn.Module, stack: Stack, start: int, stop: int, leaving: type[StandIn]) -> _Roles:
     """Of a stack that the stage has some layers of, counted within the stack."""
     paths, arity = stack.paths, stack.plan.arity
     roles = dict.fromkeys(paths[: max(start - 1, 0)], _Role(Passing, arity))
     roles |= dict.fromkeys(paths[stop:], _Role(leaving))
     if start > 0:
         roles[paths[start - 1]] = _Role(Arriving, arity)
-        roles |= dict.fromkeys(stack.plan.entry, _Role(Placeholder))
+        roles |= _before_roles(model, stack.plan)
     return roles
 
 
@@ -356,12 +377,19 @@ def as_arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
 
 def partial_output_faults(settings: Mapping[str, Any], source: str) -> list[str]:
     """Why these settings (a batch, a config) would give partial results under a pipeline; empty when none do."""
-    return [
+    found = [
         f"{name}={settings[name]!r} in {source} collects over all layers, and a pipeline stage sees its own alone: "
         f"leave it out or use pp_size=1"
         for name in PARTIAL_OUTPUTS
         if settings.get(name)
     ]
+    found += [
+        f"{name}={value!r} in {source} leaves out layers at random, and a pipeline's stages would not leave out the "
+        "same: set it to 0 or use pp_size=1"
+        for name, value in settings.items()
+        if name.endswith("layerdrop") and value
+    ]
+    return found
 
 
 def _check_stages(stages: Sequence[int], bounds: Sequence[int], num_layers: int) -> None:

@@ -86,8 +86,10 @@ class Policy(ABC):
         found = layer_faults(
             plan.num_layers(self.model), num_stages, num_layers_per_stage, plan.stage_size(self.model)
         )
-        found += plan.loose_faults(self.model)
-        return found + partial_output_faults(settings, "the model's config")
+        found += partial_output_faults(settings, "the model's config")
+        for name in getattr(config, "sub_configs", ()):  # configs of models inside this one
+            found += partial_output_faults(settings[name], f"the model's config, {name}")
+        return found
 
     def preprocess(self) -> nn.Module:
         """Change the whole model before it is cut and split."""

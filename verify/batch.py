@@ -1,18 +1,26 @@
-"""Batches for small models of any type and head, and a loss for each. The models are models.py."""
+"""Batches for small models of any type and head, and a loss for each. The models are models.py.
+
+Text is here, other inputs are in modal_batch.py.
+"""
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from .modal_batch import MODAL
 from .models import ModelChoice
 from .small import END, LENGTH, TARGET_LENGTH, VOCABULARY
 
 
 def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str, Tensor]:
-    """A batch of text for the model's head: (num_samples, LENGTH) tokens, rows padded to different lengths.
+    """A batch for the model's head; of text (num_samples, LENGTH) tokens, rows padded to different lengths.
 
     A decoder beside an encoder gets (num_samples, TARGET_LENGTH), padded too.
     """
     drawn = torch.Generator().manual_seed(seed)
+    if choice.model_type in MODAL:
+        return MODAL[choice.model_type](choice, num_samples, drawn)
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=drawn)
@@ -37,6 +45,7 @@ def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str,
         "choice": {"labels": integers(0, 3, num_samples)},
         "next_sentence": {"labels": integers(0, 2, num_samples)},
         "base": {},
+        "text_encoding": {},
     }
     lasting = torch.arange(TARGET_LENGTH) < integers(TARGET_LENGTH // 2, TARGET_LENGTH + 1, num_samples, 1)
     targets = integers(3, VOCABULARY, num_samples, TARGET_LENGTH)
@@ -52,10 +61,16 @@ def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str,
 
 
 def loss_of(outputs: object, inputs: object) -> Tensor:
-    """The model's own loss, or where it has none a fixed weighted sum of its first output."""
+    """The model's own loss, or where it has none a fixed weighted sum of its outputs."""
     loss = getattr(outputs, "loss", None)
     if loss is not None:
         return loss
-    first = outputs[0]  # type: ignore[index]
-    weights = torch.linspace(-1.0, 1.0, first.shape[-1], device=first.device, dtype=torch.float32)
-    return (first.float() * weights).mean()
+    values = list(outputs.values()) if isinstance(outputs, Mapping) else list(outputs)  # type: ignore[call-overload]
+    return torch.stack([_weighted(value) for value in values if isinstance(value, Tensor)]).sum()
+
+
+def _weighted(output: Tensor) -> Tensor:
+    """The mean of an output by weights that no norm of it makes a constant."""
+    flat = output.float().flatten(1)
+    weights = torch.arange(flat.shape[-1], device=output.device, dtype=torch.float32).cos()
+    return (flat * weights).mean()

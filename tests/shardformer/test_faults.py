@@ -169,7 +169,7 @@ def test_all_faults_are_told_at_once() -> None:
 
 
 def test_a_model_without_a_table_is_told_which_have_one() -> None:
-    with pytest.raises(ValueError, match=r"bert, gpt2, llama, .*\. Write one"):
+    with pytest.raises(ValueError, match=r"bert, .*gpt2, .*llama, .*\. Write one"):
         policy_for(nn.Linear(2, 2))
     with torch.device("meta"):
         other = transformers.CodeGenModel(
@@ -279,12 +279,6 @@ def test_names_that_match_nothing_are_refused() -> None:
     policy = TablePolicy(Table(**settings))
     policy.set_model(on_meta("LlamaForCausalLM"))
     require_one(policy.faults(tp_size=2), "names 'mlp.side_proj' in a layer", "model.layers.0 has no such")
-
-
-def test_a_parameter_beside_the_layers_is_refused_under_a_pipeline() -> None:
-    model = on_meta("LlamaForCausalLM")
-    model.model.register_parameter("scale", nn.Parameter(torch.ones(1, device="meta")))
-    require_one(faults(model, num_stages=2), "model.scale stands beside the layers")
 
 
 def test_a_table_that_contradicts_itself_is_refused_with_all_contradictions() -> None:
