@@ -11,6 +11,9 @@ masks, positions and per-layer choices as ever. What the stage does not hold is 
     the next layer -> Leaving       leaves the forward by an exception that carries its input
     all the rest   -> Absent        holds no parameters and is never called
 
+What stands on a module around the layers (a parameter of its own), and what the plan calls `everywhere`, is on every
+stage; where its result is not read it gets no gradient, and the sum over the stages is the whole one.
+
 What arrives takes a layer's place and not the embedding's: between the two some models scale, add or
 project once more, and would do it twice.
 
@@ -55,14 +58,6 @@ from .stand_in import (
     Placeholder,
     StageExit,
     StandIn,
-)
-
-# A stage sees its own layers alone, so what collects over all layers would silently be partial.
-PARTIAL_OUTPUTS = (
-    "output_hidden_states",
-    "output_attentions",
-    "output_router_logits",
-    "use_weighted_layer_sum",  # of hidden states, in heads for sound
 )
 
 _STAGES = "_pipeline_stages"  # where a cut model keeps its stages
@@ -373,23 +368,6 @@ def as_arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
-
-
-def partial_output_faults(settings: Mapping[str, Any], source: str) -> list[str]:
-    """Why these settings (a batch, a config) would give partial results under a pipeline; empty when none do."""
-    found = [
-        f"{name}={settings[name]!r} in {source} collects over all layers, and a pipeline stage sees its own alone: "
-        f"leave it out or use pp_size=1"
-        for name in PARTIAL_OUTPUTS
-        if settings.get(name)
-    ]
-    found += [
-        f"{name}={value!r} in {source} leaves out layers at random, and a pipeline's stages would not leave out the "
-        "same: set it to 0 or use pp_size=1"
-        for name, value in settings.items()
-        if name.endswith("layerdrop") and value
-    ]
-    return found
 
 
 def _check_stages(stages: Sequence[int], bounds: Sequence[int], num_layers: int) -> None:

@@ -73,6 +73,7 @@ class TablePolicy(Policy):
             return missing
         return [
             *self._split_faults(tp_size),
+            *(tie_faults(self.model, self._split_paths()) if tp_size > 1 else []),
             *super().faults(
                 tp_size=tp_size, num_stages=num_stages, num_layers_per_stage=num_layers_per_stage
             ),
@@ -104,8 +105,7 @@ class TablePolicy(Policy):
         """What becomes of layers, embedding and head."""
         if self.shard_config.tensor_parallel_size == 1:
             return {}
-        parts = {path: part.own_policy() for path, part in self._parts.items() if _is_held(self.model, path)}
-        described = {"": self.own_policy(), **parts}
+        described = self._described()
         # By path and not by class: an encoder's and a decoder's layers may be of one class and differ.
         return {
             type(self.model): ModulePolicyDescription(
@@ -122,7 +122,15 @@ class TablePolicy(Policy):
             )
         }
 
-    def own_policy(self) -> ModulePolicyDescription:
+    def _described(self) -> dict[str, ModulePolicyDescription]:
+        """What becomes of the model itself and of each part that is held, by its path."""
+        found = {"": self._own_policy()}
+        for path, part in self._parts.items():
+            if _is_held(self.model, path):
+                found |= {_join(path, inner): own for inner, own in part._described().items()}
+        return found
+
+    def _own_policy(self) -> ModulePolicyDescription:
         """What becomes of the model's own layers, embedding and head, without those of its parts."""
         vocabulary = {"make_vocab_size_divisible_by": self.shard_config.make_vocab_size_divisible_by}
         ends = [
@@ -213,9 +221,7 @@ class TablePolicy(Policy):
         parts = [
             f"in {path}: {fault}" for path, part in self._parts.items() for fault in part._split_faults(ranks)
         ]
-        if ranks == 1 or own or parts:
-            return [*own, *parts]
-        return tie_faults(self.model, self._split_paths())
+        return [*own, *parts]
 
     def _split_paths(self) -> set[str]:
         own = split_paths(self.model, self.table, stacks=self._stacks(), ends=self._ends())

@@ -72,7 +72,7 @@ def image_text(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch
     places = torch.full((num_samples, NUM_QUERIES), IMAGE_TOKEN)
     labels = {
         True: targets.masked_fill(target_mask == 0, -100),
-        False: tokens.masked_fill(mask == 0, -100),
+        False: torch.cat([torch.full_like(places, -100), tokens.masked_fill(mask == 0, -100)], 1),
     }
     own: Batch = {"labels": labels[choice.is_encoder_decoder]}
     return {

@@ -14,15 +14,22 @@ NUM_QUERIES = 5  # of those
 
 # The head that a model type is mostly used with, where that is not "causal".
 DEFAULT_HEAD = {
+    "bart": "seq2seq",
     "bert": "classification",
-    "t5": "seq2seq",
+    "blip-2": "image_text",
+    "marian": "seq2seq",
+    "mbart": "seq2seq",
     "mt5": "seq2seq",
-    "umt5": "seq2seq",
-    "whisper": "speech",
+    "pegasus": "seq2seq",
     "sam": "mask_generation",
     "sam_vision_model": "base",
-    "blip-2": "image_text",
+    "t5": "seq2seq",
+    "umt5": "seq2seq",
+    "whisper": "speech",
 }
+
+# Its weights begin so large that a small model's steps make much of their rounding.
+_T5: dict[str, object] = {"initializer_factor": 0.5}
 
 # Settings of the config that a model type needs besides the usual ones, which are in `ModelChoice.config`.
 SETTINGS: dict[str, dict[str, object]] = {
@@ -33,6 +40,8 @@ SETTINGS: dict[str, dict[str, object]] = {
         "image_text_hidden_size": 16,
     },
     "blip_2_vision_model": {"image_size": IMAGE_SIDE, "patch_size": 8, "initializer_range": 0.02},
+    "marian": {"decoder_vocab_size": VOCABULARY},
+    "mt5": _T5,
     "sam_mask_decoder": {"mlp_dim": 48, "num_hidden_layers": 2, "iou_head_hidden_dim": 16},
     "sam_prompt_encoder": {"image_size": IMAGE_SIDE, "patch_size": 4},
     "sam_vision_model": {
@@ -45,6 +54,8 @@ SETTINGS: dict[str, dict[str, object]] = {
         "global_attn_indexes": (1, 3),
         "initializer_range": 0.02,
     },
+    "t5": _T5,
+    "umt5": _T5,
     "whisper": {
         "num_mel_bins": MELS,
         "max_source_positions": FRAMES,

@@ -1,6 +1,7 @@
 """The tables of models, one family a file, registered by `config.model_type`."""
 
 from ..table import register
+from .bart import BART, PEGASUS
 from .bert import BERT
 from .blip2 import BLIP2
 from .gpt2 import GPT2
@@ -9,6 +10,8 @@ from .sam import SAM, SAM_VISION
 from .t5 import T5, UMT5
 from .whisper import WHISPER
 
+register(BART, "bart", "mbart")
+register(PEGASUS, "marian", "pegasus")
 register(BERT, "bert")
 register(BLIP2, "blip-2")
 register(GPT2, "gpt2")
