@@ -4,11 +4,15 @@
 masks, positions and per-layer choices as ever. What the stage does not hold is replaced by stand-ins:
 
     entry modules  -> Placeholder   a zero-stride tensor of the right shape, which nobody reads
+    after them     -> Led           another one, in the shape of its input
     earlier layers -> Passing       hand on what they get
     the last one   -> Arriving      returns the tensor received from the stage before
     own layers                      as they are
     the next layer -> Leaving       leaves the forward by an exception that carries its input
     all the rest   -> Absent        holds no parameters and is never called
+
+What stands on a module around the layers (a parameter of its own), and what the plan calls `everywhere`, is on every
+stage; where its result is not read it gets no gradient, and the sum over the stages is the whole one.
 
 What arrives takes a layer's place and not the embedding's: between the two some models scale, add or
 project once more, and would do it twice.
@@ -51,9 +55,6 @@ from .collect import note_returns
 from .plan import StagePlan, is_within
 from .roles import Role, Roles, stage_roles
 from .stand_in import Borrowed, Inbox, Runs, StageExit, StandIn
-
-# A stage sees its own layers alone, so what collects over all layers would silently be partial.
-PARTIAL_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 _STAGES = "_pipeline_stages"  # where a cut model keeps its stages
 
@@ -285,16 +286,6 @@ def as_arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
-
-
-def partial_output_faults(settings: Mapping[str, Any], source: str) -> list[str]:
-    """Why these settings (a batch, a config) would give partial results under a pipeline; empty when none do."""
-    return [
-        f"{name}={settings[name]!r} in {source} collects over all layers, and a pipeline stage sees its own alone: "
-        f"leave it out or use pp_size=1"
-        for name in PARTIAL_OUTPUTS
-        if settings.get(name)
-    ]
 
 
 def _check_stages(stages: Sequence[int], bounds: Sequence[int], num_layers: int) -> None:

@@ -17,7 +17,8 @@ class StagePlan:
     """A model as a pipeline sees it: what stands before its layers, the layers, and all the rest after them.
 
     An encoder-decoder has a plan of its own for the encoder, whose layers come first. All paths are seen from
-    the model. Layers are counted over both.
+    the model. Layers are counted over both. A parameter that stands on a module around the layers, and so in no
+    module that has one stage, is held by every stage of them; its gradients are summed as those of a tied one.
 
     Args:
         layers: path of the list of layers. A `*` in it stands for each entry of a list of such lists, which run one
@@ -26,8 +27,11 @@ class StagePlan:
             an entry nor a layer runs after the layers and lives on the last one's stage; what holds no
             parameters stays on every stage.
         optional: of `entry`, those that some models lack.
-        everywhere: paths of modules and parameters that every stage uses beside its layers, where a model has
-            them: a position bias that all layers are given.
+        leading: paths of modules that run between an entry and the first layer, each on the output of the one before:
+            linear layers, norms, or whole lists of layers (another model before this one). They live with the
+            entries.
+        everywhere: paths of modules that every stage uses beside its layers, where a model has them: a position bias
+            that all layers are given, or what runs before the first layer and is read again after it.
         arity: a layer returns a tensor (0), or a tuple of this length whose first entry is the tensor.
         repeated: modules of the first layer (paths from it) that the first layer of every stage needs, each with
             the attribute of the layer that says that it has it (True or False): T5's position bias.
@@ -52,6 +56,7 @@ class StagePlan:
     layers: str
     entry: tuple[str, ...]
     optional: tuple[str, ...] = ()
+    leading: tuple[str, ...] = ()
     everywhere: tuple[str, ...] = ()
     arity: int = 0
     repeated: Mapping[str, str] = field(default_factory=dict)
@@ -84,6 +89,7 @@ class StagePlan:
             layers=f"{prefix}.{self.layers}",
             entry=tuple(f"{prefix}.{name}" for name in self.entry),
             optional=tuple(f"{prefix}.{name}" for name in self.optional),
+            leading=tuple(f"{prefix}.{name}" for name in self.leading),
             everywhere=tuple(f"{prefix}.{name}" for name in self.everywhere),
             module=f"{prefix}.{self.module}" if self.module else "",
             encoder=None if self.encoder is None else self.encoder.under(prefix),
@@ -106,6 +112,19 @@ class StagePlan:
         if not star:
             return [self.layers]
         return [f"{outer}.{name}.{inner}" for name in model.get_submodule(outer)._modules]
+
+    def after(
+        self, *, entry: tuple[str, ...], leading: tuple[str, ...], everywhere: tuple[str, ...]
+    ) -> "StagePlan":
+        """The same plan with more that runs before its first layer."""
+        first = self if self.encoder is None else self.encoder
+        extended = replace(
+            first,
+            entry=(*entry, *first.entry),
+            leading=(*leading, *first.leading),
+            everywhere=(*everywhere, *first.everywhere),
+        )
+        return extended if self.encoder is None else replace(self, encoder=extended)
 
     def stacks(self, model: nn.Module) -> list["Stack"]:
         """The lists of layers in the order in which they run: one, or an encoder's and a decoder's."""
@@ -142,7 +161,7 @@ class StagePlan:
         names = {name for name, _ in model.named_modules(remove_duplicate=False)}
         found += [
             f"the stage plan names {name!r}, and this {type(model).__name__} has no such module"
-            for name in (self.layers.partition(".*.")[0], *self.entry, *filter(None, [self.module]))
+            for name in (self.layers.partition(".*.")[0], *self.before, *filter(None, [self.module]))
             if name not in names
         ]
         if self.layers.partition(".*.")[0] not in names:
@@ -158,42 +177,47 @@ class StagePlan:
             if f"{paths[0]}.{name}" not in names
         ]
 
-    def loose_faults(self, model: nn.Module) -> list[str]:
-        """Parameters that belong to no stage, since they stand on a module around the layers; empty when none do."""
-        kept = self.kept_paths(model)
-        return [
-            f"{name} stands beside the layers, on a module that every stage has: put it in a module of its own"
-            for name, _ in model.named_parameters()
-            if any(path.startswith(f"{name.rpartition('.')[0]}.".lstrip(".")) for path in kept)
-            and not any(is_within(name, path) for path in kept)
-        ]
-
     def collects(self, model: nn.Module) -> bool:
         """Whether a model of this class reads the outputs of layers of all stages; see [Note: collecting]."""
         return any(hasattr(model, name) for name in self.collecting)
 
+    @property
+    def before(self) -> tuple[str, ...]:
+        """What lives on the stage of the first layer."""
+        return (*self.entry, *self.leading)
+
     def kept_paths(self, model: nn.Module) -> list[str]:
-        """The layers, entries and what is everywhere: all that the plan names the place of."""
+        """The layers, what runs before them, and what is everywhere: all that the plan names the place of."""
         of_encoder = [] if self.encoder is None else self.encoder.kept_paths(model)
-        return [*of_encoder, *self.lists(model), *self._paths(model), *self.entry, *self.everywhere]
+        return [*of_encoder, *self.lists(model), *self._paths(model), *self.before, *self.everywhere]
 
     def layers_of(self, model: nn.Module, name: str) -> list[int]:
         """The layers whose stages hold the parameter or module of this name."""
         stacks = self.stacks(model)
+        if self._is_everywhere(model, name):
+            around = [stack for stack in stacks if is_within(name, stack.plan.module)] or stacks
+            return [*range(around[0].first, around[-1].stop)]
         for stack in stacks:
             if stack.repeats(name):
                 return [*range(stack.first, stack.stop)]
-            if any(is_within(name, path) for path in stack.plan.everywhere):
-                return [*range(stacks[-1].stop)]
             if held := [
                 layer for layer, path in enumerate(stack.paths, stack.first) if is_within(name, path)
             ]:
                 return held
-            if any(is_within(name, entry) for entry in stack.plan.entry):
+            if any(is_within(name, path) for path in stack.plan.before):
                 return [stack.first]
             if stack is not stacks[-1] and is_within(name, stack.plan.module):
                 return [stack.stop - 1]
         return [stacks[-1].stop - 1]
+
+    def _is_everywhere(self, model: nn.Module, name: str) -> bool:
+        """Whether every stage holds this: by the plan, or since it is a parameter of a module around the layers."""
+        plans = (self,) if self.encoder is None else (self, self.encoder)
+        if any(is_within(name, path) for plan in plans for path in plan.everywhere):
+            return True
+        owner = name.rpartition(".")[0]
+        is_around = not owner or any(path.startswith(f"{owner}.") for path in self.kept_paths(model))
+        return is_around and not _has(model, name)
 
     def stages_of(self, model: nn.Module, name: str, bounds: Sequence[int]) -> list[int]:
         """The stages that hold the parameter or module of this name, by the bounds of `layer_bounds`."""

@@ -14,6 +14,7 @@ from .stand_in import (
     Leaving,
     LeavingDecoder,
     LeavingEncoder,
+    Led,
     Outline,
     Passing,
     Placeholder,
@@ -30,13 +31,13 @@ class Role(NamedTuple):
         arity: what a layer there would return (see `StagePlan.arity`).
         own_runs: of a layer that runs several times, the first of its runs that is the stage's and the one after
             the last.
-        index: of a layer that is recalled, which of the tensors that arrive is its output.
+        arrival: of a layer that is recalled, which of the tensors that arrive is its output.
     """
 
     kind: type[StandIn]
     arity: int = 0
     own_runs: tuple[int, int] = (0, 0)
-    index: int = 0
+    arrival: int = 0
 
 
 Roles = dict[str, Role]  # by path; elsewhere stands what the stage holds
@@ -48,15 +49,15 @@ def stage_roles(model: nn.Module, plan: StagePlan, start: int, stop: int) -> Rol
     stacks = plan.stacks(model)
     for stack in stacks:
         if stop <= stack.first:
-            roles |= _roles_outside(stack, LeavingEncoder if stop == stack.first else Absent, Absent)
+            roles |= _roles_outside(model, stack, LeavingEncoder if stop == stack.first else Absent)
         elif start >= stack.stop:
-            roles |= _roles_outside(stack, Encoded, _entry_kind(stack))
+            roles |= _roles_outside(model, stack, Encoded)
         else:
             leaving = Leaving if stack is stacks[0] else LeavingDecoder
             if plan.collects(model):
                 roles |= _collecting_roles(stack, start, stop)
             else:
-                roles |= _layer_roles(stack, start - stack.first, stop - stack.first, leaving)
+                roles |= _layer_roles(model, stack, start - stack.first, stop - stack.first, leaving)
             if stop < stack.stop and stack is not stacks[-1]:
                 rest = _rest(model, plan.kept_paths(model), under=stack.plan.module)
                 roles |= dict.fromkeys(rest, Role(Absent))
@@ -66,14 +67,27 @@ def stage_roles(model: nn.Module, plan: StagePlan, start: int, stop: int) -> Rol
     return roles
 
 
-def _roles_outside(stack: Stack, module: type[StandIn], entry: type[StandIn]) -> Roles:
+def _roles_outside(model: nn.Module, stack: Stack, module: type[StandIn]) -> Roles:
     """Of a stack that the stage has no layer of."""
-    plan = stack.plan
-    beside = [name for name in plan.entry if not is_within(name, plan.module)]
-    return {plan.module: Role(module)} | dict.fromkeys(beside, Role(entry))
+    path = stack.plan.module
+    before = (
+        _before_roles(model, stack) if module is Encoded else dict.fromkeys(stack.plan.before, Role(Absent))
+    )
+    return {path: Role(module)} | {name: role for name, role in before.items() if not is_within(name, path)}
 
 
-def _layer_roles(stack: Stack, start: int, stop: int, leaving: type[StandIn]) -> Roles:
+def _before_roles(model: nn.Module, stack: Stack) -> Roles:
+    """Of what runs before the first layer, on stages that do not hold it; a list of layers is meant one by one."""
+    singles: list[str] = []
+    for path in stack.plan.leading:
+        module = model.get_submodule(path)
+        is_list = isinstance(module, nn.ModuleList)
+        singles += [f"{path}.{name}" for name in module._modules] if is_list else [path]
+    entry = Outline if stack.plan.are_entries_reckoned else Placeholder
+    return dict.fromkeys(stack.plan.entry, Role(entry)) | dict.fromkeys(singles, Role(Led))
+
+
+def _layer_roles(model: nn.Module, stack: Stack, start: int, stop: int, leaving: type[StandIn]) -> Roles:
     """Of a stack that the stage has some layers of, counted within the stack."""
     roles: Roles = {}
     for path, (first, end) in stack.runs.items():
@@ -87,7 +101,7 @@ def _layer_roles(stack: Stack, start: int, stop: int, leaving: type[StandIn]) ->
         elif first < start or end > stop:
             roles[path] = Role(Runs, arity, (start - first, stop - first))
     if start > 0:
-        roles |= dict.fromkeys(stack.plan.entry, Role(_entry_kind(stack)))
+        roles |= _before_roles(model, stack)
     return roles
 
 
@@ -97,7 +111,7 @@ def _collecting_roles(stack: Stack, start: int, stop: int) -> Roles:
     for index, path in enumerate(stack.paths):
         if index < start:
             roles[path] = Role(
-                Recalled, 0 if stack.changes_shape(path) else stack.plan.arity, index=index + 1
+                Recalled, 0 if stack.changes_shape(path) else stack.plan.arity, arrival=index + 1
             )
         elif index >= stop:
             roles[path] = Role(LeavingWithAll)
@@ -105,11 +119,6 @@ def _collecting_roles(stack: Stack, start: int, stop: int) -> Roles:
         kind = RecalledEntry if stack.plan.are_entries_reckoned else Recalled
         roles |= dict.fromkeys(stack.plan.entry, Role(kind))
     return roles
-
-
-def _entry_kind(stack: Stack) -> type[StandIn]:
-    """What stands for the entries on later stages."""
-    return Outline if stack.plan.are_entries_reckoned else Placeholder
 
 
 def _rest(model: nn.Module, kept: Sequence[str], under: str = "") -> list[str]:

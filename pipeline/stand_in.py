@@ -3,6 +3,7 @@
 import inspect
 from collections import Counter
 from itertools import chain
+from math import nan
 from typing import Any
 
 import torch
@@ -87,12 +88,31 @@ class StandIn(nn.Module):
 
 
 class Placeholder(StandIn):
-    """For an entry module: zeros in the shape of what it would have returned, without memory."""
+    """For an entry module: a tensor in the shape of what it would have returned, without memory.
+
+    Its shape is that of the ids for an embedding, and else that of what arrived, whose last dim a convolution has
+    behind the first. It holds no numbers (nan), so that reading it shows.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         arrived = self.inbox.take()[0]
-        width = getattr(self.native, "embedding_dim", arrived.shape[-1])
-        return arrived.detach().new_zeros(()).expand(*arrived.shape[:-1], width)
+        given = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), arrived)
+        shape = arrived.shape[:-1] if given.is_floating_point() else given.shape
+        if hasattr(self.native, "out_channels"):
+            return self._unread(arrived, shape[0], self.native.out_channels, *shape[1:])
+        return self._unread(arrived, *shape, getattr(self.native, "embedding_dim", arrived.shape[-1]))
+
+    @staticmethod
+    def _unread(like: Tensor, *shape: int) -> Tensor:
+        return like.detach().new_full((), nan).expand(shape)
+
+
+class Led(Placeholder):
+    """For what runs between the entries and the first layer: a tensor in the shape of its output, as an entry's."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        width = getattr(self.native, "out_features", hidden.shape[-1])
+        return self._unread(hidden, *hidden.shape[:-1], width)
 
 
 class Outline(StandIn):

@@ -14,10 +14,11 @@ from ..cluster.agreement import batch_hash, gather_integers
 from ..cluster.mesh import ParallelMesh
 from ..pipeline.action import Action, Op, Schedule
 from ..pipeline.communicate import with_communication
-from ..pipeline.cut import Stage, partial_output_faults
+from ..pipeline.cut import Stage
 from ..pipeline.microbatch import batch_size, map_tensors, merge, microbatch_lengths, split
 from ..pipeline.runner import Criterion, RunResult, run_schedule
 from ..pipeline.schedules import forward_only
+from ..pipeline.setting_faults import setting_faults
 from ..pipeline.simulate import Span
 from ..pipeline.split_backward import WeightGradients
 from ..pipeline.trace import Trace
@@ -194,7 +195,7 @@ class PipelineEngine:
                 "dataloader to leave out a short last batch"
             )
         is_cut = self._mesh.size("pp") > 1
-        if is_cut and isinstance(batch, Mapping) and (faults := partial_output_faults(batch, "the batch")):
+        if is_cut and isinstance(batch, Mapping) and (faults := setting_faults(batch, "the batch")):
             raise ValueError("\n".join(faults))
 
     def to_compute(self, batch: Any) -> Any:

@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..pipeline.balance import layer_faults
-from ..pipeline.cut import held_stages, partial_output_faults
+from ..pipeline.cut import held_stages
 from ..pipeline.plan import StagePlan
+from ..pipeline.setting_faults import setting_faults
 from .shard_config import ShardConfig
 
 
@@ -86,8 +87,10 @@ class Policy(ABC):
         found = layer_faults(
             plan.num_layers(self.model), num_stages, num_layers_per_stage, plan.stage_size(self.model)
         )
-        found += plan.loose_faults(self.model)
-        return found + partial_output_faults(settings, "the model's config")
+        found += setting_faults(settings, "the model's config")
+        for name in getattr(config, "sub_configs", ()):  # configs of models inside this one
+            found += setting_faults(settings[name], f"the model's config, {name}")
+        return found
 
     def preprocess(self) -> nn.Module:
         """Change the whole model before it is cut and split."""
@@ -126,7 +129,7 @@ class Policy(ABC):
         held = {layer for stage in manager.stages for layer in range(bounds[stage], bounds[stage + 1])}
         paths: list[str] = []
         for stack in plan.stacks(self.model):
-            paths += stack.plan.entry if stack.first in held else ()
+            paths += stack.plan.before if stack.first in held else ()
             paths += [path for layer, path in enumerate(stack.paths, stack.first) if layer in held]
         return [self.model.get_submodule(path) for path in dict.fromkeys(paths)]
 

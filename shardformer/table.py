@@ -24,11 +24,29 @@ class RegionDropout:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PartStages:
+    """A pipeline over the layers of one of the models that a model is made of.
+
+    Args:
+        part: its path.
+        entry, leading, everywhere: what runs before its layers, see `StagePlan`, seen from the whole model.
+    """
+
+    part: str
+    entry: tuple[str, ...] = ()
+    leading: tuple[str, ...] = ()
+    everywhere: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Table:
     """How the layers of one family of models are split.
 
     Args:
-        stage: where the layers are, seen from the base model.
+        stage: where the layers are, seen from the base model: lists of them, or a module that is one layer. For a
+            model made of several ones, the parts whose layers a pipeline may cut; the first that a class has is it.
+        parts: models inside the model by their paths, seen from the base model, each with a `config` of its own and
+            split by a table of its own; None is the one of its model type. Passed over where a class lacks them.
         regions: modules that take the replicated hidden states and work on split activations; of `column`, those that
             stand in no module of that kind are each a region of their own.
         column: linear layers split by output features.
@@ -40,6 +58,7 @@ class Table:
             attention attends to).
         optional: modules that some layers or models lack; they and all that is named below them are passed over
             there.
+        divisors: of `divide`, those by which the layer's code divides whole widths too.
         fused: of `column`, how many projections of equal length each one fuses.
         key_value: of `column`, those with one output block per key-value head.
         groups: path of the attribute "query heads per key-value head"; None where no layer reads one.
@@ -49,9 +68,9 @@ class Table:
         biases: parameters beside the regions, which are given a value per head of them (position biases), each with
             the dimension that is cut.
         shared_biases: the same beside the layers, seen from the base model, where a model has them.
-        partial: replicated modules inside a region: their gradients are summed over the ranks.
+        partial: replicated modules or single parameters inside a region: their gradients are summed over the ranks.
         dropout: by region, dropout on its split activations.
-        embedding: path of the vocabulary's embedding, seen from the base model; None where there is no vocabulary.
+        embedding: path of the vocabulary's embedding, seen from the base model; None where no class must have one.
         further_embeddings: more embeddings of the vocabulary, mostly tied to the first; passed over where a class
             lacks them.
         heads: paths of language-model heads, seen from the whole model; a class has at most one of them.
@@ -60,10 +79,11 @@ class Table:
         ValueError: the names contradict one another; all contradictions at once.
     """
 
-    stage: StagePlan
-    regions: tuple[str, ...]
-    column: tuple[str, ...]
-    row: tuple[str, ...]
+    stage: StagePlan | tuple[PartStages, ...]
+    parts: Mapping[str, "Table | None"] = field(default_factory=dict)
+    regions: tuple[str, ...] = ()
+    column: tuple[str, ...] = ()
+    row: tuple[str, ...] = ()
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
     second_input: Mapping[str, str] = field(default_factory=dict)
@@ -72,6 +92,7 @@ class Table:
     key_value: tuple[str, ...] = ()
     groups: str | None = None
     divide: tuple[str, ...] = ()
+    divisors: tuple[str, ...] = ()
     divisible: tuple[str, ...] = ("num_attention_heads",)
     split: Mapping[str, int] = field(default_factory=dict)
     biases: Mapping[str, int] = field(default_factory=dict)
@@ -113,6 +134,7 @@ class Table:
             "key_value": (self.key_value, "column", self.column),
             "joined": (self.joined, "regions", self.regions),
             "layer of joined": (sum(self.joined.values(), ()), "column", self.column),
+            "divisors": (self.divisors, "divide", self.divide),
             "second_input": (self.second_input, "regions", self.regions),
             "dropout": (self.dropout, "regions", self.regions),
             "row of dropout": ([dropout.row for dropout in self.dropout.values()], "row", self.row),
@@ -136,6 +158,17 @@ class Table:
             for path in self.optional
             if not any(is_within(name, path) for name in self.modules)
         ]
+        if not isinstance(self.stage, StagePlan):
+            found += [
+                f"stage names the part {stages.part!r}, and the parts are {list(self.parts)}"
+                for stages in self.stage
+                if stages.part not in self.parts
+            ]
+            found += [
+                f"{kind} names modules of layers, and a table of parts has none of its own: name them in a part's"
+                for kind in ("regions", "column", "row")
+                if getattr(self, kind)
+            ]
         return found
 
 

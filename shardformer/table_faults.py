@@ -46,7 +46,6 @@ def table_faults(
         *_class_faults(model, layers, table, ends),
         *_region_faults(layers, table),
         *_input_faults(layers, table),
-        *_tie_faults(model, _split_paths(layers, table, ends)),
         *_reading_faults(model, ends),
     ]
 
@@ -66,18 +65,27 @@ def has_submodule(model: nn.Module, name: str) -> bool:
     return True
 
 
+def has_parameter(module: nn.Module, name: str) -> bool:
+    """Whether a module has a parameter of this path."""
+    owner, _, own_name = name.rpartition(".")
+    return has_submodule(module, owner) and own_name in module.get_submodule(owner)._parameters
+
+
 def present(root: nn.Module, names: Iterable[str]) -> list[str]:
     """Those names that are sub-modules, in their order."""
     return [name for name in names if has_submodule(root, name)]
 
 
 def layers_of(model: nn.Module, stacks: Iterable[str]) -> dict[str, nn.Module]:
-    """All layers of these lists of layers, by their paths."""
-    return {
-        f"{stack}.{name}": layer
-        for stack in stacks
-        for name, layer in model.get_submodule(stack).named_children()
-    }
+    """All layers of these lists of layers, by their paths; a module that is no list is one layer."""
+    found: dict[str, nn.Module] = {}
+    for stack in stacks:
+        module = model.get_submodule(stack)
+        if isinstance(module, nn.ModuleList):
+            found |= {f"{stack}.{name}": layer for name, layer in module.named_children()}
+        else:
+            found[stack] = module
+    return found
 
 
 def _missing(
@@ -85,7 +93,7 @@ def _missing(
 ) -> list[str]:
     """Names that match nothing, each once."""
     found = [
-        f"the table names {name!r} in a layer, and {path} has no such module"
+        f"the table names {name!r} in a layer, and {path} has no such module{' or parameter' * (name in table.partial)}"
         for name in table.modules
         for path in [next((path for path, layer in layers.items() if _lacks(layer, name, table)), None)]
         if path is not None
@@ -123,11 +131,16 @@ def _missing(
 
 def _lacks(layer: nn.Module, name: str, table: Table) -> bool:
     """Whether a layer has no module of this name, and nothing that the table calls optional explains it."""
-    is_excused = any(is_within(name, path) and not has_submodule(layer, path) for path in table.optional)
-    return not is_excused and not has_submodule(layer, name)
+
+    def lacks(path: str) -> bool:
+        return not has_submodule(layer, path) and not has_parameter(layer, path)
+
+    return lacks(name) and not any(is_within(name, path) and lacks(path) for path in table.optional)
 
 
 def _head_faults(config: Any, table: Table, ranks: int) -> list[str]:
+    if not table.column:
+        return []  # all heads are those of parts
     found = [
         f"{name}={count} is not divisible by tp_size={ranks}: use one of tp_size={divisors(common)}"
         for name, count in ((name, getattr(config, name)) for name in table.divisible)
@@ -164,7 +177,7 @@ def _divide_faults(layers: Mapping[str, nn.Module], table: Table, ranks: int) ->
 
 
 def _stack_faults(model: nn.Module, stack: str, table: Table, ranks: int) -> list[str]:
-    layers = list(model.get_submodule(stack).children())
+    layers = list(layers_of(model, [stack]).values())
     kinds = sorted({type(layer).__name__ for layer in layers})
     mixed = [f"the layers are of several classes, {kinds}, and a table is for one"] if len(kinds) > 1 else []
     return [*_width_faults(layers, table, f"{stack}.*", ranks), *mixed]
@@ -244,13 +257,14 @@ def _input_faults(layers: Mapping[str, nn.Module], table: Table) -> list[str]:
     ]
 
 
-def _split_paths(layers: Mapping[str, nn.Module], table: Table, ends: Collection[str]) -> set[str]:
+def split_paths(model: nn.Module, table: Table, *, stacks: Sequence[str], ends: Collection[str]) -> set[str]:
+    """The paths of all modules whose parameters a table splits. See `table_faults` for the arguments."""
     owners = (name.rpartition(".")[0] for name in (*table.split, *table.biases))
     names = (*table.column, *table.row, *owners)
-    return {*ends, *(f"{path}.{name}" for path in layers for name in names)}
+    return {*ends, *(f"{path}.{name}" for path in layers_of(model, stacks) for name in names)}
 
 
-def _tie_faults(model: nn.Module, split: Collection[str]) -> list[str]:
+def tie_faults(model: nn.Module, split: Collection[str]) -> list[str]:
     """Layers that share a weight with one that is split, and would compute with a part of it."""
     holders: dict[Parameter, list[str]] = {}
     for path, module in model.named_modules():

@@ -1,19 +1,27 @@
-"""Batches for small models of any type and head, and a loss for each. The models are models.py."""
+"""Batches for small models of any type and head, and a loss for each. The models are models.py.
+
+Text is here, other inputs are in modal_batch.py.
+"""
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from .images import make_images
+from .modal_batch import MODAL
 from .models import ModelChoice
 from .small import END, LENGTH, TARGET_LENGTH, VOCABULARY
 
 
 def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str, Tensor]:
-    """A batch for the model's head: images, or text of (num_samples, LENGTH) tokens, rows padded to different lengths.
+    """A batch for the model's head: images, sounds, or text of (num_samples, LENGTH) tokens, rows padded to lengths.
 
     A decoder beside an encoder gets (num_samples, TARGET_LENGTH), padded too.
     """
     drawn = torch.Generator().manual_seed(seed)
+    if choice.model_type in MODAL:
+        return MODAL[choice.model_type](choice, num_samples, drawn)
     if choice.is_of_images:
         return make_images(choice.config(), choice.head_name, num_samples=num_samples, drawn=drawn)
 
@@ -40,6 +48,7 @@ def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str,
         "choice": {"labels": integers(0, 3, num_samples)},
         "next_sentence": {"labels": integers(0, 2, num_samples)},
         "base": {},
+        "text_encoding": {},
     }
     lasting = torch.arange(TARGET_LENGTH) < integers(TARGET_LENGTH // 2, TARGET_LENGTH + 1, num_samples, 1)
     targets = integers(3, VOCABULARY, num_samples, TARGET_LENGTH)
@@ -62,19 +71,17 @@ def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str,
 
 
 def loss_of(outputs: object, inputs: object) -> Tensor:
-    """The model's own loss, or where it has none a fixed weighted sum of its first output, a tensor or several."""
+    """The model's own loss, or where it has none a fixed weighted sum of its outputs, tensors or several of them."""
     loss = getattr(outputs, "loss", None)
     if loss is not None:
         return loss
-    first = outputs[0]  # type: ignore[index]
-    return sum(
-        (_weighted(each) for each in ((first,) if isinstance(first, Tensor) else first)), torch.tensor(0.0)
-    )
+    values = list(outputs.values()) if isinstance(outputs, Mapping) else list(outputs)  # type: ignore[call-overload]
+    found = [each for value in values for each in (value if isinstance(value, (tuple, list)) else (value,))]
+    return torch.stack([_weighted(each) for each in found if isinstance(each, Tensor)]).sum()
 
 
 def _weighted(output: Tensor) -> Tensor:
-    output = (
-        output.movedim(1, -1) if output.ndim == 4 else output
-    )  # channels, whose mean a norm may have fixed
-    weights = torch.linspace(-1.0, 1.0, output.shape[-1], device=output.device, dtype=torch.float32)
-    return (output.float() * weights).mean()
+    """The mean of an output by weights that no norm of it makes a constant."""
+    flat = output.float().flatten(1)
+    weights = torch.arange(flat.shape[-1], device=output.device, dtype=torch.float32).cos()
+    return (flat * weights).mean()

@@ -1,7 +1,8 @@
 """Small models of any type and head, built from their config. Their sizes are small.py, batches for them batch.py."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -26,6 +27,12 @@ HEADS: dict[str, str | None] = {
     "masked_image": "AutoModelForMaskedImageModeling",
     "segmentation": "AutoModelForSemanticSegmentation",
     "backbone": "AutoBackbone",
+    "text_encoding": "AutoModelForTextEncoding",
+    "speech": "AutoModelForSpeechSeq2Seq",
+    "audio_classification": "AutoModelForAudioClassification",
+    "mask_generation": "AutoModelForMaskGeneration",
+    "image_text": "AutoModelForImageTextToText",
+    "zero_shot_image": "AutoModelForZeroShotImageClassification",
     "base": "AutoModel",
 }
 
@@ -61,7 +68,7 @@ class ModelChoice:
     @property
     def is_encoder_decoder(self) -> bool:
         """Whether the model type has an encoder and a decoder."""
-        return bool(AutoConfig.for_model(self.model_type).is_encoder_decoder)
+        return bool(self.config().is_encoder_decoder)
 
     def faults(self) -> list[str]:
         """All that is wrong with it, each with what would work."""
@@ -97,12 +104,20 @@ class ModelChoice:
 
     def config(self) -> PretrainedConfig:
         """Its config: small, without dropout."""
+        return AutoConfig.for_model(self.model_type, **self._chosen(self.model_type, dict(self.settings)))
+
+    def _chosen(self, model_type: str, own: Mapping[str, object]) -> dict[str, object]:
+        """The settings of a config, and of the configs inside it, that differ from transformers' own."""
         settings: dict[str, object] = dict(
             vocab_size=VOCABULARY,
             hidden_size=32,
             num_hidden_layers=self.num_layers,
+            decoder_layers=self.num_layers,
             num_decoder_layers=self.num_layers,
             num_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=48,
+            decoder_ffn_dim=48,
             num_key_value_heads=2,
             intermediate_size=48,
             d_ff=48,
@@ -114,18 +129,20 @@ class ModelChoice:
             bos_token_id=1,
             eos_token_id=END,
             is_decoder=self.head_name == "causal",
+            use_qformer_text_input=self.head_name == "zero_shot_image",
         )
-        blank = AutoConfig.for_model(self.model_type)
+        blank = AutoConfig.for_model(model_type)
         own = {
-            **SETTINGS.get(self.model_type, {}),
-            **HEAD_SETTINGS.get((self.model_type, self.head_name), {}),
+            **SETTINGS.get(model_type, {}),
+            **HEAD_SETTINGS.get((model_type, self.head_name), {}),
+            **own,
         }
         known = {
             name: value
             for name, value in settings.items()
             if (hasattr(blank, name) and blank.attribute_map.get(name) not in own) or name == "num_labels"
         }
-        if self.is_encoder_decoder:
+        if blank.is_encoder_decoder:
             known["decoder_start_token_id"] = 0
         dropouts = {
             name: 0.0 for name in vars(blank) if "drop" in name and isinstance(getattr(blank, name), float)
@@ -135,16 +152,23 @@ class ModelChoice:
             **dropouts,
             "classifier_dropout": 0.0,
             **own,
-            **dict(self.settings),
         }
-        return AutoConfig.for_model(self.model_type, **chosen)
+        for name in blank.sub_configs:
+            inner = getattr(blank, name).model_type
+            given = cast(Mapping[str, Any], chosen.get(name, {}))
+            inner = given.get("model_type", inner)
+            chosen[name] = {**self._chosen(inner, given), "model_type": inner}
+        return chosen
 
     def build(self, seed: int = 0) -> nn.Module:
         """The model, in float32, equal for equal seeds, in training mode."""
         torch.manual_seed(seed)
         model = self._from_config().float()
-        for parameter in model.parameters() if self.is_of_images else ():
-            parameter.data += STIRRED * torch.randn_like(parameter)
+        for parameter in model.parameters():
+            if self.is_of_images:
+                parameter.data += STIRRED * torch.randn_like(parameter)
+            elif parameter.ndim > 1 and not parameter.any():  # as trained ones are not: some tables begin so
+                nn.init.normal_(parameter, std=0.02)
         return model.train()
 
     def build_on_meta(self) -> nn.Module:

@@ -102,12 +102,14 @@ class JoinedRegion:
 
 
 class PartialGradient:
-    """Marks the parameters of a replicated module that works inside a region: their gradients are to be summed."""
+    """Marks parameters that are whole and used inside a region: their gradients are to be summed."""
 
     @staticmethod
-    def from_native_module(module: nn.Module, process_group: dist.ProcessGroup) -> nn.Module:
-        """Place the module's parameters as `Shared`; the module itself stays as it is."""
-        for parameter in module.parameters():
+    def from_native_module(
+        module: nn.Module, process_group: dist.ProcessGroup, *, name: str | None = None
+    ) -> nn.Module:
+        """Place the module's parameters, or the one of this name alone, as `Shared`; the module stays as it is."""
+        for parameter in module.parameters() if name is None else [module.get_parameter(name)]:
             place(parameter, Shared(size=process_group.size()), process_group.rank())
         return module
 

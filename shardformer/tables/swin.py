@@ -6,16 +6,18 @@ from ...pipeline.plan import StagePlan
 from ..table import RegionDropout, Table
 from .vit import VIT
 
+_STAGE = StagePlan(
+    layers="encoder.layers.*.blocks",
+    between="downsample",
+    entry=("embeddings",),
+    are_entries_reckoned=True,
+    arity=2,
+    collecting=("out_features",),
+)
+
 SWIN = replace(
     VIT,
-    stage=StagePlan(
-        layers="encoder.layers.*.blocks",
-        between="downsample",
-        entry=("embeddings",),
-        are_entries_reckoned=True,
-        arity=2,
-        collecting=("out_features",),
-    ),
+    stage=_STAGE,
     divisible=("num_heads",),
     split={"attention.relative_position_bias.relative_position_bias_table": 1},
 )
@@ -24,7 +26,7 @@ SWIN = replace(
 _BIASES = "attention.self.continuous_position_bias_mlp"
 
 SWINV2 = Table(
-    stage=replace(SWIN.stage, arity=1),
+    stage=replace(_STAGE, arity=1),
     regions=("attention.self", "intermediate"),
     column=("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"),
     row=("attention.output.dense", "output.dense"),

@@ -16,21 +16,23 @@ _BIAS = "layer.0.SelfAttention.relative_attention_bias"
 # So every stage needs the bias that begins in the middle of a stack.
 _REPEATED = {_BIAS: "layer.0.SelfAttention.has_relative_attention_bias"}
 
+_ENCODER = StagePlan(
+    module="encoder",
+    layers="encoder.block",
+    entry=("shared", "encoder.embed_tokens"),
+    arity=3,
+    repeated=_REPEATED,
+)
+_STAGE = StagePlan(
+    module="decoder",
+    layers="decoder.block",
+    entry=("decoder.embed_tokens",),
+    arity=3,
+    repeated=_REPEATED,
+    encoder=_ENCODER,
+)
 T5 = Table(
-    stage=StagePlan(
-        module="decoder",
-        layers="decoder.block",
-        entry=("decoder.embed_tokens",),
-        arity=3,
-        repeated=_REPEATED,
-        encoder=StagePlan(
-            module="encoder",
-            layers="encoder.block",
-            entry=("shared", "encoder.embed_tokens"),
-            arity=3,
-            repeated=_REPEATED,
-        ),
-    ),
+    stage=_STAGE,
     regions=(*_ATTENTIONS, *_FEED_FORWARDS),
     column=(*(f"{path}.{name}" for path in _ATTENTIONS for name in "qkv"), *_WIDENING),
     row=(*(f"{path}.o" for path in _ATTENTIONS), *(f"{path}.wo" for path in _FEED_FORWARDS)),
@@ -49,10 +51,9 @@ T5 = Table(
     heads=("lm_head",),
 )
 
-_ENCODER = T5.stage.encoder
-assert _ENCODER is not None
+# Each block has biases of its own, and returns the hidden states alone.
 UMT5 = replace(
     T5,
-    stage=replace(T5.stage, repeated={}, encoder=replace(_ENCODER, repeated={})),
+    stage=replace(_STAGE, repeated={}, arity=0, encoder=replace(_ENCODER, repeated={}, arity=0)),
     second_input={_CROSS: "encoder_hidden_states"},
 )

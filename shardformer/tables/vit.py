@@ -5,8 +5,10 @@ from dataclasses import replace
 from ...pipeline.plan import StagePlan
 from ..table import RegionDropout, Table
 
+_STAGE = StagePlan(layers="layers", entry=("embeddings",))
+
 VIT = Table(
-    stage=StagePlan(layers="layers", entry=("embeddings",)),
+    stage=_STAGE,
     regions=("attention", "mlp"),
     column=("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.fc1"),
     row=("attention.o_proj", "mlp.fc2"),
@@ -17,7 +19,7 @@ VIT = Table(
 BEIT = replace(
     VIT,
     stage=replace(
-        VIT.stage,
+        _STAGE,
         everywhere=("shared_position_bias",),
         collecting=("out_features", "fpn"),  # backbones and semantic segmentation
     ),

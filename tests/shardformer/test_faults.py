@@ -281,12 +281,6 @@ def test_names_that_match_nothing_are_refused() -> None:
     require_one(policy.faults(tp_size=2), "names 'mlp.side_proj' in a layer", "model.layers.0 has no such")
 
 
-def test_a_parameter_beside_the_layers_is_refused_under_a_pipeline() -> None:
-    model = on_meta("LlamaForCausalLM")
-    model.model.register_parameter("scale", nn.Parameter(torch.ones(1, device="meta")))
-    require_one(faults(model, num_stages=2), "model.scale stands beside the layers")
-
-
 def test_a_table_that_contradicts_itself_is_refused_with_all_contradictions() -> None:
     with pytest.raises(ValueError) as caught:
         Table(

@@ -1,0 +1,29 @@
+"""Settings of a model or a batch that mean something else where each stage sees its own layers alone."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# What collects over all layers, and would silently be partial.
+_COLLECTING = (
+    "output_hidden_states",
+    "output_attentions",
+    "output_router_logits",
+    "use_weighted_layer_sum",  # of hidden states, in heads for sound
+)
+
+
+def setting_faults(settings: Mapping[str, Any], source: str) -> list[str]:
+    """Why these settings (a batch, a config) would give other results under a pipeline; empty when none do."""
+    found = [
+        f"{name}={settings[name]!r} in {source} collects over all layers, and a pipeline stage sees its own alone: "
+        f"leave it out or use pp_size=1"
+        for name in _COLLECTING
+        if settings.get(name)
+    ]
+    found += [
+        f"{name}={value!r} in {source} leaves out layers at random, and the stages of a pipeline would not leave out "
+        "the same: set it to 0 or use pp_size=1"
+        for name, value in settings.items()
+        if name.endswith("layerdrop") and value
+    ]
+    return found

@@ -1,0 +1,237 @@
+"""Encoder-decoders and models made of parts: what the matrix does not run, what is refused, and that rows can fail."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from echelon.pipeline.plan import StagePlan
+from echelon.shardformer import Table, table_for
+from echelon.shardformer.layer import Linear1D_Col, PartialGradient, Region
+from echelon.shardformer.layer.held_count import HeldCount
+from echelon.shardformer.table_policy import TablePolicy
+from echelon.verify.batch import make_batch
+from echelon.verify.layout import Layout
+from echelon.verify.models import ModelChoice
+from echelon.verify.parity import Report, parity
+
+from ..pool import Pool
+
+WHISPER = ModelChoice(model_type="whisper")
+SAM = ModelChoice(model_type="sam")
+BLIP2 = ModelChoice(model_type="blip-2")
+RETRIEVAL = replace(BLIP2, head="zero_shot_image")
+
+
+def with_text_model(model_type: str) -> ModelChoice:
+    return replace(BLIP2, settings=(("text_config", {"model_type": model_type}),))
+
+
+def set_to(choice: ModelChoice, **settings: object) -> ModelChoice:
+    return replace(choice, settings=tuple(settings.items()))
+
+
+ROWS = {
+    "a sound is classified by all layers": (
+        set_to(replace(WHISPER, head="audio_classification"), use_weighted_layer_sum=True),
+        Layout(tp=2),
+    ),
+    "a rank holds stages of encoder and decoder": (WHISPER, Layout(pp=2, schedule="interleaved", chunks=2)),
+    "the encoder has several stages": (WHISPER, Layout(pp=4)),
+    "the backward is split in two": (WHISPER, Layout(pp=2, schedule="zbh1")),
+    "blocks with biases of their own": (ModelChoice(model_type="umt5"), Layout(pp=4)),
+    "a rank holds several stages of a vision encoder": (SAM, Layout(pp=2, schedule="interleaved", chunks=2)),
+    "every layer of a vision encoder is a stage": (SAM, Layout(pp=4)),
+    "no relative positions": (set_to(SAM, vision_config={"use_rel_pos": False}), Layout(tp=2)),
+    "a rank holds the vision model and a late stage": (
+        BLIP2,
+        Layout(pp=2, schedule="interleaved", chunks=2),
+    ),
+    "a language model of four stages": (BLIP2, Layout(pp=4)),
+    "a language model without an encoder": (with_text_model("llama"), Layout(tp=2, pp=2)),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_model_trains_as_one_process_does(pool: Pool, row: str) -> None:
+    choice, layout = ROWS[row]
+    assert pool.run(layout.world_size, parity, choice, layout, timeout=120.0)[0].departure is None
+
+
+def matching(choice: ModelChoice, layout: Layout) -> Report:
+    """Retrieval by its matching head, whose Q-Former sees image and text at once."""
+
+    def batch(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**make_batch(*args, **kwargs), "use_image_text_matching_head": True}
+
+    with patch("echelon.verify.parity.make_batch", batch):
+        return parity(choice, layout)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=str)
+def test_matching_images_and_text_trains_as_one_process_does(pool: Pool, layout: Layout) -> None:
+    assert pool.run(2, matching, RETRIEVAL, layout)[0].departure is None
+
+
+def with_table(change: Callable[[Table], Table]) -> Callable[[ModelChoice, Layout], Report]:
+    def run(choice: ModelChoice, layout: Layout) -> Report:
+        table = table_for(choice.model_type)
+        assert table is not None
+        policy = TablePolicy(change(table))
+        with patch("echelon.plugins.hybrid_parallel.policy_for", lambda model: policy):
+            return parity(choice, layout)
+
+    return run
+
+
+def without_second_inputs(choice: ModelChoice, layout: Layout) -> Report:
+    """Cross attention's part of the gradient of what it attends to is left as each rank has it."""
+
+    def alone(table: Table) -> Table:
+        parts = {path: part and alone(part) for path, part in table.parts.items()}
+        return replace(table, second_input={}, parts=parts)
+
+    return with_table(alone)(choice, layout)
+
+
+def without_entries_at_single_layers(choice: ModelChoice, layout: Layout) -> Report:
+    """A region that is a single column-split layer has no entry."""
+    native = Region.from_native_module
+
+    def enter(module: nn.Module, group: Any, **kwargs: Any) -> nn.Module:
+        return module if isinstance(module, Linear1D_Col) else native(module, group, **kwargs)
+
+    with patch.object(Region, "from_native_module", enter):
+        return parity(choice, layout)
+
+
+def with_positions_not_summed(choice: ModelChoice, layout: Layout) -> Report:
+    with patch.object(PartialGradient, "from_native_module", lambda module, group, **kwargs: module):
+        return parity(choice, layout)
+
+
+def with_ties_forgotten(choice: ModelChoice, layout: Layout) -> Report:
+    """What every stage holds has the gradients of its first stage alone."""
+    with patch("echelon.pipeline.stage_manager.PipelineStageManager.tie_group", lambda self, ranks: None):
+        return parity(choice, layout)
+
+
+MUTATIONS = {
+    "gradients of the encoder's states not summed": (without_second_inputs, WHISPER, Layout(tp=2)),
+    "gradients of the image's states not summed": (without_second_inputs, BLIP2, Layout(tp=2)),
+    "entries of single layers lost": (without_entries_at_single_layers, WHISPER, Layout(tp=2)),
+    "entries of three inputs lost": (without_entries_at_single_layers, SAM, Layout(tp=2)),
+    "gradients of relative positions not summed": (with_positions_not_summed, SAM, Layout(tp=2)),
+    "gradients of what all stages hold not summed": (with_ties_forgotten, SAM, Layout(pp=2)),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_fault_put_in_is_found(pool: Pool, mutation: str) -> None:
+    function, choice, layout = MUTATIONS[mutation]
+    report = pool.run(layout.world_size, function, choice, layout)[0]
+    assert report.departure is not None
+    assert report.departure.startswith(("step 1: gradient of ", "step 1: copy of "))
+
+
+def faults(choice: ModelChoice, **asked: int) -> list[str]:
+    table = table_for(choice.model_type)
+    assert table is not None
+    policy = TablePolicy(table)
+    policy.set_model(choice.build_on_meta())
+    return policy.faults(**asked)
+
+
+@pytest.mark.parametrize(
+    ("choice", "asked", "told"),
+    [
+        (
+            set_to(replace(WHISPER, head="audio_classification"), use_weighted_layer_sum=True),
+            {"num_stages": 2},
+            "use_weighted_layer_sum=True in the model's config collects over all layers",
+        ),
+        (
+            set_to(WHISPER, decoder_layerdrop=0.1),
+            {"num_stages": 2},
+            "decoder_layerdrop=0.1 in the model's config leaves out layers at random",
+        ),
+        (
+            set_to(SAM, vision_config={"output_hidden_states": True}),
+            {"num_stages": 2},
+            "output_hidden_states=True in the model's config, vision_config collects over all layers",
+        ),
+        (set_to(WHISPER, decoder_attention_heads=2), {"tp_size": 4}, "decoder_attention_heads=2 is not"),
+        (SAM, {"num_stages": 5}, "4 layers and the pipeline 5 stages"),
+        (
+            set_to(SAM, mask_decoder_config={"num_attention_heads": 2}),
+            {"tp_size": 4},
+            "in mask_decoder: num_attention_heads=2 is not divisible by tp_size=4",
+        ),
+        (
+            with_text_model("codegen"),
+            {"tp_size": 2},
+            "no table says how to split language_model of this Blip2ForConditionalGeneration (model_type='codegen')",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_refused(choice: ModelChoice, asked: dict[str, int], told: str) -> None:
+    assert any(told in fault for fault in faults(choice, **asked))
+
+
+def test_a_class_without_a_part_that_a_pipeline_cuts_is_refused() -> None:
+    with torch.device("meta"):
+        model = transformers.Blip2TextModelWithProjection(BLIP2.config())
+    (fault,) = policy_of(model).faults(tp_size=2)
+    assert "has none of the parts ['language_model', 'vision_model']" in fault
+
+
+def test_what_stands_around_the_layers_is_on_every_stage_and_counted_on_each() -> None:
+    model = SAM.build_on_meta()
+    plan = policy_of(model).stage_plan()
+    assert plan.stages_of(model, "vision_encoder.pos_embed", [0, 1, 4]) == [0, 1]
+    assert plan.stages_of(model, "shared_image_embedding.positional_embedding", [0, 1, 4]) == [0, 1]
+    assert plan.stages_of(model, "vision_encoder.patch_embed.projection.weight", [0, 1, 4]) == [0]
+    assert plan.stages_of(model, "vision_encoder.neck.conv1.weight", [0, 1, 4]) == [1]
+    encoder = StagePlan(layers="encoder.layers", module="encoder", entry=())
+    both = StagePlan(layers="decoder.layers", module="decoder", entry=(), encoder=encoder)
+    assert both.layers_of(Twins(), "encoder.scale") == [0, 1]
+    assert both.layers_of(Twins(), "scale") == [0, 1, 2]
+
+
+class Twins(nn.Module):
+    """Parameters of an encoder and of a model, around their layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Module(), nn.Module()
+        self.encoder.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        self.decoder.layers = nn.ModuleList([nn.Linear(2, 2)])
+        self.encoder.scale = nn.Parameter(torch.ones(2))
+        self.scale = nn.Parameter(torch.ones(2))
+
+
+def policy_of(model: Any) -> TablePolicy:
+    table = table_for(model.config.model_type)
+    assert table is not None
+    policy = TablePolicy(table)
+    policy.set_model(model)
+    return policy
+
+
+def test_a_table_of_parts_with_names_of_its_own_is_refused() -> None:
+    table = table_for("sam")
+    assert table is not None
+    with pytest.raises(ValueError, match=r"stage names the part 'neck'.*\nrow names modules of layers"):
+        replace(table, stage=(replace(table.stage[0], part="neck"),), row=("proj",))  # type: ignore[index]
+
+
+def test_a_held_count_divides_by_the_whole_and_counts_what_is_held() -> None:
+    for heads in (HeldCount(2, 8), deepcopy(HeldCount(2, 8))):
+        assert (heads, 32 // heads) == (2, 4)
+        assert Tensor.reshape(torch.zeros(2, 4), heads, 32 // heads).shape == (2, 4)
