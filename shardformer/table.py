@@ -149,11 +149,6 @@ class Table:
             if self.region_of(name) is not None
         ]
         found += [
-            f"dropout {name!r} is a column-split layer, where nothing drops: name the module that does as the region"
-            for name in self.dropout
-            if name in self.column
-        ]
-        found += [
             f"optional {path!r} is no module that the table names, and none of those lies below it"
             for path in self.optional
             if not any(is_within(name, path) for name in self.modules)

@@ -241,20 +241,8 @@ class TablePolicy(Policy):
             *(
                 Replacement(
                     suffix=name,
-                    target_module=Region,
-                    kwargs={"split_random": randoms.get(name), "second_input": table.second_input.get(name)},
-                )
-                for name in present(layer, table.regions)
-                if name not in table.column and name not in table.joined
-            ),
-            *(
-                Replacement(
-                    suffix=name,
                     target_module=_by_type(layer, name, Linear1D_Col, GPT2FusedLinearConv1D_Col),
-                    kwargs={
-                        **self._column_kwargs(layer, name),
-                        "reduce_input_gradient": name in table.regions,
-                    },
+                    kwargs={**self._column_kwargs(layer, name), "reduce_input_gradient": False},
                 )
                 for name in present(layer, table.column)
             ),
@@ -291,6 +279,7 @@ class TablePolicy(Policy):
                     kwargs={"split_random": randoms.get(name), "second_input": table.second_input.get(name)},
                 )
                 for name in present(layer, table.regions)
+                if name not in table.joined
             ),
         )
 
