@@ -24,6 +24,7 @@ class StagePlan:
         entry: paths of the modules that run before the first layer; they live on its stage. What is neither
             an entry nor a layer runs after the layers and lives on the last one's stage; what holds no
             parameters stays on every stage.
+        optional: those of `entry` that some models lack.
         arity: a layer returns a tensor (0), or a tuple of this length whose first entry is the tensor.
         repeated: modules of the first layer (paths from it) that the first layer of every stage needs, each with
             the attribute of the layer that says that it has it (True or False): T5's position bias.
@@ -38,6 +39,7 @@ class StagePlan:
 
     layers: str
     entry: tuple[str, ...]
+    optional: tuple[str, ...] = ()
     arity: int = 0
     repeated: Mapping[str, str] = field(default_factory=dict)
     module: str = ""
@@ -58,15 +60,19 @@ class StagePlan:
             self,
             layers=f"{prefix}.{self.layers}",
             entry=tuple(f"{prefix}.{name}" for name in self.entry),
+            optional=tuple(f"{prefix}.{name}" for name in self.optional),
             module=f"{prefix}.{self.module}" if self.module else "",
             encoder=None if self.encoder is None else self.encoder.under(prefix),
         )
 
     def fitted(self, model: nn.Module) -> "StagePlan":
-        """The plan without the encoder or the decoder that this class of model does not have, cut or not."""
-        if self.encoder is None or not _has(model, self.encoder.layers):
-            return replace(self, encoder=None)
-        return self if _has(model, self.layers) else self.encoder
+        """The plan without what it may name and this model does not have, cut or not: encoder, decoder, entries."""
+        encoder = None if self.encoder is None else self.encoder.fitted(model)
+        entry = tuple(name for name in self.entry if name not in self.optional or _has(model, name))
+        own = replace(self, entry=entry)
+        if encoder is None or not _has(model, encoder.layers):
+            return replace(own, encoder=None)
+        return replace(own, encoder=encoder) if _has(model, self.layers) else encoder
 
     def stacks(self, model: nn.Module) -> list["Stack"]:
         """The lists of layers in the order in which they run: one, or an encoder's and a decoder's."""

@@ -87,6 +87,7 @@ class Policy(ABC):
             plan.num_layers(self.model), num_stages, num_layers_per_stage, plan.stage_size(self.model)
         )
         found += plan.loose_faults(self.model)
+        found += _skipping_faults(settings)
         return found + partial_output_faults(settings, "the model's config")
 
     def preprocess(self) -> nn.Module:
@@ -140,3 +141,13 @@ class Policy(ABC):
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             stages.setdefault(parameter, set()).update(plan.stages_of(self.model, name, bounds))
         return [dict.fromkeys(sorted(held), tensor) for tensor, held in stages.items() if len(held) > 1]
+
+
+def _skipping_faults(settings: Mapping[str, Any]) -> list[str]:
+    """Settings by which layers are left out at random: it might be the one that takes up what arrived."""
+    return [
+        f"{name}={value} in the model's config leaves out layers at random, and a pipeline cannot: use {name}=0 or "
+        "pp_size=1"
+        for name, value in settings.items()
+        if name.endswith("layerdrop") and value
+    ]

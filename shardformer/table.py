@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..pipeline.plan import StagePlan, is_within
+from .head_order import HeadOrder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,19 +30,31 @@ class Table:
 
     Args:
         stage: where the layers are, seen from the base model.
-        regions: modules that take the replicated hidden states and work on split activations.
+        regions: modules that take the replicated hidden states and work on split activations. One may be a layer of
+            `column` itself.
         column: linear layers split by output features.
         row: linear layers split by input features; each ends a region.
         second_input: by region, the name of another replicated input besides the first (the states that cross
             attention attends to).
         optional: modules that some layers or models lack; they and all that is named below them are passed over
             there.
-        fused: of `column`, how many projections of equal length each one fuses.
-        key_value: of `column`, those with one output block per key-value head.
+        by_head: by region, the names of other inputs that have an entry for each query head (position biases), each
+            with the dimension of the heads, which may follow the samples in it; the ranks take those of their heads.
+            An input that has one entry for all heads stays as it is. They have no gradient.
+        fused: of `column`, what each one fuses: a number of projections of equal length, or the heads of query, key
+            and value in an order. One that is cut between heads as it is needs no entry.
+        key_value: of `column` and `split`, those with one block per key-value head.
+        key_value_heads: path of the attribute with the number of key-value heads; None is the config's
+            `num_key_value_heads`.
         groups: path of the attribute "query heads per key-value head"; None where no layer reads one.
-        divide: paths of attributes that the layer's code reads as counts of what is held; divided by the ranks.
+        divide: paths of attributes that the layer's code reads as counts of what is held; divided by the ranks. An
+            attribute of a config that a module holds is changed for this module alone.
+        divide_key_value: the same for counts of key-value heads, of which each rank holds one at least.
         divisible: names in the config that must divide by the ranks.
         split: parameters inside a region that are split as they are, each with the dimension that is cut.
+        native: names of classes among `column` and `row` that compute what a plain linear layer does.
+        needed: settings of the config that a split needs, each with its value, since with another the layers compute
+            otherwise than the table says.
         partial: replicated modules inside a region: their gradients are summed over the ranks.
         dropout: by region, dropout on its split activations.
         embedding: path of the vocabulary's embedding, seen from the base model.
@@ -59,12 +72,17 @@ class Table:
     row: tuple[str, ...]
     second_input: Mapping[str, str] = field(default_factory=dict)
     optional: tuple[str, ...] = ()
-    fused: Mapping[str, int] = field(default_factory=dict)
+    by_head: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    fused: Mapping[str, int | HeadOrder] = field(default_factory=dict)
     key_value: tuple[str, ...] = ()
+    key_value_heads: str | None = None
     groups: str | None = None
     divide: tuple[str, ...] = ()
+    divide_key_value: tuple[str, ...] = ()
     divisible: tuple[str, ...] = ("num_attention_heads",)
     split: Mapping[str, int] = field(default_factory=dict)
+    native: tuple[str, ...] = ()
+    needed: Mapping[str, object] = field(default_factory=dict)
     partial: tuple[str, ...] = ()
     dropout: Mapping[str, RegionDropout] = field(default_factory=dict)
     embedding: str
@@ -80,6 +98,11 @@ class Table:
         return next((region for region in self.regions if is_within(name, region)), None)
 
     @property
+    def has_key_value_heads(self) -> bool:
+        """Whether what is split knows key-value heads from query heads."""
+        return bool(self.key_value) or any(isinstance(order, HeadOrder) for order in self.fused.values())
+
+    @property
     def modules(self) -> tuple[str, ...]:
         """The modules of a layer that the table names; for split parameters, the ones that hold them."""
         owners = (name.rpartition(".")[0] for name in self.split)
@@ -93,11 +116,13 @@ class Table:
             for kind, name in inside
             if self.region_of(name) is None
         ]
+        hooked = [region for region in self.regions if region not in self.column]
         subsets = {
             "fused": (self.fused, "column", self.column),
-            "key_value": (self.key_value, "column", self.column),
-            "second_input": (self.second_input, "regions", self.regions),
-            "dropout": (self.dropout, "regions", self.regions),
+            "key_value": (self.key_value, "column or split", (*self.column, *self.split)),
+            "second_input": (self.second_input, "regions", hooked),
+            "by_head": (self.by_head, "regions", hooked),
+            "dropout": (self.dropout, "regions", hooked),
             "row of dropout": ([dropout.row for dropout in self.dropout.values()], "row", self.row),
         }
         for kind, (names, of, allowed) in subsets.items():

@@ -11,7 +11,10 @@ from transformers.pytorch_utils import Conv1D
 from ..cluster.random import SplitRandom
 from ..pipeline.cut import StandIn
 from ..pipeline.plan import StagePlan
+from .config_view import ConfigView
+from .head_order import HeadOrder, Heads
 from .layer.embedding import VocabParallelEmbedding1D, VocabParallelLMHead1D
+from .layer.key_value import SharedKeyValueLinear1D_Col
 from .layer.linear import (
     GPT2FusedLinearConv1D_Col,
     GPT2FusedLinearConv1D_Row,
@@ -22,7 +25,16 @@ from .layer.loss import route_loss
 from .layer.region import PartialGradient, Region, SplitParameter
 from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from .table import Table
-from .table_faults import ATTENTIONS_FAULT, has_submodule, layers_of, present, table_faults, widths
+from .table_faults import (
+    ATTENTIONS_FAULT,
+    has_submodule,
+    heads_of,
+    layers_of,
+    native_class,
+    present,
+    table_faults,
+    widths,
+)
 
 Replacement = SubModuleReplacementDescription
 
@@ -112,15 +124,24 @@ class TablePolicy(Policy):
                 Replacement(
                     suffix=name,
                     target_module=Region,
-                    kwargs={"split_random": randoms.get(name), "second_input": table.second_input.get(name)},
+                    kwargs={
+                        "split_random": randoms.get(name),
+                        "second_input": table.second_input.get(name),
+                        **self._by_head(name),
+                    },
                 )
                 for name in present(layer, table.regions)
+                if name not in table.column
             ),
             *(
                 Replacement(
                     suffix=name,
-                    target_module=_by_type(layer, name, Linear1D_Col, GPT2FusedLinearConv1D_Col),
-                    kwargs={**self._column_kwargs(layer, name), "reduce_input_gradient": False},
+                    target_module=self._column_type(layer, name),
+                    kwargs={
+                        **self._column_kwargs(layer, name),
+                        "native_class": native_class(layer.get_submodule(name), table),
+                        "reduce_input_gradient": name in table.regions,
+                    },
                 )
                 for name in present(layer, table.column)
             ),
@@ -128,7 +149,10 @@ class TablePolicy(Policy):
                 Replacement(
                     suffix=name,
                     target_module=_by_type(layer, name, Linear1D_Row, GPT2FusedLinearConv1D_Row),
-                    kwargs={"split_random": at_row.get(name)},
+                    kwargs={
+                        "split_random": at_row.get(name),
+                        "native_class": native_class(layer.get_submodule(name), table),
+                    },
                 )
                 for name in present(layer, table.row)
             ),
@@ -141,7 +165,15 @@ class TablePolicy(Policy):
     def _split_parameters(self, layer: nn.Module) -> list[Replacement]:
         held = {name for name, _ in layer.named_parameters()}
         return [
-            Replacement(suffix=owner, target_module=SplitParameter, kwargs={"name": name, "dim": dim})
+            Replacement(
+                suffix=owner,
+                target_module=SplitParameter,
+                kwargs={
+                    "name": name,
+                    "dim": dim,
+                    "copies": self._heads(layer).copies if path in self.table.key_value else 1,
+                },
+            )
             for path, dim in self.table.split.items()
             for owner, _, name in [path.rpartition(".")]
             if path in held
@@ -149,20 +181,49 @@ class TablePolicy(Policy):
 
     def _column_kwargs(self, layer: nn.Module, name: str) -> dict[str, Any]:
         kwargs: dict[str, Any] = {}
-        if name in self.table.fused:
-            blocks = self.table.fused[name]
+        fused = self.table.fused.get(name)
+        if fused is not None:
             _, outputs = widths(layer.get_submodule(name))
-            kwargs["split_sizes"] = (outputs // blocks,) * blocks
+            if isinstance(fused, HeadOrder):
+                heads = self._heads(layer)
+                kwargs["split_sizes"] = heads.block_sizes(fused, outputs)
+                kwargs["stretches"] = heads.stretches(fused)
+                if heads.copies > 1:
+                    kwargs["num_key_value_heads"] = heads.key_value
+            else:
+                kwargs["split_sizes"] = (outputs // fused,) * fused
         if name in self.table.key_value:
-            kwargs["copies"] = self._key_value_copies()
+            kwargs["copies"] = self._heads(layer).copies
         return kwargs
 
+    def _column_type(self, layer: nn.Module, name: str) -> Any:
+        if isinstance(self.table.fused.get(name), HeadOrder) and self._heads(layer).copies > 1:
+            return SharedKeyValueLinear1D_Col
+        return _by_type(layer, name, Linear1D_Col, GPT2FusedLinearConv1D_Col)
+
+    def _by_head(self, region: str) -> dict[str, Any]:
+        names = self.table.by_head.get(region)
+        return {} if names is None else {"by_head": names, "num_heads": self._config.num_attention_heads}
+
     def _attributes(self, layer: nn.Module) -> dict[str, Any]:
-        ranks = self.shard_config.tensor_parallel_size
-        values = {path: _attribute(layer, path) // ranks for path in _held(layer, self.table.divide)}
-        if self.table.groups is not None:
-            values[self.table.groups] = _attribute(layer, self.table.groups) // self._key_value_copies()
+        """New values of the layer's attributes by path; a module's config is one, changed for this module alone."""
+        table, ranks = self.table, self.shard_config.tensor_parallel_size
+        values = {path: _attribute(layer, path) // ranks for path in _held(layer, table.divide)}
+        if table.groups is not None or table.divide_key_value:
+            heads = self._heads(layer)
+            if table.groups is not None:
+                values[table.groups] = _attribute(layer, table.groups) // heads.copies
+            for path in _held(layer, table.divide_key_value):
+                values[path] = _attribute(layer, path) * heads.copies // ranks
+        for path in table.divide:
+            config, _, name = path.rpartition(".")
+            if path not in values and has_submodule(layer, config.rpartition(".")[0]):
+                known = values.get(config, _attribute(layer, config))
+                values[config] = ConfigView(known, **{name: _attribute(layer, path) // ranks})
         return values
+
+    def _heads(self, layer: nn.Module) -> Heads:
+        return heads_of(self._config, layer, self.table, self.shard_config.tensor_parallel_size)
 
     def _split_randoms(self, layer: nn.Module) -> dict[str, SplitRandom]:
         """A random state per region that drops at random, none for a probability of 0."""
@@ -174,10 +235,6 @@ class TablePolicy(Policy):
             for region, dropout in self.table.dropout.items()
             if has_submodule(layer, region) and _attribute(layer, dropout.probability) > 0
         }
-
-    def _key_value_copies(self) -> int:
-        """How many neighbouring ranks hold the same key-value head."""
-        return max(self.shard_config.tensor_parallel_size // self._config.num_key_value_heads, 1)
 
     def _base_prefix(self) -> str:
         base = self.model.base_model

@@ -105,7 +105,9 @@ class ModelChoice:
         )
         blank = AutoConfig.for_model(self.model_type)
         known = {
-            name: value for name, value in settings.items() if hasattr(blank, name) or name == "num_labels"
+            name: value
+            for name, value in settings.items()
+            if name == "num_labels" or (hasattr(blank, name) and not _is_derived(blank, name))
         }
         if self.is_encoder_decoder:
             known["decoder_start_token_id"] = 0
@@ -138,6 +140,12 @@ class ModelChoice:
             # T5 ties whatever its config says; T5 1.1 has weights of its own in the head all the same.
             head.weight = nn.Parameter(torch.randn_like(head.weight) * head.in_features**-0.5)
         return model
+
+
+def _is_derived(config: PretrainedConfig, name: str) -> bool:
+    """Whether a setting follows from others and cannot be given."""
+    found = getattr(type(config), name, None)
+    return isinstance(found, property) and found.fset is None
 
 
 def heads_of(model_type: str) -> dict[str, object]:

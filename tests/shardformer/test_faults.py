@@ -291,10 +291,11 @@ def test_a_table_that_contradicts_itself_is_refused_with_all_contradictions() ->
     with pytest.raises(ValueError) as caught:
         Table(
             stage=StagePlan(layers="layers", entry=("embed",)),
-            regions=("mlp",),
-            column=("mlp.up", "attn.qkv"),
+            regions=("mlp", "fc"),
+            column=("mlp.up", "attn.qkv", "fc"),
             row=("mlp.down",),
             second_input={"cross": "states"},
+            by_head={"fc": {"bias": 0}},
             optional=("mlp", "mlp.gate"),
             fused={"attn.q": 3},
             key_value=("mlp.k",),
@@ -303,11 +304,12 @@ def test_a_table_that_contradicts_itself_is_refused_with_all_contradictions() ->
             embedding="embed",
         )
     assert str(caught.value).split("\n") == [
-        "column 'attn.qkv' lies in none of the regions ['mlp']: its input's gradient would be a part on each rank",
-        "split 'attn.bias' lies in none of the regions ['mlp']: its input's gradient would be a part on each rank",
-        "fused 'attn.q' is not in column ['mlp.up', 'attn.qkv']",
-        "key_value 'mlp.k' is not in column ['mlp.up', 'attn.qkv']",
+        "column 'attn.qkv' lies in none of the regions ['mlp', 'fc']: its input's gradient would be a part on each rank",
+        "split 'attn.bias' lies in none of the regions ['mlp', 'fc']: its input's gradient would be a part on each rank",
+        "fused 'attn.q' is not in column ['mlp.up', 'attn.qkv', 'fc']",
+        "key_value 'mlp.k' is not in column or split ['mlp.up', 'attn.qkv', 'fc', 'attn.bias']",
         "second_input 'cross' is not in regions ['mlp']",
+        "by_head 'fc' is not in regions ['mlp']",
         "dropout 'attn' is not in regions ['mlp']",
         "row of dropout 'attn.out' is not in row ['mlp.down']",
         "optional 'mlp.gate' is no module that the table names, and none of those lies below it",
