@@ -38,10 +38,11 @@ def table_faults(
     if ranks == 1:
         return []
     layers = layers_of(model, stacks)
-    if missing := _missing(model, layers, table, ends):
-        return missing  # the other checks would stumble over them
+    settings = _setting_faults(model.config, table)
+    if missing := [*_missing(model, layers, table, ends), *_missing_attributes(layers, table)]:
+        return [*settings, *missing]  # the other checks would stumble over them
     return [
-        *_setting_faults(model.config, table),
+        *settings,
         *_head_faults(model.config, layers, table, ranks),
         *(fault for stack in stacks for fault in _stack_faults(model, stack, table, ranks)),
         *_fused_faults(model.config, layers, table, ranks),
@@ -118,6 +119,28 @@ def _missing(
         if not has_submodule(model, name)
     ]
     return found
+
+
+def _missing_attributes(layers: Mapping[str, nn.Module], table: Table) -> list[str]:
+    """Attributes that are named and not there, though their module is; each once."""
+    single = [path for path in (table.groups, table.key_value_heads) if path is not None]
+    return [
+        f"the table names {name!r} in a layer, and {paths[0]}{_and_more(paths)} has no attribute of this name"
+        for name in dict.fromkeys((*table.divide, *table.divide_key_value, *single))
+        for paths in [[path for path, layer in layers.items() if not _reads(layer, name)]]
+        if paths
+    ]
+
+
+def _reads(layer: nn.Module, path: str) -> bool:
+    """Whether a layer has an attribute, or not even the module that it would be on."""
+    *owners, name = path.split(".")
+    owner: Any = layer
+    for each in owners:
+        if not hasattr(owner, each):
+            return True
+        owner = getattr(owner, each)
+    return hasattr(owner, name)
 
 
 def _lacks(layer: nn.Module, name: str, table: Table) -> bool:

@@ -3,6 +3,7 @@
 from ..table import register
 from .bert import BERT
 from .bloom import BLOOM
+from .chatglm import CHATGLM
 from .cohere import COHERE
 from .falcon import FALCON
 from .glm import GLM
@@ -18,6 +19,7 @@ from .t5 import T5, UMT5
 
 register(BERT, "bert")
 register(BLOOM, "bloom")
+register(CHATGLM, "chatglm")
 register(COHERE, "cohere", "cohere2")
 register(FALCON, "falcon")
 register(GLM, "glm", "glm4")
