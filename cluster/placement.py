@@ -26,6 +26,8 @@ class Shard:
         padded: length of the last block once padded with zeros, where its own length does not divide.
         copies: how many neighbouring ranks hold the same piece (key-value heads fewer than ranks); a piece's
             gradient is partial on each of them.
+        stretches: how many equal stretches the whole has, each with an equal part of `blocks`; a stretch is cut over
+            its own neighbouring ranks alone (the heads that share a key-value head). 1 cuts over all ranks.
     """
 
     size: int
@@ -33,11 +35,18 @@ class Shard:
     blocks: tuple[int, ...]
     padded: int | None = None
     copies: int = 1
+    stretches: int = 1
 
     def __post_init__(self) -> None:
         if self.size % self.copies:
             raise ValueError(f"copies={self.copies} does not divide size={self.size}")
-        pieces = self.size // self.copies
+        stretch = self._padded_blocks()[: len(self.blocks) // self.stretches]
+        if stretch * self.stretches != self._padded_blocks() or (self.size // self.copies) % self.stretches:
+            raise ValueError(
+                f"stretches={self.stretches} neither repeats blocks={self._padded_blocks()} nor divides the "
+                f"{self.size // self.copies} pieces"
+            )
+        pieces = self._pieces_of_stretch
         for length in self._padded_blocks():
             if length % pieces:
                 raise ValueError(
@@ -48,19 +57,29 @@ class Shard:
         """This rank's piece of the whole tensor, in memory of its own."""
         if whole.shape[self.dim] != sum(self.blocks):
             raise AssertionError(f"length {whole.shape[self.dim]} of dim {self.dim}, blocks {self.blocks}")
-        pieces = self.size // self.copies
+        stretch, piece = divmod(rank // self.copies, self._pieces_of_stretch)
         blocks = list(whole.split(list(self.blocks), self.dim))
         blocks[-1] = self._pad(blocks[-1])
-        mine = [block.chunk(pieces, self.dim)[rank // self.copies] for block in blocks]
+        count = len(blocks) // self.stretches
+        own = blocks[stretch * count : (stretch + 1) * count]
+        mine = [block.chunk(self._pieces_of_stretch, self.dim)[piece] for block in own]
         return torch.cat(mine, self.dim).clone()
 
     def whole(self, locals_: Sequence[Tensor]) -> Tensor:
         """The whole tensor from the pieces of all ranks of the axis, in their order; padding is cut off."""
-        pieces = locals_[:: self.copies]
-        lengths = [length // len(pieces) for length in self._padded_blocks()]
-        split = [piece.split(lengths, self.dim) for piece in pieces]
-        blocks = [torch.cat([piece[index] for piece in split], self.dim) for index in range(len(self.blocks))]
+        pieces, count = self._pieces_of_stretch, len(self.blocks) // self.stretches
+        lengths = [length // pieces for length in self._padded_blocks()[:count]]
+        split = [piece.split(lengths, self.dim) for piece in locals_[:: self.copies]]
+        blocks = [
+            torch.cat([piece[index] for piece in split[first : first + pieces]], self.dim)
+            for first in range(0, len(split), pieces)
+            for index in range(count)
+        ]
         return torch.cat(blocks, self.dim).narrow(self.dim, 0, sum(self.blocks))
+
+    @property
+    def _pieces_of_stretch(self) -> int:
+        return self.size // self.copies // self.stretches
 
     def _padded_blocks(self) -> tuple[int, ...]:
         return self.blocks if self.padded is None else (*self.blocks[:-1], self.padded)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..pipeline.plan import StagePlan, is_within
+from .head_order import HeadOrder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,8 @@ class Table:
             model made of several ones, the parts whose layers a pipeline may cut; the first that a class has is it.
         parts: models inside the model by their paths, seen from the base model, each with a `config` of its own and
             split by a table of its own; None is the one of its model type. Passed over where a class lacks them.
-        regions: modules that take the replicated hidden states and work on split activations; of `column`, those that
-            stand in no module of that kind are each a region of their own.
+        regions: modules that take the replicated hidden states and work on split activations. One may be a layer of
+            `column` itself.
         column: linear layers split by output features.
         row: linear layers split by input features; each ends a region.
         joined: by region whose module also uses its input whole (ALBERT's attention adds it to its output), the
@@ -58,16 +59,27 @@ class Table:
             attention attends to).
         optional: modules that some layers or models lack; they and all that is named below them are passed over
             there.
-        divisors: of `divide`, those by which the layer's code divides whole widths too.
-        fused: of `column`, how many projections of equal length each one fuses.
-        key_value: of `column`, those with one output block per key-value head.
+        by_head: by region, the names of other inputs that have an entry for each query head (position biases), each
+            with the dimension of the heads, which may follow the samples in it; the ranks take those of their heads.
+            An input that has one entry for all heads stays as it is. They have no gradient.
+        fused: of `column`, what each one fuses: a number of projections of equal length, or the heads of query, key
+            and value in an order. One that is cut between heads as it is needs no entry.
+        key_value: of `column` and `split`, those with one block per key-value head.
+        key_value_heads: path of the attribute with the number of key-value heads; None is the config's
+            `num_key_value_heads`.
         groups: path of the attribute "query heads per key-value head"; None where no layer reads one.
-        divide: paths of attributes that the layer's code reads as counts of what is held; divided by the ranks.
+        divide: paths of attributes that the layer's code reads as counts of what is held; divided by the ranks. An
+            attribute of a config that a module holds is changed for this module alone.
+        divide_key_value: the same for counts of key-value heads, of which each rank holds one at least.
+        divisors: of `divide`, those by which the layer's code divides whole widths too.
         divisible: names in the config of numbers, or of lists of them, that must divide by the ranks.
         split: parameters inside a region that are split as they are, each with the dimension that is cut.
         biases: parameters beside the regions, which are given a value per head of them (position biases), each with
             the dimension that is cut.
         shared_biases: the same beside the layers, seen from the base model, where a model has them.
+        native: names of classes among `column` and `row` that compute what a plain linear layer does.
+        needed: settings of the config that a split needs, each with its value, since with another the layers compute
+            otherwise than the table says.
         partial: replicated modules or single parameters inside a region: their gradients are summed over the ranks.
         dropout: by region, dropout on its split activations.
         embedding: path of the vocabulary's embedding, seen from the base model; None where no class must have one.
@@ -88,15 +100,20 @@ class Table:
     whole: tuple[str, ...] = ()
     second_input: Mapping[str, str] = field(default_factory=dict)
     optional: tuple[str, ...] = ()
-    fused: Mapping[str, int] = field(default_factory=dict)
+    by_head: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    fused: Mapping[str, int | HeadOrder] = field(default_factory=dict)
     key_value: tuple[str, ...] = ()
+    key_value_heads: str | None = None
     groups: str | None = None
     divide: tuple[str, ...] = ()
+    divide_key_value: tuple[str, ...] = ()
     divisors: tuple[str, ...] = ()
     divisible: tuple[str, ...] = ("num_attention_heads",)
     split: Mapping[str, int] = field(default_factory=dict)
     biases: Mapping[str, int] = field(default_factory=dict)
     shared_biases: Mapping[str, int] = field(default_factory=dict)
+    native: tuple[str, ...] = ()
+    needed: Mapping[str, object] = field(default_factory=dict)
     partial: tuple[str, ...] = ()
     dropout: Mapping[str, RegionDropout] = field(default_factory=dict)
     embedding: str | None = None
@@ -110,6 +127,11 @@ class Table:
     def region_of(self, name: str) -> str | None:
         """The region that a path of the layer lies in, or None."""
         return next((region for region in self.regions if is_within(name, region)), None)
+
+    @property
+    def has_key_value_heads(self) -> bool:
+        """Whether what is split knows key-value heads from query heads."""
+        return bool(self.key_value) or any(isinstance(order, HeadOrder) for order in self.fused.values())
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -131,11 +153,12 @@ class Table:
         ]
         subsets = {
             "fused": (self.fused, "column", self.column),
-            "key_value": (self.key_value, "column", self.column),
+            "key_value": (self.key_value, "column or split", (*self.column, *self.split)),
             "joined": (self.joined, "regions", self.regions),
             "layer of joined": (sum(self.joined.values(), ()), "column", self.column),
             "divisors": (self.divisors, "divide", self.divide),
             "second_input": (self.second_input, "regions", self.regions),
+            "by_head": (self.by_head, "regions", self.regions),
             "dropout": (self.dropout, "regions", self.regions),
             "row of dropout": ([dropout.row for dropout in self.dropout.values()], "row", self.row),
         }

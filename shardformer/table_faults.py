@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import reduce
 from math import gcd
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..cluster.mesh import divisors
 from ..pipeline.plan import is_within
+from .head_order import HeadOrder, Heads
 from .layer.embedding import embedding_faults
 from .layer.loss import reads_weights
 from .layer.parallel_module import native_faults
@@ -37,12 +39,16 @@ def table_faults(
     if ranks == 1:
         return []
     layers = layers_of(model, stacks)
-    if missing := _missing(model, layers, table, ends):
-        return missing  # the other checks would stumble over them
+    config = getattr(model, "config", None)
+    settings = _setting_faults(config, table)
+    if missing := [*_missing(model, layers, table, ends), *_missing_attributes(layers, table)]:
+        return [*settings, *missing]  # the other checks would stumble over them
     return [
-        *_head_faults(getattr(model, "config", None), table, ranks),
+        *settings,
+        *_head_faults(config, layers, table, ranks),
         *_divide_faults(layers, table, ranks),
         *(fault for stack in stacks for fault in _stack_faults(model, stack, table, ranks)),
+        *_fused_faults(config, layers, table, ranks),
         *_class_faults(model, layers, table, ends),
         *_region_faults(layers, table),
         *_input_faults(layers, table),
@@ -54,6 +60,19 @@ def widths(projection: Any) -> tuple[int, int]:
     """Input and output features of an nn.Linear or of transformers' Conv1D."""
     rows, columns = projection.weight.shape
     return (rows, columns) if isinstance(projection, Conv1D) else (columns, rows)
+
+
+def heads_of(config: Any, layer: nn.Module, table: Table, ranks: int) -> Heads:
+    """The heads of a layer's attention; of one that is not yet split."""
+    path = table.key_value_heads
+    key_value: Any = config.num_key_value_heads if path is None else reduce(getattr, path.split("."), layer)
+    return Heads(query=config.num_attention_heads, key_value=key_value, ranks=ranks)
+
+
+def native_class(projection: nn.Module, table: Table) -> type[nn.Module] | None:
+    """The layer's class, where the table says that it computes what a plain linear layer does."""
+    kind = type(projection)
+    return kind if kind.__name__ in table.native and issubclass(kind, nn.Linear) else None
 
 
 def has_submodule(model: nn.Module, name: str) -> bool:
@@ -129,6 +148,28 @@ def _missing(
     return found
 
 
+def _missing_attributes(layers: Mapping[str, nn.Module], table: Table) -> list[str]:
+    """Attributes that are named and not there, though their module is; each once."""
+    single = [path for path in (table.groups, table.key_value_heads) if path is not None]
+    return [
+        f"the table names {name!r} in a layer, and {paths[0]}{_and_more(paths)} has no attribute of this name"
+        for name in dict.fromkeys((*table.divide, *table.divide_key_value, *single))
+        for paths in [[path for path, layer in layers.items() if not _reads(layer, name)]]
+        if paths
+    ]
+
+
+def _reads(layer: nn.Module, path: str) -> bool:
+    """Whether a layer has an attribute, or not even the module that it would be on."""
+    *owners, name = path.split(".")
+    owner: Any = layer
+    for each in owners:
+        if not hasattr(owner, each):
+            return True
+        owner = getattr(owner, each)
+    return hasattr(owner, name)
+
+
 def _lacks(layer: nn.Module, name: str, table: Table) -> bool:
     """Whether a layer has no module of this name, and nothing that the table calls optional explains it."""
 
@@ -138,7 +179,16 @@ def _lacks(layer: nn.Module, name: str, table: Table) -> bool:
     return lacks(name) and not any(is_within(name, path) and lacks(path) for path in table.optional)
 
 
-def _head_faults(config: Any, table: Table, ranks: int) -> list[str]:
+def _setting_faults(config: Any, table: Table) -> list[str]:
+    return [
+        f"{name}={getattr(config, name)!r} in the model's config does not go with tensor parallelism: use "
+        f"{name}={needed!r} or tp_size=1"
+        for name, needed in table.needed.items()
+        if getattr(config, name, needed) != needed
+    ]
+
+
+def _head_faults(config: Any, layers: Mapping[str, nn.Module], table: Table, ranks: int) -> list[str]:
     if not table.column:
         return []  # all heads are those of parts
     found = [
@@ -147,11 +197,14 @@ def _head_faults(config: Any, table: Table, ranks: int) -> list[str]:
         for common in [gcd(*count) if isinstance(count, (list, tuple)) else count]
         if common % ranks
     ]
-    heads = config.num_key_value_heads if table.key_value else ranks
+    if not table.has_key_value_heads:
+        return found
+    heads = heads_of(config, next(iter(layers.values())), table, ranks).key_value
     if heads % ranks and ranks % heads:
         sizes = divisors(config.num_attention_heads)
+        name = (table.key_value_heads or "num_key_value_heads").rpartition(".")[2]
         found.append(
-            f"num_key_value_heads={heads} neither divides tp_size={ranks} nor is divided by it: "
+            f"{name}={heads} neither divides tp_size={ranks} nor is divided by it: "
             f"use one of tp_size={[size for size in sizes if heads % size == 0 or size % heads == 0]}"
         )
     return found
@@ -196,12 +249,28 @@ def _width_faults(layers: Sequence[nn.Module], table: Table, place: str, ranks: 
             )
             continue
         inputs, outputs = shapes.pop()
-        width = inputs if name in table.row else outputs // table.fused.get(name, 1)
-        if name not in table.key_value and width % ranks:
+        fused = table.fused.get(name, 1)
+        if name in table.key_value or isinstance(fused, HeadOrder):
+            continue  # told by _head_faults and _fused_faults
+        width = inputs if name in table.row else outputs // fused
+        if width % ranks:
             found.append(
                 f"{place}.{name} is {width} wide, which is not divisible by tp_size={ranks}: "
                 f"use one of tp_size={divisors(width)}"
             )
+    return found
+
+
+def _fused_faults(config: Any, layers: Mapping[str, nn.Module], table: Table, ranks: int) -> list[str]:
+    """Projections whose heads do not go over the ranks; of the first layer that has each, since all are alike."""
+    found = []
+    for name, order in table.fused.items():
+        path = next((path for path, layer in layers.items() if has_submodule(layer, name)), None)
+        if path is None or not isinstance(order, HeadOrder):
+            continue
+        heads = heads_of(config, layers[path], table, ranks)
+        _, outputs = widths(layers[path].get_submodule(name))
+        found += heads.faults(f"{path}.{name}", outputs)
     return found
 
 
@@ -214,7 +283,9 @@ def _class_faults(
         told: dict[str, list[str]] = {}
         for path, layer in layers.items():
             for held in present(layer, [name]):
-                for fault in native_faults(layer.get_submodule(held), nn.Linear, Conv1D):
+                module = layer.get_submodule(held)
+                known = native_class(module, table) or nn.Linear
+                for fault in native_faults(module, known, Conv1D):
                     told.setdefault(fault, []).append(f"{path}.{name}")
         found += [f"{paths[0]}{_and_more(paths)} {fault}" for fault, paths in told.items()]
     for path in ends:
@@ -246,14 +317,18 @@ def _region_faults(layers: Mapping[str, nn.Module], table: Table) -> list[str]:
 
 
 def _input_faults(layers: Mapping[str, nn.Module], table: Table) -> list[str]:
-    """Second inputs that a region's forward does not have, so that their gradients would be summed by nobody."""
+    """Other inputs that a region's forward does not have: nobody would sum their gradients, or cut them by heads."""
+    inputs = [
+        *table.second_input.items(),
+        *((region, name) for region, names in table.by_head.items() for name in names),
+    ]
     return [
-        f"the table names the input {name!r} of {path}.{region}, whose inputs are {list(inputs)}"
-        for region, name in table.second_input.items()
+        f"the table names the input {name!r} of {path}.{region}, whose inputs are {list(known)}"
+        for region, name in inputs
         for path, layer in layers.items()
         for held in present(layer, [region])
-        for inputs in [inspect.signature(layer.get_submodule(held).forward).parameters]
-        if name not in inputs
+        for known in [inspect.signature(layer.get_submodule(held).forward).parameters]
+        if name not in known
     ]
 
 

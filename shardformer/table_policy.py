@@ -11,8 +11,11 @@ from transformers.pytorch_utils import Conv1D
 from ..cluster.random import SplitRandom
 from ..pipeline.plan import StagePlan
 from ..pipeline.stand_in import StandIn
+from .config_view import ConfigView
+from .head_order import HeadOrder, Heads
 from .layer.embedding import VocabParallelEmbedding1D, VocabParallelLMHead1D
 from .layer.held_count import HeldCount
+from .layer.key_value import SharedKeyValueLinear1D_Col
 from .layer.linear import (
     GPT2FusedLinearConv1D_Col,
     GPT2FusedLinearConv1D_Row,
@@ -28,7 +31,9 @@ from .table_faults import (
     ATTENTIONS_FAULT,
     has_parameter,
     has_submodule,
+    heads_of,
     layers_of,
+    native_class,
     present,
     split_paths,
     table_faults,
@@ -241,8 +246,12 @@ class TablePolicy(Policy):
             *(
                 Replacement(
                     suffix=name,
-                    target_module=_by_type(layer, name, Linear1D_Col, GPT2FusedLinearConv1D_Col),
-                    kwargs={**self._column_kwargs(layer, name), "reduce_input_gradient": False},
+                    target_module=self._column_type(layer, name),
+                    kwargs={
+                        **self._column_kwargs(layer, name),
+                        "native_class": native_class(layer.get_submodule(name), table),
+                        "reduce_input_gradient": False,
+                    },
                 )
                 for name in present(layer, table.column)
             ),
@@ -250,7 +259,10 @@ class TablePolicy(Policy):
                 Replacement(
                     suffix=name,
                     target_module=_by_type(layer, name, Linear1D_Row, GPT2FusedLinearConv1D_Row),
-                    kwargs={"split_random": at_row.get(name)},
+                    kwargs={
+                        "split_random": at_row.get(name),
+                        "native_class": native_class(layer.get_submodule(name), table),
+                    },
                 )
                 for name in present(layer, table.row)
             ),
@@ -276,7 +288,11 @@ class TablePolicy(Policy):
                 Replacement(
                     suffix=name,
                     target_module=Region,
-                    kwargs={"split_random": randoms.get(name), "second_input": table.second_input.get(name)},
+                    kwargs={
+                        "split_random": randoms.get(name),
+                        "second_input": table.second_input.get(name),
+                        **self._by_head(name),
+                    },
                 )
                 for name in present(layer, table.regions)
                 if name not in table.joined
@@ -287,28 +303,58 @@ class TablePolicy(Policy):
         return [
             replacement
             for path, dim in (*self.table.split.items(), *self.table.biases.items())
-            for replacement in _split_parameter(layer, path, dim)
+            for copies in [self._heads(layer).copies if path in self.table.key_value else 1]
+            for replacement in _split_parameter(layer, path, dim, copies=copies)
         ]
 
     def _column_kwargs(self, layer: nn.Module, name: str) -> dict[str, Any]:
         kwargs: dict[str, Any] = {}
-        if name in self.table.fused:
-            blocks = self.table.fused[name]
+        fused = self.table.fused.get(name)
+        if fused is not None:
             _, outputs = widths(layer.get_submodule(name))
-            kwargs["split_sizes"] = (outputs // blocks,) * blocks
+            if isinstance(fused, HeadOrder):
+                heads = self._heads(layer)
+                kwargs["split_sizes"] = heads.block_sizes(fused, outputs)
+                kwargs["stretches"] = heads.stretches(fused)
+                if heads.copies > 1:
+                    kwargs["num_key_value_heads"] = heads.key_value
+            else:
+                kwargs["split_sizes"] = (outputs // fused,) * fused
         if name in self.table.key_value:
-            kwargs["copies"] = self._key_value_copies()
+            kwargs["copies"] = self._heads(layer).copies
         return kwargs
 
+    def _column_type(self, layer: nn.Module, name: str) -> Any:
+        if isinstance(self.table.fused.get(name), HeadOrder) and self._heads(layer).copies > 1:
+            return SharedKeyValueLinear1D_Col
+        return _by_type(layer, name, Linear1D_Col, GPT2FusedLinearConv1D_Col)
+
+    def _by_head(self, region: str) -> dict[str, Any]:
+        names = self.table.by_head.get(region)
+        return {} if names is None else {"by_head": names, "num_heads": self._config.num_attention_heads}
+
     def _attributes(self, layer: nn.Module) -> dict[str, Any]:
-        ranks = self.shard_config.tensor_parallel_size
-        values: dict[str, int] = {}
-        for path in _held(layer, self.table.divide):
+        """New values of the layer's attributes by path; a module's config is one, changed for this module alone."""
+        table, ranks = self.table, self.shard_config.tensor_parallel_size
+        values: dict[str, Any] = {}
+        for path in _held(layer, table.divide):
             whole = _attribute(layer, path)
-            values[path] = HeldCount(whole // ranks, whole) if path in self.table.divisors else whole // ranks
-        if self.table.groups is not None:
-            values[self.table.groups] = _attribute(layer, self.table.groups) // self._key_value_copies()
+            values[path] = HeldCount(whole // ranks, whole) if path in table.divisors else whole // ranks
+        if table.groups is not None or table.divide_key_value:
+            heads = self._heads(layer)
+            if table.groups is not None:
+                values[table.groups] = _attribute(layer, table.groups) // heads.copies
+            for path in _held(layer, table.divide_key_value):
+                values[path] = _attribute(layer, path) * heads.copies // ranks
+        for path in table.divide:
+            config, _, name = path.rpartition(".")
+            if path not in values and has_submodule(layer, config.rpartition(".")[0]):
+                known = values.get(config, _attribute(layer, config))
+                values[config] = ConfigView(known, **{name: _attribute(layer, path) // ranks})
         return values
+
+    def _heads(self, layer: nn.Module) -> Heads:
+        return heads_of(self._config, layer, self.table, self.shard_config.tensor_parallel_size)
 
     def _split_randoms(self, layer: nn.Module) -> dict[str, SplitRandom]:
         """A random state per region that drops at random, none for a probability of 0."""
@@ -320,10 +366,6 @@ class TablePolicy(Policy):
             for region, dropout in self.table.dropout.items()
             if has_submodule(layer, region) and _attribute(layer, dropout.probability) > 0
         }
-
-    def _key_value_copies(self) -> int:
-        """How many neighbouring ranks hold the same key-value head."""
-        return max(self.shard_config.tensor_parallel_size // self._config.num_key_value_heads, 1)
 
     def _base_prefix(self) -> str:
         base = getattr(self.model, "base_model", self.model)
@@ -360,12 +402,16 @@ def _by_type(layer: nn.Module, name: str, linear: Any, conv1d: Any) -> Any:
     return conv1d if isinstance(layer.get_submodule(name), Conv1D) else linear
 
 
-def _split_parameter(root: nn.Module, path: str, dim: int) -> list[Replacement]:
+def _split_parameter(root: nn.Module, path: str, dim: int, *, copies: int = 1) -> list[Replacement]:
     """The split of a parameter as it is, where it is."""
     owner, _, name = path.rpartition(".")
     if path not in {held for held, _ in root.named_parameters(remove_duplicate=False)}:
         return []
-    return [Replacement(suffix=owner, target_module=SplitParameter, kwargs={"name": name, "dim": dim})]
+    return [
+        Replacement(
+            suffix=owner, target_module=SplitParameter, kwargs={"name": name, "dim": dim, "copies": copies}
+        )
+    ]
 
 
 def _is_held(model: nn.Module, path: str) -> bool:

@@ -140,7 +140,12 @@ class ModelChoice:
         known = {
             name: value
             for name, value in settings.items()
-            if (hasattr(blank, name) and blank.attribute_map.get(name) not in own) or name == "num_labels"
+            if name == "num_labels"
+            or (
+                hasattr(blank, name)
+                and blank.attribute_map.get(name) not in own
+                and not _is_derived(blank, name)
+            )
         }
         if blank.is_encoder_decoder:
             known["decoder_start_token_id"] = 0
@@ -183,6 +188,12 @@ class ModelChoice:
             # T5 ties whatever its config says; T5 1.1 has weights of its own in the head all the same.
             head.weight = nn.Parameter(torch.randn_like(head.weight) * head.in_features**-0.5)
         return model
+
+
+def _is_derived(config: PretrainedConfig, name: str) -> bool:
+    """Whether a setting follows from others and cannot be given."""
+    found = getattr(type(config), name, None)
+    return isinstance(found, property) and found.fset is None
 
 
 def heads_of(model_type: str) -> dict[str, type[nn.Module]]:

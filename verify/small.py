@@ -38,6 +38,10 @@ FURTHER_HEADS = {
 # Its weights begin so large that a small model's steps make much of their rounding.
 _T5: dict[str, object] = {"initializer_factor": 0.5}
 
+# A cache copies keys and values, and products of copies in another order of memory may be rounded otherwise; under a
+# layout there is none.
+UNCACHED: dict[str, object] = {"use_cache": False}
+
 # Settings of the config that a model type needs besides the usual ones, which are in `ModelChoice.config`.
 _PATCHES = {"image_size": [9, 15], "patch_size": 3, "encoder_stride": 3}
 # Windows that do not fit, and odd heights and widths before they are halved.
@@ -55,6 +59,14 @@ _WINDOWS = {
     "out_indices": [0, 1, 3],
 }
 SETTINGS: dict[str, dict[str, object]] = {
+    "bloom": UNCACHED,
+    "falcon": UNCACHED,
+    # As many layers as there are by default; every other one sees the last tokens alone.
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 5, **UNCACHED},
+    "gptj": {"rotary_dim": 4, **UNCACHED},
+    # Weights of the usual size are small beside a step, and norms of what is small enlarge each rounding of one.
+    "glm4": {"initializer_range": 0.1},
+    "opt": {"ffn_dim": 48, "init_std": 0.1},
     "albert": {
         "embedding_size": 24,
         "initializer_range": 0.1,

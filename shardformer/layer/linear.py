@@ -3,6 +3,7 @@
 # B batch, S sequence, I input features, O output features, T size of the group
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -24,8 +25,14 @@ class _SplitLinear(ParallelModule):
     output_dim = 0  # nn.Linear holds (O, I)
     weight_gradients: WeightGradients | None = None  # where backward holds them back, see split_backward.py
 
-    def __init__(self, native: nn.Module, process_group: dist.ProcessGroup) -> None:
-        require_native(native, self.native_class)
+    def __init__(
+        self,
+        native: nn.Module,
+        process_group: dist.ProcessGroup,
+        *,
+        native_class: type[nn.Module] | None = None,
+    ) -> None:
+        require_native(native, native_class or self.native_class)
         super().__init__()
         self.group = process_group
         self.weight: Parameter = native.weight  # type: ignore[assignment]
@@ -51,8 +58,10 @@ class Linear1D_Col(_SplitLinear):
     Args:
         native: the layer to split.
         process_group: the tensor axis, of size T.
+        native_class: the class of `native`, where it is one of its own that computes what the plain one does.
         split_sizes: lengths of the fused blocks among the output features, each split on its own; None is one.
         copies: how many neighbouring ranks hold the same outputs (key-value heads fewer than ranks).
+        stretches: how many equal stretches the outputs have, see `Shard`.
         gather_output: return all outputs on all ranks (forward all-gather, backward slice).
         reduce_input_gradient: sum the input's gradient over the group in backward. False inside a region,
             which does it once for all its layers.
@@ -63,12 +72,14 @@ class Linear1D_Col(_SplitLinear):
         native: nn.Module,
         process_group: dist.ProcessGroup,
         *,
+        native_class: type[nn.Module] | None = None,
         split_sizes: Sequence[int] | None = None,
         copies: int = 1,
+        stretches: int = 1,
         gather_output: bool = False,
         reduce_input_gradient: bool = True,
     ) -> None:
-        super().__init__(native, process_group)
+        super().__init__(native, process_group, native_class=native_class)
         if gather_output and (copies > 1 or split_sizes is not None):
             raise ValueError(
                 "gather_output is for outputs of one block without copies: gather what follows instead"
@@ -77,9 +88,10 @@ class Linear1D_Col(_SplitLinear):
         self.reduce_input_gradient = reduce_input_gradient
         blocks = tuple(split_sizes) if split_sizes is not None else (self.weight.shape[self.output_dim],)
         size, rank = process_group.size(), process_group.rank()
-        place(self.weight, Shard(size=size, dim=self.output_dim, blocks=blocks, copies=copies), rank)
+        shard = Shard(size=size, dim=self.output_dim, blocks=blocks, copies=copies, stretches=stretches)
+        place(self.weight, shard, rank)
         if self.bias is not None:
-            place(self.bias, Shard(size=size, dim=0, blocks=blocks, copies=copies), rank)
+            place(self.bias, replace(shard, dim=0), rank)
 
     @staticmethod
     def from_native_module(
@@ -115,13 +127,19 @@ class Linear1D_Row(_SplitLinear):
     Args:
         native: the layer to split.
         process_group: the tensor axis, of size T.
+        native_class: the class of `native`, where it is one of its own that computes what the plain one does.
         split_random: the random state that the region before switched to; switched back here.
     """
 
     def __init__(
-        self, native: nn.Module, process_group: dist.ProcessGroup, *, split_random: SplitRandom | None = None
+        self,
+        native: nn.Module,
+        process_group: dist.ProcessGroup,
+        *,
+        native_class: type[nn.Module] | None = None,
+        split_random: SplitRandom | None = None,
     ) -> None:
-        super().__init__(native, process_group)
+        super().__init__(native, process_group, native_class=native_class)
         self._split_random = split_random
         dim = 1 - self.output_dim
         size = process_group.size()

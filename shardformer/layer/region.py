@@ -5,6 +5,7 @@ that ends it (linear.py). So q, k and v together cost one reduction in backward.
 """
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +26,8 @@ class Region:
         *,
         split_random: SplitRandom | None = None,
         second_input: str | None = None,
+        by_head: Mapping[str, int] | None = None,
+        num_heads: int = 1,
     ) -> nn.Module:
         """Let the module's first tensor pass `copy_to` (backward all-reduce) before its forward.
 
@@ -33,9 +36,13 @@ class Region:
             process_group: the tensor axis.
             split_random: random state to switch to until the region's exit, where the region drops at random.
             second_input: the name of another replicated argument that passes `copy_to` too, where it is given.
+            by_head: names of arguments with an entry for each head, each with the dimension of the heads (or of
+                samples and heads, the heads innermost); this rank takes those of its heads. A length of 1 stays.
+            num_heads: how many heads there are on all ranks.
         """
         inputs = list(inspect.signature(module.forward).parameters)
         second = (second_input, inputs.index(second_input)) if second_input is not None else ()
+        cut = {key: dim for name, dim in (by_head or {}).items() for key in (name, inputs.index(name))}
 
         def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             if split_random is not None and module.training:
@@ -45,10 +52,35 @@ class Region:
             for key in (first, *second):  # in one order on all ranks: backward all-reduces in that order too
                 if isinstance(given.get(key), Tensor):
                     given[key] = copy_to(given[key], process_group)
+            for key in cut.keys() & given.keys():
+                if isinstance(given[key], Tensor):
+                    given[key] = own_heads(given[key], cut[key], num_heads, process_group)
             return tuple(given[index] for index in range(len(args))), {name: given[name] for name in kwargs}
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         return module
+
+
+def own_heads(x: Tensor, dim: int, num_heads: int, group: dist.ProcessGroup) -> Tensor:
+    """The entries of this rank's heads.
+
+    Args:
+        x: along `dim` one entry per head, or so many for each sample; a length of 1 is for all heads.
+        dim: the dimension.
+        num_heads: how many heads there are, on all ranks of the group.
+        group: the tensor axis.
+
+    Raises:
+        ValueError: another number of entries.
+    """
+    if x.shape[dim] == 1:
+        return x
+    if x.shape[dim] % num_heads:
+        raise ValueError(
+            f"an input of shape {tuple(x.shape)} should have entries for {num_heads} heads along dim {dim}"
+        )
+    by_head = x.unflatten(dim, (-1, num_heads))
+    return by_head.chunk(group.size(), dim + 1)[group.rank()].flatten(dim, dim + 1)
 
 
 class JoinedEntry:
@@ -119,7 +151,7 @@ class SplitParameter:
 
     @staticmethod
     def from_native_module(
-        module: nn.Module, process_group: dist.ProcessGroup, *, name: str, dim: int
+        module: nn.Module, process_group: dist.ProcessGroup, *, name: str, dim: int, copies: int = 1
     ) -> nn.Module:
         """Place the parameter as a `Shard`; the module itself stays as it is.
 
@@ -128,8 +160,9 @@ class SplitParameter:
             process_group: the tensor axis.
             name: of the parameter.
             dim: the dimension that is cut.
+            copies: how many neighbouring ranks hold the same piece.
         """
         parameter = module.get_parameter(name)
-        shard = Shard(size=process_group.size(), dim=dim, blocks=(parameter.shape[dim],))
+        shard = Shard(size=process_group.size(), dim=dim, blocks=(parameter.shape[dim],), copies=copies)
         place(parameter, shard, process_group.rank())
         return module

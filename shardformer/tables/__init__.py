@@ -5,9 +5,20 @@ from .albert import ALBERT
 from .bart import BART, PEGASUS
 from .bert import BERT
 from .blip2 import BLIP2
+from .bloom import BLOOM
+from .chatglm import CHATGLM
+from .cohere import COHERE
+from .falcon import FALCON
+from .glm import GLM
 from .gpt2 import GPT2
+from .gpt_neo import GPT_NEO
+from .gpt_neox import GPT_NEOX
+from .gptj import GPTJ
 from .llama import LLAMA, QWEN3
+from .opt import OPT
+from .phi3 import PHI3
 from .sam import SAM, SAM_VISION
+from .starcoder2 import STARCODER2
 from .swin import SWIN, SWINV2
 from .t5 import T5, UMT5
 from .timm import TIMM_VIT
@@ -16,19 +27,30 @@ from .whisper import WHISPER
 
 register(ALBERT, "albert")
 register(BART, "bart", "mbart")
-register(PEGASUS, "marian", "pegasus")
+register(BEIT, "beit")
 register(BERT, "bert", "camembert", "electra", "ernie", "roberta", "xlm-roberta")
 register(BLIP2, "blip-2")
+register(BLOOM, "bloom")
+register(CHATGLM, "chatglm")
+register(COHERE, "cohere", "cohere2")
+register(FALCON, "falcon")
+register(GLM, "glm", "glm4")
 register(GPT2, "gpt2")
+register(GPT_NEO, "gpt_neo")
+register(GPT_NEOX, "gpt_neox")
+register(GPTJ, "gptj")
 register(LLAMA, "llama", "mistral", "qwen2")
+register(OPT, "opt")
+register(PEGASUS, "marian", "pegasus")
+register(PHI3, "phi3")
 register(QWEN3, "qwen3")
 register(SAM, "sam")
 register(SAM_VISION, "sam_vision_model")
+register(STARCODER2, "starcoder2")
 register(SWIN, "swin")
 register(SWINV2, "swinv2")
 register(T5, "t5", "mt5")
 register(UMT5, "umt5")
 register(VIT, "vit", "deit")
-register(BEIT, "beit")
 register(WHISPER, "whisper")
 register_class(TIMM_VIT, "timm.models.vision_transformer.VisionTransformer")

@@ -54,6 +54,21 @@ def test_neighbours_hold_the_copies_of_a_piece() -> None:
     assert [shard.local(torch.arange(2), rank).tolist() for rank in range(4)] == [[0], [0], [1], [1]]
 
 
+def test_a_stretch_is_cut_over_its_own_ranks_and_comes_back() -> None:
+    shard = Shard(size=4, dim=0, blocks=(4, 2, 4, 2), stretches=2)
+    whole = torch.arange(12)
+    pieces = [shard.local(whole, rank) for rank in range(4)]
+    assert [piece.tolist() for piece in pieces] == [[0, 1, 4], [2, 3, 5], [6, 7, 10], [8, 9, 11]]
+    assert torch.equal(shard.whole(pieces), whole)
+
+
+def test_stretches_that_differ_or_do_not_go_over_the_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"stretches=2 neither repeats blocks=\(4, 2, 2, 4\)"):
+        Shard(size=4, dim=0, blocks=(4, 2, 2, 4), stretches=2)
+    with pytest.raises(ValueError, match="nor divides the 2 pieces"):
+        Shard(size=2, dim=0, blocks=(2, 2, 2, 2), stretches=4)
+
+
 def test_a_piece_has_memory_of_its_own() -> None:
     whole = torch.zeros(4)
     Shard(size=1, dim=0, blocks=(4,)).local(whole, 0).fill_(1)

@@ -169,7 +169,7 @@ def test_all_faults_are_told_at_once() -> None:
 
 
 def test_a_model_without_a_table_is_told_which_have_one() -> None:
-    with pytest.raises(ValueError, match=r"bert, .*gpt2, .*llama, .*\. Write one"):
+    with pytest.raises(ValueError, match=r"bert, .*, gpt2, .*, llama, .*\. Write one"):
         policy_for(nn.Linear(2, 2))
     with torch.device("meta"):
         other = transformers.CodeGenModel(
@@ -285,10 +285,11 @@ def test_a_table_that_contradicts_itself_is_refused_with_all_contradictions() ->
     with pytest.raises(ValueError) as caught:
         Table(
             stage=StagePlan(layers="layers", entry=("embed",)),
-            regions=("mlp",),
-            column=("mlp.up", "attn.qkv"),
+            regions=("mlp", "f"),
+            column=("mlp.up", "attn.qkv", "f"),
             row=("mlp.down",),
             second_input={"cross": "states"},
+            by_head={"f": {"bias": 0}},
             optional=("mlp", "mlp.gate"),
             fused={"attn.q": 3},
             key_value=("mlp.k",),
@@ -297,11 +298,12 @@ def test_a_table_that_contradicts_itself_is_refused_with_all_contradictions() ->
             embedding="embed",
         )
     assert str(caught.value).split("\n") == [
-        "column 'attn.qkv' lies in none of the regions ['mlp']: its input's gradient would be a part on each rank",
-        "split 'attn.bias' lies in none of the regions ['mlp']: its input's gradient would be a part on each rank",
-        "fused 'attn.q' is not in column ['mlp.up', 'attn.qkv']",
-        "key_value 'mlp.k' is not in column ['mlp.up', 'attn.qkv']",
+        "column 'attn.qkv' lies in none of the regions ['mlp', 'f']: its input's gradient would be a part on each rank",
+        "split 'attn.bias' lies in none of the regions ['mlp', 'f']: its input's gradient would be a part on each rank",
+        "fused 'attn.q' is not in column ['mlp.up', 'attn.qkv', 'f']",
+        "key_value 'mlp.k' is not in column or split ['mlp.up', 'attn.qkv', 'f', 'attn.bias']",
         "second_input 'cross' is not in regions ['mlp']",
+        "by_head 'f' is not in regions ['mlp']",
         "dropout 'attn' is not in regions ['mlp']",
         "row of dropout 'attn.out' is not in row ['mlp.down']",
         "optional 'mlp.gate' is no module that the table names, and none of those lies below it",

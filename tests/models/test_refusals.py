@@ -1,0 +1,45 @@
+"""What the tables of decoders do not split, and why, on models without memory."""
+
+import pytest
+
+from echelon.shardformer import table_for
+from echelon.shardformer.table_policy import TablePolicy
+from echelon.verify.models import ModelChoice
+
+
+def faults(model_type: str, *, tp_size: int = 1, num_stages: int = 1, **settings: object) -> list[str]:
+    """What the table of a model type says of a small model with these settings."""
+    table = table_for(model_type)
+    assert table is not None
+    policy = TablePolicy(table)
+    policy.set_model(ModelChoice(model_type=model_type, settings=tuple(settings.items())).build_on_meta())
+    return policy.faults(tp_size=tp_size, num_stages=num_stages)
+
+
+def test_products_with_parts_of_weights_are_refused_under_tensor_parallelism_alone() -> None:
+    (found,) = faults("bloom", tp_size=2, slow_but_exact=True)
+    assert found.startswith("slow_but_exact=True in the model's config does not go with tensor parallelism")
+    assert faults("bloom", num_stages=2, slow_but_exact=True) == []
+
+
+def test_layers_left_out_at_random_are_refused_under_a_pipeline_alone() -> None:
+    (found,) = faults("opt", num_stages=2, layerdrop=0.1)
+    assert found.startswith("layerdrop=0.1 in the model's config leaves out layers at random")
+    assert faults("opt", tp_size=2, layerdrop=0.1) == []
+
+
+@pytest.mark.parametrize("settings", [{"num_kv_heads": 3}, {"num_kv_heads": 6}])
+def test_grouped_heads_that_do_not_go_over_the_ranks_are_refused(settings: dict[str, object]) -> None:
+    found = faults(
+        "falcon", tp_size=4, hidden_size=96, num_attention_heads=12, new_decoder_architecture=True, **settings
+    )
+    heads = settings["num_kv_heads"]
+    assert found == [
+        f"num_kv_heads={heads} neither divides tp_size=4 nor is divided by it: "
+        f"use one of tp_size={[1, 3, 6, 12] if heads == 3 else [1, 2, 3, 6, 12]}"
+    ]
+
+
+def test_a_shared_head_whose_width_does_not_divide_is_refused() -> None:
+    (found,) = faults("phi3", tp_size=4, num_key_value_heads=1, hidden_size=24)
+    assert "4 ranks would share a key-value head of width 6, which is not divisible by 4" in found

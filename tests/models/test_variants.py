@@ -1,0 +1,65 @@
+"""What the settings of one model type change about its layers, beside one process."""
+
+import pytest
+
+from echelon.verify.layout import Layout
+from echelon.verify.models import ModelChoice
+from echelon.verify.parity import parity
+
+from ..pool import Pool
+
+TP2, TP4, MIXED = Layout(tp=2), Layout(tp=4), Layout(tp=2, pp=2)
+FALCON_GROUPED = {"new_decoder_architecture": True, "bias": True}
+
+VARIANTS: dict[str, tuple[str, dict[str, object], Layout]] = {
+    "bloom whose heads are no power of 2": ("bloom", {"hidden_size": 48, "n_head": 6}, TP2),
+    "bloom with residuals behind the norm": (
+        "bloom",
+        {"apply_residual_connection_post_layernorm": True},
+        TP2,
+    ),
+    "cohere with normed heads": ("cohere", {"use_qk_norm": True}, MIXED),
+    "cohere with normed heads, keys shared": ("cohere", {"use_qk_norm": True, "num_key_value_heads": 1}, TP2),
+    "falcon, one key for all": ("falcon", {"bias": True}, TP4),
+    "falcon, one key each": ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True}, MIXED),
+    "falcon with slopes": ("falcon", {"multi_query": False, "alibi": True}, MIXED),
+    "falcon with slopes, one key for all": ("falcon", {"alibi": True}, TP2),
+    "falcon with slopes, eager": ("falcon", {"alibi": True, "attn_implementation": "eager"}, TP2),
+    "falcon, grouped": ("falcon", {**FALCON_GROUPED, "num_kv_heads": 2}, MIXED),
+    "falcon, grouped, one norm": (
+        "falcon",
+        {**FALCON_GROUPED, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+        TP2,
+    ),
+    "falcon, grouped, keys shared": ("falcon", {**FALCON_GROUPED, "num_kv_heads": 2}, TP4),
+    "gpt_neox one after the other": ("gpt_neox", {"use_parallel_residual": False}, TP2),
+    "gptj, rotary in all of a head": ("gptj", {"rotary_dim": 8}, TP2),
+    "opt with a narrow embedding": ("opt", {"word_embed_proj_dim": 16}, MIXED),
+    "opt with norms behind": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 16}, MIXED),
+    "phi3 with grouped heads": ("phi3", {"num_key_value_heads": 2}, MIXED),
+    "phi3, keys shared": ("phi3", {"num_key_value_heads": 2}, TP4),
+    "phi3, one key for all": ("phi3", {"num_key_value_heads": 1}, MIXED),
+}
+
+
+def rows() -> list[object]:
+    """A row per variant; those with a narrow embedding or shared keys are quick."""
+    quick = (
+        "opt with a narrow embedding",
+        "falcon, one key for all",
+        "phi3, keys shared",
+        "falcon with slopes",
+    )
+    return [
+        pytest.param(model_type, settings, layout, id=name, marks=() if name in quick else pytest.mark.slow)
+        for name, (model_type, settings, layout) in VARIANTS.items()
+    ]
+
+
+@pytest.mark.parametrize(("model_type", "settings", "layout"), rows())
+def test_a_variant_trains_as_one_process_does(
+    pool: Pool, model_type: str, settings: dict[str, object], layout: Layout
+) -> None:
+    choice = ModelChoice(model_type=model_type, settings=tuple(settings.items()))
+    reports = pool.run(layout.world_size, parity, choice, layout, timeout=120.0)
+    assert reports[0].departure is None
