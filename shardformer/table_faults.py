@@ -12,6 +12,7 @@ from ..cluster.mesh import divisors
 from ..pipeline.plan import is_within
 from .layer.embedding import embedding_faults
 from .layer.loss import reads_weights
+from .layer.norm import norm_faults
 from .layer.parallel_module import native_faults
 from .table import Table
 
@@ -69,6 +70,14 @@ def present(root: nn.Module, names: Iterable[str]) -> list[str]:
     return [name for name in names if has_submodule(root, name)]
 
 
+def active_regions(layer: nn.Module, table: Table) -> list[str]:
+    """The regions that a layer has: something of what it holds is split, and lies in no region further in."""
+    held = {*dict(layer.named_modules()), *dict(layer.named_parameters())}
+    named = (name for name in (*table.column, *table.split) if name in held)
+    found = {table.region_of(name) for name in named}
+    return [region for region in table.regions if region in found]
+
+
 def layers_of(model: nn.Module, stacks: Iterable[str]) -> dict[str, nn.Module]:
     """All layers of these lists of layers, by their paths."""
     return {
@@ -94,6 +103,7 @@ def _missing(
         for path, layer in layers.items()
         for owner, _, own_name in [name.rpartition(".")]
         if has_submodule(layer, owner) and own_name not in dict(layer.get_submodule(owner).named_parameters())
+        if name not in table.optional
     ]
     found += [
         f"the table names {name!r}, and the model has no such module"
@@ -129,12 +139,14 @@ def _stack_faults(model: nn.Module, stack: str, table: Table, ranks: int) -> lis
     layers = list(model.get_submodule(stack).children())
     kinds = sorted({type(layer).__name__ for layer in layers})
     mixed = [f"the layers are of several classes, {kinds}, and a table is for one"] if len(kinds) > 1 else []
-    return [*_width_faults(layers, table, f"{stack}.*", ranks), *mixed]
+    place = f"{stack}.*"
+    return [*_width_faults(layers, table, place, ranks), *_length_faults(layers, table, place, ranks), *mixed]
 
 
 def _width_faults(layers: Sequence[nn.Module], table: Table, place: str, ranks: int) -> list[str]:
     found = []
-    for name in (*table.column, *table.row):
+    rows = (*table.row, *table.scattered)
+    for name in (*table.column, *table.gathered, *rows):
         projections = [layer.get_submodule(name) for layer in layers if has_submodule(layer, name)]
         if not projections or not all(hasattr(projection, "weight") for projection in projections):
             continue  # told by _class_faults
@@ -145,7 +157,7 @@ def _width_faults(layers: Sequence[nn.Module], table: Table, place: str, ranks: 
             )
             continue
         inputs, outputs = shapes.pop()
-        width = inputs if name in table.row else outputs // table.fused.get(name, 1)
+        width = inputs if name in rows else outputs // table.fused.get(name, 1)
         if name not in table.key_value and width % ranks:
             found.append(
                 f"{place}.{name} is {width} wide, which is not divisible by tp_size={ranks}: "
@@ -154,18 +166,42 @@ def _width_faults(layers: Sequence[nn.Module], table: Table, place: str, ranks: 
     return found
 
 
+def _length_faults(layers: Sequence[nn.Module], table: Table, place: str, ranks: int) -> list[str]:
+    """Split parameters that the ranks do not divide."""
+    held = [dict(layer.named_parameters()) for layer in layers]
+    lengths = {
+        (name, parameters[name].shape[dim] // table.fused.get(name, 1))
+        for name, dim in table.split.items()
+        for parameters in held
+        if name in parameters
+    }
+    return [
+        f"{place}.{name} is {length} long where it is cut, which is not divisible by tp_size={ranks}: use one of "
+        f"tp_size={divisors(length)}"
+        for name, length in sorted(lengths)
+        if length % ranks
+    ]
+
+
 def _class_faults(
     model: nn.Module, layers: Mapping[str, nn.Module], table: Table, ends: Collection[str]
 ) -> list[str]:
     """Modules of another kind than what can be split."""
     found = []
-    for name in (*table.column, *table.row):
+    for name in (*table.column, *table.row, *table.gathered, *table.scattered):
         told: dict[str, list[str]] = {}
         for path, layer in layers.items():
             for held in present(layer, [name]):
                 for fault in native_faults(layer.get_submodule(held), nn.Linear, Conv1D):
                     told.setdefault(fault, []).append(f"{path}.{name}")
         found += [f"{paths[0]}{_and_more(paths)} {fault}" for fault, paths in told.items()]
+    found += [
+        f"{path}.{name} {fault}"
+        for name in table.norms
+        for path, layer in layers.items()
+        for held in present(layer, [name])
+        for fault in norm_faults(layer.get_submodule(held))
+    ]
     for path in ends:
         module = model.get_submodule(path)
         if isinstance(module, nn.Embedding):
@@ -181,15 +217,16 @@ def _and_more(paths: list[str]) -> str:
 
 def _region_faults(layers: Mapping[str, nn.Module], table: Table) -> list[str]:
     """Whole parameters among split activations: each rank would have a part of their gradient, and nobody sum it."""
-    known = (*table.column, *table.row, *table.split, *table.partial)
+    known = (*table.column, *table.row, *table.split, *table.partial, *table.norms)
     found: dict[str, list[str]] = {}
     for path, layer in layers.items():
+        regions = active_regions(layer, table)
         for name, _ in layer.named_parameters():
-            if table.region_of(name) and not any(is_within(name, each) for each in known):
+            if table.region_of(name) in regions and not any(is_within(name, each) for each in known):
                 found.setdefault(name, []).append(f"{path}.{name}")
     return [
         f"{paths[0]}{_and_more(paths)} works on split activations in the region {table.region_of(name)!r}, and the "
-        "table does not name it: name its module in column, row or partial"
+        "table does not name it: name its module in column, row, norms or partial"
         for name, paths in found.items()
     ]
 
@@ -208,7 +245,7 @@ def _input_faults(layers: Mapping[str, nn.Module], table: Table) -> list[str]:
 
 def _split_paths(layers: Mapping[str, nn.Module], table: Table, ends: Collection[str]) -> set[str]:
     owners = (name.rpartition(".")[0] for name in table.split)
-    names = (*table.column, *table.row, *owners)
+    names = (*table.column, *table.row, *table.gathered, *table.scattered, *owners)
     return {*ends, *(f"{path}.{name}" for path in layers for name in names)}
 
 

@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from ..cluster.random import SplitRandom
 from ..pipeline.cut import StandIn
 from ..pipeline.plan import StagePlan
+from .forward_code import scales_alone
 from .layer.embedding import VocabParallelEmbedding1D, VocabParallelLMHead1D
 from .layer.linear import (
     GPT2FusedLinearConv1D_Col,
@@ -19,10 +20,19 @@ from .layer.linear import (
     Linear1D_Row,
 )
 from .layer.loss import route_loss
-from .layer.region import PartialGradient, Region, SplitParameter
+from .layer.norm import SplitRMSNorm
+from .layer.region import PartialGradient, Region, RegionExit, SplitParameter
 from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from .table import Table
-from .table_faults import ATTENTIONS_FAULT, has_submodule, layers_of, present, table_faults, widths
+from .table_faults import (
+    ATTENTIONS_FAULT,
+    active_regions,
+    has_submodule,
+    layers_of,
+    present,
+    table_faults,
+    widths,
+)
 
 Replacement = SubModuleReplacementDescription
 
@@ -42,6 +52,8 @@ class TablePolicy(Policy):
             return missing
         stacks, ends = self._stacks(plan), self._ends()
         return [
+            *(self.table.tensor_faults if tp_size > 1 else ()),
+            *(self.table.pipeline_faults if num_stages > 1 else ()),
             *table_faults(self.model, self.table, stacks=stacks, ends=ends, ranks=tp_size),
             *super().faults(
                 tp_size=tp_size, num_stages=num_stages, num_layers_per_stage=num_layers_per_stage
@@ -98,8 +110,9 @@ class TablePolicy(Policy):
         """Route the loss of a split head, and refuse calls whose results would be a rank's part of them."""
         if self.shard_config.tensor_parallel_size > 1:
             self.model.register_forward_pre_hook(_refuse_attentions, with_kwargs=True)
-        head = self.model.get_submodule(name) if (name := self._head_name()) else None
-        if isinstance(head, VocabParallelLMHead1D):
+        name = self._head_name() or ""
+        head = self.model.get_submodule(name)
+        if isinstance(head, VocabParallelLMHead1D) and scales_alone(self.model, name):
             route_loss(self.model, head, parallel_output=self.shard_config.parallel_output)
         return self.model
 
@@ -114,7 +127,7 @@ class TablePolicy(Policy):
                     target_module=Region,
                     kwargs={"split_random": randoms.get(name), "second_input": table.second_input.get(name)},
                 )
-                for name in present(layer, table.regions)
+                for name in active_regions(layer, table)
             ),
             *(
                 Replacement(
@@ -133,35 +146,61 @@ class TablePolicy(Policy):
                 for name in present(layer, table.row)
             ),
             *(
+                Replacement(
+                    suffix=name,
+                    target_module=_by_type(layer, name, Linear1D_Col, GPT2FusedLinearConv1D_Col),
+                    kwargs={"gather_output": True},
+                )
+                for name in present(layer, table.gathered)
+            ),
+            *(
+                Replacement(
+                    suffix=name,
+                    target_module=_by_type(layer, name, Linear1D_Row, GPT2FusedLinearConv1D_Row),
+                    kwargs={"split_input": True},
+                )
+                for name in present(layer, table.scattered)
+            ),
+            *(Replacement(suffix=name, target_module=RegionExit) for name in present(layer, table.exits)),
+            *(
                 Replacement(suffix=name, target_module=PartialGradient)
                 for name in present(layer, table.partial)
+            ),
+            *(
+                Replacement(suffix=name, target_module=SplitRMSNorm, kwargs=self._copies(name))
+                for name in present(layer, table.norms)
             ),
         )
 
     def _split_parameters(self, layer: nn.Module) -> list[Replacement]:
         held = {name for name, _ in layer.named_parameters()}
         return [
-            Replacement(suffix=owner, target_module=SplitParameter, kwargs={"name": name, "dim": dim})
+            Replacement(
+                suffix=owner,
+                target_module=SplitParameter,
+                kwargs={"name": name, "dim": dim, "num_blocks": self.table.fused.get(path, 1)},
+            )
             for path, dim in self.table.split.items()
             for owner, _, name in [path.rpartition(".")]
             if path in held
         ]
 
     def _column_kwargs(self, layer: nn.Module, name: str) -> dict[str, Any]:
-        kwargs: dict[str, Any] = {}
+        kwargs = self._copies(name)
         if name in self.table.fused:
             blocks = self.table.fused[name]
             _, outputs = widths(layer.get_submodule(name))
             kwargs["split_sizes"] = (outputs // blocks,) * blocks
-        if name in self.table.key_value:
-            kwargs["copies"] = self._key_value_copies()
         return kwargs
+
+    def _copies(self, name: str) -> dict[str, Any]:
+        return {"copies": self._key_value_copies()} if name in self.table.key_value else {}
 
     def _attributes(self, layer: nn.Module) -> dict[str, Any]:
         ranks = self.shard_config.tensor_parallel_size
         values = {path: _attribute(layer, path) // ranks for path in _held(layer, self.table.divide)}
-        if self.table.groups is not None:
-            values[self.table.groups] = _attribute(layer, self.table.groups) // self._key_value_copies()
+        for path in _held(layer, [self.table.groups] if self.table.groups else []):
+            values[path] = _attribute(layer, path) // self._key_value_copies()
         return values
 
     def _split_randoms(self, layer: nn.Module) -> dict[str, SplitRandom]:
@@ -190,7 +229,8 @@ class TablePolicy(Policy):
     def _ends(self) -> dict[str, Any]:
         """The paths of embeddings and head, and what takes their places."""
         further = present(self.model, map(self._from_model, self.table.further_embeddings))
-        embeddings = [self._from_model(self.table.embedding), *further]
+        first = [] if self.table.embedding is None else [self._from_model(self.table.embedding)]
+        embeddings = [*first, *further]
         head = self._head_name()
         return dict.fromkeys(embeddings, VocabParallelEmbedding1D) | (
             {head: VocabParallelLMHead1D} if head else {}

@@ -7,7 +7,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from .small import DEFAULT_HEAD, END, SETTINGS, VOCABULARY
+from .small import DEFAULT_HEAD, END, EXPERTS, SETTINGS, VOCABULARY
 
 HEADS = {
     "seq2seq": "AutoModelForSeq2SeqLM",
@@ -102,8 +102,11 @@ class ModelChoice:
             bos_token_id=1,
             eos_token_id=END,
             is_decoder=self.head_name == "causal",
+            **EXPERTS,
         )
         blank = AutoConfig.for_model(self.model_type)
+        if hasattr(blank, "kv_lora_rank"):  # every head has keys and values of its own
+            settings["num_key_value_heads"] = settings["num_attention_heads"]
         known = {
             name: value for name, value in settings.items() if hasattr(blank, name) or name == "num_labels"
         }

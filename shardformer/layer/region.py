@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...cluster.collectives import copy_to
+from ...cluster.collectives import copy_to, reduce_from
 from ...cluster.placement import Shard, Shared, place
 from ...cluster.random import SplitRandom
 
@@ -51,6 +51,16 @@ class Region:
         return module
 
 
+class RegionExit:
+    """Marks a module whose output is a part of a sum on each rank, by a hook; the module itself stays as it is."""
+
+    @staticmethod
+    def from_native_module(module: nn.Module, process_group: dist.ProcessGroup) -> nn.Module:
+        """Sum the tensor that the module returns over the group (forward all-reduce)."""
+        module.register_forward_hook(lambda module, args, output: reduce_from(output, process_group))
+        return module
+
+
 class PartialGradient:
     """Marks the parameters of a replicated module that works inside a region: their gradients are to be summed."""
 
@@ -67,7 +77,7 @@ class SplitParameter:
 
     @staticmethod
     def from_native_module(
-        module: nn.Module, process_group: dist.ProcessGroup, *, name: str, dim: int
+        module: nn.Module, process_group: dist.ProcessGroup, *, name: str, dim: int, num_blocks: int = 1
     ) -> nn.Module:
         """Place the parameter as a `Shard`; the module itself stays as it is.
 
@@ -76,8 +86,10 @@ class SplitParameter:
             process_group: the tensor axis.
             name: of the parameter.
             dim: the dimension that is cut.
+            num_blocks: how many blocks of equal length it fuses along that dimension, each cut on its own.
         """
         parameter = module.get_parameter(name)
-        shard = Shard(size=process_group.size(), dim=dim, blocks=(parameter.shape[dim],))
+        blocks = (parameter.shape[dim] // num_blocks,) * num_blocks
+        shard = Shard(size=process_group.size(), dim=dim, blocks=blocks)
         place(parameter, shard, process_group.rank())
         return module
