@@ -111,6 +111,12 @@ class Table:
             for kind, name in inside
             if self.region_of(name) is None
         ]
+        found += [
+            f"{kind} {name!r} lies in the region {self.region_of(name)!r}, whose activations are split"
+            for kind in ("gathered", "scattered")
+            for name in getattr(self, kind)
+            if self.region_of(name) is not None
+        ]
         subsets = {
             "fused": (self.fused, "column and split", (*self.column, *self.split)),
             "key_value": (self.key_value, "column and norms", (*self.column, *self.norms)),

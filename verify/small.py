@@ -16,6 +16,7 @@ EXPERTS: dict[str, object] = {
     "num_experts": 4,
     "num_local_experts": 4,
     "n_routed_experts": 4,
+    "n_shared_experts": 1,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 12,

@@ -37,11 +37,18 @@ class Region:
         inputs = list(inspect.signature(module.forward).parameters)
         second = (second_input, inputs.index(second_input)) if second_input is not None else ()
 
+        def place_of(key: int | str) -> int:
+            """Where an argument stands in the signature, however it is given."""
+            if isinstance(key, int):
+                return key
+            return inputs.index(key) if key in inputs else len(inputs)
+
         def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             if split_random is not None and module.training:
                 split_random.enter()
             given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-            first = next(key for key in given if key not in second and isinstance(given[key], Tensor))
+            tensors = (key for key in given if key not in second and isinstance(given[key], Tensor))
+            first = min(tensors, key=place_of)
             for key in (first, *second):  # in one order on all ranks: backward all-reduces in that order too
                 if isinstance(given.get(key), Tensor):
                     given[key] = copy_to(given[key], process_group)

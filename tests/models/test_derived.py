@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.shardformer import policy_for, table_for
+from echelon.shardformer import Policy, policy_for, table_for
 from echelon.shardformer.derived import derived_table
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
@@ -107,7 +107,7 @@ def test_a_model_without_table_and_plan_is_refused(model_type: str) -> None:
         policy_for_small(model_type)
 
 
-def policy_for_small(model_type: str):  # type: ignore[no-untyped-def]
+def policy_for_small(model_type: str) -> Policy:
     """The policy of a small model without memory."""
     model = ModelChoice(model_type=model_type).build_on_meta()
     policy = policy_for(model)
