@@ -27,11 +27,11 @@ def norm_faults(native: nn.Module) -> list[str]:
     others = [name for name, _ in native.named_parameters() if name != "weight"]
     if not isinstance(weight, Parameter) or weight.ndim != 1 or epsilon is None or others:
         return ["is not a root-mean-square norm of one weight: name it in partial, or write a policy for it"]
-    drawn = torch.Generator().manual_seed(0)
+    drawn = torch.Generator("cpu").manual_seed(0)
     features = weight.shape[0]
-    x_BH = torch.randn(2, features, generator=drawn)
+    x_BH = torch.randn(2, features, generator=drawn, device="cpu")
     trial = copy.copy(native)
-    trial._parameters = {"weight": Parameter(torch.rand(features, generator=drawn) + 0.5)}
+    trial._parameters = {"weight": Parameter(torch.rand(features, generator=drawn, device="cpu") + 0.5)}
     expected_BH = _normalized(x_BH, trial.weight, x_BH.pow(2).mean(-1, keepdim=True), epsilon)
     with torch.no_grad():
         if torch.allclose(trial(x_BH), expected_BH, rtol=1e-5, atol=1e-6):

@@ -21,10 +21,10 @@ def is_scaled(native: nn.Module) -> bool:
     if not isinstance(native, nn.Embedding) or not is_known:
         return False
     trial = copy.copy(native)
-    trial._parameters = {"weight": Parameter(torch.tensor([[1.0, 2.0], [3.0, 5.0]]))}
-    trial._buffers, trial.padding_idx = {}, None
-    vars(trial)[_SCALE] = torch.tensor(7.0)
-    with torch.no_grad():
+    with torch.no_grad(), torch.device("cpu"):
+        trial._parameters = {"weight": Parameter(torch.tensor([[1.0, 2.0], [3.0, 5.0]]))}
+        trial._buffers, trial.padding_idx = {}, None
+        vars(trial)[_SCALE] = torch.tensor(7.0)
         return trial(torch.tensor([1, 0])).tolist() == [[21.0, 35.0], [7.0, 14.0]]
 
 
