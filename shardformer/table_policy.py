@@ -199,7 +199,9 @@ class TablePolicy(Policy):
     def _attributes(self, layer: nn.Module) -> dict[str, Any]:
         ranks = self.shard_config.tensor_parallel_size
         values = {path: _attribute(layer, path) // ranks for path in _held(layer, self.table.divide)}
-        for path in _held(layer, [self.table.groups] if self.table.groups else []):
+        path = self.table.groups
+        key_value = self.table.key_value
+        if path is not None and (not key_value or present(layer, key_value)):  # some layers attend otherwise
             values[path] = _attribute(layer, path) // self._key_value_copies()
         return values
 

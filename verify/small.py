@@ -29,12 +29,17 @@ EXPERTS: dict[str, object] = {
     "qk_nope_head_dim": 4,
     "v_head_dim": 6,
 }
-# With small weights its norms, also behind each region, divide by next to nothing and swell the rounding.
-_GEMMA: dict[str, object] = {"sliding_window": 5, "final_logit_softcapping": 2.0, "initializer_range": 0.2}
+# With small weights norms of a region's output divide by next to nothing and swell the rounding.
+_STEADY: dict[str, object] = {"initializer_range": 0.2}
+_GEMMA: dict[str, object] = {"sliding_window": 5, "final_logit_softcapping": 2.0, **_STEADY}
 SETTINGS: dict[str, dict[str, object]] = {
+    "afmoe": _STEADY,
     "deepseek_v3": {"n_routed_experts": 8, "n_group": 2},
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
+    "kolibri1": _STEADY,
+    "minimax_m2": _STEADY,
+    "olmo3": _STEADY,
     "qwen2_moe": {"mlp_only_layers": [1]},
     "qwen3_moe": {"mlp_only_layers": [1]},
 }
