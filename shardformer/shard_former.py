@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from . import tables as tables  # registers them
+from .derived import derived_table
 from .policy import Policy
 from .shard_config import ShardConfig
 from .sharder import ModelSharder
@@ -44,17 +45,20 @@ class ShardFormer:
 
 
 def policy_for(model: nn.Module) -> Policy:
-    """The policy of a model's type, or where it has no config of its class.
+    """The policy of a model's type: by its table, or by one that transformers' own plans give (derived.py).
+
+    Where it has no config that of its class.
 
     Raises:
-        ValueError: there is no table for it.
+        ValueError: there is neither.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     table = table_for_class(type(model)) if model_type is None else table_for(model_type)
-    if table is None:
+    try:
+        return TablePolicy(table or derived_table(model))
+    except ValueError as error:
         raise ValueError(
-            f"no table says how to split a {type(model).__name__} (model_type={model_type!r}); there are tables for "
-            f"{', '.join(model_types())}. Write one (echelon.shardformer.Table) and register it for this model "
-            "type, or give a policy of your own (custom_policy=...), or use tp_size=1 and pp_size=1"
-        )
-    return TablePolicy(table)
+            f"no table says how to split a {type(model).__name__} (model_type={model_type!r}), and {error}; there are "
+            f"tables for {', '.join(model_types())}. Write one (echelon.shardformer.Table) and register it for this "
+            "model type, or give a policy of your own (custom_policy=...), or use tp_size=1 and pp_size=1"
+        ) from None

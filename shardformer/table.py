@@ -49,7 +49,7 @@ class Table:
         parts: models inside the model by their paths, seen from the base model, each with a `config` of its own and
             split by a table of its own; None is the one of its model type. Passed over where a class lacks them.
         regions: modules that take the replicated hidden states and work on split activations. One may be a layer of
-            `column` itself.
+            `column` itself. One that lies in another takes its place in the layers that have it (experts in an MLP).
         column: linear layers split by output features.
         row: linear layers split by input features; each ends a region.
         joined: by region whose module also uses its input whole (ALBERT's attention adds it to its output), the
@@ -57,14 +57,16 @@ class Table:
         whole: modules inside a region that work on replicated activations, behind its end.
         second_input: by region, the name of another replicated input besides the first (the states that cross
             attention attends to).
-        optional: modules that some layers or models lack; they and all that is named below them are passed over
-            there.
+        optional: modules and split parameters that some layers or models lack; they and all that is named below
+            them are passed over there.
+        exits: modules other than linear layers whose outputs are a part on each rank (experts): they are summed,
+            which ends a region as a row-split layer does.
         by_head: by region, the names of other inputs that have an entry for each query head (position biases), each
             with the dimension of the heads, which may follow the samples in it; the ranks take those of their heads.
             An input that has one entry for all heads stays as it is. They have no gradient.
-        fused: of `column`, what each one fuses: a number of projections of equal length, or the heads of query, key
-            and value in an order. One that is cut between heads as it is needs no entry.
-        key_value: of `column` and `split`, those with one block per key-value head.
+        fused: of `column` and `split`, what each one fuses: a number of projections of equal length, or (of `column`)
+            the heads of query, key and value in an order. One that is cut between heads as it is needs no entry.
+        key_value: of `column`, `split` and `norms`, those with one block per key-value head.
         key_value_heads: path of the attribute with the number of key-value heads; None is the config's
             `num_key_value_heads`.
         groups: path of the attribute "query heads per key-value head"; None where no layer reads one.
@@ -81,11 +83,17 @@ class Table:
         needed: settings of the config that a split needs, each with its value, since with another the layers compute
             otherwise than the table says.
         partial: replicated modules or single parameters inside a region: their gradients are summed over the ranks.
+        norms: root-mean-square norms inside a region, over all heads together: their mean of squares is taken over
+            the ranks.
         dropout: by region, dropout on its split activations.
-        embedding: path of the vocabulary's embedding, seen from the base model; None where no class must have one.
+        gathered: linear layers outside of regions, split by output features, whose outputs are gathered again.
+        scattered: linear layers outside of regions, split by input features, which arrive whole.
+        embedding: path of the vocabulary's embedding, seen from the base model; None leaves it whole.
         further_embeddings: more embeddings of the vocabulary, mostly tied to the first; passed over where a class
             lacks them.
         heads: paths of language-model heads, seen from the whole model; a class has at most one of them.
+        tensor_faults: why models of this table cannot be split over tensor ranks, whatever their sizes.
+        pipeline_faults: why they cannot be cut into stages.
 
     Raises:
         ValueError: the names contradict one another; all contradictions at once.
@@ -99,6 +107,7 @@ class Table:
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
     second_input: Mapping[str, str] = field(default_factory=dict)
+    exits: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     by_head: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     fused: Mapping[str, int | HeadOrder] = field(default_factory=dict)
@@ -115,18 +124,23 @@ class Table:
     native: tuple[str, ...] = ()
     needed: Mapping[str, object] = field(default_factory=dict)
     partial: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
     dropout: Mapping[str, RegionDropout] = field(default_factory=dict)
+    gathered: tuple[str, ...] = ()
+    scattered: tuple[str, ...] = ()
     embedding: str | None = None
     further_embeddings: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
+    tensor_faults: tuple[str, ...] = ()
+    pipeline_faults: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if faults := self._faults():
             raise ValueError("\n".join(faults))
 
     def region_of(self, name: str) -> str | None:
-        """The region that a path of the layer lies in, or None."""
-        return next((region for region in self.regions if is_within(name, region)), None)
+        """The innermost region that a path of the layer lies in, or None."""
+        return max((region for region in self.regions if is_within(name, region)), key=len, default=None)
 
     @property
     def has_key_value_heads(self) -> bool:
@@ -137,13 +151,15 @@ class Table:
     def modules(self) -> tuple[str, ...]:
         """The modules of a layer that the table names; for split parameters, the ones that hold them. Each once."""
         owners = (name.rpartition(".")[0] for name in (*self.split, *self.biases))
-        return tuple(
-            dict.fromkeys((*self.regions, *self.column, *self.row, *self.partial, *self.whole, *owners))
-        )
+        linear = (*self.column, *self.row, *self.gathered, *self.scattered)
+        inside = (*self.exits, *self.partial, *self.norms, *self.whole)
+        return tuple(dict.fromkeys((*self.regions, *linear, *inside, *owners)))
 
     def _faults(self) -> list[str]:
         inside = (
-            (kind, name) for kind in ("column", "split", "partial", "whole") for name in getattr(self, kind)
+            (kind, name)
+            for kind in ("column", "split", "partial", "norms", "whole")
+            for name in getattr(self, kind)
         )
         found = [
             f"{kind} {name!r} lies in none of the regions {list(self.regions)}: its input's gradient would be a part "
@@ -151,9 +167,19 @@ class Table:
             for kind, name in inside
             if self.region_of(name) is None
         ]
+        found += [
+            f"{kind} {name!r} lies in the region {self.region_of(name)!r}, whose activations are split"
+            for kind in ("gathered", "scattered")
+            for name in getattr(self, kind)
+            if self.region_of(name) is not None
+        ]
         subsets = {
-            "fused": (self.fused, "column", self.column),
-            "key_value": (self.key_value, "column or split", (*self.column, *self.split)),
+            "fused": (self.fused, "column and split", (*self.column, *self.split)),
+            "key_value": (
+                self.key_value,
+                "column, split and norms",
+                (*self.column, *self.split, *self.norms),
+            ),
             "joined": (self.joined, "regions", self.regions),
             "layer of joined": (sum(self.joined.values(), ()), "column", self.column),
             "divisors": (self.divisors, "divide", self.divide),
@@ -172,9 +198,9 @@ class Table:
             if self.region_of(name) is not None
         ]
         found += [
-            f"optional {path!r} is no module that the table names, and none of those lies below it"
+            f"optional {path!r} is no module or parameter that the table names, and none of those lies below it"
             for path in self.optional
-            if not any(is_within(name, path) for name in self.modules)
+            if not any(is_within(name, path) for name in (*self.modules, *self.split))
         ]
         if not isinstance(self.stage, StagePlan):
             found += [

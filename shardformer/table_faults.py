@@ -15,6 +15,7 @@ from ..pipeline.plan import is_within
 from .head_order import HeadOrder, Heads
 from .layer.embedding import embedding_faults
 from .layer.loss import reads_weights
+from .layer.norm import norm_faults
 from .layer.parallel_module import native_faults
 from .table import Table
 
@@ -95,12 +96,20 @@ def present(root: nn.Module, names: Iterable[str]) -> list[str]:
     return [name for name in names if has_submodule(root, name)]
 
 
+def active_regions(layer: nn.Module, table: Table) -> list[str]:
+    """The regions that a layer has: something of what it holds is split, and lies in no region further in."""
+    held = {*dict(layer.named_modules()), *dict(layer.named_parameters())}
+    named = (name for name in (*table.column, *table.split) if name in held)
+    found = {table.region_of(name) for name in named}
+    return [region for region in table.regions if region in found]
+
+
 def layers_of(model: nn.Module, stacks: Iterable[str]) -> dict[str, nn.Module]:
     """All layers of these lists of layers, by their paths; a module that is no list is one layer."""
     found: dict[str, nn.Module] = {}
     for stack in stacks:
         module = model.get_submodule(stack)
-        if isinstance(module, nn.ModuleList):
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
             found |= {f"{stack}.{name}": layer for name, layer in module.named_children()}
         else:
             found[stack] = module
@@ -123,6 +132,7 @@ def _missing(
         for path, layer in layers.items()
         for owner, _, own_name in [name.rpartition(".")]
         if has_submodule(layer, owner) and own_name not in dict(layer.get_submodule(owner).named_parameters())
+        if name not in table.optional
     ]
     found += [
         f"the table names the attribute {name!r} of a layer, and {path} has none of that name"
@@ -233,12 +243,14 @@ def _stack_faults(model: nn.Module, stack: str, table: Table, ranks: int) -> lis
     layers = list(layers_of(model, [stack]).values())
     kinds = sorted({type(layer).__name__ for layer in layers})
     mixed = [f"the layers are of several classes, {kinds}, and a table is for one"] if len(kinds) > 1 else []
-    return [*_width_faults(layers, table, f"{stack}.*", ranks), *mixed]
+    place = f"{stack}.*"
+    return [*_width_faults(layers, table, place, ranks), *_length_faults(layers, table, place, ranks), *mixed]
 
 
 def _width_faults(layers: Sequence[nn.Module], table: Table, place: str, ranks: int) -> list[str]:
     found = []
-    for name in (*table.column, *table.row):
+    rows = (*table.row, *table.scattered)
+    for name in (*table.column, *table.gathered, *rows):
         projections = [layer.get_submodule(name) for layer in layers if has_submodule(layer, name)]
         if not projections or not all(hasattr(projection, "weight") for projection in projections):
             continue  # told by _class_faults
@@ -252,7 +264,7 @@ def _width_faults(layers: Sequence[nn.Module], table: Table, place: str, ranks: 
         fused = table.fused.get(name, 1)
         if name in table.key_value or isinstance(fused, HeadOrder):
             continue  # told by _head_faults and _fused_faults
-        width = inputs if name in table.row else outputs // fused
+        width = inputs if name in rows else outputs // fused
         if width % ranks:
             found.append(
                 f"{place}.{name} is {width} wide, which is not divisible by tp_size={ranks}: "
@@ -274,12 +286,30 @@ def _fused_faults(config: Any, layers: Mapping[str, nn.Module], table: Table, ra
     return found
 
 
+def _length_faults(layers: Sequence[nn.Module], table: Table, place: str, ranks: int) -> list[str]:
+    """Split parameters that the ranks do not divide."""
+    held = [dict(layer.named_parameters()) for layer in layers]
+    lengths = {
+        (name, parameters[name].shape[dim] // blocks)
+        for name, dim in table.split.items()
+        for blocks in [table.fused.get(name, 1)]
+        for parameters in held
+        if name in parameters and isinstance(blocks, int) and name not in table.key_value
+    }
+    return [
+        f"{place}.{name} is {length} long where it is cut, which is not divisible by tp_size={ranks}: use one of "
+        f"tp_size={divisors(length)}"
+        for name, length in sorted(lengths)
+        if length % ranks
+    ]
+
+
 def _class_faults(
     model: nn.Module, layers: Mapping[str, nn.Module], table: Table, ends: Collection[str]
 ) -> list[str]:
     """Modules of another kind than what can be split."""
     found = []
-    for name in (*table.column, *table.row):
+    for name in (*table.column, *table.row, *table.gathered, *table.scattered):
         told: dict[str, list[str]] = {}
         for path, layer in layers.items():
             for held in present(layer, [name]):
@@ -288,6 +318,13 @@ def _class_faults(
                 for fault in native_faults(module, known, Conv1D):
                     told.setdefault(fault, []).append(f"{path}.{name}")
         found += [f"{paths[0]}{_and_more(paths)} {fault}" for fault, paths in told.items()]
+    found += [
+        f"{path}.{name} {fault}"
+        for name in table.norms
+        for path, layer in layers.items()
+        for held in present(layer, [name])
+        for fault in norm_faults(layer.get_submodule(held))
+    ]
     for path in ends:
         module = model.get_submodule(path)
         if isinstance(module, nn.Embedding):
@@ -303,15 +340,16 @@ def _and_more(paths: list[str]) -> str:
 
 def _region_faults(layers: Mapping[str, nn.Module], table: Table) -> list[str]:
     """Whole parameters among split activations: each rank would have a part of their gradient, and nobody sum it."""
-    known = (*table.column, *table.row, *table.split, *table.partial, *table.whole)
+    known = (*table.column, *table.row, *table.split, *table.partial, *table.whole, *table.norms)
     found: dict[str, list[str]] = {}
     for path, layer in layers.items():
+        regions = active_regions(layer, table)
         for name, _ in layer.named_parameters():
-            if table.region_of(name) and not any(is_within(name, each) for each in known):
+            if table.region_of(name) in regions and not any(is_within(name, each) for each in known):
                 found.setdefault(name, []).append(f"{path}.{name}")
     return [
         f"{paths[0]}{_and_more(paths)} works on split activations in the region {table.region_of(name)!r}, and the "
-        "table does not name it: name its module in column, row or partial"
+        "table does not name it: name its module in column, row, norms or partial"
         for name, paths in found.items()
     ]
 
@@ -335,7 +373,7 @@ def _input_faults(layers: Mapping[str, nn.Module], table: Table) -> list[str]:
 def split_paths(model: nn.Module, table: Table, *, stacks: Sequence[str], ends: Collection[str]) -> set[str]:
     """The paths of all modules whose parameters a table splits. See `table_faults` for the arguments."""
     owners = (name.rpartition(".")[0] for name in (*table.split, *table.biases))
-    names = (*table.column, *table.row, *owners)
+    names = (*table.column, *table.row, *table.gathered, *table.scattered, *owners)
     return {*ends, *(f"{path}.{name}" for path in layers_of(model, stacks) for name in names)}
 
 

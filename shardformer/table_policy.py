@@ -1,44 +1,28 @@
 """The policy that a table makes. Tables are in tables/, carrying out is sharder.py."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
 from typing import Any
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
-from ..cluster.random import SplitRandom
 from ..pipeline.plan import StagePlan
 from ..pipeline.stand_in import StandIn
-from .config_view import ConfigView
-from .head_order import HeadOrder, Heads
+from .forward_code import scales_alone
 from .layer.embedding import VocabParallelEmbedding1D, VocabParallelLMHead1D
-from .layer.held_count import HeldCount
-from .layer.key_value import SharedKeyValueLinear1D_Col
-from .layer.linear import (
-    GPT2FusedLinearConv1D_Col,
-    GPT2FusedLinearConv1D_Row,
-    Linear1D_Col,
-    Linear1D_Row,
-)
 from .layer.loss import route_loss
-from .layer.region import JoinedEntry, JoinedRegion, PartialGradient, Region, SplitParameter
+from .layer_split import LayerSplit, split_parameter
 from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from .shard_config import ShardConfig
 from .table import PartStages, Table, table_for
 from .table_faults import (
     ATTENTIONS_FAULT,
-    has_parameter,
     has_submodule,
-    heads_of,
     layers_of,
-    native_class,
     present,
     split_paths,
     table_faults,
     tie_faults,
-    widths,
 )
 
 Replacement = SubModuleReplacementDescription
@@ -77,7 +61,8 @@ class TablePolicy(Policy):
         if missing := self._part_faults() or self.stage_plan().path_faults(self.model):
             return missing
         return [
-            *self._split_faults(tp_size),
+            *(self._split_faults(tp_size) if tp_size > 1 else []),
+            *(self.table.pipeline_faults if num_stages > 1 else ()),
             *(tie_faults(self.model, self._split_paths()) if tp_size > 1 else []),
             *super().faults(
                 tp_size=tp_size, num_stages=num_stages, num_layers_per_stage=num_layers_per_stage
@@ -146,7 +131,7 @@ class TablePolicy(Policy):
         shared_biases = [
             replacement
             for path, dim in self.table.shared_biases.items()
-            for replacement in _split_parameter(self.model, self._from_model(path), dim)
+            for replacement in split_parameter(self.model, self._from_model(path), dim)
         ]
         all_layers = layers_of(self.model, self._stacks())
         layers = {path: layer for path, layer in all_layers.items() if not isinstance(layer, StandIn)}
@@ -154,7 +139,7 @@ class TablePolicy(Policy):
             attribute_replacement={
                 f"{path}.{name}": value
                 for path, layer in layers.items()
-                for name, value in self._attributes(layer).items()
+                for name, value in self._split_of(layer).attributes().items()
             },
             sub_module_replacement=(
                 *ends,
@@ -162,13 +147,13 @@ class TablePolicy(Policy):
                 *(
                     replace(replacement, suffix=f"{path}.{replacement.suffix}")
                     for path, layer in layers.items()
-                    for replacement in self._replacements(layer)
+                    for replacement in self._split_of(layer).replacements()
                 ),
                 # Also where another stage's layer is held for this parameter alone.
                 *(
                     replace(replacement, suffix=f"{path}.{replacement.suffix}")
                     for path, layer in all_layers.items()
-                    for replacement in self._split_parameters(layer)
+                    for replacement in self._split_of(layer).split_parameters()
                 ),
             ),
         )
@@ -185,8 +170,9 @@ class TablePolicy(Policy):
         for path, part in self._parts.items():
             if _is_held(self.model, path):
                 part.route_losses()
-        head = self.model.get_submodule(name) if (name := self._head_name()) else None
-        if isinstance(head, VocabParallelLMHead1D):
+        name = self._head_name() or ""
+        head = self.model.get_submodule(name)
+        if isinstance(head, VocabParallelLMHead1D) and scales_alone(self.model, name):
             route_loss(self.model, head, parallel_output=self.shard_config.parallel_output)
 
     def _stages_part(self) -> PartStages | None:
@@ -232,140 +218,16 @@ class TablePolicy(Policy):
         parts = [
             f"in {path}: {fault}" for path, part in self._parts.items() for fault in part._split_faults(ranks)
         ]
-        return [*own, *parts]
+        return [*self.table.tensor_faults, *own, *parts]
 
     def _split_paths(self) -> set[str]:
         own = split_paths(self.model, self.table, stacks=self._stacks(), ends=self._ends())
         return own | {_join(path, each) for path, part in self._parts.items() for each in part._split_paths()}
 
-    def _replacements(self, layer: nn.Module) -> tuple[Replacement, ...]:
-        table = self.table
-        randoms = self._split_randoms(layer)
-        at_row = {table.dropout[region].row: split_random for region, split_random in randoms.items()}
-        return (
-            *(
-                Replacement(
-                    suffix=name,
-                    target_module=self._column_type(layer, name),
-                    kwargs={
-                        **self._column_kwargs(layer, name),
-                        "native_class": native_class(layer.get_submodule(name), table),
-                        "reduce_input_gradient": False,
-                    },
-                )
-                for name in present(layer, table.column)
-            ),
-            *(
-                Replacement(
-                    suffix=name,
-                    target_module=_by_type(layer, name, Linear1D_Row, GPT2FusedLinearConv1D_Row),
-                    kwargs={
-                        "split_random": at_row.get(name),
-                        "native_class": native_class(layer.get_submodule(name), table),
-                    },
-                )
-                for name in present(layer, table.row)
-            ),
-            # After the layers themselves, whose places they take.
-            *(
-                Replacement(suffix=name, target_module=JoinedRegion, kwargs={"entry": entry})
-                for region in present(layer, table.joined)
-                for entry in [JoinedEntry(len(table.joined[region]), split_random=randoms.get(region))]
-                for name in table.joined[region]
-            ),
-            *(
-                Replacement(suffix=name, target_module=PartialGradient)
-                for name in present(layer, table.partial)
-            ),
-            *(
-                Replacement(suffix=owner, target_module=PartialGradient, kwargs={"name": name})
-                for path in table.partial
-                if has_parameter(layer, path)
-                for owner, _, name in [path.rpartition(".")]
-            ),
-            # Last: a region may be a single column-split layer, which has just taken the native one's place.
-            *(
-                Replacement(
-                    suffix=name,
-                    target_module=Region,
-                    kwargs={
-                        "split_random": randoms.get(name),
-                        "second_input": table.second_input.get(name),
-                        **self._by_head(name),
-                    },
-                )
-                for name in present(layer, table.regions)
-                if name not in table.joined
-            ),
-        )
-
-    def _split_parameters(self, layer: nn.Module) -> list[Replacement]:
-        return [
-            replacement
-            for path, dim in (*self.table.split.items(), *self.table.biases.items())
-            for copies in [self._heads(layer).copies if path in self.table.key_value else 1]
-            for replacement in _split_parameter(layer, path, dim, copies=copies)
-        ]
-
-    def _column_kwargs(self, layer: nn.Module, name: str) -> dict[str, Any]:
-        kwargs: dict[str, Any] = {}
-        fused = self.table.fused.get(name)
-        if fused is not None:
-            _, outputs = widths(layer.get_submodule(name))
-            if isinstance(fused, HeadOrder):
-                heads = self._heads(layer)
-                kwargs["split_sizes"] = heads.block_sizes(fused, outputs)
-                kwargs["stretches"] = heads.stretches(fused)
-                if heads.copies > 1:
-                    kwargs["num_key_value_heads"] = heads.key_value
-            else:
-                kwargs["split_sizes"] = (outputs // fused,) * fused
-        if name in self.table.key_value:
-            kwargs["copies"] = self._heads(layer).copies
-        return kwargs
-
-    def _column_type(self, layer: nn.Module, name: str) -> Any:
-        if isinstance(self.table.fused.get(name), HeadOrder) and self._heads(layer).copies > 1:
-            return SharedKeyValueLinear1D_Col
-        return _by_type(layer, name, Linear1D_Col, GPT2FusedLinearConv1D_Col)
-
-    def _by_head(self, region: str) -> dict[str, Any]:
-        names = self.table.by_head.get(region)
-        return {} if names is None else {"by_head": names, "num_heads": self._config.num_attention_heads}
-
-    def _attributes(self, layer: nn.Module) -> dict[str, Any]:
-        """New values of the layer's attributes by path; a module's config is one, changed for this module alone."""
-        table, ranks = self.table, self.shard_config.tensor_parallel_size
-        values: dict[str, Any] = {}
-        for path in _held(layer, table.divide):
-            whole = _attribute(layer, path)
-            values[path] = HeldCount(whole // ranks, whole) if path in table.divisors else whole // ranks
-        if table.groups is not None or table.divide_key_value:
-            heads = self._heads(layer)
-            if table.groups is not None:
-                values[table.groups] = _attribute(layer, table.groups) // heads.copies
-            for path in _held(layer, table.divide_key_value):
-                values[path] = _attribute(layer, path) * heads.copies // ranks
-        for path in table.divide:
-            config, _, name = path.rpartition(".")
-            if path not in values and has_submodule(layer, config.rpartition(".")[0]):
-                known = values.get(config, _attribute(layer, config))
-                values[config] = ConfigView(known, **{name: _attribute(layer, path) // ranks})
-        return values
-
-    def _heads(self, layer: nn.Module) -> Heads:
-        return heads_of(self._config, layer, self.table, self.shard_config.tensor_parallel_size)
-
-    def _split_randoms(self, layer: nn.Module) -> dict[str, SplitRandom]:
-        """A random state per region that drops at random, none for a probability of 0."""
+    def _split_of(self, layer: nn.Module) -> LayerSplit:
         group = self.shard_config.tensor_parallel_process_group
         assert group is not None
-        device = next(layer.parameters()).device
-        return {
-            region: SplitRandom(group.rank(), device)
-            for region, dropout in self.table.dropout.items()
-            if has_submodule(layer, region) and _attribute(layer, dropout.probability) > 0
-        }
+        return LayerSplit(self.table, layer, getattr(self.model, "config", None), group)
 
     def _base_prefix(self) -> str:
         base = getattr(self.model, "base_model", self.model)
@@ -397,23 +259,6 @@ class TablePolicy(Policy):
         return names[0] if names else None
 
 
-def _by_type(layer: nn.Module, name: str, linear: Any, conv1d: Any) -> Any:
-    """The parallel layer for an nn.Linear or for transformers' Conv1D."""
-    return conv1d if isinstance(layer.get_submodule(name), Conv1D) else linear
-
-
-def _split_parameter(root: nn.Module, path: str, dim: int, *, copies: int = 1) -> list[Replacement]:
-    """The split of a parameter as it is, where it is."""
-    owner, _, name = path.rpartition(".")
-    if path not in {held for held, _ in root.named_parameters(remove_duplicate=False)}:
-        return []
-    return [
-        Replacement(
-            suffix=owner, target_module=SplitParameter, kwargs={"name": name, "dim": dim, "copies": copies}
-        )
-    ]
-
-
 def _is_held(model: nn.Module, path: str) -> bool:
     """Whether what is at a path, or above it, is on a stage of this rank: no stand-in is."""
     module = model
@@ -432,12 +277,3 @@ def _refuse_attentions(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     asked = kwargs.get("output_attentions")
     if model.config.output_attentions if asked is None else asked:
         raise ValueError(ATTENTIONS_FAULT.format("this call"))
-
-
-def _held(layer: nn.Module, attributes: Iterable[str]) -> list[str]:
-    """Those attributes whose modules the layer has."""
-    return [path for path in attributes if has_submodule(layer, path.rpartition(".")[0])]
-
-
-def _attribute(root: Any, path: str) -> Any:
-    return reduce(getattr, path.split("."), root)

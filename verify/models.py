@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from .small import DEFAULT_HEAD, END, FURTHER_HEADS, HEAD_SETTINGS, SETTINGS, STIRRED, VOCABULARY
+from .small import DEFAULT_HEAD, END, EXPERTS, FURTHER_HEADS, HEAD_SETTINGS, SETTINGS, STIRRED, VOCABULARY
 
 # The Auto class that builds each head; None where FURTHER_HEADS names the class.
 HEADS: dict[str, str | None] = {
@@ -130,8 +130,11 @@ class ModelChoice:
             eos_token_id=END,
             is_decoder=self.head_name == "causal",
             use_qformer_text_input=self.head_name == "zero_shot_image",
+            **EXPERTS,
         )
         blank = AutoConfig.for_model(model_type)
+        if hasattr(blank, "kv_lora_rank"):  # every head has keys and values of its own
+            settings["num_key_value_heads"] = settings["num_attention_heads"]
         own = {
             **SETTINGS.get(model_type, {}),
             **HEAD_SETTINGS.get((model_type, self.head_name), {}),

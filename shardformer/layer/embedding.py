@@ -14,6 +14,7 @@ from ...cluster.placement import Shard, place
 from ...pipeline.split_backward import WeightGradients, linear
 from ...zero.embedding import Owner, embedding, needs_all_uses
 from .parallel_module import ParallelModule, native_faults, require_all, require_native
+from .scaled_embedding import is_scaled, scale_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +51,20 @@ def vocab_range(shard: Shard, rank: int) -> VocabRange:
 
 def embedding_faults(native: nn.Embedding) -> list[str]:
     """Why an embedding cannot be split by its entries and look up the same; empty when it can."""
-    found = native_faults(native, nn.Embedding)
+    found = native_faults(native, *_kinds(native))
     if needs_all_uses(native):
         found.append("has max_norm, scale_grad_by_freq or sparse gradients, which need all of a row's uses")
     return found
 
 
+def _kinds(native: nn.Embedding) -> tuple[type[nn.Module], ...]:
+    return (nn.Embedding, type(native)) if is_scaled(native) else (nn.Embedding,)
+
+
 class VocabParallelEmbedding1D(ParallelModule):
     """An embedding split by its entries: each rank looks up its own, one all-reduce adds them up.
+
+    One that multiplies with a scale (scaled_embedding.py) goes on doing so.
 
     Raises:
         ValueError: the native embedding renormalizes (max_norm) or scales gradients by frequency, both of
@@ -73,7 +80,7 @@ class VocabParallelEmbedding1D(ParallelModule):
         *,
         make_vocab_size_divisible_by: int = 64,
     ) -> None:
-        require_native(native, nn.Embedding)
+        require_native(native, *_kinds(native))
         if faults := embedding_faults(native):
             raise ValueError(f"this embedding {faults[0]}")
         super().__init__()
@@ -81,6 +88,11 @@ class VocabParallelEmbedding1D(ParallelModule):
         self.num_embeddings = native.num_embeddings
         self.embedding_dim = native.embedding_dim
         self.padding_idx = native.padding_idx
+        scale = scale_of(native)
+        if isinstance(scale, Tensor):
+            self.register_buffer("embed_scale", scale, persistent=False)
+        else:
+            self.embed_scale = scale
         shard = vocab_shard(native.num_embeddings, process_group.size(), make_vocab_size_divisible_by)
         self.range = vocab_range(shard, process_group.rank())
         self.weight: Parameter = native.weight  # type: ignore[assignment]
@@ -113,7 +125,11 @@ class VocabParallelEmbedding1D(ParallelModule):
         padding = self.padding_idx
         local_padding = padding - first if padding is not None and first <= padding < first + valid else None
         found_BSH = embedding(local_ids_BS, self.weight, local_padding, row_gradients=self.row_gradients)
-        return reduce_from(found_BSH.masked_fill(elsewhere_BS.unsqueeze(-1), 0.0), self.group)
+        found_BSH = reduce_from(found_BSH.masked_fill(elsewhere_BS.unsqueeze(-1), 0.0), self.group)
+        scale = self.embed_scale
+        if scale is None:
+            return found_BSH
+        return found_BSH * (scale.to(found_BSH.dtype) if isinstance(scale, Tensor) else scale)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, held={self.range}"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers.pytorch_utils import Conv1D
 
-from ...cluster.collectives import copy_to, gather_from, reduce_from
+from ...cluster.collectives import copy_to, gather_from, reduce_from, scatter_to
 from ...cluster.placement import Shard, place
 from ...cluster.random import SplitRandom
 from ...pipeline.split_backward import WeightGradients, linear
@@ -129,6 +129,7 @@ class Linear1D_Row(_SplitLinear):
         process_group: the tensor axis, of size T.
         native_class: the class of `native`, where it is one of its own that computes what the plain one does.
         split_random: the random state that the region before switched to; switched back here.
+        split_input: inputs arrive whole, and each rank takes its own (backward all-gather).
     """
 
     def __init__(
@@ -138,8 +139,10 @@ class Linear1D_Row(_SplitLinear):
         *,
         native_class: type[nn.Module] | None = None,
         split_random: SplitRandom | None = None,
+        split_input: bool = False,
     ) -> None:
         super().__init__(native, process_group, native_class=native_class)
+        self.split_input = split_input
         self._split_random = split_random
         dim = 1 - self.output_dim
         size = process_group.size()
@@ -153,7 +156,9 @@ class Linear1D_Row(_SplitLinear):
         return Linear1D_Row(module, process_group, **kwargs)
 
     def forward(self, x_BSI: Tensor) -> Tensor:
-        """(B, S, I/T) in; (B, S, O) out, equal on all ranks."""
+        """(B, S, I/T) in, or (B, S, I) with `split_input`; (B, S, O) out, equal on all ranks."""
+        if self.split_input:
+            x_BSI = scatter_to(x_BSI, self.group, -1)
         if self._split_random is not None and self.training:
             self._split_random.leave()
         out_BSO = reduce_from(self._product(x_BSI, None), self.group)

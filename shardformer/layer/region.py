@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...cluster.collectives import copy_to
+from ...cluster.collectives import copy_to, reduce_from
 from ...cluster.placement import Shard, Shared, place
 from ...cluster.random import SplitRandom
 
@@ -44,11 +44,18 @@ class Region:
         second = (second_input, inputs.index(second_input)) if second_input is not None else ()
         cut = {key: dim for name, dim in (by_head or {}).items() for key in (name, inputs.index(name))}
 
+        def place_of(key: int | str) -> int:
+            """Where an argument stands in the signature, however it is given."""
+            if isinstance(key, int):
+                return key
+            return inputs.index(key) if key in inputs else len(inputs)
+
         def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             if split_random is not None and module.training:
                 split_random.enter()
             given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-            first = next(key for key in given if key not in second and isinstance(given[key], Tensor))
+            tensors = (key for key in given if key not in second and isinstance(given[key], Tensor))
+            first = min(tensors, key=place_of)
             for key in (first, *second):  # in one order on all ranks: backward all-reduces in that order too
                 if isinstance(given.get(key), Tensor):
                     given[key] = copy_to(given[key], process_group)
@@ -81,6 +88,16 @@ def own_heads(x: Tensor, dim: int, num_heads: int, group: dist.ProcessGroup) -> 
         )
     by_head = x.unflatten(dim, (-1, num_heads))
     return by_head.chunk(group.size(), dim + 1)[group.rank()].flatten(dim, dim + 1)
+
+
+class RegionExit:
+    """Marks a module whose output is a part of a sum on each rank, by a hook; the module itself stays as it is."""
+
+    @staticmethod
+    def from_native_module(module: nn.Module, process_group: dist.ProcessGroup) -> nn.Module:
+        """Sum the tensor that the module returns over the group (forward all-reduce)."""
+        module.register_forward_hook(lambda module, args, output: reduce_from(output, process_group))
+        return module
 
 
 class JoinedEntry:
@@ -151,7 +168,13 @@ class SplitParameter:
 
     @staticmethod
     def from_native_module(
-        module: nn.Module, process_group: dist.ProcessGroup, *, name: str, dim: int, copies: int = 1
+        module: nn.Module,
+        process_group: dist.ProcessGroup,
+        *,
+        name: str,
+        dim: int,
+        copies: int = 1,
+        num_blocks: int = 1,
     ) -> nn.Module:
         """Place the parameter as a `Shard`; the module itself stays as it is.
 
@@ -161,8 +184,10 @@ class SplitParameter:
             name: of the parameter.
             dim: the dimension that is cut.
             copies: how many neighbouring ranks hold the same piece.
+            num_blocks: how many blocks of equal length it fuses along that dimension, each cut on its own.
         """
         parameter = module.get_parameter(name)
-        shard = Shard(size=process_group.size(), dim=dim, blocks=(parameter.shape[dim],), copies=copies)
+        blocks = (parameter.shape[dim] // num_blocks,) * num_blocks
+        shard = Shard(size=process_group.size(), dim=dim, blocks=blocks, copies=copies)
         place(parameter, shard, process_group.rank())
         return module

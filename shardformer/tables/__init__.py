@@ -8,13 +8,15 @@ from .blip2 import BLIP2
 from .bloom import BLOOM
 from .chatglm import CHATGLM
 from .cohere import COHERE
+from .deepseek import DEEPSEEK_V3
 from .falcon import FALCON
 from .glm import GLM
 from .gpt2 import GPT2
 from .gpt_neo import GPT_NEO
 from .gpt_neox import GPT_NEOX
 from .gptj import GPTJ
-from .llama import LLAMA, QWEN3
+from .llama import LLAMA, OLMO2, QWEN3
+from .mixtral import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from .opt import OPT
 from .phi3 import PHI3
 from .sam import SAM, SAM_VISION
@@ -33,17 +35,22 @@ register(BLIP2, "blip-2")
 register(BLOOM, "bloom")
 register(CHATGLM, "chatglm")
 register(COHERE, "cohere", "cohere2")
+register(DEEPSEEK_V3, "deepseek_v3")
 register(FALCON, "falcon")
 register(GLM, "glm", "glm4")
 register(GPT2, "gpt2")
 register(GPT_NEO, "gpt_neo")
 register(GPT_NEOX, "gpt_neox")
 register(GPTJ, "gptj")
-register(LLAMA, "llama", "mistral", "qwen2")
+register(LLAMA, "gemma2", "granite", "llama", "mistral", "qwen2")
+register(MIXTRAL, "mixtral")
+register(OLMO2, "olmo2")
 register(OPT, "opt")
 register(PEGASUS, "marian", "pegasus")
 register(PHI3, "phi3")
-register(QWEN3, "qwen3")
+register(QWEN2_MOE, "qwen2_moe")
+register(QWEN3, "gemma3_text", "qwen3")
+register(QWEN3_MOE, "qwen3_moe")
 register(SAM, "sam")
 register(SAM_VISION, "sam_vision_model")
 register(STARCODER2, "starcoder2")

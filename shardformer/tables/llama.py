@@ -19,3 +19,10 @@ LLAMA = Table(
 
 # Query and key are normalized per head, by one weight for all heads.
 QWEN3 = replace(LLAMA, partial=("self_attn.q_norm", "self_attn.k_norm"))
+
+# The same over all heads together.
+OLMO2 = replace(
+    LLAMA,
+    norms=QWEN3.partial,
+    key_value=(*LLAMA.key_value, "self_attn.k_norm"),
+)

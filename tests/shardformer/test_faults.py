@@ -208,7 +208,7 @@ def test_a_parameter_among_split_activations_that_the_table_does_not_name_is_ref
     model = on_meta("LlamaForCausalLM")
     model.model.layers[1].self_attn.gate = nn.Linear(32, 1, bias=False, device="meta")
     require_one(
-        faults(model, tp_size=2), "model.layers.1.self_attn.gate.weight", "name its module in column, row or"
+        faults(model, tp_size=2), "model.layers.1.self_attn.gate.weight", "name its module in column, row"
     )
     # A norm per head: the table of llama is not that of qwen3.
     policy = TablePolicy(LLAMA)
@@ -290,23 +290,25 @@ def test_a_table_that_contradicts_itself_is_refused_with_all_contradictions() ->
             row=("mlp.down",),
             second_input={"cross": "states"},
             by_head={"f": {"bias": 0}},
-            optional=("mlp", "mlp.gate"),
+            optional=("mlp", "mlp.side"),
             fused={"attn.q": 3},
             key_value=("mlp.k",),
             split={"attn.bias": 1},
+            gathered=("mlp.gate",),
             dropout={"attn": RegionDropout(probability="attn.p", row="attn.out")},
             embedding="embed",
         )
     assert str(caught.value).split("\n") == [
         "column 'attn.qkv' lies in none of the regions ['mlp', 'f']: its input's gradient would be a part on each rank",
         "split 'attn.bias' lies in none of the regions ['mlp', 'f']: its input's gradient would be a part on each rank",
-        "fused 'attn.q' is not in column ['mlp.up', 'attn.qkv', 'f']",
-        "key_value 'mlp.k' is not in column or split ['mlp.up', 'attn.qkv', 'f', 'attn.bias']",
+        "gathered 'mlp.gate' lies in the region 'mlp', whose activations are split",
+        "fused 'attn.q' is not in column and split ['mlp.up', 'attn.qkv', 'f', 'attn.bias']",
+        "key_value 'mlp.k' is not in column, split and norms ['mlp.up', 'attn.qkv', 'f', 'attn.bias']",
         "second_input 'cross' is not in regions ['mlp']",
         "by_head 'f' is not in regions ['mlp']",
         "dropout 'attn' is not in regions ['mlp']",
         "row of dropout 'attn.out' is not in row ['mlp.down']",
-        "optional 'mlp.gate' is no module that the table names, and none of those lies below it",
+        "optional 'mlp.side' is no module or parameter that the table names, and none of those lies below it",
     ]
 
 

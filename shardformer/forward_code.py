@@ -1,0 +1,190 @@
+"""What a forward does with what one of its sub-modules returns, as its code says. It is read, not run.
+
+Only plain code is understood: what is written in another way is told as not understood, never taken as harmless.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from torch import nn
+
+# What a statement may name besides the value that it is about.
+_NEUTRAL = frozenset(("self", "torch", "nn", "F"))
+# Parts of the names of inputs that are no tensors or get no gradients: masks, rotations, caches, routes.
+_WITHOUT_GRADIENT = ("mask", "position", "past", "cache", "seq", "index", "output_", "layer_type")
+
+
+def exit_fault(module: nn.Module, name: str, others: Collection[str]) -> str | None:
+    """Why what `self.name` returns may not be all that a module's forward returns; None where it is.
+
+    A tensor-parallel region ends with such a sub-module: nothing may be added to its result or multiplied with
+    it, and no parameter be used behind it.
+
+    Args:
+        module: its class has the forward that is read.
+        name: a direct sub-module.
+        others: names of the other sub-modules and parameters that the module holds.
+    """
+    statements = _statements(module)
+    calling = [each for each in statements if any(_is_call(node, name) for node in _nodes(each))]
+    if len(calling) != 1:
+        return f"the code of its forward does not call {name} in one place"
+    (call,) = (node for node in _nodes(calling[0]) if _is_call(node, name))
+    (value,) = (each for each in _values(calling[0]) if call in set(ast.walk(each)))
+    own = set(ast.walk(call))
+    beside = [node for node in ast.walk(value) if node not in own]
+    results = _stored(calling[0])
+    behind = [each for each in statements if each.lineno > (calling[0].end_lineno or 0)]
+    mixed = [value for each in behind for value in _values(each) if _loaded(ast.walk(value)) & results]
+    if _loaded(beside) - _NEUTRAL or any(_loaded(ast.walk(each)) - results - _NEUTRAL for each in mixed):
+        return f"its forward computes with what {name} returns"
+    later = [*beside, *(node for each in behind for node in _nodes(each))]
+    if used := sorted({node.attr for node in later if _is_own(node, others)}):
+        return f"its forward uses {', '.join(used)} behind {name}"
+    return None
+
+
+def scales_alone(model: nn.Module, head: str) -> bool:
+    """Whether all that a model's forward does with its head's result is to scale or cap it, for loss and outputs.
+
+    Then each rank may do it with its own columns of logits.
+    """
+    statements = _statements(model)
+    calling = [each for each in statements if any(_is_call(node, head) for node in _nodes(each))]
+    if len(calling) != 1 or len(results := _stored(calling[0])) != 1:
+        return False
+    (result,) = results
+    uses = [
+        (statement, value)
+        for statement in statements
+        for value in _values(statement)
+        if result in _loaded(ast.walk(value)) or statement is calling[0]
+    ]
+    return all(
+        _hands_on(statement, value, result)
+        or (_stored(statement) == results and _is_scaled(value, result, head))
+        for statement, value in uses
+    )
+
+
+def tensor_inputs(module: nn.Module) -> list[str]:
+    """The inputs of a module's forward besides the first that may be tensors with gradients."""
+    inputs = list(inspect.signature(module.forward).parameters.values())
+    return [
+        each.name
+        for each in inputs[1:]
+        if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+        and not any(part in each.name for part in _WITHOUT_GRADIENT)
+    ]
+
+
+def takes_named_inputs(module: nn.Module) -> bool:
+    """Whether the signature of a module's forward says what it takes."""
+    inputs = inspect.signature(module.forward).parameters.values()
+    return all(each.kind is not each.VAR_POSITIONAL for each in inputs)
+
+
+def returns_tuple(module: nn.Module) -> bool:
+    """Whether a module's forward returns a tuple, or something that its code does not tell to be none."""
+    statements = _statements(module)
+    returned = [each.value for each in statements if isinstance(each, ast.Return) and each.value is not None]
+    names = {value.id for value in returned if isinstance(value, ast.Name)}
+    stored = [each for each in statements if _stored(each) & names and isinstance(each, ast.Assign)]
+    tuples = [
+        each for each in stored if isinstance(each.targets[0], ast.Name) and isinstance(each.value, ast.Tuple)
+    ]
+    return not returned or bool(tuples) or any(isinstance(value, ast.Tuple) for value in returned)
+
+
+def own_names(module: nn.Module) -> set[str]:
+    """The attributes that a module's forward reads, of whatever object."""
+    nodes = (node for statement in _statements(module) for node in _nodes(statement))
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+
+
+def _hands_on(statement: ast.stmt, value: ast.AST, result: str) -> bool:
+    """Whether this only gives the result to the loss, to a class of outputs (`SomeOutput(...)`) or to the caller."""
+    if isinstance(value, ast.BinOp):  # older outputs: (logits,) + outputs[1:]
+        return isinstance(value.op, ast.Add) and isinstance(value.left, ast.Tuple)
+    if not isinstance(value, ast.Call):
+        return isinstance(statement, ast.Return) and isinstance(value, ast.Name)
+    is_output = isinstance(value.func, ast.Name) and "Output" in value.func.id
+    given = [*value.args, *(each.value for each in value.keywords)]
+    is_whole = all(isinstance(each, ast.Name) for each in given if result in _loaded(ast.walk(each)))
+    return is_whole and (is_output or _is_own(value.func, ("loss_function",)))
+
+
+def _is_scaled(value: ast.AST, result: str, head: str) -> bool:
+    """Whether this is the result, multiplied, divided, capped by tanh or in float32."""
+    if isinstance(value, ast.Name) or _is_call(value, head):
+        return _is_call(value, head) or value.id == result  # type: ignore[attr-defined]
+    if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Mult, ast.Div)):
+        nodes = list(ast.walk(value.right))
+        is_number = _loaded(nodes) <= {"self"} and not any(isinstance(node, ast.Call) for node in nodes)
+        return is_number and _is_scaled(value.left, result, head)
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        inner = value.args[0] if value.func.attr == "tanh" and value.args else value.func.value
+        return value.func.attr in ("tanh", "float", "contiguous") and _is_scaled(inner, result, head)
+    return False
+
+
+def _statements(module: nn.Module) -> list[ast.stmt]:
+    """All statements of a module's forward; none where its code cannot be read."""
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(type(module).forward)))
+        (tree,) = ast.parse(source).body
+    except (OSError, TypeError, ValueError, SyntaxError):
+        return []
+    return [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and node is not tree]
+
+
+def _values(statement: ast.stmt) -> list[ast.expr]:
+    """What a statement itself evaluates; of a tuple that it returns each entry on its own."""
+    if isinstance(statement, ast.Return) and isinstance(statement.value, ast.Tuple):
+        return statement.value.elts
+    targets = _targets(statement)
+    if isinstance(statement, ast.AugAssign) and isinstance(
+        statement.target, ast.Name
+    ):  # reads what it changes
+        return [ast.BinOp(ast.Name(statement.target.id, ast.Load()), statement.op, statement.value)]
+    if any(isinstance(target, (ast.Subscript, ast.Attribute)) for target in targets):
+        return [ast.Tuple([*targets, *filter(None, [getattr(statement, "value", None)])], ast.Load())]
+    return [
+        each for each in ast.iter_child_nodes(statement) if isinstance(each, ast.expr) and each not in targets
+    ]
+
+
+def _targets(statement: ast.stmt) -> list[ast.expr]:
+    single = [statement.target] if isinstance(statement, (ast.AugAssign, ast.AnnAssign, ast.For)) else []
+    return statement.targets if isinstance(statement, ast.Assign) else single
+
+
+def _nodes(statement: ast.stmt) -> list[ast.AST]:
+    return [node for value in _values(statement) for node in ast.walk(value)]
+
+
+def _stored(statement: ast.stmt) -> set[str]:
+    names = (node for target in _targets(statement) for node in ast.walk(target))
+    return {node.id for node in names if isinstance(node, ast.Name)}
+
+
+def _loaded(nodes: Iterable[Any]) -> set[str]:
+    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+
+
+def _is_call(node: ast.AST, name: str) -> bool:
+    """Whether this is `self.name(...)`."""
+    return isinstance(node, ast.Call) and _is_own(node.func, (name,))
+
+
+def _is_own(node: Any, names: Collection[str]) -> bool:
+    """Whether this is one of these attributes of `self`."""
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+        and node.attr in names
+    )

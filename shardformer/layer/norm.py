@@ -1,0 +1,91 @@
+"""A root-mean-square norm over activations that are split over the tensor axis."""
+
+# B batch, S sequence, H features of all ranks together, T size of the group
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from ...cluster.collectives import copy_to, reduce_from
+from ...cluster.placement import Shard, place
+from .parallel_module import ParallelModule
+
+# Under what name classes of transformers and torch keep what they add to the mean of squares.
+_EPSILONS = ("variance_epsilon", "eps")
+
+
+def norm_faults(native: nn.Module) -> list[str]:
+    """Why a norm cannot be split over its features; empty when it can.
+
+    Tried on numbers of its own, as classes of any name compute it, and some that look alike differ.
+    """
+    weight, epsilon = getattr(native, "weight", None), _epsilon(native)
+    others = [name for name, _ in native.named_parameters() if name != "weight"]
+    if not isinstance(weight, Parameter) or weight.ndim != 1 or epsilon is None or others:
+        return ["is not a root-mean-square norm of one weight: name it in partial, or write a policy for it"]
+    drawn = torch.Generator("cpu").manual_seed(0)
+    features = weight.shape[0]
+    x_BH = torch.randn(2, features, generator=drawn, device="cpu")
+    trial = copy.copy(native)
+    trial._parameters = {
+        **native._parameters,
+        "weight": Parameter(torch.rand(features, generator=drawn, device="cpu") + 0.5),
+    }
+    expected_BH = _normalized(x_BH, trial.weight, x_BH.pow(2).mean(-1, keepdim=True), epsilon)
+    with torch.no_grad():
+        if torch.allclose(trial(x_BH), expected_BH, rtol=1e-5, atol=1e-6):
+            return []
+    return [f"computes something else than weight * x / sqrt(mean(x²) + {epsilon}): use tp_size=1"]
+
+
+class SplitRMSNorm(ParallelModule):
+    """A root-mean-square norm of features that are split: each rank norms its own by the mean over all ranks.
+
+    Args:
+        native: the norm to split; see `norm_faults`.
+        process_group: the tensor axis, of size T.
+        copies: how many neighbouring ranks hold the same features (key-value heads fewer than ranks).
+    """
+
+    def __init__(self, native: nn.Module, process_group: dist.ProcessGroup, *, copies: int = 1) -> None:
+        if faults := norm_faults(native):
+            raise TypeError(f"this {type(native).__name__} {faults[0]}")
+        super().__init__()
+        self.group = process_group
+        self.epsilon = _epsilon(native)
+        self.weight: Parameter = native.weight  # type: ignore[assignment]
+        size = process_group.size()
+        shard = Shard(size=size, dim=0, blocks=(self.weight.shape[0],), copies=copies)
+        place(self.weight, shard, process_group.rank())
+        self.train(native.training)
+
+    @staticmethod
+    def from_native_module(
+        module: nn.Module, process_group: dist.ProcessGroup, **kwargs: Any
+    ) -> "SplitRMSNorm":
+        """See the class for the arguments."""
+        return SplitRMSNorm(module, process_group, **kwargs)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        """(B, S, H/T) in and out. All-reduce of (B, S, 1) in forward, and in backward.
+
+        Every rank's activations depend on the mean, so its gradient is summed too. Copies are in it equally often.
+        """
+        squares_BS1 = x_BSH.float().pow(2).mean(-1, keepdim=True) / self.group.size()
+        mean_BS1 = copy_to(reduce_from(squares_BS1, self.group), self.group)
+        return _normalized(x_BSH, self.weight, mean_BS1, self.epsilon)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, epsilon={self.epsilon}, ranks={self.group.size()}"
+
+
+def _normalized(x: Tensor, weight: Tensor, mean: Tensor, epsilon: Any) -> Tensor:
+    return (weight * (x.float() * torch.rsqrt(mean + epsilon))).to(x.dtype)
+
+
+def _epsilon(native: nn.Module) -> Any:
+    return next((getattr(native, name) for name in _EPSILONS if hasattr(native, name)), None)

@@ -1,0 +1,219 @@
+"""What becomes of one layer by a table. Tables are table.py; what becomes of the whole model is table_policy.py."""
+
+from collections.abc import Iterable
+from functools import reduce
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from ..cluster.random import SplitRandom
+from .config_view import ConfigView
+from .head_order import HeadOrder, Heads
+from .layer.held_count import HeldCount
+from .layer.key_value import SharedKeyValueLinear1D_Col
+from .layer.linear import (
+    GPT2FusedLinearConv1D_Col,
+    GPT2FusedLinearConv1D_Row,
+    Linear1D_Col,
+    Linear1D_Row,
+)
+from .layer.norm import SplitRMSNorm
+from .layer.region import (
+    JoinedEntry,
+    JoinedRegion,
+    PartialGradient,
+    Region,
+    RegionExit,
+    SplitParameter,
+)
+from .policy import SubModuleReplacementDescription
+from .table import Table
+from .table_faults import (
+    active_regions,
+    has_parameter,
+    has_submodule,
+    heads_of,
+    native_class,
+    present,
+    widths,
+)
+
+Replacement = SubModuleReplacementDescription
+
+
+class LayerSplit:
+    """How one layer is split.
+
+    Args:
+        table: what is split how.
+        layer: the native one.
+        config: of the model, where it has one.
+        group: the tensor axis.
+    """
+
+    def __init__(self, table: Table, layer: nn.Module, config: Any, group: dist.ProcessGroup) -> None:
+        self._table, self._layer, self._config, self._group = table, layer, config, group
+
+    def replacements(self) -> list[Replacement]:
+        """What takes the places of its sub-modules, or is done to them, in this order."""
+        randoms = self._split_randoms()
+        return [*self._linear_layers(randoms), *self._marks(), *self._regions(randoms)]
+
+    def split_parameters(self) -> list[Replacement]:
+        """The parameters that are split as they are."""
+        table = self._table
+        return [
+            replacement
+            for path, dim in (*table.split.items(), *table.biases.items())
+            for replacement in split_parameter(
+                self._layer, path, dim, copies=self._copies(path), num_blocks=table.fused.get(path, 1)
+            )
+        ]
+
+    def attributes(self) -> dict[str, Any]:
+        """New values of its attributes by path; a module's config is one, changed for this module alone."""
+        table, layer, ranks = self._table, self._layer, self._group.size()
+        values: dict[str, Any] = {}
+        for path in _held(layer, table.divide):
+            whole = _attribute(layer, path)
+            values[path] = HeldCount(whole // ranks, whole) if path in table.divisors else whole // ranks
+        attends = not table.key_value or present(layer, table.key_value)  # some layers attend otherwise
+        if table.groups is not None and attends:
+            values[table.groups] = _attribute(layer, table.groups) // self._heads.copies
+        for path in _held(layer, table.divide_key_value):
+            values[path] = _attribute(layer, path) * self._heads.copies // ranks
+        for path in table.divide:
+            config, _, name = path.rpartition(".")
+            if path not in values and has_submodule(layer, config.rpartition(".")[0]):
+                known = values.get(config, _attribute(layer, config))
+                values[config] = ConfigView(known, **{name: _attribute(layer, path) // ranks})
+        return values
+
+    def _linear_layers(self, randoms: dict[str, SplitRandom]) -> list[Replacement]:
+        table = self._table
+        at_row = {table.dropout[region].row: split_random for region, split_random in randoms.items()}
+        column = self._put(
+            table.column, self._column_type, lambda name: {**self._column_kwargs(name), **self._native(name)}
+        )
+        row = self._put(
+            table.row, self._row_type, lambda name: {"split_random": at_row.get(name), **self._native(name)}
+        )
+        gathered = self._put(table.gathered, self._column_type, lambda name: {"gather_output": True})
+        scattered = self._put(table.scattered, self._row_type, lambda name: {"split_input": True})
+        return [*column, *row, *gathered, *scattered]
+
+    def _marks(self) -> list[Replacement]:
+        """What is marked as it is: exits, partial gradients, and norms over all heads."""
+        table = self._table
+        return [
+            *self._put(table.exits, lambda name: RegionExit),
+            *self._put(table.partial, lambda name: PartialGradient),
+            *(
+                Replacement(suffix=owner, target_module=PartialGradient, kwargs={"name": name})
+                for path in table.partial
+                if has_parameter(self._layer, path)
+                for owner, _, name in [path.rpartition(".")]
+            ),
+            *self._put(table.norms, lambda name: SplitRMSNorm, lambda name: {"copies": self._copies(name)}),
+        ]
+
+    def _regions(self, randoms: dict[str, SplitRandom]) -> list[Replacement]:
+        """Entries, after the layers themselves: a region may be a single layer, or begin at several."""
+        table = self._table
+        regions = [name for name in active_regions(self._layer, table) if name not in table.joined]
+        joined = [
+            Replacement(suffix=name, target_module=JoinedRegion, kwargs={"entry": entry})
+            for region in present(self._layer, table.joined)
+            for entry in [JoinedEntry(len(table.joined[region]), split_random=randoms.get(region))]
+            for name in table.joined[region]
+        ]
+        single = self._put(
+            regions,
+            lambda name: Region,
+            lambda name: {
+                "split_random": randoms.get(name),
+                "second_input": table.second_input.get(name),
+                **self._by_head(name),
+            },
+        )
+        return [*joined, *single]
+
+    def _put(self, names: Iterable[str], target: Any, kwargs: Any = lambda name: {}) -> list[Replacement]:
+        """Replacements of those sub-modules that the layer has; target and arguments by name."""
+        return [
+            Replacement(suffix=name, target_module=target(name), kwargs=kwargs(name))
+            for name in present(self._layer, names)
+        ]
+
+    def _column_type(self, name: str) -> Any:
+        if isinstance(self._table.fused.get(name), HeadOrder) and self._heads.copies > 1:
+            return SharedKeyValueLinear1D_Col
+        return GPT2FusedLinearConv1D_Col if self._is_conv1d(name) else Linear1D_Col
+
+    def _row_type(self, name: str) -> Any:
+        return GPT2FusedLinearConv1D_Row if self._is_conv1d(name) else Linear1D_Row
+
+    def _is_conv1d(self, name: str) -> bool:
+        return isinstance(self._layer.get_submodule(name), Conv1D)
+
+    def _native(self, name: str) -> dict[str, Any]:
+        return {"native_class": native_class(self._layer.get_submodule(name), self._table)}
+
+    def _column_kwargs(self, name: str) -> dict[str, Any]:
+        kwargs: dict[str, Any] = {"reduce_input_gradient": False}
+        fused = self._table.fused.get(name)
+        if fused is not None:
+            _, outputs = widths(self._layer.get_submodule(name))
+            if isinstance(fused, HeadOrder):
+                kwargs["split_sizes"] = self._heads.block_sizes(fused, outputs)
+                kwargs["stretches"] = self._heads.stretches(fused)
+                if self._heads.copies > 1:
+                    kwargs["num_key_value_heads"] = self._heads.key_value
+            else:
+                kwargs["split_sizes"] = (outputs // fused,) * fused
+        if name in self._table.key_value:
+            kwargs["copies"] = self._copies(name)
+        return kwargs
+
+    def _copies(self, name: str) -> int:
+        """How many neighbouring ranks hold the same piece."""
+        return self._heads.copies if name in self._table.key_value else 1
+
+    def _by_head(self, region: str) -> dict[str, Any]:
+        names = self._table.by_head.get(region)
+        return {} if names is None else {"by_head": names, "num_heads": self._config.num_attention_heads}
+
+    @property
+    def _heads(self) -> Heads:
+        return heads_of(self._config, self._layer, self._table, self._group.size())
+
+    def _split_randoms(self) -> dict[str, SplitRandom]:
+        """A random state per region that drops at random, none for a probability of 0."""
+        device = next(self._layer.parameters()).device
+        return {
+            region: SplitRandom(self._group.rank(), device)
+            for region, dropout in self._table.dropout.items()
+            if has_submodule(self._layer, region) and _attribute(self._layer, dropout.probability) > 0
+        }
+
+
+def split_parameter(
+    root: nn.Module, path: str, dim: int, *, copies: int = 1, num_blocks: Any = 1
+) -> list[Replacement]:
+    """The split of a parameter as it is, where it is; see `SplitParameter` for the arguments."""
+    owner, _, name = path.rpartition(".")
+    if path not in {held for held, _ in root.named_parameters(remove_duplicate=False)}:
+        return []
+    kwargs = {"name": name, "dim": dim, "copies": copies, "num_blocks": num_blocks}
+    return [Replacement(suffix=owner, target_module=SplitParameter, kwargs=kwargs)]
+
+
+def _held(layer: nn.Module, attributes: Iterable[str]) -> list[str]:
+    """Those attributes whose modules the layer has."""
+    return [path for path in attributes if has_submodule(layer, path.rpartition(".")[0])]
+
+
+def _attribute(root: Any, path: str) -> Any:
+    return reduce(getattr, path.split("."), root)

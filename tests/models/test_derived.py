@@ -1,0 +1,116 @@
+"""Model types without a table, by the plans that transformers has for them, beside one process."""
+
+from dataclasses import replace
+
+import pytest
+
+from echelon.shardformer import Policy, policy_for, table_for
+from echelon.shardformer.derived import derived_table
+from echelon.verify.layout import Layout
+from echelon.verify.models import ModelChoice
+from echelon.verify.parity import parity
+
+from ..pool import Pool
+
+LAYOUTS = (Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2), Layout(tp=2, dp=2, zero=1))
+QUICK_LAYOUT = Layout(tp=2, pp=2)
+# Experts, latent attention, and gathered projections beside plain ones.
+QUICK = ("exaone_moe", "minicpm3", "qwen3_5_text")
+TYPES = (
+    *QUICK,
+    "apertus",
+    "arcee",
+    "cwm",
+    "deepseek_v2",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "exaone4",
+    "gemma",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "granite_swa",
+    "helium",
+    "hy_v3",
+    "hyperclovax",
+    "internlm3",
+    "iquestcoder",
+    "jais2",
+    "laguna",
+    "mellum",
+    "ministral",
+    "ministral3",
+    "olmo",
+)
+# What of a type with a table must be derived alike.
+WRITTEN = ("gemma2", "granite", "llama", "mistral", "mixtral", "qwen2", "qwen3")
+
+
+def rows() -> list[object]:
+    """Model and layout of every row."""
+    return [
+        pytest.param(
+            ModelChoice(model_type=name),
+            layout,
+            id=f"{name}-{layout}",
+            marks=() if name in QUICK and layout == QUICK_LAYOUT else pytest.mark.slow,
+        )
+        for name in TYPES
+        if table_for(name) is None
+        for layout in LAYOUTS
+    ]
+
+
+@pytest.mark.parametrize(("choice", "layout"), rows())
+def test_a_model_without_a_table_trains_as_one_process_does(
+    pool: Pool, choice: ModelChoice, layout: Layout
+) -> None:
+    reports = pool.run(layout.world_size, parity, choice, layout, timeout=120.0)
+    assert len({report.departure for report in reports}) == 1, "ranks disagree on the verdict"
+    assert reports[0].departure is None
+
+
+@pytest.mark.parametrize("model_type", WRITTEN)
+def test_the_derived_table_of_a_type_is_the_written_one(model_type: str) -> None:
+    derived = derived_table(ModelChoice(model_type=model_type).build_on_meta())
+    written = table_for(model_type)
+    assert written is not None
+    # A plan is for a whole family, so all that it names may be missing somewhere.
+    assert replace(derived, optional=written.optional) == written
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "reasons"),
+    [
+        (
+            "doge",
+            {"tp_size": 2},
+            ["self_attn.A is whole among split", "'self_attn.dt_proj', 'self_attn.o_proj'"],
+        ),
+        ("longcat_flash", {"tp_size": 2}, ["'moe_identity_expert', which is not known"]),
+        ("glm_moe_dsa", {"num_stages": 2}, ["hands on more than hidden states", "takes prev_topk_indices"]),
+        ("olmoe", {"num_stages": 2}, ["has no base_model_pp_plan"]),
+        ("gpt_oss", {"tp_size": 2}, ["has no base_model_tp_plan"]),
+        ("phi4_multimodal", {"num_stages": 2}, ["does not say when embed_tokens_extend runs"]),
+    ],
+)
+def test_what_a_plan_does_not_cover_is_refused(
+    model_type: str, sizes: dict[str, int], reasons: list[str]
+) -> None:
+    policy = policy_for_small(model_type)
+    told = "\n".join(policy.faults(**sizes))
+    assert all(reason in told for reason in reasons), told
+
+
+@pytest.mark.parametrize("model_type", ["hrm_text", "codegen"])
+def test_a_model_without_table_and_plan_is_refused(model_type: str) -> None:
+    with pytest.raises(ValueError, match="transformers does not say how to split it"):
+        policy_for_small(model_type)
+
+
+def policy_for_small(model_type: str) -> Policy:
+    """The policy of a small model without memory."""
+    model = ModelChoice(model_type=model_type).build_on_meta()
+    policy = policy_for(model)
+    policy.set_model(model)
+    return policy
