@@ -31,13 +31,13 @@ class Role(NamedTuple):
         arity: what a layer there would return (see `StagePlan.arity`).
         own_runs: of a layer that runs several times, the first of its runs that is the stage's and the one after
             the last.
-        arrival: of a layer that is recalled, which of the tensors that arrive is its output.
+        arrives_as: of a layer that is recalled, which of the tensors that arrive is its output.
     """
 
     kind: type[StandIn]
     arity: int = 0
     own_runs: tuple[int, int] = (0, 0)
-    arrival: int = 0
+    arrives_as: int = 0
 
 
 Roles = dict[str, Role]  # by path; elsewhere stands what the stage holds
@@ -111,7 +111,7 @@ def _collecting_roles(stack: Stack, start: int, stop: int) -> Roles:
     for index, path in enumerate(stack.paths):
         if index < start:
             roles[path] = Role(
-                Recalled, 0 if stack.changes_shape(path) else stack.plan.arity, arrival=index + 1
+                Recalled, 0 if stack.changes_shape(path) else stack.plan.arity, arrives_as=index + 1
             )
         elif index >= stop:
             roles[path] = Role(LeavingWithAll)
