@@ -54,9 +54,16 @@ def sized_config(model_type: str, size: str, *, vocabulary: int, sequence_length
         "head_dim": hidden // heads,
         "intermediate_size": width,
         "max_position_embeddings": sequence_length,
+        "attention_types": [[["global", "local"], layers // 2]],  # GPT-Neo says it for every layer
+        "rotary_dim": hidden // heads,  # GPT-J's own is wider than small heads
+        "pad_token_id": None,  # the usual one may be outside of this vocabulary
     }
     usual = AutoConfig.for_model(model_type)
-    known = {name: value for name, value in settings.items() if hasattr(usual, name)}
+    known = {
+        name: value
+        for name, value in settings.items()
+        if hasattr(usual, name) and not isinstance(getattr(type(usual), name, None), property)
+    }
     dropouts = {
         name: 0.0 for name, value in vars(usual).items() if "drop" in name and isinstance(value, float)
     }
