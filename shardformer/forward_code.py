@@ -42,7 +42,9 @@ def exit_fault(module: nn.Module, name: str, others: Collection[str]) -> str | N
     if _loaded(beside) - _NEUTRAL or any(_loaded(ast.walk(each)) - results - _NEUTRAL for each in mixed):
         return f"its forward computes with what {name} returns"
     later = [*beside, *(node for each in behind for node in _nodes(each))]
-    if used := sorted({node.attr for node in later if _is_own(node, others)}):
+    if used := sorted(
+        {node.attr for node in later if isinstance(node, ast.Attribute) and _is_own(node, others)}
+    ):
         return f"its forward uses {', '.join(used)} behind {name}"
     return None
 
@@ -50,8 +52,15 @@ def exit_fault(module: nn.Module, name: str, others: Collection[str]) -> str | N
 def scales_alone(model: nn.Module, head: str) -> bool:
     """Whether all that a model's forward does with its head's result is to scale or cap it, for loss and outputs.
 
-    Then each rank may do it with its own columns of logits.
+    Then each rank may do it with its own columns of logits. A head further in must be what the modules around
+    it return.
     """
+    head, _, path = head.partition(".")
+    outer = model.get_submodule(head) if path else model
+    for name in filter(None, path.split(".")):
+        if exit_fault(outer, name, [own for own, _ in outer.named_parameters(recurse=False)]) is not None:
+            return False
+        outer = outer.get_submodule(name)
     statements = _statements(model)
     calling = [each for each in statements if any(_is_call(node, head) for node in _nodes(each))]
     if len(calling) != 1 or len(results := _stored(calling[0])) != 1:

@@ -31,11 +31,9 @@ def norm_faults(native: nn.Module) -> list[str]:
     features = weight.shape[0]
     x_BH = torch.randn(2, features, generator=drawn, device="cpu")
     trial = copy.copy(native)
-    trial._parameters = {
-        **native._parameters,
-        "weight": Parameter(torch.rand(features, generator=drawn, device="cpu") + 0.5),
-    }
-    expected_BH = _normalized(x_BH, trial.weight, x_BH.pow(2).mean(-1, keepdim=True), epsilon)
+    tried = Parameter(torch.rand(features, generator=drawn, device="cpu") + 0.5)
+    trial._parameters = {**native._parameters, "weight": tried}
+    expected_BH = _normalized(x_BH, tried, x_BH.pow(2).mean(-1, keepdim=True), epsilon)
     with torch.no_grad():
         if torch.allclose(trial(x_BH), expected_BH, rtol=1e-5, atol=1e-6):
             return []
