@@ -9,7 +9,17 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from .small import DEFAULT_HEAD, END, EXPERTS, FURTHER_HEADS, HEAD_SETTINGS, SETTINGS, STIRRED, VOCABULARY
+from .small import (
+    BATCHES_OF_THEIR_OWN,
+    DEFAULT_HEAD,
+    END,
+    EXPERTS,
+    FURTHER_HEADS,
+    HEAD_SETTINGS,
+    SETTINGS,
+    STIRRED,
+    VOCABULARY,
+)
 
 # The Auto class that builds each head; None where FURTHER_HEADS names the class.
 HEADS: dict[str, str | None] = {
@@ -63,7 +73,8 @@ class ModelChoice:
     @property
     def is_of_images(self) -> bool:
         """Whether its input is images alone."""
-        return getattr(heads_of(self.model_type)[self.head_name], "main_input_name", "") == "pixel_values"
+        main_input = getattr(heads_of(self.model_type)[self.head_name], "main_input_name", "")
+        return main_input == "pixel_values" and self.model_type not in BATCHES_OF_THEIR_OWN
 
     @property
     def is_encoder_decoder(self) -> bool:

@@ -25,6 +25,9 @@ DEFAULT_HEAD = {
     "whisper": "speech",
 }
 
+# Model types whose batches are made in modal_batch.py.
+BATCHES_OF_THEIR_OWN = ("blip-2", "sam", "sam_vision_model", "whisper")
+
 # How far the weights of models of images are moved from where they begin: tokens, position biases and linear biases
 # begin at zero, where a wrong order does not show and SwinV2's cosines of zero vectors have noise for a gradient.
 STIRRED = 0.1
