@@ -86,7 +86,7 @@ class LayerSplit:
             values[path] = _attribute(layer, path) * self._heads.copies // ranks
         for path in table.divide:
             config, _, name = path.rpartition(".")
-            if path not in values and has_submodule(layer, config.rpartition(".")[0]):
+            if path not in values and _has_attribute(layer, config):
                 known = values.get(config, _attribute(layer, config))
                 values[config] = ConfigView(known, **{name: _attribute(layer, path) // ranks})
         return values
@@ -195,7 +195,8 @@ class LayerSplit:
         return {
             region: SplitRandom(self._group.rank(), device)
             for region, dropout in self._table.dropout.items()
-            if has_submodule(self._layer, region) and _attribute(self._layer, dropout.probability) > 0
+            if region in active_regions(self._layer, self._table)
+            and _attribute(self._layer, dropout.probability) > 0
         }
 
 
@@ -213,6 +214,11 @@ def split_parameter(
 def _held(layer: nn.Module, attributes: Iterable[str]) -> list[str]:
     """Those attributes whose modules the layer has."""
     return [path for path in attributes if has_submodule(layer, path.rpartition(".")[0])]
+
+
+def _has_attribute(layer: nn.Module, path: str) -> bool:
+    owner, _, name = path.rpartition(".")
+    return has_submodule(layer, owner) and hasattr(layer.get_submodule(owner), name)
 
 
 def _attribute(root: Any, path: str) -> Any:

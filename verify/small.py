@@ -117,7 +117,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     },
     "swin": _WINDOWS,
     # Its norms stand behind the layers: what is small there brings its rounding with it.
-    "swinv2": {**_WINDOWS},
+    "swinv2": {**_WINDOWS, "initializer_range": 0.02, "layer_norm_eps": 0.1},
     "blip-2": {
         "text_config": {"model_type": "t5"},
         "num_query_tokens": NUM_QUERIES,
@@ -162,7 +162,7 @@ HEAD_SETTINGS: dict[tuple[str, str], dict[str, object]] = {
         "use_shared_relative_position_bias": True,
     },
     # Batch norms of more than a few numbers.
-    ("beit", "segmentation"): {"image_size": [15, 21], "pool_scales": [2, 3]},
+    ("beit", "segmentation"): {"image_size": [15, 21], "pool_scales": [2, 3], "initializer_range": 0.2},
     ("swin", "masked_image"): {"image_size": 24},
     ("swinv2", "masked_image"): {"image_size": 24},
 }
