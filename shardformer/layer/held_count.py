@@ -22,5 +22,5 @@ class HeldCount(int):
     def __rfloordiv__(self, width: int) -> int:
         return width // self.whole
 
-    def __getnewargs__(self) -> tuple[int, int]:  # for copies and pickles
+    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]  # for copies and pickles
         return int(self), self.whole
