@@ -28,17 +28,9 @@ from .layer.region import (
     RegionExit,
     SplitParameter,
 )
+from .lookup import active_regions, has_parameter, has_submodule, heads_of, native_class, present, widths
 from .policy import SubModuleReplacementDescription
 from .table import Table
-from .table_faults import (
-    active_regions,
-    has_parameter,
-    has_submodule,
-    heads_of,
-    native_class,
-    present,
-    widths,
-)
 
 Replacement = SubModuleReplacementDescription
 

@@ -1,8 +1,7 @@
 """Why a model cannot be split by a table over so many ranks. What the split is: table_policy.py."""
 
 import inspect
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import reduce
+from collections.abc import Collection, Mapping, Sequence
 from math import gcd
 from typing import Any
 
@@ -12,11 +11,21 @@ from transformers.pytorch_utils import Conv1D
 
 from ..cluster.mesh import divisors
 from ..pipeline.plan import is_within
-from .head_order import HeadOrder, Heads
+from .head_order import HeadOrder
 from .layer.embedding import embedding_faults
 from .layer.loss import reads_weights
 from .layer.norm import norm_faults
 from .layer.parallel_module import native_faults
+from .lookup import (
+    active_regions,
+    has_parameter,
+    has_submodule,
+    heads_of,
+    layers_of,
+    native_class,
+    present,
+    widths,
+)
 from .table import Table
 
 ATTENTIONS_FAULT = (  # of the config or a call
@@ -57,65 +66,6 @@ def table_faults(
     ]
 
 
-def widths(projection: Any) -> tuple[int, int]:
-    """Input and output features of an nn.Linear or of transformers' Conv1D."""
-    rows, columns = projection.weight.shape
-    return (rows, columns) if isinstance(projection, Conv1D) else (columns, rows)
-
-
-def heads_of(config: Any, layer: nn.Module, table: Table, ranks: int) -> Heads:
-    """The heads of a layer's attention; of one that is not yet split."""
-    path = table.key_value_heads
-    key_value: Any = config.num_key_value_heads if path is None else reduce(getattr, path.split("."), layer)
-    return Heads(query=config.num_attention_heads, key_value=key_value, ranks=ranks)
-
-
-def native_class(projection: nn.Module, table: Table) -> type[nn.Module] | None:
-    """The layer's class, where the table says that it computes what a plain linear layer does."""
-    kind = type(projection)
-    return kind if kind.__name__ in table.native and issubclass(kind, nn.Linear) else None
-
-
-def has_submodule(model: nn.Module, name: str) -> bool:
-    """Whether a module has a sub-module of this path."""
-    try:
-        model.get_submodule(name)
-    except AttributeError:
-        return False
-    return True
-
-
-def has_parameter(module: nn.Module, name: str) -> bool:
-    """Whether a module has a parameter of this path."""
-    owner, _, own_name = name.rpartition(".")
-    return has_submodule(module, owner) and own_name in module.get_submodule(owner)._parameters
-
-
-def present(root: nn.Module, names: Iterable[str]) -> list[str]:
-    """Those names that are sub-modules, in their order."""
-    return [name for name in names if has_submodule(root, name)]
-
-
-def active_regions(layer: nn.Module, table: Table) -> list[str]:
-    """The regions that a layer has: something of what it holds is split, and lies in no region further in."""
-    held = {*dict(layer.named_modules()), *dict(layer.named_parameters())}
-    named = (name for name in (*table.column, *table.row, *table.split) if name in held)
-    found = {table.region_of(name) for name in named}
-    return [region for region in table.regions if region in found]
-
-
-def layers_of(model: nn.Module, stacks: Iterable[str]) -> dict[str, nn.Module]:
-    """All layers of these lists of layers, by their paths; a module that is no list is one layer."""
-    found: dict[str, nn.Module] = {}
-    for stack in stacks:
-        module = model.get_submodule(stack)
-        if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            found |= {f"{stack}.{name}": layer for name, layer in module.named_children()}
-        else:
-            found[stack] = module
-    return found
-
-
 def _missing(
     model: nn.Module, layers: Mapping[str, nn.Module], table: Table, ends: Collection[str]
 ) -> list[str]:
@@ -133,22 +83,6 @@ def _missing(
         for owner, _, own_name in [name.rpartition(".")]
         if has_submodule(layer, owner) and own_name not in dict(layer.get_submodule(owner).named_parameters())
         if name not in table.optional
-    ]
-    found += [
-        f"the table names the attribute {name!r} of a layer, and {path} has none of that name"
-        for name in table.divide
-        for owner, _, own_name in [name.rpartition(".")]
-        for path in [
-            next(
-                (
-                    path
-                    for path, layer in layers.items()
-                    if has_submodule(layer, owner) and not hasattr(layer.get_submodule(owner), own_name)
-                ),
-                None,
-            )
-        ]
-        if path is not None
     ]
     found += [
         f"the table names {name!r}, and the model has no such module"
@@ -368,13 +302,6 @@ def _input_faults(layers: Mapping[str, nn.Module], table: Table) -> list[str]:
         for known in [inspect.signature(layer.get_submodule(held).forward).parameters]
         if name not in known
     ]
-
-
-def split_paths(model: nn.Module, table: Table, *, stacks: Sequence[str], ends: Collection[str]) -> set[str]:
-    """The paths of all modules whose parameters a table splits. See `table_faults` for the arguments."""
-    owners = (name.rpartition(".")[0] for name in (*table.split, *table.biases))
-    names = (*table.column, *table.row, *table.gathered, *table.scattered, *owners)
-    return {*ends, *(f"{path}.{name}" for path in layers_of(model, stacks) for name in names)}
 
 
 def tie_faults(model: nn.Module, split: Collection[str]) -> list[str]:

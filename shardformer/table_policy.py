@@ -12,18 +12,11 @@ from .forward_code import scales_alone
 from .layer.embedding import VocabParallelEmbedding1D, VocabParallelLMHead1D
 from .layer.loss import route_loss
 from .layer_split import LayerSplit, split_parameter
+from .lookup import has_submodule, layers_of, present, split_paths
 from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from .shard_config import ShardConfig
 from .table import PartStages, Table, table_for
-from .table_faults import (
-    ATTENTIONS_FAULT,
-    has_submodule,
-    layers_of,
-    present,
-    split_paths,
-    table_faults,
-    tie_faults,
-)
+from .table_faults import ATTENTIONS_FAULT, table_faults, tie_faults
 
 Replacement = SubModuleReplacementDescription
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from echelon.cluster.collectives import gather_from, gather_to
 from echelon.shardformer import table as table_module
 from echelon.shardformer.head_order import HeadOrder, Heads
-from echelon.shardformer.layer import key_value, linear, region
+from echelon.shardformer.layer import key_value, region
 from echelon.shardformer.table import Table
 from echelon.shardformer.tables.phi3 import PHI3
 from echelon.verify.layout import Layout
@@ -96,7 +96,7 @@ def gate_and_up_in_one_block() -> str | None:
 
 
 def a_column_that_is_a_region_without_its_entry() -> str | None:
-    with patch.object(linear, "copy_to", lambda x, group: x):
+    with patch.object(region, "copy_to", lambda x, group: x):
         return departure("opt")
 
 

@@ -44,7 +44,7 @@ def test_an_attribute_that_a_layer_lacks_is_told() -> None:
     model = build_timm()
     del model.blocks[1].attn.attn_dim
     (told,) = faults(model, tp_size=2)
-    assert "names the attribute 'attn.attn_dim' of a layer, and blocks.1 has none" in told
+    assert "names 'attn.attn_dim' in a layer, and blocks.1 has no attribute of this name" in told
 
 
 def train_split() -> None:
