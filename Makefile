@@ -38,7 +38,8 @@ test: lint
 	$(BIN)/pytest -q -m "not slow"
 
 test-all: lint
-	$(BIN)/pytest -q
+	KEEP_MATRIX=verify/matrix.json $(BIN)/pytest -q
+	$(BIN)/echelon models --markdown > docs/models.md
 
 lint: $(READY) links
 	$(BIN)/ruff check

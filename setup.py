@@ -34,4 +34,8 @@ def packages() -> list[str]:
 
 
 if __name__ == "__main__":
-    setup(packages=packages(), package_dir=package_dir(), package_data={"echelon": ["py.typed"]})
+    setup(
+        packages=packages(),
+        package_dir=package_dir(),
+        package_data={"echelon": ["py.typed"], "echelon.verify": ["matrix.json"]},
+    )

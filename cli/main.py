@@ -2,6 +2,7 @@
 
 import typer
 
+from .models import models
 from .timeline import timeline
 from .verify import verify
 
@@ -11,6 +12,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(models)
 app.command()(timeline)
 app.command()(verify)
 
