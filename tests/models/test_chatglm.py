@@ -14,6 +14,7 @@ from .chatglm import ChatGLMConfig, ChatGLMForConditionalGeneration, register_ch
 
 # Two key-value groups: on four ranks two share one.
 LAYOUTS = (Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2), Layout(tp=2, dp=2, zero=1), Layout(tp=4))
+QUICK = (("causal", "tp2·pp2·fp32"), ("classification", "tp4·fp32"))
 
 
 def registered_parity(choice: ModelChoice, layout: Layout) -> Report:
@@ -21,10 +22,20 @@ def registered_parity(choice: ModelChoice, layout: Layout) -> Report:
     return parity(choice, layout)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("head", ["causal", "classification"])
-def test_chatglm_trains_as_one_process_does(pool: Pool, head: str, layout: Layout) -> None:
-    choice = ModelChoice(model_type="chatglm", head=head)
+ROWS = [
+    pytest.param(
+        ModelChoice(model_type="chatglm", head=head),
+        layout,
+        id=f"{head}-{layout}",
+        marks=[pytest.mark.slow] * ((head, str(layout)) not in QUICK),
+    )
+    for head in ("causal", "classification")
+    for layout in LAYOUTS
+]
+
+
+@pytest.mark.parametrize(("choice", "layout"), ROWS)
+def test_chatglm_trains_as_one_process_does(pool: Pool, choice: ModelChoice, layout: Layout) -> None:
     assert pool.run(layout.world_size, registered_parity, choice, layout, timeout=120.0)[0].departure is None
 
 

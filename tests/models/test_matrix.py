@@ -1,12 +1,12 @@
 """Every model type that has a table, with every head that transformers has for it, beside one process.
 
-A row per model type is quick, the others are `slow`.
+A row per table is quick, the others are `slow`.
 """
 
 import pytest
 from transformers import CONFIG_MAPPING
 
-from echelon.shardformer import model_types
+from echelon.shardformer import model_types, table_for
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice, heads_of
 from echelon.verify.parity import parity
@@ -34,11 +34,13 @@ def choices(model_type: str) -> list[ModelChoice]:
 
 def rows() -> list[object]:
     """Model and layout of every row."""
-    found = []
+    found, tables = [], []
     for model_type in filter(CONFIG_MAPPING.__contains__, model_types()):  # chatglm is in test_chatglm.py
+        is_first = table_for(model_type) not in tables
+        tables.append(table_for(model_type))
         for number, choice in enumerate(choices(model_type)):
             for layout in (*LAYOUTS, *((Layout(tp=4), Layout(pp=4)) if model_type in WIDE else ())):
-                is_quick = number == 0 and layout == QUICK_LAYOUT
+                is_quick = is_first and number == 0 and layout == QUICK_LAYOUT
                 name = f"{model_type}-{choice.head_name}{'-tied' * choice.tied}-{layout}"
                 marks = () if is_quick else pytest.mark.slow
                 found.append(pytest.param(choice, layout, id=name, marks=marks))

@@ -132,7 +132,7 @@ def check_all(cases: list[Case]) -> None:
             check(case)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", CASES)
 def test_loss_and_gradients_are_those_of_the_whole_model(pool: Pool, family: str, ranks: int) -> None:
     pool.run(ranks, check_all, CASES[family])

@@ -36,6 +36,7 @@ def causal_types() -> list[str]:
         name
         for name in model_types()
         if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and name not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        if not AutoConfig.for_model(name).is_encoder_decoder
     ]
 
 
@@ -45,20 +46,32 @@ def sized_config(model_type: str, size: str, *, vocabulary: int, sequence_length
     Names that a type does not have are left out: GPT-2 has no key-value heads.
     """
     hidden, layers, heads, key_value_heads, width = SIZES[size]
+    head = hidden // heads
     settings = {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": key_value_heads,
-        "head_dim": hidden // heads,
+        "head_dim": head,
         "intermediate_size": width,
         "max_position_embeddings": sequence_length,
         "attention_types": [[["global", "local"], layers // 2]],  # GPT-Neo says it for every layer
-        "rotary_dim": hidden // heads,  # GPT-J's own is wider than small heads
+        "rotary_dim": head,  # GPT-J's own is wider than small heads
+        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8),
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": width // 4,
+        "shared_expert_intermediate_size": width // 4,
         "pad_token_id": None,  # the usual one may be outside of this vocabulary
     }
     usual = AutoConfig.for_model(model_type)
+    if hasattr(usual, "kv_lora_rank"):  # keys and values of every head, made from a few numbers of a token
+        settings |= {"num_key_value_heads": heads, "q_lora_rank": hidden // 2, "kv_lora_rank": hidden // 4}
+        settings |= {"qk_nope_head_dim": head // 2, "qk_rope_head_dim": head // 2, "v_head_dim": head}
+        settings["head_dim"] = head // 2  # of what is rotated
     known = {
         name: value
         for name, value in settings.items()

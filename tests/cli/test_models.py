@@ -1,0 +1,59 @@
+"""`echelon models`: the matrix of the last results, and the page that is made from it."""
+
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from echelon.cli.main import app
+from echelon.cli.models import page
+from echelon.shardformer import model_types
+from echelon.verify.matrix import kept_matrix, layouts_of, rows_of
+
+from ..models.test_matrix import LAYOUTS, choices
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+# Of another library: the matrix is of transformers' own types.
+ELSEWHERE = {"chatglm"}
+
+
+def test_the_page_of_the_docs_is_made_from_the_kept_results() -> None:
+    assert PAGE.read_text() == page(kept_matrix())
+
+
+def test_every_type_with_a_table_was_tried_with_all_heads_under_all_layouts() -> None:
+    rows = kept_matrix()["rows"]
+    for model_type in set(model_types()) - ELSEWHERE:
+        for choice in choices(model_type):
+            head = f"{choice.head_name}, tied" if choice.tied else choice.head_name
+            assert set(map(str, LAYOUTS)) <= rows[model_type][head].keys(), f"{model_type}, {head}"
+
+
+def test_a_cell_says_for_how_many_heads_a_layout_agrees() -> None:
+    outcomes = {
+        "a": {
+            "causal": {"tp2": True, "pp2": False},
+            "token": {"tp2": True, "pp2": True},
+            "base": {"dp2": False},
+        },
+        "b": {"causal": {"tp2": False}},
+    }
+    first, second = rows = rows_of(outcomes)
+    assert layouts_of(rows) == ["tp2", "dp2", "pp2"]
+    assert [first.cell(layout) for layout in ("tp2", "pp2", "dp2", "tp4")] == ["yes", "1 of 2", "no", ""]
+    assert (second.heads, second.cell("tp2"), second.cell("pp2")) == (("causal",), "no", "")
+    text = page({"rows": outcomes, "torch": "1", "transformers": "2"})
+    assert "| a | plan | base; causal; token | yes | no | 1 of 2 |" in text
+    assert page({"rows": {"llama": outcomes["b"]}, "torch": "1", "transformers": "2"}).splitlines()[-1] == (
+        "| llama | table | causal | no |"
+    )
+
+
+def test_the_command_prints_a_row_for_each_type() -> None:
+    result = CliRunner().invoke(app, ["models"])
+    assert result.exit_code == 0
+    assert all(f" {model_type} " in result.output for model_type in set(model_types()) - ELSEWHERE)
+
+
+def test_the_command_prints_the_page() -> None:
+    result = CliRunner().invoke(app, ["models", "--markdown"])
+    assert (result.exit_code, result.output) == (0, page(kept_matrix()))
