@@ -1,5 +1,8 @@
 """LowLevelZeroPlugin: the hybrid plugin with data parallelism and ZeRO alone."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from .hybrid_parallel import HybridParallelPlugin
@@ -46,23 +49,34 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
     ) -> None:
-        super().__init__(
-            precision=precision,
-            zero_stage=stage,
-            zero_size=zero_size,
-            overlap_communication=overlap_communication,
-            overlap_allgather=overlap_allgather,
-            communication_dtype=communication_dtype,
-            cpu_offload=cpu_offload,
-            num_microbatches=num_microbatches,
-            microbatch_size=microbatch_size,
-            initial_scale=initial_scale,
-            min_scale=min_scale,
-            growth_factor=growth_factor,
-            growth_interval=growth_interval,
-            backoff_factor=backoff_factor,
-            hysteresis=hysteresis,
-            max_scale=max_scale,
-            max_norm=max_norm,
-            zero_bucket_size_in_m=reduce_bucket_size_in_m,
-        )
+        with _own_names():
+            super().__init__(
+                precision=precision,
+                zero_stage=stage,
+                zero_size=zero_size,
+                overlap_communication=overlap_communication,
+                overlap_allgather=overlap_allgather,
+                communication_dtype=communication_dtype,
+                cpu_offload=cpu_offload,
+                num_microbatches=num_microbatches,
+                microbatch_size=microbatch_size,
+                initial_scale=initial_scale,
+                min_scale=min_scale,
+                growth_factor=growth_factor,
+                growth_interval=growth_interval,
+                backoff_factor=backoff_factor,
+                hysteresis=hysteresis,
+                max_scale=max_scale,
+                max_norm=max_norm,
+                zero_bucket_size_in_m=reduce_bucket_size_in_m,
+            )
+
+
+@contextmanager
+def _own_names() -> Iterator[None]:
+    """Let what is refused be told by the names that this plugin has for it."""
+    try:
+        yield
+    except ValueError as error:
+        told = str(error).replace("zero_stage", "stage")
+        raise ValueError(told.replace("zero_bucket_size_in_m", "reduce_bucket_size_in_m")) from None

@@ -143,13 +143,3 @@ class Policy(ABC):
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             stages.setdefault(parameter, set()).update(plan.stages_of(self.model, name, bounds))
         return [dict.fromkeys(sorted(held), tensor) for tensor, held in stages.items() if len(held) > 1]
-
-
-def _skipping_faults(settings: Mapping[str, Any]) -> list[str]:
-    """Settings by which layers are left out at random: it might be the one that takes up what arrived."""
-    return [
-        f"{name}={value} in the model's config leaves out layers at random, and a pipeline cannot: use {name}=0 or "
-        "pp_size=1"
-        for name, value in settings.items()
-        if name.endswith("layerdrop") and value
-    ]

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from echelon import LowLevelZeroPlugin
+
 from ..pool import Pool
 from . import training
 
@@ -41,3 +43,15 @@ def refuse(settings: dict[str, Any]) -> str:
 )
 def test_what_cannot_be_is_refused(pool: Pool, settings: dict[str, Any], told: str) -> None:
     assert pool.run(1, refuse, settings)[0].endswith(told)
+
+
+def refuse_low_level(settings: dict[str, Any]) -> str:
+    return training.refused(lambda: LowLevelZeroPlugin(**settings))
+
+
+def test_a_plugin_tells_faults_by_its_own_names(pool: Pool) -> None:
+    settings = {"stage": 3, "reduce_bucket_size_in_m": -1, "precision": "fp32"}
+    told = pool.run(1, refuse_low_level, settings)[0]
+    assert "stage=3 is not available" in told
+    assert "zero_stage" not in told
+    assert "reduce_bucket_size_in_m=-1 must be a positive number" in told
