@@ -39,10 +39,14 @@ class ReadSums:
         self._number = 0
 
     def sum(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """The sum of `x` over the group, contiguous. 16-bit formats are added up in float32."""
+        """The sum of `x` over the group, contiguous. 16-bit formats are added up in float32.
+
+        Raises:
+            RuntimeError: the ranks bring tensors of different sizes; on every rank.
+        """
         own, total = self._show(x), torch.empty_like(x, memory_format=torch.contiguous_format)
         with OneCollective("all_reduce", own.nbytes):
-            addresses = self._tell(own.data_ptr(), group)
+            addresses = self._tell(own, group)
         flat, length = total.view(-1), min(_PIECE, own.numel())
         if self._read.nbytes < length * own.itemsize:
             self._read = torch.empty(length * own.itemsize, dtype=torch.uint8)
@@ -72,16 +76,24 @@ class ReadSums:
         shown.view(x.shape).copy_(x)
         return shown
 
-    def _tell(self, address: int, group: dist.ProcessGroup) -> dict[int, int]:
-        """The addresses of all other ranks, once they have come to the same sum."""
+    def _tell(self, own: Tensor, group: dist.ProcessGroup) -> dict[int, int]:
+        """The addresses of what all other ranks bring, once they have come to the same sum."""
         others = [rank for rank in range(group.size()) if rank != self._rank]
-        sends = [group.send([torch.tensor([address])], rank, _TAG) for rank in others]
-        heard = {rank: torch.zeros(1, dtype=torch.int64) for rank in others}
-        for work in [group.recv([number], rank, _TAG) for rank, number in heard.items()]:
+        told = torch.tensor([own.data_ptr(), own.nbytes])
+        sends = [group.send([told], rank, _TAG) for rank in others]
+        heard = {rank: torch.zeros_like(told) for rank in others}
+        for work in [group.recv([numbers], rank, _TAG) for rank, numbers in heard.items()]:
             work.wait()
         for work in sends:
             work.wait()
-        return {rank: int(number) for rank, number in heard.items()}
+        sizes = {self._rank: own.nbytes, **{rank: int(numbers[1]) for rank, numbers in heard.items()}}
+        if len(set(sizes.values())) > 1:
+            brought = ", ".join(f"rank {rank} of the group {sizes[rank]} bytes" for rank in sorted(sizes))
+            raise RuntimeError(
+                f"ranks that compute the same bring tensors of different sizes to a sum: {brought}. Give every rank of "
+                "a tensor-parallel group the same batch"
+            )
+        return {rank: int(numbers[0]) for rank, numbers in heard.items()}
 
 
 def sum_by_reading(x: Tensor, group: dist.ProcessGroup) -> Tensor | None:

@@ -80,6 +80,21 @@ def check_many() -> None:
     assert dist.group.WORLD not in read_sums._SUMS
 
 
+def test_tensors_of_different_sizes_are_told_on_every_rank(pool: Pool) -> None:
+    for message in pool.run(3, sizes_told):
+        assert (
+            "rank 0 of the group 8 bytes, rank 1 of the group 12 bytes, rank 2 of the group 16 bytes"
+            in message
+        )
+        assert "the same batch" in message
+
+
+def sizes_told() -> str:
+    with pytest.raises(RuntimeError, match="different sizes") as raised:
+        all_reduce(torch.ones(2 + dist.get_rank()), dist.group.WORLD)
+    return str(raised.value)
+
+
 def test_integers_and_nothing_are_summed_too(pool: Pool) -> None:
     pool.run(2, check_others)
 
