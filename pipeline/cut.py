@@ -4,7 +4,7 @@
 masks, positions and per-layer choices as ever. What the stage does not hold is replaced by stand-ins:
 
     entry modules  -> Placeholder   a zero-stride tensor of the right shape, which nobody reads
-    after them     -> Led           another one, in the shape of its input
+    after them     -> Outline       another one, see [Note: shapes]
     earlier layers -> Passing       hand on what they get
     the last one   -> Arriving      returns the tensor received from the stage before
     own layers                      as they are
@@ -30,7 +30,7 @@ the first layer, whose stand-in adopts the module where the layer itself is not 
 
 [Note: shapes] Where layers change the shape of what they hand on (Swin), or a model computes with the entries' outputs
 before the first layer (timm), what arrives has not the shape that the forward reckons with on the way to the stage's
-first layer. An Outline then runs what it stands for on the meta device, and returns zeros of the right shape.
+first layer. An Outline then runs what it stands for on the meta device, and returns a tensor of the right shape.
 
 [Note: runs] ALBERT runs one layer many times. Every stage that has a run of it holds it, and its parameters count as
 tied between those stages. Where not all its runs are one stage's, Runs stands for it: it counts them, and only the

@@ -14,7 +14,6 @@ from .stand_in import (
     Leaving,
     LeavingDecoder,
     LeavingEncoder,
-    Led,
     Outline,
     Passing,
     Placeholder,
@@ -84,7 +83,7 @@ def _before_roles(model: nn.Module, stack: Stack) -> Roles:
         is_list = isinstance(module, nn.ModuleList)
         singles += [f"{path}.{name}" for name in module._modules] if is_list else [path]
     entry = Outline if stack.plan.are_entries_reckoned else Placeholder
-    return dict.fromkeys(stack.plan.entry, Role(entry)) | dict.fromkeys(singles, Role(Led))
+    return dict.fromkeys(stack.plan.entry, Role(entry)) | dict.fromkeys(singles, Role(Outline))
 
 
 def _layer_roles(model: nn.Module, stack: Stack, start: int, stop: int, leaving: type[StandIn]) -> Roles:

@@ -90,35 +90,23 @@ class StandIn(nn.Module):
 class Placeholder(StandIn):
     """For an entry module: a tensor in the shape of what it would have returned, without memory.
 
-    Its shape is that of the ids for an embedding, and else that of what arrived, whose last dim a convolution has
-    behind the first. It holds no numbers (nan), so that reading it shows.
+    Its shape is that of the ids for an embedding, and else that of what arrived. It holds no numbers (nan), so that
+    reading it shows.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         arrived = self.inbox.take()[0]
         given = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), arrived)
         shape = arrived.shape[:-1] if given.is_floating_point() else given.shape
-        if hasattr(self.native, "out_channels"):
-            return self._unread(arrived, shape[0], self.native.out_channels, *shape[1:])
-        return self._unread(arrived, *shape, getattr(self.native, "embedding_dim", arrived.shape[-1]))
-
-    @staticmethod
-    def _unread(like: Tensor, *shape: int) -> Tensor:
-        return like.detach().new_full((), nan).expand(shape)
-
-
-class Led(Placeholder):
-    """For what runs between the entries and the first layer: a tensor in the shape of its output, as an entry's."""
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        width = getattr(self.native, "out_features", hidden.shape[-1])
-        return self._unread(hidden, *hidden.shape[:-1], width)
+        width = getattr(self.native, "embedding_dim", arrived.shape[-1])
+        return arrived.detach().new_full((), nan).expand(*shape, width)
 
 
 class Outline(StandIn):
-    """For what returns another shape than layers do: zeros in the shape of what it would have returned.
+    """For what returns another shape than layers do: a tensor in the shape of what it would have returned.
 
-    What is no tensor is returned as it would have been.
+    It holds no numbers either (nan; zeros of a format that has none). What is no tensor is returned as it would have
+    been.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,11 +114,12 @@ class Outline(StandIn):
         inputs = tree_map_only(Tensor, _without_memory, (held, args, kwargs))
         with torch.no_grad():
             outputs = functional_call(self.native, *inputs)
-        return tree_map_only(Tensor, self._zeros, outputs)
+        return tree_map_only(Tensor, self._unread, outputs)
 
-    def _zeros(self, outline: Tensor) -> Tensor:
-        dtype = self.inbox.take()[0].dtype if outline.is_floating_point() else outline.dtype
-        return torch.zeros((), dtype=dtype, device=self.device).expand(outline.shape)
+    def _unread(self, outline: Tensor) -> Tensor:
+        if not outline.is_floating_point():
+            return torch.zeros((), dtype=outline.dtype, device=self.device).expand(outline.shape)
+        return self.inbox.take()[0].detach().new_full((), nan).expand(outline.shape)
 
 
 class Passing(StandIn):

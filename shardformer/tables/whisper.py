@@ -15,6 +15,7 @@ WHISPER = Table(
             module="encoder",
             layers="encoder.layers",
             entry=("encoder.conv1", "encoder.conv2", "encoder.embed_positions"),
+            are_entries_reckoned=True,
         ),
     ),
     regions=(*_ATTENTIONS, "fc1"),
