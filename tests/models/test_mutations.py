@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from echelon.pipeline.collect import Recalled
 from echelon.pipeline.plan import StagePlan
 from echelon.shardformer import table as table_module
-from echelon.shardformer.layer import linear, region
+from echelon.shardformer.layer import region
 from echelon.shardformer.tables.swin import SWINV2
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
@@ -31,10 +31,6 @@ def same(x: Tensor, group: object) -> Tensor:
 
 def no_reduction_where_layers_begin_a_region() -> AbstractContextManager:
     return patch.object(region, "copy_to", same)
-
-
-def no_reduction_of_a_layer_that_is_a_region() -> AbstractContextManager:
-    return patch.object(linear, "copy_to", same)
 
 
 @contextmanager
@@ -71,7 +67,6 @@ def departure_with(
     ("broken", "choice", "layout"),
     [
         (no_reduction_where_layers_begin_a_region, ALBERT, Layout(tp=2)),
-        (no_reduction_of_a_layer_that_is_a_region, ALBERT, Layout(tp=2)),
         (only_one_stage_is_told_of_what_several_hold, ALBERT, Layout(pp=2)),
         (only_one_stage_is_told_of_what_several_hold, SHARED_BIASES, Layout(pp=2)),
         (recalled_layers_return_what_arrived_last, SEGMENTATION, Layout(pp=2)),
