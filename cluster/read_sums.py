@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .large_pages import large_pages
+from .messages import hear, numbers_of, tell
 from .process_memory import Neighbours, find_neighbours
 from .traffic import OneCollective
 
@@ -79,21 +80,18 @@ class ReadSums:
     def _tell(self, own: Tensor, group: dist.ProcessGroup) -> dict[int, int]:
         """The addresses of what all other ranks bring, once they have come to the same sum."""
         others = [rank for rank in range(group.size()) if rank != self._rank]
-        told = torch.tensor([own.data_ptr(), own.nbytes])
-        sends = [group.send([told], rank, _TAG) for rank in others]
-        heard = {rank: torch.zeros_like(told) for rank in others}
-        for work in [group.recv([numbers], rank, _TAG) for rank, numbers in heard.items()]:
-            work.wait()
+        sends = tell(group, dict.fromkeys(others, (own.data_ptr(), own.nbytes)), _TAG)
+        heard = {rank: numbers_of(each) for rank, each in hear(group, others, _TAG, count=2).items()}
         for work in sends:
             work.wait()
-        sizes = {self._rank: own.nbytes, **{rank: int(numbers[1]) for rank, numbers in heard.items()}}
+        sizes = {self._rank: own.nbytes, **{rank: nbytes for rank, (_, nbytes) in heard.items()}}
         if len(set(sizes.values())) > 1:
             brought = ", ".join(f"rank {rank} of the group {sizes[rank]} bytes" for rank in sorted(sizes))
             raise RuntimeError(
                 f"ranks that compute the same bring tensors of different sizes to a sum: {brought}. Give every rank of "
                 "a tensor-parallel group the same batch"
             )
-        return {rank: int(numbers[0]) for rank, numbers in heard.items()}
+        return {rank: address for rank, (address, _) in heard.items()}
 
 
 def sum_by_reading(x: Tensor, group: dist.ProcessGroup) -> Tensor | None:

@@ -4,10 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from itertools import count
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .messages import hear, numbers_of, tell
 from .process_memory import Neighbours, find_neighbours
 
 # In elements: 1 MiB of float32. Up to 16 times that it makes no difference.
@@ -129,11 +129,11 @@ class _Read(Swap):
     ) -> None:
         self._group, self._neighbours, self._incoming = group, neighbours, incoming
         self._length, self._tag = _length(outgoing), tag
-        self._sends = self._tell({rank: slice_.data_ptr() for rank, slice_ in outgoing.items()}, tag)
-        self._places = self._hear(tag)
+        self._sends = tell(group, {rank: (slice_.data_ptr(),) for rank, slice_ in outgoing.items()}, tag)
+        self._places = hear(group, incoming, tag)
 
     def pieces(self) -> Iterator[tuple[int, list[Tensor]]]:
-        addresses = {rank: _number(place) for rank, place in self._places.items()}
+        addresses = {rank: numbers_of(place)[0] for rank, place in self._places.items()}
         step = _length(self._incoming)
         for start in range(0, self._length, step):
             found = []
@@ -142,26 +142,13 @@ class _Read(Swap):
                 self._neighbours.read(rank, addresses[rank] + start * into.element_size(), into)
                 found.append(into)
             yield start, found
-        self._sends += self._tell(dict.fromkeys(addresses, 0), self._tag + 1)
+        self._sends += tell(self._group, dict.fromkeys(addresses, (0,)), self._tag + 1)
 
     def finish(self) -> None:
-        for read in self._hear(self._tag + 1).values():
-            _number(read)
+        for read in hear(self._group, self._incoming, self._tag + 1).values():
+            numbers_of(read)
         for work in self._sends:
             work.wait()
-
-    def _tell(self, numbers: Mapping[int, int], tag: int) -> list[dist.Work]:
-        return [self._group.send([torch.tensor([number])], rank, tag) for rank, number in numbers.items()]
-
-    def _hear(self, tag: int) -> dict[int, tuple[dist.Work, Tensor]]:
-        numbers = {rank: torch.zeros(1, dtype=torch.int64) for rank in self._incoming}
-        return {rank: (self._group.recv([number], rank, tag), number) for rank, number in numbers.items()}
-
-
-def _number(heard: tuple[dist.Work, Tensor]) -> int:
-    work, number = heard
-    work.wait()
-    return int(number)
 
 
 def _length(slices: Slices) -> int:
