@@ -217,8 +217,11 @@ class _Gather(_Transfer):
     """The slices of all ranks on their way into the whole buffers of all."""
 
     def _post(self) -> Swap:
+        return self._post_own(self._own)
+
+    def _post_own(self, own: Tensor) -> Swap:
         return self._way.post(
-            dict.fromkeys(self._others, self._own),
+            dict.fromkeys(self._others, own),
             {rank: self._slices[rank] for rank in reversed(self._others)},
         )
 
@@ -237,10 +240,7 @@ class _LateGather(_Gather):
 
     def _post(self) -> Swap:
         self.kept = self._own.clone()
-        return self._way.post(
-            dict.fromkeys(self._others, self.kept),
-            {rank: self._slices[rank] for rank in reversed(self._others)},
-        )
+        return self._post_own(self.kept)
 
     def wait(self) -> None:
         """Have the slices in place. Once more does nothing."""
