@@ -136,22 +136,22 @@ class Bucket:
         self._loans = loans
         starts, length = _layout(members, partition.group.size())
         device = members[0].parameter.device
-        values = _zeros(length, torch.float32, device)
-        self.gradients = _zeros(length, torch.float32, device) if loans is None else None
+        values = _memory(length, torch.float32, device).zero_()
+        self.gradients = _memory(length, torch.float32, device).zero_() if loans is None else None
         self.own_gradients = (
-            _zeros(partition.own(values).numel(), torch.float32, device)
+            _memory(partition.own(values).numel(), torch.float32, device).zero_()
             if self.gradients is None
             else partition.own(self.gradients)
         )
         for managed, start in zip(members, starts, strict=True):
             _view(values, managed.parameter, start).copy_(managed.parameter.detach())
         partition.broadcast_(values)
-        self.parameters = values if dtype == torch.float32 else _zeros(length, dtype, device).copy_(values)
+        self.parameters = values if dtype == torch.float32 else _memory(length, dtype, device).copy_(values)
         self.masters = partition.own(values)
         if is_offloaded:
             self.masters = host_copy(self.masters)
         elif self.has_masters:
-            self.masters = _zeros(self.masters.numel(), torch.float32, device).copy_(self.masters)
+            self.masters = _memory(self.masters.numel(), torch.float32, device).copy_(self.masters)
         else:
             self.masters = partition.own(self.parameters)
         # What the inner optimizer reads in a step.
@@ -347,8 +347,8 @@ class Bucket:
                 yield self.own_gradients[begin - first : end - first]
 
 
-def _zeros(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return large_pages(torch.empty(length, dtype=dtype, device=device)).zero_()
+def _memory(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return large_pages(torch.empty(length, dtype=dtype, device=device))
 
 
 def _layout(members: Sequence[ManagedParameter], num_ranks: int) -> tuple[list[int], int]:
