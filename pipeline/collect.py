@@ -44,7 +44,7 @@ class Recalled(_Hooked, Passing):
     """For a layer of an earlier stage, or the entry: what it returned."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple:
-        return self._as_layer(self.inbox.take()[self.index])
+        return self._as_layer(self.inbox.take()[self.arrives_as])
 
 
 class LeavingWithAll(_Hooked):

@@ -58,11 +58,16 @@ class StandIn(nn.Module):
         device: torch.device,
         arity: int = 0,
         own_runs: tuple[int, int] = (0, 0),
-        index: int = 0,
+        arrives_as: int = 0,
     ) -> None:
         super().__init__()
         self.__dict__.update(
-            native=native, inbox=inbox, device=device, arity=arity, own_runs=own_runs, index=index
+            native=native,
+            inbox=inbox,
+            device=device,
+            arity=arity,
+            own_runs=own_runs,
+            arrives_as=arrives_as,
         )
         self.train(native.training)
 
