@@ -178,6 +178,7 @@ def _is_tied(model: nn.Module) -> bool:
 
 
 def _called(model: Any, method: str) -> nn.Module | None:
+    """What a method of transformers' models returns; None where a model has none of what it is about."""
     try:
         return getattr(model, method)()
     except (AttributeError, NotImplementedError):

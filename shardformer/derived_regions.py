@@ -7,7 +7,7 @@ from torch import nn
 from ..pipeline.plan import is_within
 from .derived_styles import Styles
 from .forward_code import exit_fault, own_names, takes_named_inputs, tensor_inputs
-from .lookup import has_submodule
+from .lookup import present
 
 # Attributes with counts of heads. Code that computes with one would count the heads of other ranks.
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "n_head", "embed_dim")
@@ -27,14 +27,14 @@ def region_faults(layers: Sequence[nn.Module], styles: Styles) -> list[str]:
         active = _active(layer, styles)
         found |= dict.fromkeys(
             f"{inner} works on split activations within {outer}, which does too: {_ADVICE}"
-            for inner in (*active, *_present(layer, (*styles.gathered, *styles.scattered)))
+            for inner in (*active, *present(layer, (*styles.gathered, *styles.scattered)))
             for outer in active
             if inner != outer and is_within(inner, outer)
         )
         found |= dict.fromkeys(fault for path in active for fault in _faults(layer, path, styles))
         found |= dict.fromkeys(
             f"{row} is split by its inputs, and nothing beside it by its outputs: {_ADVICE}"
-            for row in _present(layer, styles.row)
+            for row in present(layer, styles.row)
             if row.rpartition(".")[0] not in active
         )
     return list(found)
@@ -52,7 +52,7 @@ def whole_modules(layers: Sequence[nn.Module], styles: Styles) -> list[str]:
 def _faults(layer: nn.Module, path: str, styles: Styles) -> list[str]:
     module = layer.get_submodule(path)
     whole = _whole(layer, path, styles)
-    rows = [name for name in _present(layer, styles.row) if name.rpartition(".")[0] == path]
+    rows = [name for name in present(layer, styles.row) if name.rpartition(".")[0] == path]
     own = [name for name, _ in module.named_parameters(recurse=False) if f"{path}.{name}" not in styles.split]
     found = [f"{path}.{name} is whole among split activations: {_ADVICE}" for name in own]
     further = tensor_inputs(module)
@@ -87,7 +87,3 @@ def _whole(layer: nn.Module, path: str, styles: Styles) -> list[str]:
     names = (name for name, _ in layer.get_submodule(path).named_parameters() if "." in name)
     whole = [name for name in names if not any(is_within(f"{path}.{name}", each) for each in known)]
     return list(dict.fromkeys(name.rpartition(".")[0] for name in whole))
-
-
-def _present(layer: nn.Module, names: Sequence[str]) -> list[str]:
-    return [name for name in names if has_submodule(layer, name)]

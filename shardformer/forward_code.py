@@ -128,8 +128,10 @@ def _hands_on(statement: ast.stmt, value: ast.AST, result: str) -> bool:
 
 def _is_scaled(value: ast.AST, result: str, head: str) -> bool:
     """Whether this is the result, multiplied, divided, capped by tanh or in float32."""
-    if isinstance(value, ast.Name) or _is_call(value, head):
-        return _is_call(value, head) or value.id == result  # type: ignore[attr-defined]
+    if _is_call(value, head):
+        return True
+    if isinstance(value, ast.Name):
+        return value.id == result
     if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Mult, ast.Div)):
         nodes = list(ast.walk(value.right))
         is_number = _loaded(nodes) <= {"self"} and not any(isinstance(node, ast.Call) for node in nodes)

@@ -62,10 +62,6 @@ class TablePolicy(Policy):
             ),
         ]
 
-    @property
-    def _config(self) -> Any:
-        return self.model.config
-
     def stage_plan(self) -> StagePlan:
         """The table's plan, seen from the whole model."""
         if isinstance(self.table.stage, StagePlan):
