@@ -1,44 +1,17 @@
 """What contenders have in common that give each rank its samples of a batch."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from stepped import Stepped
-from torch import Tensor, nn
+from stepped import OneBatch
+from torch import Tensor
 from workload import Workload
 
 
-class DataParallel(Stepped):
-    """Replicas of a model, sharded or not, over all ranks of the run.
-
-    Args:
-        model: of transformers, or a wrapper of one; called with this rank's samples.
-        optimizer: what is stepped.
-        backward: computes gradients of a loss.
-        batch: this rank's samples.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Any,
-        *,
-        backward: Callable[[Tensor], None] = Tensor.backward,
-        batch: Mapping[str, Tensor],
-    ) -> None:
-        super().__init__(optimizer)
-        self._model = model
-        self._backward = backward
-        self._batch = batch
-        self._loss: Tensor | None = None
-
-    def compute(self) -> None:
-        """Loss and gradients of the batch. Communicates over the world."""
-        loss = self._model(**self._batch).loss
-        self._backward(loss)
-        self._loss = loss.detach()
+class DataParallel(OneBatch):
+    """Replicas of a model, sharded or not, over all ranks of the run; each has its samples of the batch."""
 
     def loss(self) -> Tensor:
         """The mean loss of all ranks' samples. One all-reduce."""

@@ -1,6 +1,6 @@
 """What contenders have in common that step an optimizer of torch's kind, and the plainest of them, one process."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,41 @@ class Stepped:
         """Forget the gradients."""
         if self._optimizer is not None:
             self._optimizer.zero_grad()
+
+
+class OneBatch(Stepped):
+    """One forward and backward of a batch.
+
+    Args:
+        model: of transformers, or a wrapper of one; called with the batch.
+        optimizer: what is stepped.
+        backward: computes gradients of a loss.
+        batch: this rank's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        backward: Callable[[Tensor], None] = Tensor.backward,
+        batch: Mapping[str, Tensor],
+    ) -> None:
+        super().__init__(optimizer)
+        self._model = model
+        self._backward = backward
+        self._batch = batch
+        self._loss: Tensor | None = None
+
+    def compute(self) -> None:
+        """Loss and gradients of the batch. Communicates over the world."""
+        loss = self._model(**self._batch).loss
+        self._backward(loss)
+        self._loss = loss.detach()
+
+    def loss(self) -> Tensor | None:
+        """The mean loss of this rank's batch."""
+        return self._loss
 
 
 class OneProcess(Stepped):

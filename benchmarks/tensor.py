@@ -10,11 +10,12 @@ machine lets it.
 
 import argparse
 from collections.abc import Mapping
+from functools import partial
 
 from arguments import common_parser, parse, workload_of
 from comparison import compare
 from launch import enter
-from stepped import Stepped
+from stepped import OneBatch
 from tensor_peers import TorchTensor, TransformersTensor
 from torch import Tensor
 from workload import Workload, adamw
@@ -25,7 +26,7 @@ from echelon.cluster.launch import default_device
 from echelon.cluster.placement import placement_of
 
 
-class EchelonTensor(Stepped):
+class EchelonTensor(OneBatch):
     """HybridParallelPlugin with tensor parallelism over all ranks of the run.
 
     Args:
@@ -37,22 +38,15 @@ class EchelonTensor(Stepped):
 
     def __init__(self, workload: Workload, num_ranks: int) -> None:
         self._plugin = HybridParallelPlugin(tp_size=num_ranks, precision="fp32")
-        self._booster = Booster(plugin=self._plugin)
+        booster = Booster(plugin=self._plugin)
         model = workload.model()
-        self._model, optimizer, *_ = self._booster.boost(model, adamw(model))
-        super().__init__(optimizer)
-        self._batch = workload.data(self._plugin.mesh.device)
-        self._loss: Tensor | None = None
-
-    def compute(self) -> None:
-        """Loss and gradients of the batch. Communicates over the world."""
-        loss = self._model(**self._batch).loss
-        self._booster.backward(loss, self._optimizer)
-        self._loss = loss.detach()
-
-    def loss(self) -> Tensor | None:
-        """The mean loss."""
-        return self._loss
+        boosted, optimizer, *_ = booster.boost(model, adamw(model))
+        super().__init__(
+            boosted,
+            optimizer,
+            backward=partial(booster.backward, optimizer=optimizer),
+            batch=workload.data(self._plugin.mesh.device),
+        )
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Gradients by name, gathered to the first rank. Communicates over the world."""

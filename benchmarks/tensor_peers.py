@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from stepped import Stepped, gradients_of
+from stepped import OneBatch, gradients_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -27,7 +27,7 @@ from workload import ADAMW, Workload
 Plan = dict[str, ParallelStyle]
 
 
-class WholeBatch(Stepped):
+class WholeBatch(OneBatch):
     """Every rank computes the whole batch with its part of the model.
 
     Args:
@@ -37,20 +37,7 @@ class WholeBatch(Stepped):
     """
 
     def __init__(self, model: nn.Module, workload: Workload, device: torch.device) -> None:
-        super().__init__(_adamw(model))
-        self._model = model
-        self._batch = workload.data(device)
-        self._loss: Tensor | None = None
-
-    def compute(self) -> None:
-        """Loss and gradients of the batch. Communicates over the world."""
-        loss = self._model(**self._batch).loss
-        loss.backward()
-        self._loss = loss.detach()
-
-    def loss(self) -> Tensor | None:
-        """The mean loss."""
-        return self._loss
+        super().__init__(model, _adamw(model), batch=workload.data(device))
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Gradients by name, gathered. Communicates."""
