@@ -60,7 +60,7 @@ def verify(
         raise typer.Exit(1)
     show(
         report,
-        title=f"{model} ({choice.head_name}{', tied' if tied else ''}) under {layout} beside one process",
+        title=f"{model} ({choice.described_head}) under {layout} beside one process",
     )
     raise typer.Exit(0 if report.agrees else 1)
 

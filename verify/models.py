@@ -71,6 +71,11 @@ class ModelChoice:
         return self.head or DEFAULT_HEAD.get(self.model_type, "causal")
 
     @property
+    def described_head(self) -> str:
+        """The head, and whether it is tied."""
+        return f"{self.head_name}, tied" if self.tied else self.head_name
+
+    @property
     def is_of_images(self) -> bool:
         """Whether its input is images alone."""
         main_input = getattr(heads_of(self.model_type)[self.head_name], "main_input_name", "")

@@ -24,7 +24,7 @@ def test_every_type_with_a_table_was_tried_with_all_heads_under_all_layouts() ->
     rows = kept_matrix()["rows"]
     for model_type in set(model_types()) - ELSEWHERE:
         for choice in choices(model_type):
-            head = f"{choice.head_name}, tied" if choice.tied else choice.head_name
+            head = choice.described_head
             assert set(map(str, LAYOUTS)) <= rows[model_type][head].keys(), f"{model_type}, {head}"
 
 

@@ -7,7 +7,7 @@ Rows that were run take the places of those before; the others stay.
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -23,12 +23,13 @@ _ROWS = pytest.StashKey[list[tuple[ModelChoice, Layout, bool]]]()
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
-) -> Iterator[None]:  # gives pytest's own report on
-    report: pytest.TestReport = yield  # type: ignore[misc]
-    given = list(getattr(item, "callspec").params.values()) if hasattr(item, "callspec") else []  # noqa: B009
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    callspec = getattr(item, "callspec", None)  # of parametrized tests
+    given = [] if callspec is None else list(callspec.params.values())
     if report.when == "call" and [type(each) for each in given] == [ModelChoice, Layout]:
         item.config.stash.setdefault(_ROWS, []).append((*given, report.passed))
-    return report  # type: ignore[return-value]
+    return report
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -38,7 +39,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     path = Path(os.environ["KEEP_MATRIX"])
     kept = json.loads(path.read_text()) if path.exists() else {"rows": {}}
     for choice, layout, passed in rows:
-        head = f"{choice.head_name}, tied" if choice.tied else choice.head_name
-        kept["rows"].setdefault(choice.model_type, {}).setdefault(head, {})[str(layout)] = passed
+        of_head = kept["rows"].setdefault(choice.model_type, {}).setdefault(choice.described_head, {})
+        of_head[str(layout)] = passed
     kept |= {"torch": torch.__version__, "transformers": transformers.__version__}
     path.write_text(json.dumps(kept, indent=1, ensure_ascii=False, sort_keys=True) + "\n")
