@@ -14,6 +14,7 @@ section 4.2).
 A group of one rank communicates nothing. Every rank of a group must call, in the same order.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,17 +22,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from .read_sums import sum_by_reading
+from .read_sums import begin_sum_by_reading
 from .renamed import all_gather_single, reduce_scatter_single
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of `x` over the group, in a new tensor, equal to the bit on all ranks; no gradient."""
-    if (total := sum_by_reading(x, group)) is not None:
-        return total
+    return begin_all_reduce(x, group)()
+
+
+def begin_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Begin `all_reduce`; what is returned waits for it (a CUDA stream does, not the host) and gives the sum."""
+    if (under_way := begin_sum_by_reading(x, group)) is not None:
+        return under_way
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
+    work = dist.all_reduce(total, group=group, async_op=True)
+
+    def end() -> Tensor:
+        work.wait()
+        return total
+
+    return end
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
@@ -66,6 +77,35 @@ class _CopyTo(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return all_reduce(gradient, ctx.group), None
+
+
+class _BeginCopyTo(Function):
+    """The part of `copy_to` whose backward begins the sum: what it returns is not the sum yet."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, under_way: list[Callable[[], Tensor]]
+    ) -> Tensor:
+        ctx.group, ctx.under_way = group, under_way
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.under_way.append(begin_all_reduce(gradient, ctx.group))
+        return gradient, None, None
+
+
+class _EndCopyTo(Function):
+    """The part of `copy_to` whose backward waits for the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, under_way: list[Callable[[], Tensor]]) -> Tensor:
+        ctx.under_way = under_way
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.under_way.pop()(), None
 
 
 class _ReduceFrom(Function):
@@ -125,6 +165,20 @@ class _ReduceScatter(Function):
 def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Forward identity, backward all-reduce: the "f" of arXiv:1909.08053, section 3."""
     return x if group.size() == 1 else _CopyTo.apply(x, group)
+
+
+def copy_beside(xs: Sequence[Tensor], group: dist.ProcessGroup, beside: Callable[[], None]) -> list[Tensor]:
+    """`copy_to` of each tensor, its backward all-reduce overlapped with the backward of what `beside` computes.
+
+    Of the nodes that are ready autograd runs the one that was made last, so in backward the sums begin, then comes what
+    `beside` made, then they are waited for. The numbers do not depend on that order.
+    """
+    if group.size() == 1:
+        return list(xs)
+    sums: list[list[Callable[[], Tensor]]] = [[] for _ in xs]
+    ends = [_EndCopyTo.apply(x, under_way) for x, under_way in zip(xs, sums, strict=True)]
+    beside()
+    return [_BeginCopyTo.apply(x, group, under_way) for x, under_way in zip(ends, sums, strict=True)]
 
 
 def reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -4,11 +4,14 @@ A linear layer computes two products in backward. The one that gives its input's
 before wait for; the one that gives its weight's can wait until nothing else is to be done (arXiv:2401.10241,
 section 2). Everything else that has a gradient (norms, embeddings, biases) is cheap, and gets it in the first
 part.
+
+Within one backward a layer's weight gradient may wait too, for the sum of input gradients over ranks to begin
+(`LaterProduct`; cluster/collectives.py, `copy_beside`).
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,14 +62,41 @@ class WeightGradients:
         """Drop all that is held, after a step that broke off."""
         self._by_place.clear()
 
-    def take(
-        self, parameter: Parameter, x_NI: Tensor, gradient_NO: Tensor, is_transposed: bool
-    ) -> Tensor | None:
-        """A weight's gradient, or None where it is held back. One that somebody has hooks for never is."""
-        if self._holding is None or has_foreign_hooks(parameter):
-            return _weight_gradient(x_NI, gradient_NO, is_transposed)
-        self._holding.append(_Held(parameter, x_NI, gradient_NO, is_transposed))
-        return None
+    def takes(self, held: _Held) -> bool:
+        """Hold this back, where that is asked for now. A weight that somebody has hooks for never is."""
+        if self._holding is None or has_foreign_hooks(held.parameter):
+            return False
+        self._holding.append(held)
+        return True
+
+
+class LaterProduct:
+    """A weight whose gradient is computed when autograd comes to where this was made, not in the layer's backward.
+
+    Made before the layer runs, so autograd comes to it after everything that was made in between.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.held: list[_Held] = []
+        self.weight: Tensor = _Later.apply(weight, self.held)
+
+
+class _Later(Function):
+    """The weight itself; its gradient is made of what the layer's backward put aside."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, held: list[_Held]) -> Tensor:
+        ctx.held = held
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
+        while ctx.held:
+            _, x_NI, gradient_NO, is_transposed = ctx.held.pop()
+            product = _weight_gradient(x_NI, gradient_NO, is_transposed)
+            gradient = product if gradient is None else gradient + product
+        return gradient, None
 
 
 def linear(
@@ -76,6 +106,7 @@ def linear(
     *,
     weight_gradients: WeightGradients | None,
     is_transposed: bool = False,
+    later: LaterProduct | None = None,
 ) -> Tensor:
     """A linear layer whose weight gradient may be held back.
 
@@ -84,43 +115,62 @@ def linear(
         weight: (O, I), or (I, O) with `is_transposed`.
         bias: (O) or None.
         weight_gradients: where it is held; None where no schedule splits backwards.
+        later: of this weight, for when its gradient is not held back that long.
 
     Returns:
         (..., O).
     """
     # A weight that is computed from others (weight_norm, pruning) has a graph that backward runs through once.
     is_own = weight.is_leaf and weight.requires_grad
-    if weight_gradients is None or not is_own or not torch.is_grad_enabled():
+    if (weight_gradients is None and later is None) or not is_own or not torch.is_grad_enabled():
         return torch.nn.functional.linear(x, weight.T if is_transposed else weight, bias)
-    out: Tensor = _SplitLinear.apply(x, weight, bias, weight_gradients, is_transposed)
+    through = weight if later is None else later.weight
+    keep = _Keep(
+        cast(Parameter, weight), is_transposed, weight_gradients, None if later is None else later.held
+    )
+    out: Tensor = _SplitLinear.apply(x, through, bias, keep)
     return out
+
+
+class _Keep(NamedTuple):
+    """A linear layer's weight, and where its gradient may wait."""
+
+    parameter: Parameter
+    is_transposed: bool
+    store: WeightGradients | None
+    later: list[_Held] | None
+
+    def gradient(self, x_NI: Tensor, gradient_NO: Tensor) -> Tensor | None:
+        """The weight's gradient, or None where it waits."""
+        held = _Held(self.parameter, x_NI, gradient_NO, self.is_transposed)
+        if self.store is not None and self.store.takes(held):
+            return None
+        if self.later is None:
+            return _weight_gradient(x_NI, gradient_NO, self.is_transposed)
+        self.later.append(held)
+        return None
 
 
 class _SplitLinear(Function):
     """The products of backward are those that autograd makes of a linear layer: equal to the bit."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, store: WeightGradients, is_transposed: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, keep: _Keep) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.parameter, ctx.store, ctx.is_transposed = weight, store, is_transposed
-        return torch.nn.functional.linear(x, weight.T if is_transposed else weight, bias)
+        ctx.keep = keep
+        return torch.nn.functional.linear(x, weight.T if keep.is_transposed else weight, bias)
 
     @staticmethod
-    def backward(
-        ctx: Any, gradient: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        needs_input, _, needs_bias, *_ = ctx.needs_input_grad
+        needs_input, _, needs_bias, _ = ctx.needs_input_grad
         gradient_NO = gradient.reshape(-1, gradient.shape[-1])
-        of_input = of_weight = of_bias = None
+        of_input = of_bias = None
         if needs_input:
-            of_input = gradient_NO.mm(weight.T if ctx.is_transposed else weight).view(x.shape)
+            of_input = gradient_NO.mm(weight.T if ctx.keep.is_transposed else weight).view(x.shape)
         if needs_bias:
             of_bias = gradient_NO.sum(0)
-        of_weight = ctx.store.take(ctx.parameter, x.reshape(-1, x.shape[-1]), gradient_NO, ctx.is_transposed)
-        return of_input, of_weight, of_bias, None, None
+        return of_input, ctx.keep.gradient(x.reshape(-1, x.shape[-1]), gradient_NO), of_bias, None
 
 
 def _weight_gradient(x_NI: Tensor, gradient_NO: Tensor, is_transposed: bool) -> Tensor:

@@ -118,7 +118,7 @@ class LayerSplit:
         joined = [
             Replacement(suffix=name, target_module=JoinedRegion, kwargs={"entry": entry})
             for region in present(self._layer, table.joined)
-            for entry in [JoinedEntry(len(table.joined[region]), split_random=randoms.get(region))]
+            for entry in [JoinedEntry(split_random=randoms.get(region))]
             for name in table.joined[region]
         ]
         single = self._put(

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ...cluster.collectives import copy_to, gather_from, reduce_from
+from ...cluster.collectives import gather_from, reduce_from
 from ...cluster.placement import Shard, place
-from ...pipeline.split_backward import WeightGradients, linear
 from ...zero.embedding import Owner, embedding, needs_all_uses
+from .entry import ProductLayer, enter
 from .parallel_module import ParallelModule, native_faults, require_all, require_native
 from .scaled_embedding import is_scaled, scale_of
 
@@ -135,14 +135,12 @@ class VocabParallelEmbedding1D(ParallelModule):
         return f"{self.num_embeddings}, {self.embedding_dim}, held={self.range}"
 
 
-class VocabParallelLMHead1D(ParallelModule):
+class VocabParallelLMHead1D(ProductLayer):
     """A language-model head split by the vocabulary.
 
     `gather_output` is True at rest: all logits on all ranks. The loss route (loss.py) sets it to False for
     a call whose loss is computed from split logits.
     """
-
-    weight_gradients: WeightGradients | None = None  # where backward holds them back, see split_backward.py
 
     def __init__(
         self, native: nn.Linear, process_group: dist.ProcessGroup, *, make_vocab_size_divisible_by: int = 64
@@ -172,12 +170,8 @@ class VocabParallelLMHead1D(ParallelModule):
 
     def forward(self, hidden_BSH: Tensor) -> Tensor:
         """(B, S, H) in, equal on all ranks; (B, S, V) out, or this rank's (B, S, P/T) without `gather_output`."""
-        logits_BSP = linear(
-            copy_to(hidden_BSH, self.group),
-            self.weight,
-            self.bias,
-            weight_gradients=self.weight_gradients,
-        )
+        (hidden_BSH,) = enter([hidden_BSH], self.group, [self])
+        logits_BSP = self._product(hidden_BSH, self.bias)
         return self.gathered(logits_BSP) if self.gather_output else logits_BSP
 
     def gathered(self, logits_BSP: Tensor) -> Tensor:

@@ -11,19 +11,17 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers.pytorch_utils import Conv1D
 
-from ...cluster.collectives import copy_to, gather_from, reduce_from, scatter_to
+from ...cluster.collectives import gather_from, reduce_from, scatter_to
 from ...cluster.placement import Shard, place
 from ...cluster.random import SplitRandom
-from ...pipeline.split_backward import WeightGradients, linear
-from .parallel_module import ParallelModule, require_native
+from .entry import ProductLayer, enter
+from .parallel_module import require_native
 
 
-class _SplitLinear(ParallelModule):
-    """What the linear layers share: the native module's parameters and in which dimension they hold outputs."""
+class _SplitLinear(ProductLayer):
+    """What the linear layers share: the native module's parameters."""
 
     native_class: type[nn.Module] = nn.Linear
-    output_dim = 0  # nn.Linear holds (O, I)
-    weight_gradients: WeightGradients | None = None  # where backward holds them back, see split_backward.py
 
     def __init__(
         self,
@@ -41,15 +39,6 @@ class _SplitLinear(ParallelModule):
 
     def extra_repr(self) -> str:
         return f"weight={tuple(self.weight.shape)}, bias={self.bias is not None}, ranks={self.group.size()}"
-
-    def _product(self, x_BSI: Tensor, bias: Tensor | None) -> Tensor:
-        return linear(
-            x_BSI,
-            self.weight,
-            bias,
-            weight_gradients=self.weight_gradients,
-            is_transposed=self.output_dim == 1,
-        )
 
 
 class Linear1D_Col(_SplitLinear):
@@ -103,7 +92,7 @@ class Linear1D_Col(_SplitLinear):
     def forward(self, x_BSI: Tensor) -> Tensor:
         """(B, S, I) in, equal on all ranks; (B, S, O/T) out, or (B, S, O) with `gather_output`."""
         if self.reduce_input_gradient:
-            x_BSI = copy_to(x_BSI, self.group)
+            (x_BSI,) = enter([x_BSI], self.group, [self])
         out_BSO = self._product(x_BSI, self.bias)
         return gather_from(out_BSO, self.group, -1) if self.gather_output else out_BSO
 

@@ -11,9 +11,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...cluster.collectives import copy_to, reduce_from
+from ...cluster.collectives import reduce_from
 from ...cluster.placement import Shard, Shared, place
 from ...cluster.random import SplitRandom
+from .entry import ProductLayer, enter
+from .linear import Linear1D_Col
 
 
 class Region:
@@ -50,22 +52,32 @@ class Region:
                 return key
             return inputs.index(key) if key in inputs else len(inputs)
 
-        def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        def enter_region(
+            module: nn.Module, args: tuple, kwargs: dict[str, Any]
+        ) -> tuple[tuple, dict[str, Any]]:
             if split_random is not None and module.training:
                 split_random.enter()
             given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
             tensors = (key for key in given if key not in second and isinstance(given[key], Tensor))
             first = min(tensors, key=place_of)
-            for key in (first, *second):  # in one order on all ranks: backward all-reduces in that order too
-                if isinstance(given.get(key), Tensor):
-                    given[key] = copy_to(given[key], process_group)
+            # In one order on all ranks: backward all-reduces in that order too.
+            entering = [key for key in (first, *second) if isinstance(given.get(key), Tensor)]
+            entered = enter([given[key] for key in entering], process_group, _entry_layers(module))
+            given.update(zip(entering, entered, strict=True))
             for key in cut.keys() & given.keys():
                 if isinstance(given[key], Tensor):
                     given[key] = own_heads(given[key], cut[key], num_heads, process_group)
             return tuple(given[index] for index in range(len(args))), {name: given[name] for name in kwargs}
 
-        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_pre_hook(enter_region, with_kwargs=True)
         return module
+
+
+def _entry_layers(module: nn.Module) -> list[ProductLayer]:
+    """The layers of a region that multiply with what enters it."""
+    return [
+        each for each in module.modules() if isinstance(each, Linear1D_Col) and not each.reduce_input_gradient
+    ]
 
 
 def own_heads(x: Tensor, dim: int, num_heads: int, group: dist.ProcessGroup) -> Tensor:
@@ -104,12 +116,11 @@ class JoinedEntry:
     """The entry of one region at several layers, which take the same tensor: they share one reduction in backward.
 
     Args:
-        count: how many layers.
         split_random: random state to switch to until the region's exit, where the region drops at random.
     """
 
-    def __init__(self, count: int, *, split_random: SplitRandom | None = None) -> None:
-        self._count = count
+    def __init__(self, *, split_random: SplitRandom | None = None) -> None:
+        self.layers: list[ProductLayer] = []
         self._split_random = split_random
         self._given: Tensor | None = None
         self._entered: Tensor | None = None
@@ -120,7 +131,8 @@ class JoinedEntry:
         if self._given is not x or self._entered is None:
             if self._split_random is not None and is_training:
                 self._split_random.enter()
-            self._given, self._entered, self._left = x, copy_to(x, process_group), self._count
+            (self._entered,) = enter([x], process_group, self.layers)
+            self._given, self._left = x, len(self.layers)
         entered = self._entered
         self._left -= 1
         if self._left == 0:
@@ -133,7 +145,7 @@ class JoinedRegion:
 
     @staticmethod
     def from_native_module(
-        module: nn.Module, process_group: dist.ProcessGroup, *, entry: JoinedEntry
+        module: Linear1D_Col, process_group: dist.ProcessGroup, *, entry: JoinedEntry
     ) -> nn.Module:
         """Let the module's input pass the entry.
 
@@ -143,10 +155,11 @@ class JoinedRegion:
             entry: of all layers that the region begins at.
         """
 
-        def enter(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        def pass_entry(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
             return (entry(args[0], process_group, is_training=module.training),)
 
-        module.register_forward_pre_hook(enter)
+        entry.layers.append(module)
+        module.register_forward_pre_hook(pass_entry)
         return module
 
 

@@ -19,7 +19,7 @@ from echelon.verify.parity import parity
 from ..pool import Pool
 
 
-def same(x: Tensor, group: Any) -> Tensor:
+def same(x: Any, *_: object) -> Any:
     return x
 
 
@@ -39,7 +39,7 @@ def unscaled(module: nn.Module) -> None:
 # By name what is patched: the object, the attribute and what takes its place.
 PATCHES: dict[str, tuple[Any, str, Any]] = {
     "experts are not summed": (region, "reduce_from", same),
-    "a region has no entry": (region, "copy_to", same),
+    "a region has no entry": (region, "enter", same),
     "partial gradients are not summed": (region.PartialGradient, "from_native_module", staticmethod(native)),
     "the mean of squares is a rank's own": (norm, "reduce_from", same),
     "the mean's gradient is a rank's own": (norm, "copy_to", same),

@@ -19,7 +19,7 @@ from . import compare
 from .compare import batch_for, build, require_same_training
 
 
-def same(x: Tensor, group: object) -> Tensor:
+def same(x: Any, *_: object) -> Any:
     return x
 
 
@@ -40,7 +40,7 @@ def train() -> None:
 
 
 def without_entry() -> None:
-    with patch.object(region, "copy_to", same):
+    with patch.object(region, "enter", same):
         train()
 
 

@@ -18,12 +18,12 @@ def test_the_first_input_of_the_signature_enters_however_it_is_given() -> None:
     hidden, mask = torch.ones(2, requires_grad=True), torch.zeros(2)
     entered = []
 
-    def copy(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        entered.append(x)
-        return x
+    def enter(xs: list[Tensor], group: dist.ProcessGroup | None, layers: list[nn.Module]) -> list[Tensor]:
+        entered.extend(xs)
+        return xs
 
     module = region.Region.from_native_module(Attention(), None)  # type: ignore[arg-type]
-    with patch.object(region, "copy_to", copy):
+    with patch.object(region, "enter", enter):
         module(attention_mask=mask, hidden_states=hidden)
         module(hidden, attention_mask=mask)
     assert [x is hidden for x in entered] == [True, True]

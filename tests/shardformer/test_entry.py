@@ -1,0 +1,124 @@
+"""Weight gradients are computed while the sum of input gradients is under way."""
+
+from collections.abc import Callable
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+
+from echelon.cluster import collectives
+from echelon.pipeline import split_backward
+from echelon.shardformer import ShardConfig, ShardFormer
+
+from ..pool import Pool
+
+
+class Log:
+    """What backward does, in order: "begin" and "end" of sums over ranks, "product" for a weight that waited."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self._begin, self._product = collectives.begin_all_reduce, split_backward._Later.backward
+
+    def begin(self, x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+        end = self._begin(x, group)
+        self.events.append("begin")
+
+        def logged() -> Tensor:
+            self.events.append("end")
+            return end()
+
+        return logged
+
+    def product(self, ctx: object, gradient: Tensor | None) -> tuple[Tensor | None, None]:
+        self.events.append("product")
+        return self._product(ctx, gradient)
+
+
+def llama() -> nn.Module:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": 64}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, num_hidden_layers=1))
+
+
+def t5() -> nn.Module:
+    sizes = {
+        "d_model": 16,
+        "d_ff": 24,
+        "d_kv": 8,
+        "num_heads": 2,
+        "vocab_size": 64,
+        "num_layers": 1,
+        "dropout_rate": 0.0,
+    }
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, tie_word_embeddings=False))
+
+
+def one(products: int) -> list[str]:
+    return ["begin", *["product"] * products, "end"]
+
+
+# From the last layer to the first: head, MLP, (cross-attention, which two tensors enter,) attention.
+LLAMA = [*one(1), *one(2), *one(3)]
+DECODER = [*one(1), *one(1), "begin", "begin", *["product"] * 3, "end", "end", *one(3)]
+ENCODER = [*one(1), *one(3)]
+
+
+@pytest.mark.parametrize("build, expected", [(llama, LLAMA), (t5, [*DECODER, *ENCODER])], ids=["llama", "t5"])
+@pytest.mark.parametrize("is_read", [True, False], ids=["read", "gloo"])
+def test_products_run_between_beginning_and_end_of_the_sum(
+    pool: Pool, build: Callable[[], nn.Module], expected: list[str], is_read: bool
+) -> None:
+    assert pool.run(2, check_order, build, is_read) == [expected] * 2
+
+
+def check_order(build: Callable[[], nn.Module], is_read: bool) -> list[str]:
+    torch.manual_seed(1)
+    model = build()
+    config = ShardConfig(tensor_parallel_process_group=dist.group.WORLD)
+    model, _ = ShardFormer(config).optimize(model)
+    ids = torch.arange(6).view(2, 3)
+    model(
+        input_ids=ids, labels=ids
+    ).loss.backward()  # what asks the processes whether they can read comes first
+    expected = {name: each.grad.clone() for name, each in model.named_parameters()}
+    model.zero_grad()
+    log = Log()
+    with (
+        patch.object(
+            collectives, "begin_sum_by_reading", collectives.begin_sum_by_reading if is_read else no_sum
+        ),
+        patch.object(split_backward._Later, "backward", staticmethod(log.product)),
+    ):
+        loss = model(input_ids=ids, labels=ids).loss
+        with patch.object(collectives, "begin_all_reduce", log.begin):
+            loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-6, atol=1e-7)
+    return log.events
+
+
+def no_sum(x: Tensor, group: dist.ProcessGroup) -> None:
+    """In the place of what reads memory: it cannot."""
+
+
+def test_a_weight_that_two_calls_use_and_one_that_none_does(pool: Pool) -> None:
+    pool.run(2, check_uses)
+
+
+def check_uses() -> None:
+    """The second call of a layer in one region is not announced, and its product is added all the same."""
+    weight = nn.Parameter(torch.randn(3, 2))
+    x, y = torch.randn(2, 4, 2).unbind(0)
+    later = split_backward.LaterProduct(weight)
+    unused = split_backward.LaterProduct(nn.Parameter(torch.randn(3, 2)))
+    first = split_backward.linear(x, weight, None, weight_gradients=None, later=later)
+    second = split_backward.linear(y, weight, None, weight_gradients=None)
+    (first.square().sum() + second.square().sum()).backward()
+    expected = torch.autograd.grad(
+        sum(nn.functional.linear(each, weight).square().sum() for each in (x, y)), [weight]
+    )
+    torch.testing.assert_close(weight.grad, expected[0])
+    assert not unused.held
