@@ -28,6 +28,7 @@ from .reference import StepRecord
 from .training import EPSILON, LEARNING_RATE, Training
 
 LOSS_SCALE = 2.0**8  # the first scale of fp16 runs: high enough to tell whether it is taken out again
+ROUNDINGS = (1, 2, 3)  # seeds for references with rounded weights, which tell how much rounding is amplified
 AS_USUAL = Training()
 
 
@@ -109,9 +110,9 @@ def _compare(
         for replicas in batches
     ]
 
-    def train(dtype: torch.dtype) -> list[StepRecord]:
+    def train(dtype: torch.dtype, *, rounding: int | None = None) -> list[StepRecord]:
         return reference.train(
-            model,
+            model if rounding is None else _rounded(model, rounding),
             steps,
             make_optimizer=partial(make_optimizer, vector_rate=training.vector_rate),
             criterion=loss_of,
@@ -128,8 +129,25 @@ def _compare(
         # The gradients of an encoder's output are summed in another order where its decoder has several stages.
         is_one_stack = not getattr(model.config, "is_encoder_decoder", False)
         bitwise = layout.tp == layout.dp == 1 and is_one_stack and not _is_shared(model)
-        return compare_float32(found, float32, learning_rate=rate, epsilon=EPSILON, bitwise=bitwise)
+        compare = partial(
+            compare_float32, found, float32, learning_rate=rate, epsilon=EPSILON, bitwise=bitwise
+        )
+        steps_compared = compare()
+        if first_departure(steps_compared) is None:
+            return steps_compared
+        return compare(rounded=[train(torch.float32, rounding=seed) for seed in ROUNDINGS])
     return compare_16_bit(found, train(dtype), float32, dtype=dtype, learning_rate=rate)
+
+
+@torch.no_grad()
+def _rounded(model: nn.Module, seed: int) -> nn.Module:
+    """A copy whose weights are moved by up to a unit in the last place, up or down."""
+    moved = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in moved.parameters():
+        share = torch.empty_like(parameter).uniform_(-1, 1, generator=generator)
+        parameter.mul_(1 + torch.finfo(parameter.dtype).eps * share)
+    return moved
 
 
 def _run_layout(

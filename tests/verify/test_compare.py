@@ -1,0 +1,62 @@
+"""What rounding may account for. No processes: the records are written by hand."""
+
+from dataclasses import replace
+
+import torch
+
+from echelon.verify.compare import StepComparison, compare_float32, first_departure
+from echelon.verify.reference import StepRecord
+
+NEAR = 1e-4  # how far rounded weights bring this model's reference, in its weight
+
+
+def record(shift: float = 0.0) -> StepRecord:
+    gradient = torch.tensor([1.0, -2.0])
+    return StepRecord(
+        loss=1.0, norm=5**0.5, gradients={"w": gradient}, weights={"w": torch.tensor([3.0, 4.0 + shift])}
+    )
+
+
+def compare(*shifts: float, rounded: float) -> list[StepComparison]:
+    runs = [[record() if step == 0 else record(rounded) for step in range(len(shifts))]] if rounded else []
+    return compare_float32(
+        [record(shift) for shift in shifts],
+        [record() for _ in shifts],
+        learning_rate=1e-3,
+        epsilon=1e-5,
+        bitwise=False,
+        rounded=runs,
+    )
+
+
+def test_a_weight_may_be_off_by_four_times_what_rounding_makes_of_it() -> None:
+    assert first_departure(compare(0.0, 3.5 * NEAR, rounded=0.0)) is not None
+    assert first_departure(compare(0.0, 3.5 * NEAR, rounded=NEAR)) is None
+    assert first_departure(compare(0.0, 4.5 * NEAR, rounded=NEAR)) is not None
+
+
+def test_the_first_step_is_never_excused() -> None:
+    runs = [[record(NEAR)]]
+    found = compare_float32(
+        [record(NEAR)], [record()], learning_rate=1e-3, epsilon=1e-5, bitwise=False, rounded=runs
+    )
+    assert first_departure(found) is not None
+
+
+def test_loss_gradient_and_norm_have_what_rounding_makes_of_each() -> None:
+    moved = replace(record(), loss=1.01, norm=5**0.5 + 0.01, gradients={"w": torch.tensor([1.01, -2.0])})
+    for quantity in ("loss", "norm", "gradients"):
+        own = replace(record(), **{quantity: getattr(moved, quantity)})
+        steps = [record(), own]
+
+        def judge(near: StepRecord, steps: list[StepRecord] = steps) -> str | None:
+            runs = [[record(), near]]
+            expected = [record(), record()]
+            return first_departure(
+                compare_float32(
+                    steps, expected, learning_rate=1e-3, epsilon=1e-5, bitwise=False, rounded=runs
+                )
+            )
+
+        assert judge(own) is None
+        assert judge(record()) is not None
