@@ -23,7 +23,7 @@ class Shard:
         dim: the dimension that is cut.
         blocks: lengths of the fused blocks along `dim` in the whole tensor (q, k and v of one projection);
             each is cut on its own. They add up to the whole length, padding excluded.
-        padded: length of the last block once padded with zeros, where its own length does not divide.
+        padded: lengths of the blocks once padded with zeros at their ends, where their own do not divide.
         copies: how many neighbouring ranks hold the same piece (key-value heads fewer than ranks); a piece's
             gradient is partial on each of them.
         stretches: how many equal stretches the whole has, each with an equal part of `blocks`; a stretch is cut over
@@ -33,13 +33,16 @@ class Shard:
     size: int
     dim: int
     blocks: tuple[int, ...]
-    padded: int | None = None
+    padded: tuple[int, ...] | None = None
     copies: int = 1
     stretches: int = 1
 
     def __post_init__(self) -> None:
         if self.size % self.copies:
             raise ValueError(f"copies={self.copies} does not divide size={self.size}")
+        grown = [padded - own for padded, own in zip(self._padded_blocks(), self.blocks, strict=True)]
+        if any(more < 0 for more in grown):
+            raise ValueError(f"padded={self.padded} is shorter than blocks={self.blocks}")
         stretch = self._padded_blocks()[: len(self.blocks) // self.stretches]
         if stretch * self.stretches != self._padded_blocks() or (self.size // self.copies) % self.stretches:
             raise ValueError(
@@ -59,7 +62,9 @@ class Shard:
             raise AssertionError(f"length {whole.shape[self.dim]} of dim {self.dim}, blocks {self.blocks}")
         stretch, piece = divmod(rank // self.copies, self._pieces_of_stretch)
         blocks = list(whole.split(list(self.blocks), self.dim))
-        blocks[-1] = self._pad(blocks[-1])
+        blocks = [
+            self._pad(block, length) for block, length in zip(blocks, self._padded_blocks(), strict=True)
+        ]
         count = len(blocks) // self.stretches
         own = blocks[stretch * count : (stretch + 1) * count]
         mine = [block.chunk(self._pieces_of_stretch, self.dim)[piece] for block in own]
@@ -75,21 +80,20 @@ class Shard:
             for first in range(0, len(split), pieces)
             for index in range(count)
         ]
-        return torch.cat(blocks, self.dim).narrow(self.dim, 0, sum(self.blocks))
+        held = [block.narrow(self.dim, 0, length) for block, length in zip(blocks, self.blocks, strict=True)]
+        return torch.cat(held, self.dim)
 
     @property
     def _pieces_of_stretch(self) -> int:
         return self.size // self.copies // self.stretches
 
     def _padded_blocks(self) -> tuple[int, ...]:
-        return self.blocks if self.padded is None else (*self.blocks[:-1], self.padded)
+        return self.blocks if self.padded is None else self.padded
 
-    def _pad(self, block: Tensor) -> Tensor:
-        if self.padded is None:
-            return block
+    def _pad(self, block: Tensor, length: int) -> Tensor:
         shape = list(block.shape)
-        shape[self.dim] = self.padded - shape[self.dim]
-        return torch.cat([block, block.new_zeros(shape)], self.dim)
+        shape[self.dim] = length - shape[self.dim]
+        return block if shape[self.dim] == 0 else torch.cat([block, block.new_zeros(shape)], self.dim)
 
 
 @dataclass(frozen=True, kw_only=True)

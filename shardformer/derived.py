@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from ..pipeline.plan import StagePlan
+from ..pipeline.plan import StagePlan, is_within
 from .derived_regions import region_faults, regions_of, whole_modules
 from .derived_styles import Styles, sort_styles
 from .forward_code import returns_tuple, tensor_inputs
 from .layer.embedding import embedding_faults
-from .lookup import has_submodule
+from .lookup import has_submodule, widths
 from .table import RegionDropout, Table
 
 _GROUPS = "num_key_value_groups"
@@ -98,6 +98,7 @@ def _split(plain: Table, layers: Sequence[nn.Module], styles: Styles, config: An
         fused=styles.fused,
         partial=partial,
         second_input=_routing(layers, styles),
+        attention=_padded(layers, styles, attentions[0], config) if has_copies else {},
         optional=(*regions, *styles.modules, *partial, *owners, *styles.split),
         key_value=key_value if has_copies else (),
         groups=f"{attentions[0]}.{_GROUPS}" if has_copies else None,
@@ -106,6 +107,21 @@ def _split(plain: Table, layers: Sequence[nn.Module], styles: Styles, config: An
         ),
         dropout=_dropouts(layers, styles),
     )
+
+
+def _padded(layers: Sequence[nn.Module], styles: Styles, attention: str, config: Any) -> dict[str, str]:
+    """The attention with the layer that ends it, where heads can be added: all that is split there is cut by heads."""
+    rows = [name for name in styles.row if is_within(name, attention)]
+    is_by_head = all(
+        widths(layer.get_submodule(name))[1] % getattr(config, count) == 0
+        for name in styles.column
+        if is_within(name, attention)
+        for count in ["num_key_value_heads" if name.endswith(_KEY_VALUE) else "num_attention_heads"]
+        for layer in layers
+        if has_submodule(layer, name)
+    )
+    has_others = any(is_within(name, attention) for name in styles.split)
+    return {attention: rows[0]} if len(rows) == 1 and is_by_head and not has_others else {}
 
 
 def _stacks(base: nn.Module, splits: Mapping[str, str], order: Mapping[str, Any]) -> list[str]:

@@ -1,7 +1,11 @@
-"""How the heads of query, key and value lie in a projection that fuses them, and how it is cut between heads."""
+"""How the heads of query, key and value lie in projections, and how those are cut between heads, padded if need be."""
 
 from dataclasses import dataclass
 from enum import Enum
+
+import torch
+
+from ..cluster.placement import Shard
 
 
 class HeadOrder(Enum):
@@ -17,13 +21,40 @@ class HeadOrder(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How the features of a projection are cut, see `Shard` for what the numbers are."""
+
+    blocks: tuple[int, ...]
+    padded: tuple[int, ...]
+    stretches: int = 1
+    copies: int = 1
+
+    def shard(self, *, size: int, dim: int) -> Shard:
+        """The placement of a tensor whose `dim` has these features."""
+        padded = None if self.padded == self.blocks else self.padded
+        return Shard(
+            size=size,
+            dim=dim,
+            blocks=self.blocks,
+            padded=padded,
+            stretches=self.stretches,
+            copies=self.copies,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Heads:
     """The heads of an attention that are spread over ranks.
+
+    [Note: padded heads] Where the ranks do not divide them, heads are added whose weights are zeros, so that each rank
+    holds as many: key-value heads behind the last one, and query heads behind the last one of each group that shares a
+    key-value head. Their outputs are dropped in front of the layer that ends the region (`Linear1D_Row`), so their
+    weights get gradients of zero and stay zeros.
 
     Args:
         query: how many query heads there are.
         key_value: how many key-value heads; `query` is a multiple.
-        ranks: over how many ranks; divides `query`, and divides `key_value` or is a multiple of it.
+        ranks: over how many ranks.
     """
 
     query: int
@@ -31,37 +62,104 @@ class Heads:
     ranks: int
 
     @property
+    def group(self) -> int:
+        """How many query heads share a key-value head."""
+        return self.query // self.key_value
+
+    @property
+    def padded_key_value(self) -> int:
+        """How many key-value heads there are with those of zeros."""
+        if self.key_value > self.ranks or self.group == 1:
+            return _rounded_up(self.key_value, self.ranks)
+        return next(count for count in range(self.key_value, self.ranks + 1) if self.ranks % count == 0)
+
+    @property
+    def padded_group(self) -> int:
+        """How many query heads share a key-value head, with those of zeros."""
+        return _rounded_up(self.group, self.copies)
+
+    @property
+    def padded_query(self) -> int:
+        """How many query heads there are with those of zeros."""
+        return self.padded_key_value * self.padded_group
+
+    @property
+    def are_padded(self) -> bool:
+        """Whether there are heads of zeros."""
+        return (self.padded_query, self.padded_key_value) != (self.query, self.key_value)
+
+    @property
     def copies(self) -> int:
         """How many neighbouring ranks share a key-value head."""
-        return max(self.ranks // self.key_value, 1)
+        return max(self.ranks // self.padded_key_value, 1)
 
-    def width(self, outputs: int) -> int:
-        """The width of a head, from the outputs of a projection of all of them."""
-        return outputs // (self.query + 2 * self.key_value)
+    def held_by(self, rank: int) -> list[int]:
+        """The query heads that a rank holds; in the place of one of zeros there stands any."""
+        shard = self.query_cut(self.query).shard(size=self.ranks, dim=0)
+        return (shard.local(torch.arange(1, self.query + 1), rank) - 1).clamp(min=0).tolist()
 
-    def block_sizes(self, order: HeadOrder, outputs: int) -> tuple[int, ...]:
-        """The lengths of the blocks that are cut on their own, see `Shard`."""
-        width = self.width(outputs)
+    def query_cut(self, features: int, *, num_blocks: int = 1) -> Cut:
+        """How so many features of the query heads are cut, or of several such blocks side by side."""
+        width = features // num_blocks // self.query
+        if self.padded_group == self.group:
+            blocks, padded = (self.query * width,), (self.padded_query * width,)
+            return Cut(blocks=blocks * num_blocks, padded=padded * num_blocks)
+        return Cut(
+            blocks=self._in_stretches(self.group * width),
+            padded=(self.padded_group * width,) * self.padded_key_value,
+            stretches=self.padded_key_value,
+        )
+
+    def key_value_cut(self, features: int) -> Cut:
+        """How so many features of the key-value heads are cut."""
+        width = features // self.key_value
+        return Cut(blocks=(features,), padded=(self.padded_key_value * width,), copies=self.copies)
+
+    def fused_cut(self, order: HeadOrder, features: int) -> Cut:
+        """How a projection of query, key and value is cut."""
+        width = self._width(features)
         if order is HeadOrder.BY_KIND:
-            return (self.query * width, self.key_value * width, self.key_value * width)
-        if self.copies == 1:
-            return (outputs,)  # between key-value heads
-        return (self.query // self.key_value * width, width, width) * self.key_value
+            return Cut(
+                blocks=(self.query * width, *(self.key_value * width,) * 2),
+                padded=(self.padded_query * width, *(self.padded_key_value * width,) * 2),
+            )
+        if self.copies == 1:  # between key-value heads
+            return Cut(blocks=(features,), padded=(features // self.key_value * self.padded_key_value,))
+        return Cut(
+            blocks=self._in_stretches(self.group * width, width, width),
+            padded=(self.padded_group * width, width, width) * self.padded_key_value,
+            stretches=self.padded_key_value,
+        )
 
-    def stretches(self, order: HeadOrder) -> int:
-        """How many stretches are cut each over its own ranks."""
-        return self.key_value if order is HeadOrder.BY_GROUP and self.copies > 1 else 1
-
-    def faults(self, place: str, outputs: int) -> list[str]:
+    def fused_faults(self, place: str, order: HeadOrder, features: int) -> list[str]:
         """Why a projection of all heads cannot be cut so; empty when it can."""
-        if outputs % (self.query + 2 * self.key_value):
+        if features % (self.query + 2 * self.key_value):
             return [
-                f"{place} has {outputs} outputs, which are not {self.query} query heads and {self.key_value} "
+                f"{place} has {features} outputs, which are not {self.query} query heads and {self.key_value} "
                 "key-value heads of one width"
             ]
-        if self.width(outputs) % self.copies:
+        width = self._width(features)
+        if width % self.copies:
             return [
-                f"{place}: {self.copies} ranks would share a key-value head of width {self.width(outputs)}, which is "
+                f"{place}: {self.copies} ranks would share a key-value head of width {width}, which is "
+                f"not divisible by {self.copies}: use a smaller tp_size"
+            ]
+        if order is HeadOrder.BY_KIND and self.padded_group != self.group:
+            return [
+                f"{place}: {self.copies} ranks would share the {self.group} query heads of a key-value head, which is "
                 f"not divisible by {self.copies}: use a smaller tp_size"
             ]
         return []
+
+    def _width(self, features: int) -> int:
+        """The width of a head, from the features of all of them."""
+        return features // (self.query + 2 * self.key_value)
+
+    def _in_stretches(self, *lengths: int) -> tuple[int, ...]:
+        """Blocks of these lengths for each key-value head, of none for one of zeros."""
+        added = self.padded_key_value - self.key_value
+        return lengths * self.key_value + (0,) * (len(lengths) * added)
+
+
+def _rounded_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

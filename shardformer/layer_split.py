@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..cluster.random import SplitRandom
 from .config_view import ConfigView
-from .head_order import HeadOrder, Heads
+from .head_order import Cut, HeadOrder, Heads
 from .layer.held_count import HeldCount
 from .layer.key_value import SharedKeyValueLinear1D_Col
 from .layer.linear import (
@@ -66,22 +66,32 @@ class LayerSplit:
 
     def attributes(self) -> dict[str, Any]:
         """New values of its attributes by path; a module's config is one, changed for this module alone."""
-        table, layer, ranks = self._table, self._layer, self._group.size()
+        table, layer = self._table, self._layer
         values: dict[str, Any] = {}
         for path in _held(layer, table.divide):
             whole = _attribute(layer, path)
-            values[path] = HeldCount(whole // ranks, whole) if path in table.divisors else whole // ranks
+            held = self._held_count(path, whole)
+            values[path] = HeldCount(held, whole) if path in table.divisors else held
         attends = not table.key_value or present(layer, table.key_value)  # some layers attend otherwise
         if table.groups is not None and attends:
-            values[table.groups] = _attribute(layer, table.groups) // self._heads.copies
+            heads = self._heads
+            values[table.groups] = heads.padded_group // heads.copies
         for path in _held(layer, table.divide_key_value):
-            values[path] = _attribute(layer, path) * self._heads.copies // ranks
+            heads = self._heads
+            whole = _attribute(layer, path) * heads.padded_key_value // heads.key_value
+            values[path] = whole * heads.copies // heads.ranks
         for path in table.divide:
             config, _, name = path.rpartition(".")
             if path not in values and _has_attribute(layer, config):
                 known = values.get(config, _attribute(layer, config))
-                values[config] = ConfigView(known, **{name: _attribute(layer, path) // ranks})
+                values[config] = ConfigView(known, **{name: self._held_count(path, _attribute(layer, path))})
         return values
+
+    def _held_count(self, path: str, whole: int) -> int:
+        """What this rank holds of so many, counted with the heads of zeros where they are counts of heads."""
+        if self._table.region_of(path) in self._table.attention:
+            whole = whole * self._heads.padded_query // self._heads.query
+        return whole // self._group.size()
 
     def _linear_layers(self, randoms: dict[str, SplitRandom]) -> list[Replacement]:
         table = self._table
@@ -90,7 +100,9 @@ class LayerSplit:
             table.column, self._column_type, lambda name: {**self._column_kwargs(name), **self._native(name)}
         )
         row = self._put(
-            table.row, self._row_type, lambda name: {"split_random": at_row.get(name), **self._native(name)}
+            table.row,
+            self._row_type,
+            lambda name: {"split_random": at_row.get(name), **self._row_kwargs(name), **self._native(name)},
         )
         gathered = self._put(table.gathered, self._column_type, lambda name: {"gather_output": True})
         scattered = self._put(table.scattered, self._row_type, lambda name: {"split_input": True})
@@ -154,20 +166,25 @@ class LayerSplit:
         return {"native_class": native_class(self._layer.get_submodule(name), self._table)}
 
     def _column_kwargs(self, name: str) -> dict[str, Any]:
+        table, fused = self._table, self._table.fused.get(name)
         kwargs: dict[str, Any] = {"reduce_input_gradient": False}
-        fused = self._table.fused.get(name)
-        if fused is not None:
-            _, outputs = widths(self._layer.get_submodule(name))
-            if isinstance(fused, HeadOrder):
-                kwargs["split_sizes"] = self._heads.block_sizes(fused, outputs)
-                kwargs["stretches"] = self._heads.stretches(fused)
-                if self._heads.copies > 1:
-                    kwargs["num_key_value_heads"] = self._heads.key_value
-            else:
-                kwargs["split_sizes"] = (outputs // fused,) * fused
-        if name in self._table.key_value:
-            kwargs["copies"] = self._copies(name)
-        return kwargs
+        _, outputs = widths(self._layer.get_submodule(name))
+        if isinstance(fused, HeadOrder):
+            if self._heads.copies > 1:
+                kwargs["num_key_value_heads"] = self._heads.padded_key_value
+            return kwargs | _sizes(self._heads.fused_cut(fused, outputs))
+        if name in table.key_value:
+            cut = self._heads.key_value_cut(outputs)
+            return kwargs | _sizes(cut) | {"copies": cut.copies}
+        if table.region_of(name) in table.attention:
+            return kwargs | _sizes(self._heads.query_cut(outputs, num_blocks=fused or 1))
+        return kwargs | ({} if fused is None else {"split_sizes": (outputs // fused,) * fused})
+
+    def _row_kwargs(self, name: str) -> dict[str, Any]:
+        if name not in self._table.attention.values():
+            return {}
+        inputs, _ = widths(self._layer.get_submodule(name))
+        return _sizes(self._heads.query_cut(inputs))
 
     def _copies(self, name: str) -> int:
         """How many neighbouring ranks hold the same piece."""
@@ -175,7 +192,10 @@ class LayerSplit:
 
     def _by_head(self, region: str) -> dict[str, Any]:
         names = self._table.by_head.get(region)
-        return {} if names is None else {"by_head": names, "num_heads": self._config.num_attention_heads}
+        if names is None:
+            return {}
+        held = self._heads.held_by(self._group.rank())
+        return {"by_head": names, "num_heads": self._heads.query, "held_heads": held}
 
     @property
     def _heads(self) -> Heads:
@@ -201,6 +221,11 @@ def split_parameter(
         return []
     kwargs = {"name": name, "dim": dim, "copies": copies, "num_blocks": num_blocks}
     return [Replacement(suffix=owner, target_module=SplitParameter, kwargs=kwargs)]
+
+
+def _sizes(cut: Cut) -> dict[str, Any]:
+    """The arguments of a linear layer that is cut so."""
+    return {"split_sizes": cut.blocks, "padded_sizes": cut.padded, "stretches": cut.stretches}
 
 
 def _held(layer: nn.Module, attributes: Iterable[str]) -> list[str]:

@@ -19,9 +19,11 @@ def widths(projection: Any) -> tuple[int, int]:
 
 def heads_of(config: Any, layer: nn.Module, table: Table, ranks: int) -> Heads:
     """The heads of a layer's attention; of one that is not yet split."""
-    path = table.key_value_heads
+    path, query = table.key_value_heads, config.num_attention_heads
+    if not table.has_key_value_heads:
+        return Heads(query=query, key_value=query, ranks=ranks)
     key_value: Any = config.num_key_value_heads if path is None else reduce(getattr, path.split("."), layer)
-    return Heads(query=config.num_attention_heads, key_value=key_value, ranks=ranks)
+    return Heads(query=query, key_value=key_value, ranks=ranks)
 
 
 def native_class(projection: nn.Module, table: Table) -> type[nn.Module] | None:

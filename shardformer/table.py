@@ -52,6 +52,9 @@ class Table:
             `column` itself. One that lies in another takes its place in the layers that have it (experts in an MLP).
         column: linear layers split by output features.
         row: linear layers split by input features; each ends a region.
+        attention: regions whose split activations are heads, as many as the config's `num_attention_heads`, each with
+            the row-split layer that ends it. Where the ranks do not divide their number, heads of zeros are added. In
+            other tables the ranks must divide it.
         joined: by region whose module also uses its input whole (ALBERT's attention adds it to its output), the
             column-split layers that take the input; they begin the region together.
         whole: modules inside a region that work on replicated activations, behind its end.
@@ -104,6 +107,7 @@ class Table:
     regions: tuple[str, ...] = ()
     column: tuple[str, ...] = ()
     row: tuple[str, ...] = ()
+    attention: Mapping[str, str] = field(default_factory=dict)
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
     second_input: Mapping[str, str] = field(default_factory=dict)
@@ -180,6 +184,8 @@ class Table:
                 "column, split and norms",
                 (*self.column, *self.split, *self.norms),
             ),
+            "attention": (self.attention, "regions", self.regions),
+            "row of attention": (self.attention.values(), "row", self.row),
             "joined": (self.joined, "regions", self.regions),
             "layer of joined": (sum(self.joined.values(), ()), "column", self.column),
             "divisors": (self.divisors, "divide", self.divide),
@@ -196,6 +202,13 @@ class Table:
             f"biases {name!r} lies in the region {self.region_of(name)!r}: put it in split"
             for name in self.biases
             if self.region_of(name) is not None
+        ]
+        found += [
+            f"{kind} {name!r} has entries for heads, or is of all of them together, so none can be added: leave out "
+            "attention"
+            for kind in ("split", "biases", "shared_biases", "norms")
+            for name in getattr(self, kind)
+            if self.attention and (self.region_of(name) in self.attention or "biases" in kind)
         ]
         found += [
             f"optional {path!r} is no module or parameter that the table names, and none of those lies below it"

@@ -133,8 +133,8 @@ def _setting_faults(config: Any, table: Table) -> list[str]:
 
 
 def _head_faults(config: Any, layers: Mapping[str, nn.Module], table: Table, ranks: int) -> list[str]:
-    if not table.column:
-        return []  # all heads are those of parts
+    if not table.column or table.attention:
+        return []  # all heads are those of parts, or are padded
     found = [
         f"{name}={count} is not divisible by tp_size={ranks}: use one of tp_size={divisors(common)}"
         for name, count in ((name, getattr(config, name)) for name in table.divisible)
@@ -156,7 +156,7 @@ def _head_faults(config: Any, layers: Mapping[str, nn.Module], table: Table, ran
 
 def _divide_faults(layers: Mapping[str, nn.Module], table: Table, ranks: int) -> list[str]:
     """Counts that the layers' code reads and that do not divide; where the config tells them, it is told by that."""
-    if table.divisible:
+    if table.divisible or table.attention:
         return []
     found: dict[tuple[str, int], list[str]] = {}
     for path, layer in layers.items():
@@ -198,6 +198,8 @@ def _width_faults(layers: Sequence[nn.Module], table: Table, place: str, ranks: 
         fused = table.fused.get(name, 1)
         if name in table.key_value or isinstance(fused, HeadOrder):
             continue  # told by _head_faults and _fused_faults
+        if table.region_of(name) in table.attention or name in table.attention.values():
+            continue  # padded
         width = inputs if name in rows else outputs // fused
         if width % ranks:
             found.append(
@@ -216,7 +218,7 @@ def _fused_faults(config: Any, layers: Mapping[str, nn.Module], table: Table, ra
             continue
         heads = heads_of(config, layers[path], table, ranks)
         _, outputs = widths(layers[path].get_submodule(name))
-        found += heads.faults(f"{path}.{name}", outputs)
+        found += heads.fused_faults(f"{path}.{name}", order, outputs)
     return found
 
 

@@ -38,13 +38,13 @@ def vocab_shard(vocab_size: int, num_ranks: int, make_vocab_size_divisible_by: i
     """How V rows are cut: padded to a multiple of ranks × `make_vocab_size_divisible_by`."""
     multiple = make_vocab_size_divisible_by * num_ranks
     padded = -(-vocab_size // multiple) * multiple
-    return Shard(size=num_ranks, dim=0, blocks=(vocab_size,), padded=padded)
+    return Shard(size=num_ranks, dim=0, blocks=(vocab_size,), padded=(padded,))
 
 
 def vocab_range(shard: Shard, rank: int) -> VocabRange:
     """The entries that a rank holds under `vocab_shard`."""
     (vocab_size,) = shard.blocks
-    width = (shard.padded or vocab_size) // shard.size
+    width = sum(shard.padded or shard.blocks) // shard.size
     valid = min(max(vocab_size - rank * width, 0), width)
     return VocabRange(vocab_size=vocab_size, first=rank * width, width=width, valid=valid)
 

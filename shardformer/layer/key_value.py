@@ -22,7 +22,7 @@ class SharedKeyValueLinear1D_Col(Linear1D_Col):
     Args:
         native: the projection; the outputs of each stretch are query heads, keys and values, side by side.
         process_group: the tensor axis, of size T.
-        num_key_value_heads: K, a divisor of T.
+        num_key_value_heads: K, a divisor of T; with heads of zeros where there are any.
         kwargs: of `Linear1D_Col`.
     """
 
@@ -31,7 +31,8 @@ class SharedKeyValueLinear1D_Col(Linear1D_Col):
     ) -> None:
         super().__init__(native, process_group, **kwargs)
         self.num_key_value_heads = num_key_value_heads
-        self.part_width = kwargs["split_sizes"][-1] * kwargs.get("stretches", 1) // process_group.size()
+        sizes = kwargs.get("padded_sizes") or kwargs["split_sizes"]
+        self.part_width = sizes[-1] * kwargs.get("stretches", 1) // process_group.size()
 
     @staticmethod
     def from_native_module(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -49,6 +50,7 @@ class Linear1D_Col(_SplitLinear):
         process_group: the tensor axis, of size T.
         native_class: the class of `native`, where it is one of its own that computes what the plain one does.
         split_sizes: lengths of the fused blocks among the output features, each split on its own; None is one.
+        padded_sizes: their lengths once padded with zeros, see `Shard`; None pads none.
         copies: how many neighbouring ranks hold the same outputs (key-value heads fewer than ranks).
         stretches: how many equal stretches the outputs have, see `Shard`.
         gather_output: return all outputs on all ranks (forward all-gather, backward slice).
@@ -63,6 +65,7 @@ class Linear1D_Col(_SplitLinear):
         *,
         native_class: type[nn.Module] | None = None,
         split_sizes: Sequence[int] | None = None,
+        padded_sizes: Sequence[int] | None = None,
         copies: int = 1,
         stretches: int = 1,
         gather_output: bool = False,
@@ -75,9 +78,15 @@ class Linear1D_Col(_SplitLinear):
             )
         self.gather_output = gather_output
         self.reduce_input_gradient = reduce_input_gradient
-        blocks = tuple(split_sizes) if split_sizes is not None else (self.weight.shape[self.output_dim],)
         size, rank = process_group.size(), process_group.rank()
-        shard = Shard(size=size, dim=self.output_dim, blocks=blocks, copies=copies, stretches=stretches)
+        shard = Shard(
+            size=size,
+            dim=self.output_dim,
+            blocks=_sizes(self.weight, self.output_dim, split_sizes),
+            padded=None if padded_sizes is None else tuple(padded_sizes),
+            copies=copies,
+            stretches=stretches,
+        )
         place(self.weight, shard, rank)
         if self.bias is not None:
             place(self.bias, replace(shard, dim=0), rank)
@@ -119,7 +128,11 @@ class Linear1D_Row(_SplitLinear):
         native_class: the class of `native`, where it is one of its own that computes what the plain one does.
         split_random: the random state that the region before switched to; switched back here.
         split_input: inputs arrive whole, and each rank takes its own (backward all-gather).
+        split_sizes, padded_sizes, stretches: of the input features, see `Linear1D_Col`. What comes in as a feature that
+            was added is dropped, so the zeros that it is multiplied with get no gradient.
     """
+
+    _is_real: Tensor | None
 
     def __init__(
         self,
@@ -129,13 +142,26 @@ class Linear1D_Row(_SplitLinear):
         native_class: type[nn.Module] | None = None,
         split_random: SplitRandom | None = None,
         split_input: bool = False,
+        split_sizes: Sequence[int] | None = None,
+        padded_sizes: Sequence[int] | None = None,
+        stretches: int = 1,
     ) -> None:
         super().__init__(native, process_group, native_class=native_class)
         self.split_input = split_input
         self._split_random = split_random
         dim = 1 - self.output_dim
-        size = process_group.size()
-        place(self.weight, Shard(size=size, dim=dim, blocks=(self.weight.shape[dim],)), process_group.rank())
+        shard = Shard(
+            size=process_group.size(),
+            dim=dim,
+            blocks=_sizes(self.weight, dim, split_sizes),
+            padded=None if padded_sizes is None else tuple(padded_sizes),
+            stretches=stretches,
+        )
+        is_real = replace(shard, dim=0).local(torch.ones(self.weight.shape[dim]), process_group.rank())
+        self.register_buffer(
+            "_is_real", None if bool(is_real.all()) else is_real.to(self.weight.device), persistent=False
+        )
+        place(self.weight, shard, process_group.rank())
 
     @staticmethod
     def from_native_module(
@@ -148,10 +174,16 @@ class Linear1D_Row(_SplitLinear):
         """(B, S, I/T) in, or (B, S, I) with `split_input`; (B, S, O) out, equal on all ranks."""
         if self.split_input:
             x_BSI = scatter_to(x_BSI, self.group, -1)
+        if self._is_real is not None:
+            x_BSI = x_BSI * self._is_real.to(x_BSI.dtype)
         if self._split_random is not None and self.training:
             self._split_random.leave()
         out_BSO = reduce_from(self._product(x_BSI, None), self.group)
         return out_BSO if self.bias is None else out_BSO + self.bias
+
+
+def _sizes(weight: Tensor, dim: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
+    return tuple(sizes) if sizes is not None else (weight.shape[dim],)
 
 
 class _Transposed(_SplitLinear):

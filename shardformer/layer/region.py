@@ -5,9 +5,10 @@ that ends it (linear.py). So q, k and v together cost one reduction in backward.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -30,6 +31,7 @@ class Region:
         second_input: str | None = None,
         by_head: Mapping[str, int] | None = None,
         num_heads: int = 1,
+        held_heads: Sequence[int] = (),
     ) -> nn.Module:
         """Let the module's first tensor pass `copy_to` (backward all-reduce) before its forward.
 
@@ -41,6 +43,7 @@ class Region:
             by_head: names of arguments with an entry for each head, each with the dimension of the heads (or of
                 samples and heads, the heads innermost); this rank takes those of its heads. A length of 1 stays.
             num_heads: how many heads there are on all ranks.
+            held_heads: those of this rank.
         """
         inputs = list(inspect.signature(module.forward).parameters)
         second = (second_input, inputs.index(second_input)) if second_input is not None else ()
@@ -66,7 +69,7 @@ class Region:
             given.update(zip(entering, entered, strict=True))
             for key in cut.keys() & given.keys():
                 if isinstance(given[key], Tensor):
-                    given[key] = own_heads(given[key], cut[key], num_heads, process_group)
+                    given[key] = own_heads(given[key], cut[key], num_heads, held_heads)
             return tuple(given[index] for index in range(len(args))), {name: given[name] for name in kwargs}
 
         module.register_forward_pre_hook(enter_region, with_kwargs=True)
@@ -80,14 +83,14 @@ def _entry_layers(module: nn.Module) -> list[ProductLayer]:
     ]
 
 
-def own_heads(x: Tensor, dim: int, num_heads: int, group: dist.ProcessGroup) -> Tensor:
-    """The entries of this rank's heads.
+def own_heads(x: Tensor, dim: int, num_heads: int, held: Sequence[int]) -> Tensor:
+    """The entries of some heads.
 
     Args:
         x: along `dim` one entry per head, or so many for each sample; a length of 1 is for all heads.
         dim: the dimension.
         num_heads: how many heads there are, on all ranks of the group.
-        group: the tensor axis.
+        held: those that are wanted.
 
     Raises:
         ValueError: another number of entries.
@@ -99,7 +102,7 @@ def own_heads(x: Tensor, dim: int, num_heads: int, group: dist.ProcessGroup) -> 
             f"an input of shape {tuple(x.shape)} should have entries for {num_heads} heads along dim {dim}"
         )
     by_head = x.unflatten(dim, (-1, num_heads))
-    return by_head.chunk(group.size(), dim + 1)[group.rank()].flatten(dim, dim + 1)
+    return torch.stack([by_head.select(dim + 1, head) for head in held], dim + 1).flatten(dim, dim + 1)
 
 
 class RegionExit:

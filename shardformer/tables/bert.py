@@ -12,6 +12,7 @@ BERT = Table(
     regions=("attention.self", "intermediate"),
     column=("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"),
     row=("attention.output.dense", "output.dense"),
+    attention={"attention.self": "attention.output.dense"},
     dropout={
         "attention.self": RegionDropout(probability="attention.self.dropout.p", row="attention.output.dense")
     },

@@ -10,6 +10,7 @@ BLOOM = Table(
     # Cut between heads, each with its query, key and value.
     column=("self_attention.query_key_value", "mlp.dense_h_to_4h"),
     row=("self_attention.dense", "mlp.dense_4h_to_h"),
+    attention={"self_attention": "self_attention.dense"},
     divide=("self_attention.num_heads",),
     needed={"slow_but_exact": False},  # which multiplies by parts of the weights of its row layers itself
     dropout={

@@ -10,6 +10,7 @@ FALCON = Table(
     by_head={"self_attention": {"alibi": 1, "attention_mask": 1}},  # the slopes are in the mask too
     column=("self_attention.query_key_value", "mlp.dense_h_to_4h"),
     row=("self_attention.dense", "mlp.dense_4h_to_h"),
+    attention={"self_attention": "self_attention.dense"},
     fused={"self_attention.query_key_value": HeadOrder.BY_GROUP},
     # As many as query heads, one for all (multi_query), or what the new architecture says.
     key_value_heads="self_attention.num_kv_heads",

@@ -8,6 +8,7 @@ GPT2 = Table(
     regions=("attn", "mlp"),
     column=("attn.c_attn", "mlp.c_fc"),
     row=("attn.c_proj", "mlp.c_proj"),
+    attention={"attn": "attn.c_proj"},
     fused={"attn.c_attn": 3},
     divide=("attn.split_size",),
     dropout={"attn": RegionDropout(probability="attn.attn_dropout.p", row="attn.c_proj")},

@@ -10,6 +10,7 @@ GPT_NEO = Table(
     regions=("attn", "mlp"),
     column=(*(f"{_ATTENTION}.{name}_proj" for name in "qkv"), "mlp.c_fc"),
     row=(f"{_ATTENTION}.out_proj", "mlp.c_proj"),
+    attention={"attn": f"{_ATTENTION}.out_proj"},
     divide=(f"{_ATTENTION}.num_heads",),
     dropout={"attn": RegionDropout(probability=f"{_ATTENTION}.attn_dropout.p", row=f"{_ATTENTION}.out_proj")},
     embedding="wte",

@@ -9,6 +9,7 @@ GPT_NEOX = Table(
     # Cut between heads, each with its query, key and value.
     column=("attention.query_key_value", "mlp.dense_h_to_4h"),
     row=("attention.dense", "mlp.dense_4h_to_h"),
+    attention={"attention": "attention.dense"},
     dropout={"attention": RegionDropout(probability="attention.attention_dropout", row="attention.dense")},
     embedding="embed_in",
     heads=("embed_out", "lm_head"),

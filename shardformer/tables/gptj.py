@@ -8,6 +8,7 @@ GPTJ = Table(
     regions=("attn", "mlp"),
     column=("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.fc_in"),
     row=("attn.out_proj", "mlp.fc_out"),
+    attention={"attn": "attn.out_proj"},
     divide=("attn.num_attention_heads",),
     dropout={"attn": RegionDropout(probability="attn.attn_dropout.p", row="attn.out_proj")},
     embedding="wte",

@@ -10,6 +10,7 @@ LLAMA = Table(
     regions=("self_attn", "mlp"),
     column=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
     row=("self_attn.o_proj", "mlp.down_proj"),
+    attention={"self_attn": "self_attn.o_proj"},
     key_value=("self_attn.k_proj", "self_attn.v_proj"),
     groups="self_attn.num_key_value_groups",
     dropout={"self_attn": RegionDropout(probability="self_attn.attention_dropout", row="self_attn.o_proj")},
@@ -23,6 +24,7 @@ QWEN3 = replace(LLAMA, partial=("self_attn.q_norm", "self_attn.k_norm"))
 # The same over all heads together.
 OLMO2 = replace(
     LLAMA,
+    attention={},
     norms=QWEN3.partial,
     key_value=(*LLAMA.key_value, "self_attn.k_norm"),
 )

@@ -18,6 +18,7 @@ _STAGE = StagePlan(
 SWIN = replace(
     VIT,
     stage=_STAGE,
+    attention={},
     divisible=("num_heads",),
     split={"attention.relative_position_bias.relative_position_bias_table": 1},
 )

@@ -12,12 +12,14 @@ VIT = Table(
     regions=("attention", "mlp"),
     column=("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.fc1"),
     row=("attention.o_proj", "mlp.fc2"),
+    attention={"attention": "attention.o_proj"},
     dropout={"attention": RegionDropout(probability="attention.attention_dropout", row="attention.o_proj")},
 )
 
 # The biases of a layer, or of all layers in one.
 BEIT = replace(
     VIT,
+    attention={},
     stage=replace(
         _STAGE,
         everywhere=("shared_position_bias",),

@@ -15,15 +15,17 @@ from echelon.cluster.placement import Placement, Shard, Shared, place, placement
         (4, (12,), None, 1),
         (2, (4, 4, 4), None, 1),
         (4, (8, 4, 4), None, 1),  # a query wider than key and value
-        (4, (10,), 12, 1),  # a vocabulary that does not divide
-        (2, (4, 3), 4, 1),
+        (4, (10,), (12,), 1),  # a vocabulary that does not divide
+        (2, (4, 3), (4, 4), 1),
+        (4, (6, 3, 3), (8, 4, 4), 1),  # heads that do not divide
+        (4, (3,), (4,), 2),
         (4, (6,), None, 2),  # two key-value heads on four ranks
         (4, (2, 2), None, 4),
         (8, (3, 0), None, 8),
     ],
 )
 def test_the_whole_comes_back_from_the_pieces(
-    dim: int, size: int, blocks: tuple[int, ...], padded: int | None, copies: int
+    dim: int, size: int, blocks: tuple[int, ...], padded: tuple[int, ...] | None, copies: int
 ) -> None:
     shard = Shard(size=size, dim=dim, blocks=blocks, padded=padded, copies=copies)
     shape = [2, 3, 5]
@@ -41,7 +43,7 @@ def test_each_block_is_cut_on_its_own() -> None:
 
 
 def test_padding_is_zero_and_on_the_last_ranks() -> None:
-    shard = Shard(size=3, dim=0, blocks=(5,), padded=9)
+    shard = Shard(size=3, dim=0, blocks=(5,), padded=(9,))
     assert [shard.local(torch.arange(1, 6), rank).tolist() for rank in range(3)] == [
         [1, 2, 3],
         [4, 5, 0],
@@ -60,6 +62,22 @@ def test_a_stretch_is_cut_over_its_own_ranks_and_comes_back() -> None:
     pieces = [shard.local(whole, rank) for rank in range(4)]
     assert [piece.tolist() for piece in pieces] == [[0, 1, 4], [2, 3, 5], [6, 7, 10], [8, 9, 11]]
     assert torch.equal(shard.whole(pieces), whole)
+
+
+def test_each_block_is_padded_at_its_own_end_and_comes_back() -> None:
+    """Three query heads for each of two key-value heads on four ranks, then three key-value heads on two."""
+    queries = Shard(size=4, dim=0, blocks=(3, 3), padded=(4, 4), stretches=2)
+    whole = torch.arange(1, 7)
+    pieces = [queries.local(whole, rank) for rank in range(4)]
+    assert [piece.tolist() for piece in pieces] == [[1, 2], [3, 0], [4, 5], [6, 0]]
+    assert torch.equal(queries.whole(pieces), whole)
+    added = Shard(size=4, dim=0, blocks=(2, 2, 2, 0), padded=(2, 2, 2, 2), stretches=4)
+    assert [added.local(whole, rank).tolist() for rank in range(4)] == [[1, 2], [3, 4], [5, 6], [0, 0]]
+
+
+def test_padding_shorter_than_the_block_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"padded=\(4,\) is shorter than blocks=\(5,\)"):
+        Shard(size=2, dim=0, blocks=(5,), padded=(4,))
 
 
 def test_stretches_that_differ_or_do_not_go_over_the_ranks_are_refused() -> None:

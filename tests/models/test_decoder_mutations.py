@@ -1,6 +1,6 @@
 """Faults put into what the tables of decoders need are found by the parity check."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from echelon.cluster.collectives import gather_from, gather_to
 from echelon.shardformer import table as table_module
-from echelon.shardformer.head_order import HeadOrder, Heads
-from echelon.shardformer.layer import key_value, region
+from echelon.shardformer.head_order import Cut, HeadOrder, Heads
+from echelon.shardformer.layer import key_value, linear, region
 from echelon.shardformer.table import Table
 from echelon.shardformer.tables.phi3 import PHI3
 from echelon.verify.layout import Layout
@@ -32,8 +32,8 @@ def with_table(model_type: str, table: Table, tp: int = 2, **settings: object) -
         return departure(model_type, tp, **settings)
 
 
-def first_heads(x: Tensor, dim: int, num_heads: int, group: dist.ProcessGroup) -> Tensor:
-    return x.unflatten(dim, (-1, num_heads)).chunk(group.size(), dim + 1)[0].flatten(dim, dim + 1)
+def first_heads(x: Tensor, dim: int, num_heads: int, held: Sequence[int]) -> Tensor:
+    return x.unflatten(dim, (-1, num_heads)).narrow(dim + 1, 0, len(held)).flatten(dim, dim + 1)
 
 
 def slopes_of_other_heads() -> str | None:
@@ -44,8 +44,8 @@ def slopes_of_other_heads() -> str | None:
 def slopes_of_other_samples() -> str | None:
     """The first dimension is taken for heads alone, and not for heads within samples."""
 
-    def outermost(x: Tensor, dim: int, num_heads: int, group: dist.ProcessGroup) -> Tensor:
-        return x.chunk(group.size(), dim)[group.rank()]
+    def outermost(x: Tensor, dim: int, num_heads: int, held: Sequence[int]) -> Tensor:
+        return x.chunk(num_heads // len(held), dim)[held[0] // len(held)]
 
     with patch.object(region, "own_heads", outermost):
         return departure("bloom")
@@ -82,7 +82,8 @@ def keys_of_the_first_group() -> str | None:
 
 
 def groups_cut_over_all_ranks() -> str | None:
-    with patch.object(Heads, "stretches", lambda self, order: 1):
+    cut = Heads.fused_cut
+    with patch.object(Heads, "fused_cut", lambda *given: replace(cut(*given), stretches=1)):
         return departure("falcon", tp=4, new_decoder_architecture=True, num_kv_heads=2)
 
 
@@ -100,6 +101,28 @@ def a_column_that_is_a_region_without_its_entry() -> str | None:
         return departure("opt")
 
 
+SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48, "head_dim": 8}
+
+
+def added_heads_that_learn() -> str | None:
+    forward = linear.Linear1D_Row.forward
+
+    def keep_all(self: Any, x: Tensor) -> Tensor:
+        self._is_real = None
+        return forward(self, x)
+
+    with patch.object(linear.Linear1D_Row, "forward", keep_all):
+        return departure("llama", tp=4, **SIX_HEADS)
+
+
+def heads_added_behind_all_instead_of_behind_each_group() -> str | None:
+    def at_the_end(self: Heads, features: int, *, num_blocks: int = 1) -> Cut:
+        return Cut(blocks=(features,), padded=(features // self.query * self.padded_query,))
+
+    with patch.object(Heads, "query_cut", at_the_end):
+        return departure("llama", tp=4, **SIX_HEADS)
+
+
 @pytest.mark.parametrize(
     ("ranks", "mutation"),
     [
@@ -110,6 +133,8 @@ def a_column_that_is_a_region_without_its_entry() -> str | None:
         (2, heads_in_another_order),
         (2, gate_and_up_in_one_block),
         (2, a_column_that_is_a_region_without_its_entry),
+        (4, added_heads_that_learn),
+        (4, heads_added_behind_all_instead_of_behind_each_group),
     ],
 )
 def test_a_fault_put_in_is_found(pool: Pool, ranks: int, mutation: Callable[[], str | None]) -> None:

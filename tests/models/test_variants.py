@@ -8,8 +8,14 @@ from echelon.verify.parity import parity
 
 from ..pool import Pool
 
-TP2, TP4, MIXED = Layout(tp=2), Layout(tp=4), Layout(tp=2, pp=2)
+TP2, TP4, MIXED, ZERO = Layout(tp=2), Layout(tp=4), Layout(tp=2, pp=2), Layout(tp=2, dp=2, zero=1)
 FALCON_GROUPED = {"new_decoder_architecture": True, "bias": True}
+
+
+def heads(query: int, key_value: int) -> dict[str, object]:
+    """Settings of so many heads."""
+    return {"hidden_size": 48, "num_attention_heads": query, "num_key_value_heads": key_value, "head_dim": 8}
+
 
 VARIANTS: dict[str, tuple[str, dict[str, object], Layout]] = {
     "bloom whose heads are no power of 2": ("bloom", {"hidden_size": 48, "n_head": 6}, TP2),
@@ -39,6 +45,44 @@ VARIANTS: dict[str, tuple[str, dict[str, object], Layout]] = {
     "phi3 with grouped heads": ("phi3", {"num_key_value_heads": 2}, MIXED),
     "phi3, keys shared": ("phi3", {"num_key_value_heads": 2}, TP4),
     "phi3, one key for all": ("phi3", {"num_key_value_heads": 1}, MIXED),
+    # Heads that the ranks do not divide: heads of zeros are added, see head_order.py.
+    "llama, 3 heads": ("llama", {**heads(3, 3), "attention_bias": True}, MIXED),
+    "llama, 3 heads on 4 ranks": ("llama", heads(3, 3), TP4),
+    "llama, 3 heads, one key for all": ("llama", {**heads(3, 1), "attention_bias": True}, ZERO),
+    "llama, 6 heads, 3 keys": ("llama", heads(6, 3), TP2),
+    "llama, 6 heads, 3 keys on 4 ranks": ("llama", heads(6, 3), TP4),
+    "qwen3, 6 heads, 2 keys on 4 ranks": ("qwen3", heads(6, 2), TP4),
+    "mixtral, 3 heads, one key for all": ("mixtral", heads(3, 1), TP2),
+    "deepseek_v3, 3 heads": ("deepseek_v3", {"num_attention_heads": 3, "num_key_value_heads": 3}, TP2),
+    "phi3, 6 heads, 3 keys": (
+        "phi3",
+        {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3},
+        TP2,
+    ),
+    "falcon, 3 heads, one key for all": (
+        "falcon",
+        {"hidden_size": 24, "num_attention_heads": 3, "bias": True},
+        TP2,
+    ),
+    "falcon, 6 heads, 2 keys on 4 ranks, slopes": (
+        "falcon",
+        {
+            **FALCON_GROUPED,
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "num_kv_heads": 2,
+            "alibi": True,
+        },
+        TP4,
+    ),
+    "bloom, 3 heads": ("bloom", {"hidden_size": 24, "n_head": 3}, MIXED),
+    "gpt2, 3 heads": ("gpt2", {"n_embd": 24, "n_head": 3}, MIXED),
+    "gptj, 3 heads": ("gptj", {"n_embd": 24, "n_head": 3}, TP2),
+    "gpt_neo, 3 heads": ("gpt_neo", {"hidden_size": 24, "num_heads": 3}, TP2),
+    "gpt_neox, 3 heads": ("gpt_neox", {"hidden_size": 24, "num_attention_heads": 3}, TP2),
+    "opt, 3 heads": ("opt", {"hidden_size": 24, "num_attention_heads": 3, "word_embed_proj_dim": 24}, TP2),
+    "bert, 3 heads": ("bert", {"hidden_size": 24, "num_attention_heads": 3}, MIXED),
+    "vit, 3 heads": ("vit", {"hidden_size": 24, "num_attention_heads": 3}, TP2),
 }
 
 
@@ -49,6 +93,8 @@ def rows() -> list[object]:
         "falcon, one key for all",
         "phi3, keys shared",
         "falcon with slopes",
+        "llama, 3 heads, one key for all",
+        "gpt2, 3 heads",
     )
     return [
         pytest.param(model_type, settings, layout, id=name, marks=() if name in quick else pytest.mark.slow)

@@ -159,8 +159,8 @@ REFUSALS = {
     ),
     "refuse_without_microbatches": ("needs num_microbatches",),
     "refuse_unavailable": ("enable_jit_fused=True", "sp_size=2"),
-    "refuse_heads_and_foreign_optimizer": (
-        "num_attention_heads=3 is not divisible by tp_size=2: use one of tp_size=[1, 3]",
+    "refuse_width_and_foreign_optimizer": (
+        "is 25 wide, which is not divisible by tp_size=2: use one of tp_size=[1, 5, 25]",
         "parameters that are not the model's",
     ),
     "refuse_few_layers": ("1 layers and the pipeline 2 stages",),

@@ -319,12 +319,9 @@ def refuse_unavailable() -> str:
     return refused(lambda: HybridParallelPlugin(precision="fp32", enable_jit_fused=True, sp_size=2))
 
 
-def refuse_heads_and_foreign_optimizer() -> str:
+def refuse_width_and_foreign_optimizer() -> str:
     booster = hybrid(tp_size=2)
-    choice = ModelChoice(
-        model_type="llama",
-        settings=(("num_attention_heads", 3), ("num_key_value_heads", 3), ("hidden_size", 24)),
-    )
+    choice = ModelChoice(model_type="llama", settings=(("intermediate_size", 25),))
     model, other = choice.build(), choice.build()
     return refused(lambda: booster.boost(model, make_optimizer(other), loss_of))
 

@@ -102,13 +102,13 @@ def test_a_relative_position_bias_that_is_shared_is_refused() -> None:
 
 
 def test_heads_that_do_not_divide_say_which_sizes_would() -> None:
-    found = faults(on_meta("BertModel", num_attention_heads=8), tp_size=3)
+    found = faults(on_meta("Olmo2ForCausalLM", num_attention_heads=8), tp_size=3)
     assert "num_attention_heads=8 is not divisible by tp_size=3: use one of tp_size=[1, 2, 4, 8]" in found
 
 
 def test_key_value_heads_neither_dividing_nor_divided_say_which_sizes_would() -> None:
     model = on_meta(
-        "LlamaForCausalLM",
+        "Olmo2ForCausalLM",
         hidden_size=48,
         num_attention_heads=12,
         num_key_value_heads=3,
@@ -155,7 +155,7 @@ def test_attentions_of_a_part_of_the_heads_are_refused() -> None:
 
 
 def test_all_faults_are_told_at_once() -> None:
-    model = on_meta("LlamaForCausalLM", num_attention_heads=4, num_key_value_heads=2, intermediate_size=50)
+    model = on_meta("Olmo2ForCausalLM", num_attention_heads=4, num_key_value_heads=2, intermediate_size=50)
     model.config.output_hidden_states = True
     told = "\n".join(faults(model, tp_size=3, num_stages=3))
     for part in (

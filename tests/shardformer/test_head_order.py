@@ -1,0 +1,64 @@
+"""How heads are dealt out to ranks, and where heads of zeros are added. No processes: the ranks are numbers."""
+
+import pytest
+import torch
+
+from echelon.shardformer.head_order import Cut, HeadOrder, Heads
+
+
+@pytest.mark.parametrize(
+    ("query", "key_value", "ranks", "padded"),
+    [
+        (8, 8, 4, (8, 8)),
+        (8, 2, 4, (8, 2)),
+        (3, 3, 2, (4, 4)),
+        (3, 3, 4, (4, 4)),
+        (3, 3, 6, (6, 6)),  # rather none on some ranks than two ranks with one key
+        (6, 3, 2, (8, 4)),
+        (6, 3, 4, (8, 4)),
+        (6, 3, 8, (8, 4)),
+        (6, 2, 4, (8, 2)),
+        (71, 1, 8, (72, 1)),
+        (9, 3, 12, (12, 3)),
+    ],
+)
+def test_as_few_heads_are_added_as_make_all_ranks_alike(
+    query: int, key_value: int, ranks: int, padded: tuple[int, int]
+) -> None:
+    heads = Heads(query=query, key_value=key_value, ranks=ranks)
+    assert (heads.padded_query, heads.padded_key_value) == padded
+    assert heads.are_padded == (padded != (query, key_value))
+
+
+@pytest.mark.parametrize(
+    ("query", "key_value", "ranks"), [(6, 2, 4), (6, 3, 8), (12, 3, 2), (71, 1, 8), (5, 5, 3)]
+)
+def test_every_query_head_is_held_once_beside_its_own_key(query: int, key_value: int, ranks: int) -> None:
+    heads = Heads(query=query, key_value=key_value, ranks=ranks)
+    queries, keys = heads.query_cut(query), heads.key_value_cut(key_value)
+
+    def number(cut: Cut, count: int, rank: int) -> list[int]:
+        """The heads of a rank, counted from 1; 0 for one of zeros."""
+        return cut.shard(size=ranks, dim=0).local(torch.arange(1, count + 1), rank).tolist()
+
+    held = []
+    for rank in range(ranks):
+        own_keys = number(keys, key_value, rank)
+        own = number(queries, query, rank)
+        assert len(own) * ranks == heads.padded_query
+        per_key = len(own) // len(own_keys)
+        for place, head in enumerate(own):
+            if head:
+                assert own_keys[place // per_key] - 1 == (head - 1) // heads.group
+        held += [head for head in own if head]
+        assert heads.held_by(rank) == [max(head - 1, 0) for head in own]
+    assert held == list(range(1, query + 1))
+
+
+def test_each_block_of_a_fused_projection_is_padded() -> None:
+    grouped = Heads(query=6, key_value=2, ranks=4).fused_cut(HeadOrder.BY_GROUP, 10 * 8)
+    assert (grouped.blocks, grouped.padded, grouped.stretches) == ((24, 8, 8) * 2, (32, 8, 8) * 2, 2)
+    by_kind = Heads(query=6, key_value=3, ranks=2).fused_cut(HeadOrder.BY_KIND, 12 * 8)
+    assert (by_kind.blocks, by_kind.padded) == ((48, 24, 24), (64, 32, 32))
+    between = Heads(query=3, key_value=3, ranks=2).fused_cut(HeadOrder.BY_GROUP, 9 * 8)
+    assert (between.blocks, between.padded) == ((72,), (96,))
