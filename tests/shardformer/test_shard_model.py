@@ -3,12 +3,14 @@
 import itertools
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
 
 from echelon import (
@@ -23,6 +25,7 @@ from echelon import (
     clip_grad_norm_,
     shard_model,
 )
+from echelon.shardformer.checkpoint_config import recomputable_layers
 
 from ..pool import Pool
 from .bare_training import causal_batch, departure
@@ -195,6 +198,31 @@ def average_where_some_ranks_have_none() -> None:
     for found, expected in zip(split.parameters(), model.parameters(), strict=True):
         if expected.grad is not None:
             torch.testing.assert_close(found.grad, expected.grad)
+
+
+def recompute(tp: int, is_reentrant: bool) -> None:
+    """Checkpointed layers run backwards of their own inside of one, where they are reentrant."""
+    model = build("Qwen3ForCausalLM", **QWEN3)
+    split = formed(tensor_parallel_size=tp, data_parallel_size=2 // tp).shard_model(deepcopy(model))
+    batch = batch_for(model)
+    for each in (model, split):
+        for layer in recomputable_layers(each):
+            layer.gradient_checkpointing = True  # type: ignore[assignment]
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=is_reentrant)  # type: ignore[assignment]
+        each.enable_input_require_grads()
+        for _ in range(2):
+            each(**batch, use_cache=False).loss.backward()
+    found, expected = (each.model.layers[0].self_attn.q_norm.weight.grad for each in (split, model))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_layers_that_are_computed_again_have_their_gradients_once(
+    pool: Pool, tp: int, is_reentrant: bool
+) -> None:
+    pool.run(2, recompute, tp, is_reentrant)
 
 
 @pytest.mark.parametrize("function", [freeze_and_thaw, average_where_some_ranks_have_none])
