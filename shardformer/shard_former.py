@@ -21,6 +21,7 @@ from .shard_config import ShardConfig
 from .sharder import ModelSharder
 from .table import model_types, table_for, table_for_class
 from .table_policy import TablePolicy
+from .whole_cache import refuse_whole_caches
 from .whole_gradients import axes_of, make_gradients_whole
 
 
@@ -108,6 +109,7 @@ class ShardFormer:
             make_gradients_whole(model, tensor=config.split_group, data=config.replica_group)
         if config.split_group is not None:
             compare_inputs(model, config.split_group)
+            refuse_whole_caches(model)
         return model, shared
 
     def shard_dataset(

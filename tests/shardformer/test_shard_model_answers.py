@@ -131,5 +131,18 @@ def draw_apart() -> None:
         )
 
 
+def fill_in_chunks() -> None:
+    choice = ModelChoice(model_type="llama", num_layers=2)
+    split, _ = (each.eval() for each in split_and_whole(choice))
+    how = {"cache_implementation": "static", "prefill_chunk_size": 2}
+    with pytest.raises(ValueError, match="made beforehand for all 2 key-value heads"):
+        answers(choice, split, how)
+    answers(choice, split, {"cache_implementation": "static"})
+
+
+def test_a_cache_for_all_heads_is_refused(pool: Pool) -> None:
+    pool.run(2, fill_in_chunks)
+
+
 def test_tokens_drawn_from_different_states_are_an_error(pool: Pool) -> None:
     pool.run(2, draw_apart)
