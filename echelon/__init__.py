@@ -5,7 +5,13 @@ from .cluster.coordinator import DistCoordinator
 from .cluster.launch import launch_from_torch
 from .cluster.mesh import ParallelMesh
 from .plugins import HybridParallelPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
-from .shardformer import PipelineGradientCheckpointConfig, ShardConfig, ShardFormer
+from .shardformer import (
+    PipelineGradientCheckpointConfig,
+    ShardConfig,
+    ShardFormer,
+    clip_grad_norm_,
+    shard_model,
+)
 
 __version__ = "0.1.0"
 
@@ -21,5 +27,7 @@ __all__ = [
     "ShardFormer",
     "TorchDDPPlugin",
     "TorchFSDPPlugin",
+    "clip_grad_norm_",
     "launch_from_torch",
+    "shard_model",
 ]

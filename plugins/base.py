@@ -1,20 +1,20 @@
 """What every plugin offers the Booster, and the dataloaders of all of them."""
 
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
+
+from ..cluster.dataloader import shared_loader
 
 Boosted = tuple[nn.Module, Optimizer | None, Callable | None, DataLoader | None, LRScheduler | None]
 
@@ -92,19 +92,18 @@ class Plugin(ABC):
             kwargs: further arguments for the DataLoader.
         """
         rank, size = self.data_rank
-        sampler_class = distributed_sampler_cls or DistributedSampler
-        sampler = sampler_class(
-            dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
-        )
-        return DataLoader(
+        return shared_loader(
             dataset,
-            batch_size=batch_size,
-            sampler=sampler,
+            batch_size,
+            rank=rank,
+            size=size,
+            shuffle=shuffle,
+            seed=seed,
             drop_last=drop_last,
+            sampler_class=distributed_sampler_cls or DistributedSampler,
+            collate_fn=collate_fn or default_collate,
             pin_memory=pin_memory,
             num_workers=num_workers,
-            collate_fn=SeededCollate(collate_fn or default_collate, seed=seed, rank=rank),
-            generator=torch.Generator().manual_seed(seed + rank),
             **kwargs,
         )
 
@@ -117,33 +116,3 @@ def require_process_group() -> None:
     """
     if not dist.is_initialized():
         raise RuntimeError("no process group is started: call echelon.launch_from_torch() before the plugin")
-
-
-class SeededCollate:
-    """A collator whose randomness depends on the seed, the data-parallel rank and the batch's number alone."""
-
-    def __init__(self, collate: Callable, *, seed: int, rank: int) -> None:
-        self._collate = collate
-        self._seed = seed
-        self._rank = rank
-        self._num_batches = 0
-
-    def __call__(self, samples: list) -> Any:
-        worker = get_worker_info()
-        # A worker starts anew each epoch, from a base seed that the loader draws from its generator.
-        epoch = 0 if worker is None else worker.seed - worker.id
-        drawn = np.random.SeedSequence(
-            (self._seed, self._rank, self._num_batches, 0 if worker is None else worker.id, epoch)
-        )
-        self._num_batches += 1
-        seed = int(drawn.generate_state(1)[0])
-        python, numpy = random.getstate(), np.random.get_state()
-        try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                random.seed(seed)
-                np.random.seed(seed)
-                return self._collate(samples)
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)

@@ -28,6 +28,7 @@ from ..shardformer.checkpoint_config import (
     checkpoint_layers,
     recomputable_layers,
 )
+from ..shardformer.equal_ranks import require_equal_models
 from ..shardformer.policy import Policy
 from ..shardformer.shard_config import ShardConfig
 from ..shardformer.shard_former import policy_for
@@ -37,7 +38,7 @@ from .base import Boosted, Plugin, require_process_group
 from .hybrid_config import HybridConfig, PipelineConfig, told
 from .hybrid_module import HybridParallelModule
 from .ledger import Ledger
-from .names import ParameterNames, managed_parameters, require_equal_models
+from .names import ParameterNames, managed_parameters
 from .optimizer_faults import optimizer_faults
 
 

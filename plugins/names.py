@@ -3,19 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..checkpoint.model_file import TensorNames
-from ..cluster.agreement import batch_hash, gather_integers
 from ..cluster.mesh import ParallelMesh
 from ..cluster.placement import Placement, Shard, Shared, placement_of
 from ..pipeline.stage_manager import PipelineStageManager
 from ..zero.parameter import ManagedParameter
-
-SAMPLE = 64  # values of each tensor that are compared between ranks
 
 
 @dataclass(frozen=True)
@@ -36,26 +32,6 @@ class ParameterNames:
         """The parameters that a cut model still holds, by their first name in the whole model, in its order."""
         held = {self.first[parameter]: parameter for parameter in model.parameters()}
         return {name: held[name] for name in self.order if name in held}
-
-
-def require_equal_models(model: nn.Module) -> None:
-    """All ranks must boost one and the same model: names, shapes and a sample of the values. All-gather.
-
-    Raises:
-        ValueError: some rank's differs; on every rank.
-    """
-    sample = {
-        name: tensor.detach().reshape(-1)[:: max(tensor.numel() // SAMPLE, 1)]
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
-    shapes = {name: torch.tensor(tensor.shape) for name, tensor in model.named_parameters()}
-    codes = [code for (code,) in gather_integers((batch_hash([shapes, sample]),))]
-    differing = [rank for rank, code in enumerate(codes) if code != codes[0]]
-    if differing:
-        raise ValueError(
-            f"the model of rank(s) {differing} differs from that of rank 0: build it on every rank from the same "
-            "config, seed or checkpoint (launch_from_torch(seed=...) seeds all ranks equally)"
-        )
 
 
 def managed_parameters(

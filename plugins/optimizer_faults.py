@@ -4,16 +4,29 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..cluster.placement import placement_of
+from ..shardformer.whole_gradients import axes_of
 from ..zero.optimizer import ShardedOptimizer
 from .hybrid_module import HybridParallelModule
 
 
+def split_faults(model: nn.Module) -> list[str]:
+    """Why a model cannot be boosted: a plugin or ShardFormer had it before. Empty when it can.
+
+    ShardFormer's hooks sum and average gradients, which an optimizer of ours would do once more.
+    """
+    had = axes_of(model) is not None or any(placement_of(each) is not None for each in model.parameters())
+    if isinstance(model, HybridParallelModule) or had:
+        return [
+            "the model is already boosted, or ShardFormer has split it: give booster.boost the plain transformers "
+            "model, once"
+        ]
+    return []
+
+
 def optimizer_faults(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
     """Why this optimizer cannot train this model; empty when it can."""
-    if isinstance(model, HybridParallelModule) or any(
-        placement_of(parameter) is not None for parameter in model.parameters()
-    ):
-        return ["the model is already boosted: give booster.boost the plain transformers model, once"]
+    if faults := split_faults(model):
+        return faults
     if optimizer is None:
         return []
     if isinstance(optimizer, ShardedOptimizer):

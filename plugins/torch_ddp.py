@@ -17,6 +17,8 @@ from ..checkpoint.model_file import TensorNames, load_model_file, save_model_fil
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
 from .base import Boosted, require_process_group
+from .hybrid_config import told
+from .optimizer_faults import split_faults
 from .scaled_optimizer import ScaledOptimizer
 from .torch_plugin import TorchPlugin, named_tensors
 
@@ -78,7 +80,13 @@ class TorchDDPPlugin(TorchPlugin):
         dataloader: DataLoader | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> Boosted:
-        """Wrap model and optimizer. Collective over the world."""
+        """Wrap model and optimizer. Collective over the world.
+
+        Raises:
+            ValueError: the model was split.
+        """
+        if faults := split_faults(model):
+            raise ValueError(told(faults))
         with naming_failures("boost"):
             boosted = TorchDDPModel(model.to(self.mesh.device), self.mesh, self._dtype, self._ddp_kwargs)
         scaler = torch.amp.GradScaler(self.mesh.device.type, enabled=self._dtype is torch.float16)

@@ -22,13 +22,13 @@ from ..cluster.faults import naming_failures
 from ..cluster.hooks import has_foreign_hooks
 from ..cluster.mesh import ParallelMesh, divisors
 from ..cluster.shard_mesh import shard_mesh
+from ..shardformer.equal_ranks import require_equal_models
 from ..zero.elementwise import require_elementwise
 from ..zero.precision import DTYPES, precision_faults
 from .base import Boosted, require_process_group
 from .fsdp_module import TorchFSDPModel
 from .fsdp_optimizer import FSDPOptimizer
 from .hybrid_config import switch_faults, told
-from .names import require_equal_models
 from .optimizer_faults import optimizer_faults
 from .scaled_optimizer import ScaledOptimizer
 from .torch_plugin import TorchPlugin

@@ -1,9 +1,11 @@
 """Shardformer: tensor-parallel policies, layers and the tables of models. Knows nothing of optimizers."""
 
 from .checkpoint_config import PipelineGradientCheckpointConfig
+from .gradient_norm import clip_grad_norm_
 from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from .shard_config import ShardConfig
 from .shard_former import ShardFormer, policy_for
+from .shard_model import shard_model
 from .sharder import ModelSharder
 from .table import RegionDropout, Table, model_types, register, register_class, table_for
 
@@ -17,9 +19,11 @@ __all__ = [
     "ShardFormer",
     "SubModuleReplacementDescription",
     "Table",
+    "clip_grad_norm_",
     "model_types",
     "policy_for",
     "register",
     "register_class",
+    "shard_model",
     "table_for",
 ]

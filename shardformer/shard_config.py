@@ -6,39 +6,133 @@ import torch.distributed as dist
 
 from ..pipeline.stage_manager import PipelineStageManager
 
+_AXES = ("tensor_parallel", "data_parallel")  # of each an argument `_size` and one `_process_group`
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShardConfig:
     """How a model is to be split.
 
+    Sizes and groups that are left out follow from each other: after the constructor every size is a number.
+
     Args:
-        tensor_parallel_process_group: the tensor axis; None splits nothing.
+        tensor_parallel_process_group: the tensor axis; without it and without a size nothing is split.
+        tensor_parallel_size: its number of ranks; None is what the group says, or 1. Given without a group, it is
+            `ShardFormer.init_distributed` that makes one.
+        data_parallel_process_group: the ranks that hold equal pieces and train on different batches.
+        data_parallel_size: their number; None is what the group says, or 1. Without a group as above.
         pipeline_stage_manager: which stages this rank holds; None, or one stage in all, cuts nothing.
         parallel_output: leave logits split over the vocabulary after training calls with labels, as
-            `VocabParallelLogits`; False gathers them. The loss is the same.
+            `VocabParallelLogits`; False gathers them. The loss is the same. None is True.
+        gather_output: the same in the words of ColossalAI's older drafts, the other way round: True gathers. Without
+            labels, and in evaluation, logits are whole under both. Give one of the two.
+        inference_only: the model is not to be trained: `ShardFormer` puts it into evaluation and turns gradients off.
         make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times the ranks.
         enable_tensor_parallelism: False ignores the group.
+
+    Raises:
+        ValueError: the arguments contradict one another; all contradictions at once.
     """
 
     tensor_parallel_process_group: dist.ProcessGroup | None = None
+    tensor_parallel_size: int = None  # type: ignore[assignment]  # a number once constructed
+    data_parallel_process_group: dist.ProcessGroup | None = None
+    data_parallel_size: int = None  # type: ignore[assignment]
     pipeline_stage_manager: PipelineStageManager | None = None
-    parallel_output: bool = True
+    parallel_output: bool = None  # type: ignore[assignment]  # True or False once constructed
+    gather_output: bool = None  # type: ignore[assignment]
+    inference_only: bool = False
     make_vocab_size_divisible_by: int = 64
     enable_tensor_parallelism: bool = True
 
     def __post_init__(self) -> None:
-        if self.make_vocab_size_divisible_by < 1:
-            raise ValueError(
-                f"make_vocab_size_divisible_by={self.make_vocab_size_divisible_by} must be at least 1"
-            )
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        """How many ranks the tensor axis has."""
-        group = self.tensor_parallel_process_group
-        return group.size() if group is not None and self.enable_tensor_parallelism else 1
+        if faults := [*self._axis_faults(), *self._switch_faults()]:
+            raise ValueError("\n".join(faults))
+        gathers = self.parallel_output is False if self.gather_output is None else self.gather_output
+        resolved = {
+            **{f"{axis}_size": self._size(axis) for axis in _AXES},
+            "gather_output": gathers,
+            "parallel_output": not gathers,
+        }
+        for name, value in resolved.items():
+            object.__setattr__(self, name, value)
 
     @property
     def num_stages(self) -> int:
         """How many stages the pipeline has."""
         return self.pipeline_stage_manager.num_stages if self.pipeline_stage_manager is not None else 1
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether no size above 1 still lacks its group, which `ShardFormer.init_distributed` makes."""
+        return all(self._size(axis) == 1 or self._group(axis) is not None for axis in _AXES)
+
+    @property
+    def split_group(self) -> dist.ProcessGroup | None:
+        """The tensor axis, where it has several ranks."""
+        return self._group("tensor_parallel") if self.tensor_parallel_size > 1 else None
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The data axis, where it has several ranks."""
+        return self._group("data_parallel") if self.data_parallel_size > 1 else None
+
+    def _group(self, axis: str) -> dist.ProcessGroup | None:
+        """The group of an axis, unless it is to be ignored."""
+        is_ignored = axis == "tensor_parallel" and not self.enable_tensor_parallelism
+        return None if is_ignored else getattr(self, f"{axis}_process_group")
+
+    def _size(self, axis: str) -> int:
+        """How many ranks an axis has."""
+        group = self._group(axis)
+        return group.size() if group is not None else getattr(self, f"{axis}_size") or 1
+
+    def _axis_faults(self) -> list[str]:
+        """What is wrong with sizes and groups."""
+        given = {axis: getattr(self, f"{axis}_size") for axis in _AXES}
+        found = [
+            f"{axis}_size={size!r} must be a whole number of at least 1, or None for what the group says"
+            for axis, size in given.items()
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1)
+        ]
+        if found:
+            return found
+        for axis, other in (_AXES, _AXES[::-1]):
+            size, group = given[axis], self._group(axis)
+            if size is not None and group is not None and group.size() != size:
+                found.append(
+                    f"{axis}_size={size} is not the size of {axis}_process_group, which has {group.size()} ranks: "
+                    "leave the size out, or give a group of as many"
+                )
+            if group is None and (size or 1) > 1 and self._group(other) is not None:
+                found.append(
+                    f"{axis}_size={size} needs a group beside the {other}_process_group: give {axis}_process_group "
+                    "too, or sizes alone and call ShardFormer.init_distributed()"
+                )
+        return found
+
+    def _switch_faults(self) -> list[str]:
+        """What contradicts each other, and numbers out of their range."""
+        found = []
+        if self.make_vocab_size_divisible_by < 1:
+            found.append(
+                f"make_vocab_size_divisible_by={self.make_vocab_size_divisible_by} must be at least 1"
+            )
+        if not self.enable_tensor_parallelism and self.tensor_parallel_size not in (None, 1):
+            found.append(
+                f"tensor_parallel_size={self.tensor_parallel_size} asks for what enable_tensor_parallelism=False turns "
+                "off: leave one of them out"
+            )
+        if self.gather_output is not None and self.parallel_output is self.gather_output:
+            found.append(
+                f"parallel_output={self.parallel_output} and gather_output={self.gather_output} contradict each "
+                "other, since one leaves logits split and the other gathers them: give one of them"
+            )
+        if self.num_stages > 1 and (
+            self.data_parallel_process_group is not None or self.data_parallel_size not in (None, 1)
+        ):
+            found.append(
+                f"a data axis beside a pipeline of {self.num_stages} stages: no gradients are averaged there without a "
+                "booster, use HybridParallelPlugin"
+            )
+        return found

@@ -1,47 +1,192 @@
-"""ShardFormer: a model in, this rank's part of it out. For training with it, see plugins/ and booster/."""
+"""ShardFormer: a model in, this rank's part of it out, and its data. With pipelines, ZeRO or 16 bits: booster/."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
+from ..cluster.dataloader import shared_loader
+from ..cluster.launch import default_device, launch_from_torch
+from ..cluster.mesh import ParallelMesh, divisors
+from ..cluster.placement import placement_of
 from . import tables as tables  # registers them
+from .dataset import loader_settings
 from .derived import derived_table
+from .equal_ranks import compare_inputs, require_equal_models
 from .policy import Policy
 from .shard_config import ShardConfig
 from .sharder import ModelSharder
 from .table import model_types, table_for, table_for_class
 from .table_policy import TablePolicy
+from .whole_cache import refuse_whole_caches
+from .whole_gradients import axes_of, make_gradients_whole
 
 
 class ShardFormer:
-    """Splits transformers models as a config asks.
+    """Splits transformers models as a config asks, and lets them train and answer without a booster.
+
+    A split model trains in a plain loop: after `loss.backward()` each rank has its piece of the true gradients,
+    averaged over the data axis, for an optimizer that updates every entry on its own (AdamW, SGD, …). Clip with
+    `clip_grad_norm_`, not with torch's. A call compares its inputs over the tensor axis, so that ranks with different
+    batches are told.
 
     Example:
-        ShardFormer(ShardConfig(tensor_parallel_process_group=group)).optimize(model)
+        shard_former = ShardFormer(ShardConfig(tensor_parallel_size=2, gather_output=True))
+        shard_former.init_distributed()
+        model = shard_former.shard_model(model)
+        loader = shard_former.shard_dataset(dataset, batch_size=8)
+
+    Attributes:
+        shard_config: with its groups, once `init_distributed` made them.
     """
 
     def __init__(self, shard_config: ShardConfig) -> None:
         self.shard_config = shard_config
+
+    def init_distributed(self) -> None:
+        """Start torchrun's process group where nobody has (`launch_from_torch()`), and make the axes' groups.
+
+        Ranks of one tensor axis are neighbours. Collective over the world. Where the config has groups it does nothing.
+
+        Raises:
+            ValueError: the sizes do not multiply to the world size.
+        """
+        config = self.shard_config
+        if not dist.is_initialized():
+            launch_from_torch()
+        if config.tensor_parallel_process_group is not None or config.data_parallel_process_group is not None:
+            return
+        if faults := _world_faults(config, dist.get_world_size()):
+            raise ValueError("\n".join(faults))
+        mesh = ParallelMesh(tp=config.tensor_parallel_size, dp=config.data_parallel_size)
+        self.shard_config = replace(
+            config,
+            tensor_parallel_process_group=mesh.group("tp"),
+            data_parallel_process_group=mesh.group("dp"),
+        )
+
+    def shard_model(self, model: nn.Module, policy: Policy | None = None) -> nn.Module:
+        """`optimize`, after the model was brought to this rank's device; returns the model alone."""
+        return self.optimize(model.to(default_device()), policy)[0]
 
     def optimize(
         self, model: nn.Module, policy: Policy | None = None
     ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
         """Cut the model down to this rank's stage and split it over the tensor axis, in place.
 
-        Parameter objects and names stay; a split one holds this rank's piece (`cluster.placement`). Every
-        rank calls with an equal model. Communicates nothing.
+        Parameter objects and names stay; a split one holds this rank's piece (`cluster.placement`). An all-gather over
+        each axis compares the models. Move the model to its device before.
 
         Args:
-            model: a whole model, not yet split.
+            model: a whole model, not yet split, equal on all ranks.
             policy: how; None takes the table of the model's type.
 
         Returns:
             The model, and the parameters that several stages hold: for each, its tensor by stage.
 
         Raises:
-            ValueError: no policy is known, or it cannot do what is asked; all reasons at once.
+            ValueError: no policy is known, it cannot do what is asked, or models differ; on every rank alike.
         """
-        sharder = ModelSharder(model, policy or policy_for(model), self.shard_config)
-        shared = sharder.shard()
-        return sharder.model, shared
+        config = self.shard_config
+        if faults := _split_faults(model, config):
+            raise ValueError("\n".join(faults))
+        sharder = None
+        if policy is not None or config.tensor_parallel_size * config.num_stages > 1:
+            sharder = ModelSharder(model, policy or policy_for(model), config)
+        for group in (config.split_group, config.replica_group):
+            if group is not None:
+                require_equal_models(model, group)
+        shared = []
+        if sharder is not None:
+            shared = sharder.shard()
+            model = sharder.model
+        if config.inference_only:
+            model.requires_grad_(False).eval()
+        else:
+            make_gradients_whole(model, tensor=config.split_group, data=config.replica_group)
+        if config.split_group is not None:
+            compare_inputs(model, config.split_group)
+            refuse_whole_caches(model)
+        return model, shared
+
+    def shard_dataset(
+        self,
+        dataset: Dataset | DataLoader,
+        batch_size: int | None = None,
+        shuffle: bool | None = None,
+        *,
+        seed: int = 1024,
+        drop_last: bool | None = None,
+        collate_fn: Callable | None = None,
+        **kwargs: Any,
+    ) -> DataLoader:
+        """A dataloader of this rank's share over the data axis, with equal batches on the ranks of one tensor axis.
+
+        Args:
+            dataset: a map-style dataset; or a DataLoader of one, whose settings hold where none are given here.
+            batch_size: samples per rank of the data axis and step; 1, or the DataLoader's.
+            shuffle: in an order that depends on `seed` and on the sampler's `set_epoch`; False, or as the DataLoader.
+            seed: of the order, and of what the collator draws.
+            drop_last: leave out samples that do not fill a batch on every rank; False, or the DataLoader's. Then the
+                first samples are given again where the ranks do not divide the data set.
+            collate_fn, kwargs: further arguments for the DataLoader.
+
+        Raises:
+            ValueError: what is given has no length or an order of its own, or there are no groups yet.
+        """
+        config = self.shard_config
+        if not config.has_groups:
+            raise ValueError(_NO_GROUPS)
+        given = {
+            "batch_size": batch_size,
+            "shuffle": shuffle,
+            "drop_last": drop_last,
+            "collate_fn": collate_fn,
+        }
+        chosen = {name: value for name, value in given.items() if value is not None}
+        group = config.replica_group
+        return shared_loader(
+            rank=0 if group is None else group.rank(),
+            size=1 if group is None else group.size(),
+            seed=seed,
+            **{**loader_settings(dataset), **chosen, **kwargs},
+        )
+
+
+_NO_GROUPS = (
+    "sizes were given and there are no process groups yet: call ShardFormer.init_distributed() first, or give "
+    "ShardConfig the groups"
+)
+
+
+def _world_faults(config: ShardConfig, world_size: int) -> list[str]:
+    """Why the axes of a config are not those of a world of this size."""
+    tensor, data = config.tensor_parallel_size, config.data_parallel_size
+    found = []
+    if config.num_stages > 1:
+        found.append(
+            "init_distributed makes no groups for a pipeline: give ShardConfig the groups of its mesh, or use "
+            "HybridParallelPlugin"
+        )
+    if tensor * data != world_size:
+        fitting = [f"{size} and {world_size // size}" for size in divisors(world_size)]
+        found.append(
+            f"tensor_parallel_size={tensor} * data_parallel_size={data} = {tensor * data} is not the world size "
+            f"{world_size}: start {tensor * data} processes, or use sizes of {', or '.join(fitting)}"
+        )
+    return found
+
+
+def _split_faults(model: nn.Module, config: ShardConfig) -> list[str]:
+    """Why a model cannot be split by a config, whatever its policy."""
+    if not config.has_groups:
+        return [_NO_GROUPS]
+    if axes_of(model) is not None or any(placement_of(each) is not None for each in model.parameters()):
+        return ["the model is already split: give the plain model, once"]
+    return []
 
 
 def policy_for(model: nn.Module) -> Policy:

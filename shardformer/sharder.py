@@ -121,6 +121,8 @@ class ModelSharder:
                 f"the policy names {replacement.suffix!r} in {type(module).__name__}, which has no such module; its "
                 f"modules are {[name for name, _ in module.named_modules() if name]}"
             ) from None
+        if isinstance(native, StandIn):  # on another stage
+            return
         group = self.shard_config.tensor_parallel_process_group
         target = replacement.target_module.from_native_module(native, group, **replacement.kwargs)
         if target is not native:

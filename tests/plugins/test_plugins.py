@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch.utils.data import DataLoader
 
-from echelon.plugins.base import SeededCollate
+from echelon.cluster.dataloader import SeededCollate
 
 from ..pool import Pool
 from . import training

@@ -1,0 +1,210 @@
+r"""Train a small causal model that Shardformer alone has split: a plain loop, without a booster.
+
+    python examples/shardformer/finetune.py
+    torchrun --standalone --nproc_per_node 4 examples/shardformer/finetune.py --tp_size 2 --target_accuracy 0.9
+
+It learns to write words in a cipher, which are generated, and answers by `generate()` at the end.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import data
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from echelon import (
+    DistCoordinator,
+    ParallelMesh,
+    ShardConfig,
+    ShardFormer,
+    clip_grad_norm_,
+    launch_from_torch,
+)
+
+sys.path.append(str(Path(__file__).parents[1] / "language"))  # what the examples share
+from command_line import BAD_ARGUMENTS, FirstRankParser, tell_faults
+
+PROGRAM = "finetune.py"
+NUM_WORDS, NUM_TEST_WORDS = 20000, 500
+MODEL_TYPES = ("llama", "qwen3", "mistral")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = FirstRankParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model_type", choices=MODEL_TYPES, default="llama")
+    add("--tp_size", type=int, help="ranks that split each layer; default: all. The others are replicas")
+    add("--key_value_heads", type=int, default=1, help="of 4 heads; fewer than ranks are copied")
+    add("--length", type=int, default=6, help="letters of a word")
+    add("--steps", type=int, default=150)
+    add("--batch_size", type=int, default=64, help="words per step of all processes together")
+    add("--lr", type=float, default=3e-3, help="the first; it falls to nothing")
+    add("--max_norm", type=float, default=1.0, help="gradients of a larger norm are scaled down to it")
+    add("--target_accuracy", type=float, help="end with status 1 below it")
+    add("--seed", type=int, default=42)
+    add(
+        "--log_losses",
+        type=Path,
+        help="write loss and gradient norm of each step to this file, as JSON lines",
+    )
+    return parser.parse_args()
+
+
+def argument_faults(arguments: argparse.Namespace, world_size: int) -> list[str]:
+    """All that is wrong with the numbers."""
+    found = [
+        f"--{name} {getattr(arguments, name)} must be at least 1"
+        for name in ("tp_size", "key_value_heads", "length", "steps", "batch_size")
+        if getattr(arguments, name) < 1
+    ]
+    if found:
+        return found
+    if world_size % arguments.tp_size:
+        found.append(f"--tp_size {arguments.tp_size} does not divide the {world_size} processes")
+    elif arguments.batch_size % (world_size // arguments.tp_size):
+        num_replicas = world_size // arguments.tp_size
+        found.append(f"--batch_size {arguments.batch_size} does not divide by {num_replicas} replicas")
+    if 4 % arguments.key_value_heads:
+        found.append(f"--key_value_heads {arguments.key_value_heads} does not divide 4 heads: use 1, 2 or 4")
+    if len(data.LETTERS) ** arguments.length < 2 * NUM_WORDS:
+        found.append(f"--length {arguments.length} makes too few words: use at least 4")
+    return found
+
+
+def make_model(arguments: argparse.Namespace) -> nn.Module:
+    """A small model with random weights, equal on every rank."""
+    torch.manual_seed(arguments.seed)
+    config = AutoConfig.for_model(
+        arguments.model_type,
+        vocab_size=data.VOCABULARY,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=arguments.key_value_heads,
+        head_dim=32,
+        intermediate_size=256,
+        max_position_embeddings=4 * arguments.length,
+        bos_token_id=None,
+        eos_token_id=data.END,
+        pad_token_id=data.END,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+
+
+def batches_of(loader: DataLoader) -> Iterator[dict[str, Tensor]]:
+    """Batches without an end, in another order each time."""
+    epoch = 0
+    while True:
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        yield from loader
+        epoch += 1
+
+
+def train(
+    arguments: argparse.Namespace, model: nn.Module, loader: DataLoader, mesh: ParallelMesh
+) -> list[dict[str, float]]:
+    """All steps, with a progress bar on one rank; loss and norm of each."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, weight_decay=0.01)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=arguments.steps)
+    batches, records = batches_of(loader), []
+    bar = tqdm(range(arguments.steps), desc="training", disable=dist.get_rank() != 0)
+    start = time.monotonic()
+    for step in bar:
+        batch = {name: tensor.to(mesh.device) for name, tensor in next(batches).items()}
+        loss = model(**batch).loss
+        loss.backward()  # sums what is in parts over the tensor axis, and averages over the data axis
+        norm = clip_grad_norm_(model, arguments.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        records.append({"loss": mean_over_replicas(loss.detach(), mesh), "norm": norm.item()})
+        speed = arguments.batch_size * (step + 1) / (time.monotonic() - start)
+        bar.set_postfix_str(
+            f"loss {records[-1]['loss']:.4f}, gradient norm {records[-1]['norm']:.3f}, {speed:.0f} words/s"
+        )
+    return records
+
+
+def mean_over_replicas(loss: Tensor, mesh: ParallelMesh) -> float:
+    """All-reduce over the data axis."""
+    dist.all_reduce(loss, group=mesh.group("dp"))
+    return loss.item() / mesh.size("dp")
+
+
+@torch.no_grad()
+def evaluate(model: Any, words: Tensor, mesh: ParallelMesh) -> tuple[float, Tensor]:
+    """The share of words that are answered rightly, on every rank, and the answers to this replica's part of them."""
+    model.eval()
+    own = words[mesh.rank("dp") :: mesh.size("dp")]
+    asked = data.prompts(own).to(mesh.device)
+    generated = model.generate(
+        asked, attention_mask=torch.ones_like(asked), max_new_tokens=own.shape[1], do_sample=False
+    )
+    answered = generated[:, asked.shape[1] :].cpu()
+    filled = nn.functional.pad(answered, (0, own.shape[1] - answered.shape[1]), value=data.END)
+    right = (filled == data.answers(own)).all(-1).sum().to(mesh.device)
+    dist.all_reduce(right, group=mesh.group("dp"))
+    return right.item() / len(words), filled
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    launch_from_torch(seed=arguments.seed)
+    transformers.logging.set_verbosity_error()
+    coordinator = DistCoordinator()
+    arguments.tp_size = coordinator.world_size if arguments.tp_size is None else arguments.tp_size
+    if tell_faults(argument_faults(arguments, coordinator.world_size), program=PROGRAM):
+        coordinator.destroy()
+        return BAD_ARGUMENTS
+    start = time.monotonic()
+    mesh = ParallelMesh(tp=arguments.tp_size)
+    shard_former = ShardFormer(
+        ShardConfig(
+            tensor_parallel_process_group=mesh.group("tp"),
+            data_parallel_process_group=mesh.group("dp"),
+            gather_output=True,
+        )
+    )
+    try:
+        model, _ = shard_former.optimize(make_model(arguments).to(mesh.device))
+    except ValueError as error:
+        tell_faults(str(error).split("\n"), program=PROGRAM)
+        coordinator.destroy()
+        return BAD_ARGUMENTS
+    words = data.words(NUM_WORDS + NUM_TEST_WORDS, length=arguments.length, seed=arguments.seed)
+    loader = shard_former.shard_dataset(
+        data.samples(words[NUM_TEST_WORDS:]),  # type: ignore[arg-type]
+        batch_size=arguments.batch_size // mesh.size("dp"),
+        shuffle=True,
+        seed=arguments.seed,
+        drop_last=True,
+    )
+    records = train(arguments, model, loader, mesh)
+    if arguments.log_losses is not None and coordinator.is_master():
+        arguments.log_losses.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    accuracy, answered = evaluate(model, words[:NUM_TEST_WORDS], mesh)
+    shown = [f"{data.spelled(words[0])} -> {data.spelled(answered[0])}"]
+    missed = arguments.target_accuracy is not None and accuracy < arguments.target_accuracy
+    if missed:
+        shown.append(f"accuracy {accuracy:.4f} is below the target {arguments.target_accuracy}")
+    seconds = time.monotonic() - start
+    coordinator.print_on_master(
+        "\n".join([*shown, f"accuracy={accuracy:.4f} loss={records[-1]['loss']:.4f} seconds={seconds:.1f}"])
+    )
+    coordinator.destroy()
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

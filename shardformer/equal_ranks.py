@@ -1,0 +1,89 @@
+"""What has to be equal on several ranks, compared: models before they are split, inputs at each call."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ..cluster.agreement import batch_hash, gather_integers
+
+SAMPLE = 64  # values of each tensor that are compared
+
+
+def require_equal_models(model: nn.Module, group: ProcessGroup | None = None) -> None:
+    """All ranks must give one and the same model: names, shapes and a sample of the values. All-gather.
+
+    Args:
+        model: whole, not yet split.
+        group: whose ranks are compared; None is the world.
+
+    Raises:
+        ValueError: some rank's differs; on every rank of the group.
+    """
+    sample = {
+        name: tensor.detach().reshape(-1)[:: max(tensor.numel() // SAMPLE, 1)]
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    shapes = {name: torch.tensor(tensor.shape) for name, tensor in model.named_parameters()}
+    if differing := _differing(batch_hash([shapes, sample]), group):
+        raise ValueError(
+            f"the model of rank(s) {differing} differs from that of rank 0: build it on every rank from the same "
+            "config, seed or checkpoint (launch_from_torch(seed=...) seeds all ranks equally)"
+        )
+
+
+def compare_inputs(model: nn.Module, group: ProcessGroup) -> None:
+    """Let every call of a split model compare its inputs over the tensor axis, by a hook. All-gather of a number each.
+
+    Ranks with different batches, or that drew different tokens, would each add their own part to sums of the others'.
+    In training the random states are compared too, where the model drops at random. A call then raises ValueError, on
+    every rank.
+    """
+    drops = _drops(model)
+
+    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        # Tensors alone: a cache or an encoder's output differs in its last bits, and is made of inputs.
+        own: list[Any] = [[each for each in args if isinstance(each, Tensor)]]
+        own += [[name, each] for name, each in kwargs.items() if isinstance(each, Tensor)]
+        if differing := _differing(batch_hash(own), group):
+            raise ValueError(
+                f"the inputs of rank(s) {differing} of the tensor axis differ from those of its first rank, and all of "
+                "them compute one model: give them equal batches (ShardFormer.shard_dataset does), and draw tokens "
+                "from equal random states (launch_from_torch(seed=...) seeds all ranks equally)"
+            )
+        if module.training and drops and (differing := _differing(_random_hash(module), group)):
+            raise ValueError(
+                f"the random state of rank(s) {differing} of the tensor axis differs from that of its first rank, and "
+                "they would drop different entries of one activation: seed them equally (launch_from_torch(seed=...) "
+                "does), or set the model's dropout to 0"
+            )
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _differing(own: int, group: ProcessGroup | None) -> list[int]:
+    """The ranks of a group whose number is not that of its first one. All-gather."""
+    codes = [code for (code,) in gather_integers((own,), group)]
+    return [rank for rank, code in enumerate(codes) if code != codes[0]]
+
+
+def _drops(model: nn.Module) -> bool:
+    """Whether a model may drop at random in training: by a module, or by a number of its config or of a module."""
+    config = getattr(model, "config", None)
+    settings: list[Any] = [*(vars(module) for module in model.modules()), vars(config) if config else {}]
+    return any(
+        isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules()
+    ) or any(
+        "drop" in name and isinstance(value, float) and value > 0
+        for owner in settings
+        for name, value in owner.items()
+    )
+
+
+def _random_hash(model: nn.Module) -> int:
+    states = [torch.get_rng_state()]
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return batch_hash(states)

@@ -1,0 +1,70 @@
+"""Clipping the gradients of a split model without a booster. With one, the optimizer clips."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from ..cluster.collectives import all_gather
+from ..cluster.placement import Shard, placement_of
+from .whole_gradients import axes_of
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Clip the gradients of a model that `ShardFormer` split to a norm: that of the whole model's.
+
+    torch.nn.utils.clip_grad_norm_ would take each rank's pieces for the whole: every rank would clip by another norm.
+    An all-gather of one number over the tensor axis, whose ranks all call; none waits for a device.
+
+    Args:
+        model: what `shard_model` or `ShardFormer.optimize` returned, or one that was not split.
+        max_norm: gradients of a larger norm are scaled down to it; `inf` measures alone.
+        norm_type: the p of the norm, `inf` for the largest magnitude.
+        error_if_nonfinite: raise where the norm is infinite or NaN.
+
+    Returns:
+        The norm before clipping, 0-d float32, equal on all ranks.
+
+    Raises:
+        ValueError: a plugin split the model, or a number is out of its range.
+        RuntimeError: the norm is not finite, with `error_if_nonfinite`.
+    """
+    if not (max_norm >= 0 and norm_type > 0):
+        raise ValueError(
+            f"max_norm={max_norm} must be at least 0 and norm_type={norm_type} above 0, or inf each"
+        )
+    axes = axes_of(model)
+    parameters = list(model.parameters())
+    if axes is None and any(placement_of(parameter) is not None for parameter in parameters):
+        raise ValueError(
+            "no ShardFormer trains this model: under a booster call optimizer.clip_grad_by_norm(max_norm), and of one "
+            "for inference_only there is nothing to clip"
+        )
+    group = None if axes is None else axes.tensor
+    rank = 0 if group is None else group.rank()
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    counted = [each.grad for each in parameters if each.grad is not None and _is_counted(each, rank)]
+    device = parameters[0].device if parameters else torch.device("cpu")
+    norm = torch.zeros((), dtype=torch.float64, device=device)
+    if counted:
+        # float64: long sums of float32 squares lose digits.
+        norms = [
+            torch.linalg.vector_norm(each, norm_type, dtype=torch.float64).to(device) for each in counted
+        ]
+        norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if group is not None:
+        norm = torch.linalg.vector_norm(all_gather(norm[None], group, 0), norm_type)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}")
+    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(coefficient.to(gradient.device, gradient.dtype))
+    return norm.float()
+
+
+def _is_counted(parameter: Parameter, rank: int) -> bool:
+    """Whether this rank of the tensor axis is the one that counts the parameter, or this piece of it."""
+    placement = placement_of(parameter)
+    return rank % placement.copies == 0 if isinstance(placement, Shard) else rank == 0

@@ -1,0 +1,223 @@
+"""The guide to policies: its code runs as it stands, and splits a model that trains as the whole one does."""
+
+import contextlib
+import io
+import re
+import sys
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from echelon import Booster, HybridParallelPlugin, ShardConfig, ShardFormer, shard_model
+from echelon.cluster.placement import Shard, Shared, placement_of
+from echelon.shardformer.layer import Linear1D_Col, VocabParallelLMHead1D
+
+from ..pool import Pool
+from ..shardformer.bare_training import causal_batch, departure
+from ..shardformer.compare import named
+from ..test_readme import code_blocks
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "policies.md"
+TABLE, BY_TABLE, POLICY, BY_POLICY, TRAINING = range(5)  # the guide's blocks
+
+
+def executed(*blocks: int) -> dict[str, Any]:
+    """What the guide's blocks define, run one after the other."""
+    names: dict[str, Any] = {"__name__": "guide"}
+    sys.path.insert(0, str(Path(__file__).parent))  # where small_decoder.py is
+    try:
+        for index in blocks:
+            exec(code_blocks(GUIDE, "python")[index], names)
+    finally:
+        sys.path.remove(str(Path(__file__).parent))
+    return names
+
+
+def loss_of(outputs: Any, inputs: Any) -> Tensor:
+    return outputs["loss"]
+
+
+def changed_by_hand(model: Any) -> Any:
+    """What DecoderPolicy changes besides splitting."""
+    for block in model.blocks:
+        block.mlp.down.bias.data.zero_()
+        block.mlp.activation = lambda x: x.relu().square()
+    return model
+
+
+def world() -> ShardFormer:
+    return ShardFormer(ShardConfig(tensor_parallel_process_group=dist.group.WORLD))
+
+
+def train(way: int) -> None:
+    names = executed(*((TABLE, BY_TABLE) if way == BY_TABLE else (POLICY, BY_POLICY)))
+    split, decoder = names["model"], names["Decoder"]
+    torch.manual_seed(0)
+    whole = decoder()
+    if way == BY_POLICY:
+        whole = changed_by_hand(whole)
+        assert type(split) is names["TunedDecoder"]
+        assert split.num_blocks == 3
+    assert split.unembedding.weight is split.tokens.weight
+    assert isinstance(split.unembedding, VocabParallelLMHead1D)
+    require_split(split)
+    assert departure(whole, split, world(), loss_of=loss_of) is None
+
+
+def require_split(model: Any) -> None:
+    """Every part that the guide speaks of is split as it says."""
+    block = model.blocks[1]
+    assert block.attention.num_heads == 4 // dist.get_world_size()
+    assert isinstance(block.mixer, Linear1D_Col)
+    assert block.mixer.gather_output
+    for name, parameter in block.named_parameters():
+        placement = placement_of(parameter)
+        if "query_norm" in name or "key_norm" in name:
+            assert isinstance(placement, Shared), name
+        elif "_norm" in name or name in ("attention.out.bias", "mlp.down.bias"):
+            assert placement is None, name
+        else:
+            assert isinstance(placement, Shard), name
+
+
+@pytest.mark.parametrize(
+    ("way", "ranks"),
+    [
+        (BY_TABLE, 2),
+        pytest.param(BY_TABLE, 4, marks=pytest.mark.slow),
+        (BY_POLICY, 2),
+    ],
+)
+def test_the_guides_code_splits_a_model_that_trains_as_one_process(pool: Pool, way: int, ranks: int) -> None:
+    pool.run(ranks, train, way)
+
+
+def train_variants() -> None:
+    names = {**executed(TABLE), **executed(POLICY)}
+    for is_gated in (False, True):
+        for is_tied in (False, True):
+            torch.manual_seed(1)
+            whole = names["Decoder"](is_gated=is_gated, is_tied=is_tied)
+            with named((is_gated, is_tied, "table")):
+                split = shard_model(deepcopy(whole))
+                assert departure(whole, split, world(), loss_of=loss_of) is None
+            with named((is_gated, is_tied, "policy")):
+                split = shard_model(deepcopy(whole), names["DecoderPolicy"]())
+                assert departure(changed_by_hand(whole), split, world(), loss_of=loss_of) is None
+
+
+@pytest.mark.slow
+def test_optional_layers_and_ties_may_be_there_or_not(pool: Pool) -> None:
+    pool.run(2, train_variants)
+
+
+def without(part: str) -> str | None:
+    """What departs where the table leaves out a part that has gradients to be summed."""
+    names = executed(TABLE)
+    torch.manual_seed(0)
+    whole = names["Decoder"]()
+    split = shard_model(deepcopy(whole))
+    for name, parameter in split.named_parameters():
+        if part in name and parameter._backward_hooks:
+            parameter._backward_hooks.clear()
+    return departure(whole, split, world(), loss_of=loss_of)
+
+
+@pytest.mark.slow
+def test_a_norm_whose_gradients_nobody_sums_is_seen(pool: Pool) -> None:
+    for told in pool.run(2, without, "query_norm"):
+        assert told is not None
+        assert "query_norm" in told
+
+
+def pipeline_losses(by_policy: bool, tp_size: int, pp_size: int) -> list[float]:
+    """The losses of three steps of the hybrid plugin; of a plain loop where both sizes are 0."""
+    names = {**executed(TABLE), **executed(POLICY)}
+    torch.manual_seed(0)
+    model: nn.Module = names["Decoder"]()
+    if not tp_size:
+        return plain_losses(changed_by_hand(model) if by_policy else model)
+    plugin = HybridParallelPlugin(
+        tp_size=tp_size,
+        pp_size=pp_size,
+        num_microbatches=2,
+        precision="fp32",
+        custom_policy=names["DecoderPolicy"]() if by_policy else None,
+    )
+    booster = Booster(plugin=plugin)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5))
+    losses = []
+    for _ in range(3):
+        batches = iter([causal_batch(4, seed=0)])
+        losses.append(booster.execute_pipeline(batches, boosted, loss_of, optimizer)["loss"].item())
+        assert optimizer is not None
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def plain_losses(model: nn.Module) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
+    losses = []
+    for _ in range(3):
+        loss = loss_of(model(**causal_batch(4, seed=0)), None)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_policy", [False, True])
+def test_stages_of_the_guides_model_train_as_one_process(pool: Pool, by_policy: bool) -> None:
+    (expected,) = pool.run(1, pipeline_losses, by_policy, 0, 0)
+    assert expected[0] != pytest.approx(expected[2], rel=1e-2), "the steps change nothing"
+    for losses in pool.run(4, pipeline_losses, by_policy, 2, 2):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def printed_training() -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        executed(TABLE, BY_TABLE, TRAINING)
+    return printed.getvalue()
+
+
+def test_the_guides_loop_prints_the_same_on_one_process_and_on_two(pool: Pool) -> None:
+    figures = [
+        [float(figure) for figure in re.findall(r"\d+\.\d+", printed)]
+        for printed in pool.run(1, printed_training) + pool.run(2, printed_training)
+    ]
+    assert len(figures[0]) == 6
+    assert figures[0][0] > figures[0][4], "the loss does not fall"
+    assert figures[1] == pytest.approx(figures[0], rel=1e-5)
+    assert figures[2] == figures[1]
+
+
+def refuse_three_heads() -> str:
+    names = executed(TABLE)
+    with pytest.raises(ValueError) as raised:
+        shard_model(names["Decoder"](num_heads=3, width=36))
+    return str(raised.value)
+
+
+def test_the_guide_quotes_what_is_said_of_heads_that_do_not_divide(pool: Pool) -> None:
+    assert "`Decoder(num_heads=3, width=36)`" in GUIDE.read_text()
+    _, quoted = code_blocks(GUIDE, "text")
+    assert pool.run(2, refuse_three_heads) == [quoted.strip()] * 2
+
+
+def test_what_the_guide_points_to_exists() -> None:
+    text = GUIDE.read_text()
+    assert len(code_blocks(GUIDE, "python")) == TRAINING + 1
+    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text)
+    files = re.findall(r"`((?:tests|docs|examples)/[\w/.]*)`", text)
+    assert targets and files
+    assert [target for target in targets if not (GUIDE.parent / target).exists()] == []
+    assert [name for name in files if not (ROOT / name).exists()] == []

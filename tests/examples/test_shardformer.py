@@ -1,0 +1,85 @@
+"""The Shardformer example: its words, its refusals, and that a layout's losses and norms are those of one process."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from .scripts import load, refusal, run
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "shardformer"
+SCRIPT = EXAMPLE / "finetune.py"
+data = load(EXAMPLE / "data.py")
+
+
+def records_of(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_words_are_different_and_follow_the_seed() -> None:
+    words = data.words(300, length=4, seed=1)
+    assert torch.equal(words, data.words(300, length=4, seed=1))
+    assert not torch.equal(words, data.words(300, length=4, seed=2))
+    assert len(words.unique(dim=0)) == 300
+
+
+def test_a_sample_is_word_and_answer_with_labels_for_the_answer_alone() -> None:
+    words = torch.tensor([[0, 1, 25]])
+    (sample,) = data.samples(words)
+    assert data.spelled(sample["input_ids"]) == "abz.dec."
+    assert sample["labels"].tolist() == [data.IGNORED_LABEL] * 4 + [3, 4, 2, data.END]
+
+
+@pytest.mark.slow
+def test_it_learns_the_cipher_without_a_booster_and_answers_by_generation(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    words = ("--steps", "80", "--target_accuracy", "0.9", "--log_losses", str(log))
+    output = run(SCRIPT, *words, processes=2)
+    assert re.search(r"^[a-z]{6} -> [a-z]{6}$", output, flags=re.M)
+    assert re.search(r"^accuracy=\S+ loss=\S+ seconds=\S+$", output.strip().splitlines()[-1])
+    records = records_of(log)
+    assert len(records) == 80
+    assert records[-1]["loss"] < 0.1 < records[0]["loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "words"),
+    [
+        (2, ("--model_type", "llama")),
+        (2, ("--model_type", "qwen3", "--tp_size", "1")),
+        (4, ("--model_type", "qwen3", "--tp_size", "2")),
+        (4, ("--model_type", "qwen3", "--key_value_heads", "2")),
+    ],
+)
+def test_losses_and_norms_are_those_of_one_process(
+    tmp_path: Path, processes: int, words: tuple[str, ...]
+) -> None:
+    alone, together = tmp_path / "alone.jsonl", tmp_path / "together.jsonl"
+    common = ("--steps", "12", "--key_value_heads", "1", *words[:2])
+    heads = words[2:] if "--key_value_heads" in words else ()
+    run(SCRIPT, *common, *heads, "--log_losses", str(alone))
+    run(SCRIPT, *common, *words, "--log_losses", str(together), processes=processes)
+    expected, found = records_of(alone), records_of(together)
+    assert len(found) == 12
+    for key in ("loss", "norm"):
+        # Replicas see other words of the same epoch: the global batches are the same.
+        assert [one[key] for one in found] == pytest.approx([one[key] for one in expected], rel=1e-3)
+
+
+def test_all_bad_arguments_are_told_at_once() -> None:
+    told = refusal(SCRIPT, "--tp_size", "2", "--key_value_heads", "3", "--length", "2")
+    for fault in (
+        "--tp_size 2 does not divide the 1 processes",
+        "--key_value_heads 3 does not divide 4 heads",
+        "--length 2 makes too few words",
+    ):
+        assert told.count(fault) == 1, fault
+
+
+@pytest.mark.slow
+def test_a_missed_target_is_status_1() -> None:
+    output = run(SCRIPT, "--steps", "1", "--target_accuracy", "1.01", status=1)
+    assert "is below the target 1.01" in output

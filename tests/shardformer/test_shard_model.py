@@ -1,0 +1,437 @@
+"""A model that ShardFormer split trains in a plain loop as one process does, and what is told of mistakes."""
+
+import itertools
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
+
+from echelon import (
+    Booster,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    ParallelMesh,
+    ShardConfig,
+    ShardFormer,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+    clip_grad_norm_,
+    shard_model,
+)
+from echelon.shardformer.checkpoint_config import recomputable_layers
+
+from ..pool import Pool
+from .bare_training import causal_batch, departure
+from .compare import MULTIPLE, batch_for, build, named, numbers
+
+QWEN3 = {"head_dim": 8, "num_key_value_heads": 1}
+
+
+def formed(**settings: Any) -> ShardFormer:
+    """A ShardFormer with its groups, over the world."""
+    settings = {"tensor_parallel_size": 2, "make_vocab_size_divisible_by": MULTIPLE, **settings}
+    shard_former = ShardFormer(ShardConfig(**settings))
+    shard_former.init_distributed()
+    return shard_former
+
+
+def with_groups(tp: int, dp: int) -> ShardFormer:
+    """The same from groups that a script has already."""
+    mesh = ParallelMesh(tp=tp, dp=dp)
+    return ShardFormer(
+        ShardConfig(
+            tensor_parallel_process_group=mesh.group("tp"),
+            data_parallel_process_group=mesh.group("dp") if dp > 1 else None,
+            make_vocab_size_divisible_by=MULTIPLE,
+        )
+    )
+
+
+def train(class_name: str, tp: int, dp: int, settings: dict[str, Any], made: str) -> str | None:
+    model = build(class_name, **settings)
+    if made == "sizes":
+        shard_former = formed(tensor_parallel_size=tp, data_parallel_size=dp)
+        split = shard_former.shard_model(deepcopy(model))
+    else:
+        shard_former = with_groups(tp, dp)
+        split, shared = shard_former.optimize(deepcopy(model))
+        assert shared == []
+    return departure(model, split, shard_former)
+
+
+@pytest.mark.parametrize(
+    ("class_name", "tp", "dp", "settings", "made"),
+    [
+        ("LlamaForCausalLM", 2, 1, {"num_key_value_heads": 1}, "sizes"),
+        ("Qwen3ForCausalLM", 2, 2, QWEN3, "groups"),
+        pytest.param("Qwen3ForCausalLM", 2, 1, QWEN3, "groups", marks=pytest.mark.slow),
+        pytest.param("LlamaForCausalLM", 2, 2, {"num_key_value_heads": 1}, "sizes", marks=pytest.mark.slow),
+        # Copies among some of the ranks alone.
+        pytest.param(
+            "Qwen3ForCausalLM", 4, 1, {**QWEN3, "num_key_value_heads": 2}, "sizes", marks=pytest.mark.slow
+        ),
+        pytest.param("GPT2LMHeadModel", 2, 1, {}, "sizes", marks=pytest.mark.slow),
+        pytest.param("LlamaForCausalLM", 1, 2, {}, "sizes", marks=pytest.mark.slow),
+        pytest.param("LlamaForCausalLM", 1, 1, {}, "sizes", marks=pytest.mark.slow),
+    ],
+)
+def test_a_loop_without_a_booster_trains_as_one_process(
+    pool: Pool, class_name: str, tp: int, dp: int, settings: dict[str, Any], made: str
+) -> None:
+    assert pool.run(tp * dp, train, class_name, tp, dp, settings, made) == [None] * (tp * dp)
+
+
+def train_mutated(mutation: str) -> str | None:
+    model = build("Qwen3ForCausalLM", **QWEN3)
+    dp = 2 if mutation == "no average" else 1
+    shard_former = formed(tensor_parallel_size=dist.get_world_size() // dp, data_parallel_size=dp)
+    split = shard_former.shard_model(deepcopy(model))
+    summed = [each for each in split.parameters() if each._backward_hooks]
+    assert bool(summed) == (mutation != "no average")
+
+    def sum_again(split: nn.Module) -> None:
+        for parameter in summed:
+            dist.all_reduce(parameter.grad)
+
+    def do_nothing(split: nn.Module) -> None:
+        pass
+
+    if mutation == "no sum":
+        for parameter in summed:
+            parameter._backward_hooks.clear()  # type: ignore[union-attr]
+    if mutation == "no average":
+        for parameter in split.parameters():
+            parameter._post_accumulate_grad_hooks.clear()
+    twice = mutation == "accumulated sums"
+    return departure(model, split, shard_former, after_backward=sum_again if twice else do_nothing)
+
+
+@pytest.mark.parametrize("mutation", ["no sum", "accumulated sums", "no average"])
+@pytest.mark.slow
+def test_the_check_sees_a_sum_or_average_that_is_missing_or_doubled(pool: Pool, mutation: str) -> None:
+    for told in pool.run(2, train_mutated, mutation):
+        assert told is not None
+        assert told.startswith("step 1: gradient of ")
+
+
+def clip_by(norm_type: float) -> None:
+    model = build("Qwen3ForCausalLM", **QWEN3)
+    split = formed().shard_model(deepcopy(model))
+    batch = batch_for(model)
+    model(**batch).loss.backward()
+    split(**batch).loss.backward()
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
+    torch.testing.assert_close(clip_grad_norm_(split, 0.1, norm_type), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        clip_grad_norm_(split, float("inf"), norm_type), torch.tensor(0.1), rtol=1e-4, atol=0
+    )
+    split.lm_head.weight.grad[0] = torch.inf if dist.get_rank() == 1 else 0.0
+    with pytest.raises(RuntimeError, match="of the gradients is"):
+        clip_grad_norm_(split, 0.1, norm_type, error_if_nonfinite=True)
+
+
+def clip_what_others_split() -> None:
+    model = build("LlamaForCausalLM")
+    plugin = HybridParallelPlugin(tp_size=2, precision="fp32", num_microbatches=1)
+    boosted, *_ = Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"under a booster call optimizer\.clip_grad_by_norm"):
+        clip_grad_norm_(boosted, 1.0)
+    with pytest.raises(ValueError, match=r"max_norm=-1\.0 must be at least 0"):
+        clip_grad_norm_(boosted, -1.0)
+
+
+def test_the_norm_is_that_of_the_whole_model(pool: Pool) -> None:
+    pool.run(2, clip_by, 2.0)
+    pool.run(2, clip_by, float("inf"))
+    pool.run(2, clip_what_others_split)
+
+
+def freeze_and_thaw() -> None:
+    """Parameters that are frozen when a model is split get their true gradients once they are trained."""
+    model = build("Qwen3ForCausalLM", **QWEN3)
+    model.requires_grad_(False)
+    split = formed().shard_model(deepcopy(model))
+    assert not any(parameter.requires_grad for parameter in split.parameters())
+    for each in (model, split):
+        each.requires_grad_(True)
+        each(**batch_for(model)).loss.backward()
+    found, expected = (each.model.layers[0].self_attn.q_norm.weight.grad for each in (split, model))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+class Choosy(nn.Module):
+    """A model whose replicas need not use the same parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.unused = (nn.Linear(3, 2) for _ in range(3))
+
+    def forward(self, x: Tensor, use_second: bool, breaks: bool = False) -> Tensor:
+        out = self.second(x) if use_second else self.first(x)
+        if breaks:
+            out.register_hook(_raise)
+        return out
+
+
+def _raise(gradient: Tensor) -> None:
+    raise ArithmeticError("a backward that breaks off")
+
+
+def average_where_some_ranks_have_none() -> None:
+    model, x = Choosy(), numbers(4, 3)
+    split = formed(tensor_parallel_size=1, data_parallel_size=2).shard_model(deepcopy(model))
+    with pytest.raises(ArithmeticError):
+        split(x, False, breaks=True).sum().backward()
+    for _ in range(2):  # what was averaged is added to
+        split(x, dist.get_rank() == 1).square().sum().backward()
+        for use_second in (False, True):
+            (model(x, use_second).square().sum() / 2).backward()
+    assert split.unused.weight.grad is None
+    for found, expected in zip(split.parameters(), model.parameters(), strict=True):
+        if expected.grad is not None:
+            torch.testing.assert_close(found.grad, expected.grad)
+
+
+def recompute(tp: int, is_reentrant: bool) -> None:
+    """Checkpointed layers run backwards of their own inside of one, where they are reentrant."""
+    model = build("Qwen3ForCausalLM", **QWEN3)
+    split = formed(tensor_parallel_size=tp, data_parallel_size=2 // tp).shard_model(deepcopy(model))
+    batch = batch_for(model)
+    for each in (model, split):
+        for layer in recomputable_layers(each):
+            layer.gradient_checkpointing = True  # type: ignore[assignment]
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=is_reentrant)  # type: ignore[assignment]
+        each.enable_input_require_grads()
+        for _ in range(2):
+            each(**batch, use_cache=False).loss.backward()
+    found, expected = (each.model.layers[0].self_attn.q_norm.weight.grad for each in (split, model))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_layers_that_are_computed_again_have_their_gradients_once(
+    pool: Pool, tp: int, is_reentrant: bool
+) -> None:
+    pool.run(2, recompute, tp, is_reentrant)
+
+
+@pytest.mark.parametrize("function", [freeze_and_thaw, average_where_some_ranks_have_none])
+def test_gradients_are_whole_in_odd_cases_too(pool: Pool, function: Callable[[], None]) -> None:
+    pool.run(2, function)
+
+
+def in_evaluation_for_good() -> None:
+    model = build("Qwen3ForCausalLM", **QWEN3)
+    split = formed(inference_only=True).shard_model(deepcopy(model))
+    assert not any(each.requires_grad or each._backward_hooks for each in split.parameters())
+    assert not split.training
+    outputs = split(**batch_for(model))
+    assert not outputs.loss.requires_grad
+    torch.testing.assert_close(outputs.logits, model.eval()(**batch_for(model)).logits, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="for inference_only there is nothing to clip"):
+        clip_grad_norm_(split, 1.0)
+
+
+def over_the_world() -> None:
+    model = build("LlamaForCausalLM")
+    split = shard_model(deepcopy(model))
+    batch = batch_for(model)
+    loss = split(**batch).loss
+    torch.testing.assert_close(loss, model(**batch).loss, rtol=1e-6, atol=1e-6)
+    assert split.model.layers[0].mlp.down_proj.weight.shape == (32, 48 // dist.get_world_size())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "function"), [(2, in_evaluation_for_good), (2, over_the_world), (1, over_the_world)]
+)
+def test_a_model_is_split_over_the_world(pool: Pool, ranks: int, function: Callable[[], None]) -> None:
+    pool.run(ranks, function)
+
+
+def share_out() -> list[list[list[int]]]:
+    """The batches of this rank, by way of asking."""
+    shard_former = formed(data_parallel_size=2)
+    data = list(range(10))
+    loaders = [
+        shard_former.shard_dataset(data, batch_size=2),
+        shard_former.shard_dataset(data, batch_size=2, shuffle=True, seed=3),
+        shard_former.shard_dataset(DataLoader(data, batch_size=3, shuffle=True, drop_last=True)),
+        shard_former.shard_dataset(
+            DataLoader(data, batch_size=3), 4, collate_fn=lambda samples: torch.tensor(samples)
+        ),
+    ]
+    return [[batch.tolist() for batch in loader] for loader in loaders]
+
+
+def test_replicas_get_their_shares_and_the_ranks_of_one_the_same(pool: Pool) -> None:
+    first, second, third, fourth = pool.run(4, share_out)
+    assert first == second
+    assert third == fourth
+    for one, other in zip(first, third, strict=True):
+        seen = sorted(itertools.chain.from_iterable(one + other))
+        assert seen == list(range(10)) or len(one) == len(other) == 1  # drop_last
+        assert len(set(seen)) == len(seen)
+    assert first[0] == [[0, 2], [4, 6], [8]]
+    assert [len(batch) for batch in first[2]] == [3]
+    assert first[2] != [[0, 2, 4]]
+    assert first[3] == [[0, 2, 4, 6], [8]]
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+def refuse_data() -> None:
+    shard_former = formed()
+    with pytest.raises(ValueError, match="Stream has no length"):
+        shard_former.shard_dataset(Stream(), batch_size=1)
+    loader = DataLoader([1, 2], sampler=SubsetRandomSampler([0]))
+    with pytest.raises(ValueError, match="over a SubsetRandomSampler, whose order cannot be dealt out"):
+        shard_former.shard_dataset(loader)
+
+
+def refuse_a_world_of_another_size() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"tensor_parallel_size=3 \* data_parallel_size=1 = 3 is not the world size 2: start 3 processes, or use "
+        "sizes of 1 and 2, or 2 and 1",
+    ):
+        formed(tensor_parallel_size=3)
+
+
+def refuse_without_groups() -> None:
+    shard_former = ShardFormer(ShardConfig(tensor_parallel_size=2))
+    for call in (shard_former.shard_model, shard_former.optimize, shard_former.shard_dataset):
+        with pytest.raises(ValueError, match=r"call ShardFormer\.init_distributed\(\) first"):
+            call(build("LlamaForCausalLM"))  # type: ignore[operator]
+
+
+def refuse_what_is_split() -> None:
+    shard_former = formed()
+    split = shard_former.shard_model(build("LlamaForCausalLM"))
+    with pytest.raises(ValueError, match="already split: give the plain model, once"):
+        shard_former.shard_model(split)
+    plugins = [
+        HybridParallelPlugin(tp_size=2, precision="fp32", num_microbatches=1),
+        LowLevelZeroPlugin(precision="fp32"),
+        TorchDDPPlugin(),
+        TorchFSDPPlugin(),
+    ]
+    averaged = formed(tensor_parallel_size=1, data_parallel_size=2).shard_model(Choosy())
+    for plugin in plugins:
+        for model in (split, averaged):
+            with (
+                named(type(plugin)),
+                pytest.raises(ValueError, match="ShardFormer has split it: give"),
+            ):
+                Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def refuse_different_models() -> None:
+    model = build("LlamaForCausalLM", seed=dist.get_rank())
+    with pytest.raises(ValueError, match=r"the model of rank\(s\) \[1\] differs from that of rank 0"):
+        formed().shard_model(model)
+
+
+def refuse_different_inputs() -> None:
+    model = build("LlamaForCausalLM", attention_dropout=0.1)
+    split = formed().shard_model(model)
+    with pytest.raises(ValueError, match=r"the inputs of rank\(s\) \[1\] of the tensor axis differ"):
+        split(**causal_batch(2, seed=dist.get_rank()))
+    split(**causal_batch(2, seed=0))
+    torch.manual_seed(dist.get_rank())
+    with pytest.raises(ValueError, match=r"the random state of rank\(s\) \[1\] of the tensor axis differs"):
+        split(**causal_batch(2, seed=0))
+    split.eval()(**causal_batch(2, seed=0))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        refuse_data,
+        refuse_a_world_of_another_size,
+        refuse_without_groups,
+        refuse_what_is_split,
+        refuse_different_models,
+        refuse_different_inputs,
+    ],
+)
+def test_what_cannot_be_is_refused_on_every_rank(pool: Pool, function: Callable[[], None]) -> None:
+    pool.run(2, function)
+
+
+class Group:
+    """Stands for a process group, of which a config reads the size alone."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+
+PAIR: Any = Group(2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be a whole number of at least 1"),
+        ({"data_parallel_size": "2"}, "data_parallel_size='2' must be a whole number of at least 1"),
+        (
+            {"tensor_parallel_process_group": PAIR, "tensor_parallel_size": 4},
+            "tensor_parallel_size=4 is not the size of tensor_parallel_process_group, which has 2 ranks",
+        ),
+        (
+            {"tensor_parallel_process_group": PAIR, "data_parallel_size": 2},
+            "data_parallel_size=2 needs a group beside the tensor_parallel_process_group",
+        ),
+        (
+            {"data_parallel_process_group": PAIR, "tensor_parallel_size": 2},
+            "tensor_parallel_size=2 needs a group beside the data_parallel_process_group",
+        ),
+        (
+            {"tensor_parallel_size": 2, "enable_tensor_parallelism": False},
+            "tensor_parallel_size=2 asks for what enable_tensor_parallelism=False turns off",
+        ),
+        (
+            {"gather_output": True, "parallel_output": True},
+            "parallel_output=True and gather_output=True contradict each other",
+        ),
+        (
+            {"gather_output": False, "parallel_output": False, "make_vocab_size_divisible_by": 0},
+            "must be at least 1\nparallel_output=False and gather_output=False contradict each other",
+        ),
+    ],
+)
+def test_a_config_that_contradicts_itself_is_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        ShardConfig(**settings)
+    assert told in str(raised.value)
+
+
+def test_sizes_and_outputs_of_a_config_follow_from_what_is_given() -> None:
+    def resolved(**settings: Any) -> tuple[int, int, bool, bool]:
+        config = ShardConfig(**settings)
+        sizes = config.tensor_parallel_size, config.data_parallel_size
+        return *sizes, config.parallel_output, config.gather_output
+
+    assert resolved() == (1, 1, True, False)
+    assert resolved(gather_output=True) == (1, 1, False, True)
+    assert resolved(parallel_output=False) == (1, 1, False, True)
+    assert resolved(tensor_parallel_size=4, data_parallel_size=2) == (4, 2, True, False)
+    assert resolved(tensor_parallel_process_group=PAIR, gather_output=False) == (2, 1, True, False)
+    both = {"tensor_parallel_process_group": PAIR, "data_parallel_process_group": Group(3)}
+    assert resolved(**both, parallel_output=False, gather_output=True) == (2, 3, False, True)
+    assert resolved(tensor_parallel_process_group=PAIR, enable_tensor_parallelism=False)[0] == 1

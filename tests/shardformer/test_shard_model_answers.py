@@ -1,0 +1,148 @@
+"""A split model answers as the whole one: tokens and logits of `generate`, loss and logits of an evaluation."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin
+
+from echelon import ShardConfig, ShardFormer
+from echelon.verify.models import ModelChoice
+from echelon.verify.small import FRAMES, MELS, VOCABULARY
+
+from ..pool import Pool
+from .compare import MULTIPLE, integers, named, numbers
+
+NUM_TOKENS = 6
+HOW: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "top_k": 20},
+    "beams": {"do_sample": False, "num_beams": 3},
+}
+CACHES: dict[str, dict[str, Any]] = {
+    "static cache": {"do_sample": False, "cache_implementation": "static"},
+    "static cache, sampled beams": {"do_sample": True, "num_beams": 2, "cache_implementation": "static"},
+    "without a cache": {"do_sample": False, "use_cache": False},
+}
+ONE_KEY_VALUE_HEAD = (("num_key_value_heads", 1),)
+CHOICES: dict[str, ModelChoice] = {
+    "llama": ModelChoice(model_type="llama", num_layers=2, settings=ONE_KEY_VALUE_HEAD),
+    "gpt2": ModelChoice(model_type="gpt2", num_layers=2, tied=True),
+    "bloom": ModelChoice(model_type="bloom", num_layers=2, settings=(("use_cache", True),)),
+    "falcon": ModelChoice(
+        model_type="falcon",
+        num_layers=2,
+        settings=(("use_cache", True), ("new_decoder_architecture", True), ("num_kv_heads", 2)),
+    ),
+    "falcon, one key-value head": ModelChoice(
+        model_type="falcon", num_layers=2, settings=(("use_cache", True), ("multi_query", True))
+    ),
+    "opt": ModelChoice(model_type="opt", num_layers=2),
+    "mixtral": ModelChoice(model_type="mixtral", num_layers=2, settings=ONE_KEY_VALUE_HEAD),
+    "qwen3": ModelChoice(model_type="qwen3", num_layers=2, settings=ONE_KEY_VALUE_HEAD),
+    "gemma2": ModelChoice(model_type="gemma2", num_layers=2),
+    "t5": ModelChoice(model_type="t5", num_layers=2),
+    "bart": ModelChoice(model_type="bart", num_layers=2),
+    "whisper": ModelChoice(model_type="whisper", num_layers=2),
+}
+
+
+def inputs_of(choice: ModelChoice) -> dict[str, Tensor]:
+    if choice.model_type == "whisper":
+        return {"input_features": numbers(2, MELS, 2 * FRAMES)}
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])  # padded on the left
+    return {"input_ids": integers(3, VOCABULARY, 2, 5) * mask, "attention_mask": mask}
+
+
+def answers(choice: ModelChoice, model: Any, how: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The tokens (B, S) and the logits (S, B, V) that they were chosen by."""
+    torch.manual_seed(3)
+    given = {"max_new_tokens": NUM_TOKENS, "pad_token_id": 0, "eos_token_id": None, **how}
+    if choice.model_type == "whisper":  # whose own way is made for the tokens of its languages
+        given["decoder_start_token_id"] = 1
+    found = GenerationMixin.generate(
+        model, **inputs_of(choice), **given, output_logits=True, return_dict_in_generate=True
+    )
+    return found.sequences, torch.stack(found.logits)
+
+
+def split_and_whole(choice: ModelChoice) -> tuple[nn.Module, nn.Module]:
+    config = ShardConfig(tensor_parallel_size=2, gather_output=True, make_vocab_size_divisible_by=MULTIPLE)
+    shard_former = ShardFormer(config)
+    shard_former.init_distributed()
+    model = choice.build(seed=1)
+    return shard_former.shard_model(deepcopy(model)), model
+
+
+def generate(name: str, ways: dict[str, dict[str, Any]]) -> None:
+    choice = CHOICES[name]
+    split, model = (each.eval() for each in split_and_whole(choice))
+    for told, how in ways.items():
+        with named(told):
+            tokens, logits = answers(choice, model, how)
+            found_tokens, found_logits = answers(choice, split, how)
+            assert logits.shape[0] == NUM_TOKENS
+            assert torch.equal(found_tokens, tokens)
+            torch.testing.assert_close(found_logits, logits, rtol=1e-4, atol=1e-5)
+
+
+def evaluate(name: str) -> None:
+    """With labels, in evaluation and in training: loss and logits are those of the whole model."""
+    choice = CHOICES[name]
+    split, model = split_and_whole(choice)
+    batch = {**inputs_of(choice), "labels": integers(3, VOCABULARY, 2, 5, seed=4)}
+    for training in (False, True):
+        expected, found = (each.train(training)(**batch) for each in (model, split))
+        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
+
+
+QUICK = ("llama",)
+NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CHOICES]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_generation_chooses_the_tokens_of_the_whole_model_by_its_logits(pool: Pool, name: str) -> None:
+    pool.run(2, generate, name, HOW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHOICES)
+def test_generation_with_every_cache_is_that_of_the_whole_model(pool: Pool, name: str) -> None:
+    pool.run(2, generate, name, CACHES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_evaluation_has_the_whole_models_loss_and_logits(pool: Pool, name: str) -> None:
+    pool.run(2, evaluate, name)
+
+
+def draw_apart() -> None:
+    """Ranks that draw other tokens are told, instead of answering with a mixture."""
+    choice = CHOICES["llama"]
+    split, _ = (each.eval() for each in split_and_whole(choice))
+    rank = split.lm_head.group.rank()  # type: ignore[union-attr, operator]
+    torch.manual_seed(rank)
+    with pytest.raises(ValueError, match=r"the inputs of rank\(s\) \[1\] of the tensor axis differ"):
+        split.generate(  # type: ignore[operator]
+            **inputs_of(choice), do_sample=True, top_k=0, max_new_tokens=20, pad_token_id=0, eos_token_id=None
+        )
+
+
+def fill_in_chunks() -> None:
+    choice = ModelChoice(model_type="llama", num_layers=2)
+    split, _ = (each.eval() for each in split_and_whole(choice))
+    how = {"cache_implementation": "static", "prefill_chunk_size": 2}
+    with pytest.raises(ValueError, match="made beforehand for all 2 key-value heads"):
+        answers(choice, split, how)
+    answers(choice, split, {"cache_implementation": "static"})
+
+
+def test_a_cache_for_all_heads_is_refused(pool: Pool) -> None:
+    pool.run(2, fill_in_chunks)
+
+
+def test_tokens_drawn_from_different_states_are_an_error(pool: Pool) -> None:
+    pool.run(2, draw_apart)
