@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
+from ..pool import Pool
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TIMEOUT_SECONDS = 280
 
@@ -87,3 +89,19 @@ def figures_of(printed: str) -> dict[str, float]:
 def records_of(path: Path) -> list[dict]:
     """The objects of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses(records: list[dict]) -> list[float]:
+    """Those of all steps, and of the evaluations among them."""
+    return [record[name] for record in records for name in ("loss", "eval_loss") if name in record]
+
+
+def trained(
+    pool: Pool, script: Path, log: Path, num_processes: int, *arguments: str
+) -> tuple[list[dict], dict[str, float]]:
+    """The records of a fine-tuning, and the figures of its last line; the first rank alone speaks."""
+    (status, printed), *others = pool.run(
+        num_processes, run_here, script, *arguments, "--metrics", str(log), timeout=TIMEOUT_SECONDS
+    )
+    assert (status, others) == (0, [(0, "")] * (num_processes - 1)), printed[-2000:]
+    return records_of(log), figures_of(printed)
