@@ -21,8 +21,11 @@ tasks = load(SCRIPT.parent / "tasks.py")
 decoding = load(SCRIPT.parent / "decoding.py")
 
 FP32 = "--precision fp32"
-# Texts of few digits are learned fast; 16 leaves 13 of them for the last batch.
-SMALL = ("--longest", "3", "--num_train", "1600", "--num_test", "301", "--batch_size", "16", "--lr", "5e-3")
+# Two digits are learned fast; batches of 32 leave 7 of the 39 texts to test with for the last one.
+SMALL = (
+    *("--longest", "2", "--num_train", "256", "--num_test", "39", "--batch_size", "32", "--lr", "5e-3"),
+    *("--epochs", "6", "--eval_every", "3", "--num_microbatches", "2"),
+)
 LAYOUTS = {
     "tp2": (2, f"{FP32} --tp_size 2 --pp_size 1"),
     "pp2": (2, f"{FP32} --tp_size 1 --pp_size 2"),
@@ -141,7 +144,7 @@ def test_what_cannot_be_made_is_told_by_one_rank(pool: Pool) -> None:
 
 
 def test_the_first_steps_of_tp2_pp2_are_those_of_one_process(pool: Pool, tmp_path: Path) -> None:
-    words = (*SMALL, *FP32.split(), "--num_test", "21", "--epochs", "1", "--max_steps", "3")
+    words = (*SMALL, *FP32.split(), "--epochs", "1", "--max_steps", "3")
     expected, alone = trained(pool, SCRIPT, tmp_path / "alone.jsonl", 1, *words)
     found, figures = trained(
         pool, SCRIPT, tmp_path / "log.jsonl", 4, *words, "--tp_size", "2", "--pp_size", "2"
@@ -156,7 +159,7 @@ def test_the_first_steps_of_tp2_pp2_are_those_of_one_process(pool: Pool, tmp_pat
 def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """A short training of one process."""
     log = tmp_path_factory.mktemp("alone") / "log.jsonl"
-    return trained(pool, SCRIPT, log, 1, *SMALL, *FP32.split(), "--epochs", "2")[0]
+    return trained(pool, SCRIPT, log, 1, *SMALL, *FP32.split())[0]
 
 
 @pytest.mark.slow
@@ -166,13 +169,7 @@ def test_a_layout_answers_as_many_texts_as_one_process(
 ) -> None:
     num_processes, words = LAYOUTS[layout]
     log = tmp_path / "log.jsonl"
-    records, _ = trained(pool, SCRIPT, log, num_processes, *SMALL, "--epochs", "2", *words.split())
-    print(
-        layout,
-        max(abs(a - b) for a, b in zip(losses(records), losses(alone), strict=True)),
-        records[-1],
-        alone[-1],
-    )
+    records, _ = trained(pool, SCRIPT, log, num_processes, *SMALL, *words.split())
     assert alone[-1]["eval_exact"] > 0.3
     assert records[-1]["eval_exact"] == alone[-1]["eval_exact"]
-    assert losses(records) == pytest.approx(losses(alone), abs=1e-3)
+    assert losses(records) == pytest.approx(losses(alone), abs=1e-4)  # 48 steps: 5e-6 was seen

@@ -106,7 +106,7 @@ def test_the_first_steps_of_tp2_pp2_are_those_of_one_process(pool: Pool, tmp_pat
     )
     assert [record["step"] for record in found] == [1, 2, 3, 4, 5, 6]
     assert [record["step"] for record in found if "eval_accuracy" in record] == [3, 6]
-    assert losses(found) == pytest.approx(losses(expected), abs=1e-4)  # six steps of sums in another order
+    assert losses(found) == pytest.approx(losses(expected), abs=1e-5)  # six steps of sums in another order
     assert found[-1]["eval_accuracy"] == expected[-1]["eval_accuracy"]
     assert figures["accuracy"] == alone["accuracy"] == pytest.approx(found[-1]["eval_accuracy"], abs=5e-5)
     assert (360 * found[-1]["eval_accuracy"]).is_integer()
@@ -130,4 +130,4 @@ def test_a_layout_reads_as_many_digits_as_one_process(
     assert alone[-1]["eval_accuracy"] > 0.85
     print(layout, max(abs(a - b) for a, b in zip(losses(records), losses(alone), strict=True)), records[-1])
     assert records[-1]["eval_accuracy"] == alone[-1]["eval_accuracy"]
-    assert losses(records) == pytest.approx(losses(alone), abs=1e-3)
+    assert losses(records) == pytest.approx(losses(alone), abs=1e-5)  # 88 steps: 8e-7 was seen
