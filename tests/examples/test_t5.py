@@ -21,10 +21,10 @@ tasks = load(SCRIPT.parent / "tasks.py")
 decoding = load(SCRIPT.parent / "decoding.py")
 
 FP32 = "--precision fp32"
-# Two digits are learned fast; batches of 32 leave 7 of the 39 texts to test with for the last one.
+# Three digits are learned fast; batches of 50 leave 3 of the 103 texts to test with for the last one.
 SMALL = (
-    *("--longest", "2", "--num_train", "256", "--num_test", "39", "--batch_size", "32", "--lr", "5e-3"),
-    *("--epochs", "6", "--eval_every", "3", "--num_microbatches", "2"),
+    *("--longest", "3", "--num_train", "1500", "--num_test", "103", "--batch_size", "50", "--lr", "4e-3"),
+    *("--epochs", "2", "--num_microbatches", "2"),
 )
 LAYOUTS = {
     "tp2": (2, f"{FP32} --tp_size 2 --pp_size 1"),
@@ -155,6 +155,19 @@ def test_the_first_steps_of_tp2_pp2_are_those_of_one_process(pool: Pool, tmp_pat
     assert figures.keys() == {"exact", "exact_sort", "exact_reverse", "exact_sum", "loss"}
 
 
+def test_a_missed_target_ends_with_status_1_and_the_picture_is_drawn_all_the_same(
+    pool: Pool, tmp_path: Path
+) -> None:
+    words = (*SMALL, "--epochs", "1", "--max_steps", "2", "--curve", str(tmp_path / "curve.svg"))
+    ((status, printed),) = pool.run(1, run_here, SCRIPT, *words, "--target_exact", "1.01")
+    assert status == 1
+    assert "exact 0.0000 is below the target 1.01" in printed
+    (line,) = [line for line in printed.splitlines() if line.startswith("step ")]
+    assert line.startswith("step 2/2, loss ") and ", eval exact sort 0, " in line
+    assert sum(" → " in line for line in printed.splitlines()) == 6
+    assert (tmp_path / "curve.svg").read_text().count("<!-- share of the test samples -->") == 1
+
+
 @pytest.fixture(scope="module")
 def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """A short training of one process."""
@@ -170,6 +183,6 @@ def test_a_layout_answers_as_many_texts_as_one_process(
     num_processes, words = LAYOUTS[layout]
     log = tmp_path / "log.jsonl"
     records, _ = trained(pool, SCRIPT, log, num_processes, *SMALL, *words.split())
-    assert alone[-1]["eval_exact"] > 0.3
+    assert alone[-1]["eval_exact"] > 0.25
     assert records[-1]["eval_exact"] == alone[-1]["eval_exact"]
-    assert losses(records) == pytest.approx(losses(alone), abs=1e-4)  # 48 steps: 5e-6 was seen
+    assert losses(records) == pytest.approx(losses(alone), abs=1e-4)  # 60 steps

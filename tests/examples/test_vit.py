@@ -128,6 +128,5 @@ def test_a_layout_reads_as_many_digits_as_one_process(
     num_processes, words = LAYOUTS[layout]
     records, _ = trained(pool, SCRIPT, tmp_path / "log.jsonl", num_processes, "--epochs", "2", *words.split())
     assert alone[-1]["eval_accuracy"] > 0.85
-    print(layout, max(abs(a - b) for a, b in zip(losses(records), losses(alone), strict=True)), records[-1])
     assert records[-1]["eval_accuracy"] == alone[-1]["eval_accuracy"]
     assert losses(records) == pytest.approx(losses(alone), abs=1e-5)  # 88 steps: 8e-7 was seen

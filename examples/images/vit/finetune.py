@@ -24,7 +24,7 @@ from evaluation import outputs_of, sums_over
 
 def parse_arguments() -> argparse.Namespace:
     parser = fine_tuning.make_parser(__doc__)
-    fine_tuning.add_options(parser, epochs=20, batch_size=32, lr=2e-3, target="accuracy")
+    fine_tuning.add_options(parser, epochs=12, batch_size=32, lr=1e-3, target="accuracy")
     return parser.parse_args()
 
 
