@@ -1,16 +1,26 @@
 """Running the examples as a user does, and loading one of their modules."""
 
+import contextlib
 import importlib.util
+import io
+import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
+from ..pool import Pool
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 TIMEOUT_SECONDS = 280
 
 
 def load(path: Path) -> ModuleType:
-    """A module of an example that imports nothing of it, under a name of its own: examples share names."""
+    """A module of an example, under a name of its own: examples share names. What all of them share it imports."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.append(str(EXAMPLES))
     spec = importlib.util.spec_from_file_location(f"example_{path.parent.name}_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -46,3 +56,52 @@ def refusal(script: Path, *arguments: str) -> str:
     assert done.returncode == 2, done.stderr[-4000:]
     assert "Traceback" not in done.stderr
     return done.stderr
+
+
+def run_here(script: Path, *arguments: str) -> tuple[int, str]:
+    """The exit status of a script run in this process, a worker of the pool, and what it prints, errors too."""
+    printed = io.StringIO()
+    status: int | str | None = 0
+    with (
+        mock.patch.object(sys, "argv", [str(script), *arguments]),
+        mock.patch.object(sys, "path", [str(script.parent), *sys.path]),
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+    ):
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as end:
+            status = end.code
+        finally:
+            for name, module in list(sys.modules.items()):  # other examples have modules of these names
+                if Path(getattr(module, "__file__", None) or "/").parent == script.parent:
+                    del sys.modules[name]
+    assert isinstance(status, int)
+    return status, printed.getvalue()
+
+
+def figures_of(printed: str) -> dict[str, float]:
+    """What the last line of a script says: name=value, several times."""
+    words = printed.strip().splitlines()[-1].split()
+    return {name: float(value) for name, value in (word.split("=") for word in words)}
+
+
+def records_of(path: Path) -> list[dict]:
+    """The objects of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses(records: list[dict]) -> list[float]:
+    """Those of all steps, and of the evaluations among them."""
+    return [record[name] for record in records for name in ("loss", "eval_loss") if name in record]
+
+
+def trained(
+    pool: Pool, script: Path, log: Path, num_processes: int, *arguments: str
+) -> tuple[list[dict], dict[str, float]]:
+    """The records of a fine-tuning, and the figures of its last line; the first rank alone speaks."""
+    (status, printed), *others = pool.run(
+        num_processes, run_here, script, *arguments, "--metrics", str(log), timeout=TIMEOUT_SECONDS
+    )
+    assert (status, others) == (0, [(0, "")] * (num_processes - 1)), printed[-2000:]
+    return records_of(log), figures_of(printed)

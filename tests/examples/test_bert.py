@@ -1,6 +1,5 @@
 """The BERT example: its data, its refusals, and that a layout's losses are those of one process."""
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -8,13 +7,12 @@ import pytest
 import torch
 import transformers
 
-from .scripts import load, refusal, run
+from .scripts import EXAMPLES, load, records_of, refusal, run
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "language" / "bert"
-
-
+EXAMPLE = EXAMPLES / "language" / "bert"
 SCRIPT = EXAMPLE / "finetune.py"
 data = load(EXAMPLE / "data.py")
+pretrained = load(EXAMPLES / "pretrained.py")
 
 
 def bag(pairs: list[dict]) -> torch.Tensor:
@@ -113,9 +111,9 @@ def test_a_missing_folder_and_a_hub_that_cannot_be_reached_say_what_to_give(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConnectionError, match="hub, which cannot be reached from here: give --data_dir"):
         data.mrpc_from_hub()
-    with pytest.raises(ConnectionError, match="some/model is no directory here"):
-        data.pretrained_source("some/model")
-    assert data.pretrained_source(str(tmp_path)) == str(tmp_path)
+    (fault,) = pretrained.pretrained_faults("some/model")
+    assert "some/model is no directory here, and the Hugging Face hub cannot be reached" in fault
+    assert pretrained.pretrained_faults(str(tmp_path)) == pretrained.pretrained_faults(None) == []
 
 
 def test_the_first_20_losses_of_tp2_pp2_are_those_of_one_process(tmp_path: Path) -> None:
@@ -124,9 +122,7 @@ def test_the_first_20_losses_of_tp2_pp2_are_those_of_one_process(tmp_path: Path)
     run(SCRIPT, *common, "--log_losses", str(whole))
     output = run(SCRIPT, *common, "--log_losses", str(split), "--plugin", "hybrid_parallel", processes=4)
     assert "f1=" in output.strip().splitlines()[-1]
-    expected, found = (
-        [json.loads(line)["loss"] for line in path.read_text().splitlines()] for path in (whole, split)
-    )
+    expected, found = ([record["loss"] for record in records_of(path)] for path in (whole, split))
     assert len(found) == 20
     assert found == pytest.approx(expected, abs=1e-4)
 

@@ -2,16 +2,14 @@
 
 import argparse
 import inspect
-from pathlib import Path
 
 import pytest
 
 from echelon import HybridParallelPlugin
 
-from .scripts import load
+from .scripts import EXAMPLES, load
 
-LANGUAGE = Path(__file__).parents[2] / "examples" / "language"
-command_line = load(LANGUAGE / "command_line.py")
+command_line = load(EXAMPLES / "command_line.py")
 
 
 def parsed(*words: str) -> argparse.Namespace:

@@ -12,12 +12,13 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaConfig
 
-from .scripts import load, refusal, run, start
+from .scripts import EXAMPLES, load, records_of, refusal, run, start
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "language" / "llama"
+EXAMPLE = EXAMPLES / "language" / "llama"
 SCRIPT = EXAMPLE / "pretrain.py"
 data = load(EXAMPLE / "data.py")
-metrics = load(EXAMPLE / "metrics.py")
+metrics = load(EXAMPLES / "metrics.py")
+training = load(EXAMPLES / "training.py")
 models = load(EXAMPLE / "models.py")
 
 # A small run: a small vocabulary, short sequences, little text.
@@ -26,10 +27,6 @@ SIZES = (
     *("--eval_sequences", "21"),  # which 16, the default batch for evaluation, does not divide
 )
 SMALL = (*SIZES, "--max_bytes", "60000")
-
-
-def records_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def packed(files: list[Path], place: Path, *, vocabulary: int = 300, length: int = 16) -> Path:
@@ -197,7 +194,7 @@ def test_encoders_are_no_causal_types() -> None:
 def test_matrices_alone_decay() -> None:
     config = models.sized_config("gpt2", "tiny", vocabulary=300, sequence_length=16)
     model = models.make_model(config, end_of_text=0, seed=0)
-    matrices, others = models.make_optimizer(model, lr=1.0, weight_decay=0.1).param_groups
+    matrices, others = training.make_optimizer(model, lr=1.0, weight_decay=0.1).param_groups
     assert (matrices["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert {one.dim() for one in matrices["params"]} == {2}
     assert {one.dim() for one in others["params"]} == {1}

@@ -2,15 +2,13 @@
 
 import codecs
 import itertools
-import os
 import random
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict, load_dataset
+from pretrained import hub_is_reachable
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 NUM_PAIRS = 7000
 NUM_TEST_PAIRS = 1000
@@ -123,22 +121,6 @@ def mrpc_from_hub() -> DatasetDict:
     return DatasetDict(train=found["train"], test=found["validation"])
 
 
-def hub_is_reachable(timeout_seconds: float = 5.0) -> bool:
-    """Whether the hub answers. Its client retries for nearly a minute before it says that it does not."""
-    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", ""):
-        return False
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    try:
-        # By HTTP and not by a socket of our own: it goes through the proxy of the environment, as the client does.
-        request = urllib.request.Request(endpoint, method="HEAD")
-        urllib.request.urlopen(request, timeout=timeout_seconds).close()
-    except urllib.error.HTTPError:
-        return True
-    except OSError:
-        return False
-    return True
-
-
 def train_tokenizer(data: DatasetDict) -> PreTrainedTokenizerFast:
     """A tokenizer of the training sentences' words, for pairs as BERT reads them.
 
@@ -160,25 +142,6 @@ def train_tokenizer(data: DatasetDict) -> PreTrainedTokenizerFast:
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]"
-    )
-
-
-def pretrained_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local directory or of the hub; see `pretrained_source`."""
-    return AutoTokenizer.from_pretrained(pretrained_source(name_or_path))
-
-
-def pretrained_source(name_or_path: str) -> str:
-    """The name, once it is a local directory or the hub can be asked for it.
-
-    Raises:
-        ConnectionError: it is no directory here, and the hub cannot be reached.
-    """
-    if Path(name_or_path).is_dir() or hub_is_reachable():
-        return name_or_path
-    raise ConnectionError(
-        f"--model_name_or_path {name_or_path} is no directory here, and the Hugging Face hub cannot be reached: "
-        "give a local directory of a pretrained model with its tokenizer, or leave it out for a small new BERT"
     )
 
 

@@ -133,16 +133,6 @@ def make_model(config: PretrainedConfig, *, end_of_text: int, seed: int) -> nn.M
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
 
-def make_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """AdamW with weight decay on matrices alone."""
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [one for one in parameters if one.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [one for one in parameters if one.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
-
-
 def make_scheduler(
     optimizer: torch.optim.Optimizer, *, num_steps: int, warmup_steps: int, min_lr_fraction: float
 ) -> LambdaLR:

@@ -8,7 +8,6 @@ By default the text is a part of Python's own library, so that nothing is downlo
 """
 
 import argparse
-import itertools
 import math
 import shutil
 import sys
@@ -20,16 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import data as texts
 import datasets
-import metrics
-import models
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from echelon import (
@@ -38,24 +32,26 @@ from echelon import (
     HybridParallelPlugin,
     PipelineGradientCheckpointConfig,
     TorchDDPPlugin,
-    launch_from_torch,
 )
 from echelon.shardformer.checkpoint_config import checkpoint_layers, recomputable_layers
 
-sys.path.append(str(Path(__file__).parents[1]))  # what the examples of this folder share
+sys.path.append(str(Path(__file__).parents[2]))  # what all examples share
+import data as texts
+import metrics
+import models
 from command_line import (
-    BAD_ARGUMENTS,
     FirstRankParser,
     add_plugin_options,
     batch_faults,
     booster_or_faults,
     max_norm_of,
+    range_faults,
+    refuse,
     refused_options,
-    tell_faults,
 )
-from train_step import mean_over_replicas, on_device_of, train_step
+from train_step import on_device_of
+from training import Record, Run, boost, endless, make_optimizer, start, train
 
-PROGRAM = "pretrain.py"
 DEFAULT_STEPS = 200
 DEFAULT_VOCABULARY = 2048
 
@@ -118,12 +114,7 @@ def value_faults(arguments: argparse.Namespace) -> list[str]:
         "gradient_checkpoint_ratio": 0,
     }
     highest = dict.fromkeys(("warmup_fraction", "min_lr_fraction", "gradient_checkpoint_ratio"), 1)
-    faults = []
-    for name, low in lowest.items():
-        value, high = getattr(arguments, name), highest.get(name, math.inf)
-        if value is not None and not low <= value <= high:
-            allowed = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-            faults.append(f"--{name} {value} must be {allowed}")
+    faults = range_faults(arguments, lowest, highest)
     for first, second in (("steps", "epochs"), ("size", "config"), ("data", "max_bytes")):
         if getattr(arguments, first) is not None and getattr(arguments, second) is not None:
             faults.append(f"--{first} and --{second} exclude each other: give one")
@@ -161,8 +152,12 @@ class Plan:
     recipe: texts.Recipe
 
 
-def plan_or_none(arguments: argparse.Namespace, world_size: int) -> Plan | None:
-    """All that is asked for, or None once the first rank has told what is wrong with it. All-gather."""
+def plan_of(arguments: argparse.Namespace) -> Plan:
+    """All that is asked for. All-gather.
+
+    Raises:
+        Refused: something is wrong with it; all of it was told.
+    """
     faults = value_faults(arguments) + refused_options(arguments)
     faults += metrics.file_faults(arguments.metrics, arguments.curve)
     if arguments.data is None:
@@ -170,7 +165,7 @@ def plan_or_none(arguments: argparse.Namespace, world_size: int) -> Plan | None:
     else:
         files, file_faults = texts.files_of(arguments.data)
     config, vocabulary, config_faults = chosen_config(arguments)
-    booster, plugin_faults = booster_or_faults(arguments, world_size)
+    booster, plugin_faults = booster_or_faults(arguments, dist.get_world_size())
     faults += file_faults + config_faults + plugin_faults
     if booster is not None:
         faults += batch_faults(arguments, booster, ["batch_size", "eval_batch_size"])
@@ -179,8 +174,8 @@ def plan_or_none(arguments: argparse.Namespace, world_size: int) -> Plan | None:
             is_cut = isinstance(plugin, HybridParallelPlugin)
             num_stages = plugin.stage_manager.num_stages if is_cut else 1
             faults += models.split_faults(config, tp_size=plugin.tp_size, num_stages=num_stages)
-    if tell_faults(faults, program=PROGRAM) or booster is None or config is None:
-        return None
+    refuse(faults)
+    assert booster is not None and config is not None
     recipe = texts.Recipe(files=files, vocabulary=vocabulary, sequence_length=arguments.sequence_length)
     return Plan(booster=booster, config=config, recipe=recipe)
 
@@ -200,22 +195,24 @@ def folder_of_texts(cache_dir: Path | None) -> Iterator[Path]:
         shutil.rmtree(chosen[0], ignore_errors=True)
 
 
-def packed_texts(recipe: texts.Recipe, folder: Path, coordinator: DistCoordinator) -> Path | None:
-    """Where the packed texts are, made by the first rank for the others; None where ranks have other files.
+def packed_texts(recipe: texts.Recipe, folder: Path) -> Path:
+    """Where the packed texts are, made by the first rank for the others.
 
     A rank that does not see the first one's files, on another machine, makes its own, which are equal.
+
+    Raises:
+        Refused: ranks have other files than the first one.
     """
-    digests: list[Any] = [None] * coordinator.world_size
+    digests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, recipe.digest())
     faults = [
         f"the texts on rank {rank}, or its versions of datasets and tokenizers, differ from those on rank 0"
         for rank, digest in enumerate(digests)
         if digest != digests[0]
     ]
-    if tell_faults(faults, program=PROGRAM):
-        return None
+    refuse(faults)
     place = folder / digests[0]
-    with coordinator.priority_execution():
+    with DistCoordinator().priority_execution():
         texts.prepare(recipe, place)
     return place
 
@@ -233,13 +230,6 @@ def number_of_steps(arguments: argparse.Namespace, num_sequences: int) -> tuple[
     return arguments.steps or arguments.epochs * (num_trained // arguments.batch_size), []
 
 
-def endless(loader: DataLoader) -> Iterator[dict[str, Tensor]]:
-    """Batches, each epoch in another order."""
-    for epoch in itertools.count():
-        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-        yield from loader
-
-
 def summed_loss(outputs: Any, inputs: Any) -> tuple[Tensor, Tensor]:
     """The losses of all tokens together, and how many those are; 0 and 0 for blank sequences."""
     count = (inputs["labels"][:, 1:] != texts.IGNORED_LABEL).sum()
@@ -247,12 +237,12 @@ def summed_loss(outputs: Any, inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def evaluate(booster: Booster, model: nn.Module, loader: DataLoader, num_sequences: int) -> float:
-    """The mean loss per token over all sequences, on every rank. Collective over the world."""
+def evaluate(booster: Booster, model: nn.Module, loader: DataLoader, num_sequences: int) -> dict[str, float]:
+    """The mean loss per token over all sequences, and e to it, on every rank. Collective over the world."""
     model.eval()
     batch_size = loader.batch_size * booster.plugin.data_rank[1]  # type: ignore[operator]
     batches, total = iter(loader), 0.0
-    for start in range(0, num_sequences, batch_size):
+    for first in range(0, num_sequences, batch_size):
         if isinstance(booster.plugin, TorchDDPPlugin):
             batch = on_device_of(model, next(batches))
             figures = torch.stack(summed_loss(model(**batch), batch))
@@ -260,133 +250,113 @@ def evaluate(booster: Booster, model: nn.Module, loader: DataLoader, num_sequenc
             loss = figures[0] / figures[1]
         else:
             loss = booster.execute_pipeline(batches, model, summed_loss)["loss"]
-        total += loss.item() * min(
-            batch_size, num_sequences - start
-        )  # all sequences have equally many tokens
+        # All sequences have equally many tokens.
+        total += loss.item() * min(batch_size, num_sequences - first)
     model.train()
-    return total / num_sequences
+    mean = total / num_sequences
+    return {"loss": mean, "perplexity": math.exp(min(mean, 700.0))}
 
 
-def train(
+def loaders_of(
+    arguments: argparse.Namespace, booster: Booster, sequences: datasets.Dataset
+) -> tuple[DataLoader, DataLoader]:
+    """This replica's share of what is trained on, and of what is held out."""
+    num_replicas = booster.plugin.data_rank[1]
+    num_trained = len(sequences) - arguments.eval_sequences
+    trained = texts.Examples(sequences.select(range(num_trained)))
+    held_out = texts.Examples(
+        sequences.select(range(num_trained, len(sequences))), multiple=arguments.eval_batch_size
+    )
+    return booster.plugin.prepare_dataloader(
+        trained,
+        batch_size=arguments.batch_size // num_replicas,
+        shuffle=True,
+        drop_last=True,
+        seed=arguments.seed,
+    ), booster.plugin.prepare_dataloader(held_out, batch_size=arguments.eval_batch_size // num_replicas)
+
+
+def make_model(arguments: argparse.Namespace, plan: Plan) -> nn.Module:
+    """The model, whose layers recompute their activations where that is asked for."""
+    model = models.make_model(plan.config, end_of_text=texts.END_OF_TEXT_ID, seed=arguments.seed)
+    # The hybrid plugin does it itself, stage by stage.
+    if arguments.gradient_checkpoint_ratio and arguments.plugin != "hybrid_parallel":
+        config = PipelineGradientCheckpointConfig(
+            gradient_checkpointing_ratio=arguments.gradient_checkpoint_ratio
+        )
+        checkpoint_layers({0: recomputable_layers(model)}, config)
+    return model
+
+
+def train_and_judge(
     arguments: argparse.Namespace,
     booster: Booster,
     model: nn.Module,
-    optimizer: Any,
-    scheduler: Any,
     sequences: datasets.Dataset,
     num_steps: int,
-) -> list[dict[str, Any]]:
-    """All steps, told on the first rank by a bar, a line and a JSON object each; the records."""
-    is_first = dist.get_rank() == 0
-    num_replicas = booster.plugin.data_rank[1]
-    num_trained = len(sequences) - arguments.eval_sequences
-    batches = endless(
-        booster.plugin.prepare_dataloader(
-            texts.Examples(sequences.select(range(num_trained))),
-            batch_size=arguments.batch_size // num_replicas,
-            shuffle=True,
-            drop_last=True,
-            seed=arguments.seed,
-        )
+) -> list[Record]:
+    """All steps, with evaluations between them; their records. Collective over the world.
+
+    Raises:
+        Refused: the model does not fit the plugin; the reason was told.
+    """
+    optimizer = make_optimizer(model, lr=arguments.lr, weight_decay=arguments.weight_decay, betas=(0.9, 0.95))
+    scheduler = models.make_scheduler(
+        optimizer,
+        num_steps=num_steps,
+        warmup_steps=math.ceil(arguments.warmup_fraction * num_steps),
+        min_lr_fraction=arguments.min_lr_fraction,
     )
-    held_out = booster.plugin.prepare_dataloader(
-        texts.Examples(
-            sequences.select(range(num_trained, len(sequences))), multiple=arguments.eval_batch_size
-        ),
-        batch_size=arguments.eval_batch_size // num_replicas,
+    trained, held_out = loaders_of(arguments, booster, sequences)
+    model, boosted, _, _, scheduler = boost(booster, model, optimizer, lr_scheduler=scheduler)
+    run = Run(
+        booster=booster,
+        model=model,
+        optimizer=boosted,
+        scheduler=scheduler,
+        batches=endless(trained),
+        num_steps=num_steps,
+        max_norm=max_norm_of(arguments),
+        unit="tokens",
+        units_per_step=arguments.batch_size * arguments.sequence_length,
     )
-    records = []
-    with metrics.JsonLines(arguments.metrics if is_first else None) as log:
-        for step in tqdm(range(1, num_steps + 1), desc="training", disable=not is_first):
-            start = time.monotonic()
-            lr = scheduler.get_last_lr()[0]
-            loss, norm = train_step(booster, model, optimizer, batches, max_norm=max_norm_of(arguments))
-            scheduler.step()
-            record = {"step": step, "loss": mean_over_replicas(loss), "lr": lr, "grad_norm": norm}
-            record["skipped_steps"] = optimizer.skipped_steps  # so far, since gradients were not finite
-            tokens = arguments.batch_size * arguments.sequence_length
-            record["tokens_per_second"] = tokens / (time.monotonic() - start)
-            record["peak_memory_bytes"], record["peak_memory_of"] = highest_memory()
-            if arguments.eval_every and (step % arguments.eval_every == 0 or step == num_steps):
-                record["eval_loss"] = evaluate(booster, model, held_out, arguments.eval_sequences)
-                record["eval_perplexity"] = math.exp(min(record["eval_loss"], 700.0))
-            records.append(record)
-            log.write(record)
-            if is_first:
-                tqdm.write(metrics.line_of(record, num_steps), file=sys.stdout)
-    return records
+    return train(
+        run,
+        judge=lambda: evaluate(booster, model, held_out, arguments.eval_sequences),
+        judge_every=arguments.eval_every,
+        line_every=1,
+        log=arguments.metrics,
+    )
 
 
-def highest_memory() -> tuple[int, str]:
-    """The peak memory of the process that needed most, and of what. All-reduce over the world."""
-    peak, of = metrics.peak_memory()
-    highest = torch.tensor(peak)
-    dist.all_reduce(highest, dist.ReduceOp.MAX)
-    return int(highest), of
-
-
-def run(arguments: argparse.Namespace, coordinator: DistCoordinator) -> int:
+def pretrain(arguments: argparse.Namespace) -> int:
     """The whole run; the exit status."""
-    start = time.monotonic()
-    plan = plan_or_none(arguments, coordinator.world_size)
-    if plan is None:
-        return BAD_ARGUMENTS
+    began = time.monotonic()
+    datasets.disable_progress_bars()
+    plan, coordinator = plan_of(arguments), DistCoordinator()
     with folder_of_texts(arguments.cache_dir) as folder:
-        place = packed_texts(plan.recipe, folder, coordinator)
-        if place is None:
-            return BAD_ARGUMENTS
+        place = packed_texts(plan.recipe, folder)
         facts = texts.facts_of(place)
         num_steps, faults = number_of_steps(arguments, facts.sequences)
-        if tell_faults(faults, program=PROGRAM):
-            return BAD_ARGUMENTS
-        sequences = texts.sequences_of(place)
-        model = models.make_model(plan.config, end_of_text=texts.END_OF_TEXT_ID, seed=arguments.seed)
+        refuse(faults)
+        model = make_model(arguments, plan)
         coordinator.print_on_master(
             f"{facts.documents} documents, {facts.tokens} tokens of {facts.vocabulary}, {facts.sequences} sequences, "
             f"unigram entropy {facts.unigram_entropy:.4f}; "
             f"{plan.config.model_type} of {sum(map(torch.numel, model.parameters())) / 1e6:.1f}M parameters"
         )
-        # The hybrid plugin does it itself, stage by stage.
-        if arguments.gradient_checkpoint_ratio and arguments.plugin != "hybrid_parallel":
-            config = PipelineGradientCheckpointConfig(
-                gradient_checkpointing_ratio=arguments.gradient_checkpoint_ratio
-            )
-            checkpoint_layers({0: recomputable_layers(model)}, config)
-        optimizer = models.make_optimizer(model, lr=arguments.lr, weight_decay=arguments.weight_decay)
-        scheduler = models.make_scheduler(
-            optimizer,
-            num_steps=num_steps,
-            warmup_steps=math.ceil(arguments.warmup_fraction * num_steps),
-            min_lr_fraction=arguments.min_lr_fraction,
-        )
-        try:
-            boosted = plan.booster.boost(model, optimizer, lr_scheduler=scheduler)
-        except ValueError as error:  # what only the whole model shows, on every rank alike
-            tell_faults([str(error)], program=PROGRAM)
-            return BAD_ARGUMENTS
-        model, wrapped, _, _, scheduler = boosted
-        records = train(arguments, plan.booster, model, wrapped, scheduler, sequences, num_steps)
+        records = train_and_judge(arguments, plan.booster, model, texts.sequences_of(place), num_steps)
     if arguments.curve is not None and coordinator.is_master():
-        metrics.draw_curve(records, arguments.curve, unigram_entropy=facts.unigram_entropy)
+        level = ("unigram entropy", facts.unigram_entropy)
+        metrics.draw_curve(records, arguments.curve, unit="nats per token", level=level)
     last = records[-1]
     judged = f" eval_loss={last['eval_loss']:.4f}" if "eval_loss" in last else ""
     coordinator.print_on_master(
         f"loss={last['loss']:.4f}{judged} unigram_entropy={facts.unigram_entropy:.4f} "
-        f"seconds={time.monotonic() - start:.1f}"
+        f"seconds={time.monotonic() - began:.1f}"
     )
     return 0
 
 
-def main() -> int:
-    arguments = parse_arguments()
-    launch_from_torch(seed=arguments.seed)
-    transformers.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    coordinator = DistCoordinator()
-    status = run(arguments, coordinator)
-    coordinator.destroy()
-    return status
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start(pretrain, parse_arguments()))

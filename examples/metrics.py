@@ -11,8 +11,11 @@ from types import TracebackType
 from typing import Any, TextIO
 
 import torch
+import torch.distributed as dist
 
 PICTURES = (".png", ".svg", ".pdf")
+PER_SECOND = "_per_second"  # ends the name of a speed in a record
+JUDGED = "eval_"  # begins the name of what an evaluation found
 
 
 def peak_memory() -> tuple[int, str]:
@@ -28,20 +31,38 @@ def peak_memory() -> tuple[int, str]:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process"
 
 
+def highest_memory() -> tuple[int, str]:
+    """The peak memory of the process that needed most, and of what. All-reduce over the world."""
+    peak, of = peak_memory()
+    highest = torch.tensor(peak)
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    return int(highest), of
+
+
+def progress_of(record: dict[str, Any]) -> str:
+    """What stands beside the progress bar."""
+    told = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.2e}"]
+    told += [
+        f"{value:.0f} {name.removesuffix(PER_SECOND)}/s"
+        for name, value in record.items()
+        if name.endswith(PER_SECOND)
+    ]
+    if record["skipped_steps"]:  # by an overflow of fp16
+        told.append(f"steps skipped so far {record['skipped_steps']}")
+    return ", ".join(told)
+
+
 def line_of(record: dict[str, Any], num_steps: int) -> str:
     """A step's record as a line to read."""
     told = [
         f"step {record['step']}/{num_steps}",
-        f"loss {record['loss']:.4f}",
-        f"lr {record['lr']:.2e}",
+        progress_of(record),
         f"gradient norm {record['grad_norm']:.3f}",
-        f"{record['tokens_per_second']:.0f} tokens/s",
         f"peak memory {record['peak_memory_bytes'] / 2**20:.0f} MiB ({record['peak_memory_of']})",
     ]
-    if record["skipped_steps"]:
-        told.append(f"steps skipped so far {record['skipped_steps']}")
-    if "eval_loss" in record:
-        told.append(f"eval loss {record['eval_loss']:.4f} (perplexity {record['eval_perplexity']:.1f})")
+    told += [
+        f"{name.replace('_', ' ')} {value:.5g}" for name, value in record.items() if name.startswith(JUDGED)
+    ]
     return ", ".join(told)
 
 
@@ -88,18 +109,43 @@ def file_faults(lines: Path | None, curve: Path | None) -> list[str]:
     return faults
 
 
-def draw_curve(records: Sequence[dict[str, Any]], path: Path, *, unigram_entropy: float) -> None:
-    """A picture of the losses by step, beside what a model that only counts tokens would reach."""
+def draw_curve(
+    records: Sequence[dict[str, Any]],
+    path: Path,
+    *,
+    unit: str = "nats",
+    level: tuple[str, float] | None = None,
+    shares: Sequence[str] = (),
+) -> None:
+    """A picture of the losses by step, and below it of what evaluations found.
+
+    Args:
+        unit: that of the loss.
+        level: a loss to compare with, by name: what a model reaches that has not read its input, for example.
+        shares: names in the records of what lies between 0 and 1.
+    """
     from matplotlib.figure import Figure  # optional: the extra "plot"
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
-    axes.plot([row["step"] for row in records], [row["loss"] for row in records], label="training")
-    judged = [row for row in records if "eval_loss" in row]
-    if judged:
-        steps, losses = [row["step"] for row in judged], [row["eval_loss"] for row in judged]
-        axes.plot(steps, losses, marker="o", label="evaluation")
-    axes.axhline(unigram_entropy, linestyle="--", color="gray", label="unigram entropy")
-    axes.grid(alpha=0.3)
-    axes.legend()
+    figure = Figure(figsize=(8, 7 if shares else 5), layout="constrained")
+    first, *others = figure.subplots(2 if shares else 1, 1, sharex=True, squeeze=False)[:, 0]
+    first.plot([row["step"] for row in records], [row["loss"] for row in records], label="training")
+    _draw_judged(first, records, "eval_loss", "evaluation")
+    if level is not None:
+        first.axhline(level[1], linestyle="--", color="gray", label=level[0])
+    first.set_ylabel(f"loss ({unit})")
+    for axes in others:
+        for name in shares:
+            _draw_judged(axes, records, name, name.removeprefix(JUDGED).replace("_", " "))
+        axes.set_ylim(0, 1.02)
+        axes.set_ylabel("share of the test samples")
+    for axes in (first, *others):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    (others or [first])[-1].set_xlabel("step")
     figure.savefig(path)
+
+
+def _draw_judged(axes: Any, records: Sequence[dict[str, Any]], name: str, label: str) -> None:
+    judged = [row for row in records if name in row]
+    if judged:
+        axes.plot([row["step"] for row in judged], [row[name] for row in judged], marker=".", label=label)

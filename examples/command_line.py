@@ -5,11 +5,13 @@ The flags are made from the signature of HybridParallelPlugin and checked by it,
 
 import argparse
 import itertools
+import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from inspect import Parameter, cleandoc, signature
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
@@ -40,6 +42,10 @@ FLAG_OF: dict[type | None, dict[str, Any]] = {
     **{kind: {"type": kind} for kind in (int, float, str)},
 }
 BAD_ARGUMENTS = 2
+
+
+class Refused(Exception):
+    """What was asked for cannot be done, and the first rank has said why."""
 
 
 class FirstRankParser(argparse.ArgumentParser):
@@ -169,6 +175,19 @@ def booster_or_faults(
         return None, faults or [str(error)]
 
 
+def range_faults(
+    arguments: argparse.Namespace, lowest: Mapping[str, float], highest: Mapping[str, float]
+) -> list[str]:
+    """Numbers that were given and lie out of their range; what is None is passed over."""
+    faults = []
+    for name, low in lowest.items():
+        value, high = getattr(arguments, name), highest.get(name, math.inf)
+        if value is not None and not low <= value <= high:
+            allowed = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+            faults.append(f"--{name} {value} must be {allowed}")
+    return faults
+
+
 def batch_faults(arguments: argparse.Namespace, booster: Booster, names: Sequence[str]) -> list[str]:
     """Why batches of these sizes, of all processes together, cannot be dealt out and cut."""
     faults = []
@@ -190,6 +209,16 @@ def batch_faults(arguments: argparse.Namespace, booster: Booster, names: Sequenc
 def max_norm_of(arguments: argparse.Namespace) -> float:
     """The norm to clip to, for plugins that leave clipping to the script."""
     return DEFAULTS["max_norm"] if arguments.max_norm is None else arguments.max_norm
+
+
+def refuse(faults: Sequence[str]) -> None:
+    """Go on where no rank found a fault. All-gather over the world.
+
+    Raises:
+        Refused: there are faults, which the first rank has told.
+    """
+    if tell_faults(faults, program=Path(sys.argv[0]).name):
+        raise Refused
 
 
 def tell_faults(faults: Sequence[str], *, program: str) -> bool:

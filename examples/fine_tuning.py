@@ -1,0 +1,184 @@
+"""What the fine-tuning examples share: their options, the run that these make, and how it ends."""
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import metrics
+import torch.distributed as dist
+from command_line import (
+    FirstRankParser,
+    add_plugin_options,
+    batch_faults,
+    booster_or_faults,
+    max_norm_of,
+    range_faults,
+    refuse,
+    refused_options,
+)
+from pretrained import pretrained_faults
+from torch import nn
+from training import Run, boost, endless, make_optimizer, start, train
+from transformers import get_linear_schedule_with_warmup
+
+from echelon import Booster, DistCoordinator
+
+FineTune = Callable[[argparse.Namespace], Mapping[str, float]]
+
+LOWEST = {
+    "epochs": 1,
+    "batch_size": 1,
+    "max_steps": 1,
+    "eval_every": 1,
+    "lr": 0,
+    "warmup_fraction": 0,
+    "weight_decay": 0,
+    "dropout": 0,
+}
+HIGHEST = {"warmup_fraction": 1, "dropout": 1}
+
+
+def make_parser(description: str | None) -> FirstRankParser:
+    """A parser for a script of this description."""
+    return FirstRankParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def add_options(
+    parser: argparse.ArgumentParser, *, epochs: int, batch_size: int, lr: float, target: str
+) -> None:
+    """Add the options that every fine-tuning has, with these defaults, and those of the plugin.
+
+    Args:
+        target: what of an evaluation the run is judged by.
+    """
+    add = parser.add_argument
+    add("--model_name_or_path", help="a local directory of a pretrained model, or a name on the hub")
+    add(f"--target_{target}", type=float, dest="target", help="end with status 1 below it")
+    add("--epochs", type=int, default=epochs)
+    add("--batch_size", type=int, default=batch_size, help="of all processes together")
+    add("--lr", type=float, default=lr)
+    add("--warmup_fraction", type=float, default=0.1)
+    add("--weight_decay", type=float, default=0.01, help="of matrices; the rest has none")
+    add("--dropout", type=float, help="default: a pretrained model's own, 0 for a new one")
+    add("--seed", type=int, default=42)
+    add("--max_steps", type=int, help="end an epoch early")
+    add("--eval_every", type=int, default=1, help="epochs; the last one always ends with an evaluation")
+    add("--metrics", "--log_losses", type=Path, metavar="FILE.jsonl", help="one JSON object per step")
+    add("--curve", type=Path, metavar="FILE.svg", help="a picture of the run: .png, .svg or .pdf")
+    parser.set_defaults(target_name=target)
+    add_plugin_options(parser)
+
+
+def main(fine_tune: FineTune, arguments: argparse.Namespace) -> int:
+    """Start the processes' group, fine-tune, and end with a line of what was found last.
+
+    Returns:
+        The exit status: 0, 1 where the target is missed, 2 where the first rank has told why nothing was run.
+    """
+
+    def run(arguments: argparse.Namespace) -> int:
+        began, coordinator = time.monotonic(), DistCoordinator()
+        found = fine_tune(arguments)
+        name, target = arguments.target_name, arguments.target
+        missed = target is not None and found[name] < target
+        if missed:
+            coordinator.print_on_master(f"{name} {found[name]:.4f} is below the target {target}")
+        told = " ".join(f"{name}={value:.4f}" for name, value in found.items())
+        coordinator.print_on_master(f"{told} seconds={time.monotonic() - began:.1f}")
+        return 1 if missed else 0
+
+    return start(run, arguments)
+
+
+def make_booster(arguments: argparse.Namespace, further_faults: Sequence[str] = ()) -> Booster:
+    """The booster that is asked for. All-gather over the world.
+
+    Args:
+        further_faults: what the script itself found wrong with its arguments.
+
+    Raises:
+        Refused: something is wrong with the arguments; all of it was told.
+    """
+    booster, plugin_faults = booster_or_faults(arguments, dist.get_world_size())
+    faults = range_faults(arguments, LOWEST, HIGHEST) + refused_options(arguments)
+    faults += metrics.file_faults(arguments.metrics, arguments.curve)
+    faults += [*pretrained_faults(arguments.model_name_or_path), *further_faults, *plugin_faults]
+    if booster is not None:
+        faults += batch_faults(arguments, booster, ["batch_size"])
+    refuse(faults)
+    assert booster is not None
+    return booster
+
+
+def make_run(
+    arguments: argparse.Namespace,
+    booster: Booster,
+    model: nn.Module,
+    dataset: Any,
+    *,
+    criterion: Callable | None = None,
+) -> Run:
+    """The run that trains a model, equal on all ranks, on a data set. Collective over the world.
+
+    Raises:
+        Refused: the model cannot be split so, or there is too little data for a batch; the reason was told.
+    """
+    plugin = booster.plugin
+    loader = plugin.prepare_dataloader(
+        dataset,
+        batch_size=arguments.batch_size // plugin.data_rank[1],
+        shuffle=True,
+        drop_last=True,
+        seed=arguments.seed,
+    )
+    if not len(loader):
+        refuse([f"--batch_size {arguments.batch_size} is more than the {len(dataset)} samples to train on"])
+    per_epoch = min(len(loader), arguments.max_steps or len(loader))
+    num_steps = arguments.epochs * per_epoch
+    optimizer = make_optimizer(model, lr=arguments.lr, weight_decay=arguments.weight_decay)
+    scheduler = get_linear_schedule_with_warmup(
+        optimizer, math.ceil(arguments.warmup_fraction * num_steps), num_steps
+    )
+    model, boosted, criterion, loader, scheduler = boost(
+        booster, model, optimizer, criterion, loader, scheduler
+    )
+    return Run(
+        booster=booster,
+        model=model,
+        optimizer=boosted,
+        scheduler=scheduler,
+        batches=endless(loader, per_epoch),
+        num_steps=num_steps,
+        max_norm=max_norm_of(arguments),
+        criterion=criterion,
+        units_per_step=arguments.batch_size,
+    )
+
+
+def train_and_judge(
+    arguments: argparse.Namespace,
+    run: Run,
+    judge: Callable[[], Mapping[str, float]],
+    *,
+    shares: Sequence[str],
+) -> dict[str, float]:
+    """Train with an evaluation every few epochs, and return the last one. Collective over the world.
+
+    Args:
+        judge: evaluates, on every rank alike.
+        shares: which of its figures are shares of the samples, and drawn below the loss.
+    """
+    judge_every = arguments.eval_every * (run.num_steps // arguments.epochs)
+    records = train(
+        run, judge=judge, judge_every=judge_every, line_every=run.num_steps, log=arguments.metrics
+    )
+    if arguments.curve is not None and dist.get_rank() == 0:
+        metrics.draw_curve(records, arguments.curve, shares=[f"{metrics.JUDGED}{name}" for name in shares])
+    return {
+        name.removeprefix(metrics.JUDGED): value
+        for name, value in records[-1].items()
+        if name.startswith(metrics.JUDGED)
+    }

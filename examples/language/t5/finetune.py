@@ -1,0 +1,191 @@
+r"""Train a T5 on texts that say what to do with digits, under any plugin, and report how many answers are right.
+
+    torchrun --standalone --nproc_per_node 4 examples/language/t5/finetune.py --target_exact 0.9
+
+The texts are made up and a small T5 is built from a config, so that nothing is downloaded.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, one_hot
+from torch.utils.data import default_collate
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, T5Config, T5ForConditionalGeneration
+
+from echelon import Booster, DistCoordinator
+
+sys.path.append(str(Path(__file__).parents[2]))  # what all examples share
+import fine_tuning
+import tasks
+from command_line import range_faults
+from decoding import greedy_answers
+from evaluation import outputs_of, sums_over
+
+NUM_SHOWN = 6
+LOWEST = {"longest": 2, "num_train": 1, "num_test": 1}
+ASKED = [f"asked_{task}" for task in tasks.TASKS]
+RIGHT = [f"exact_{task}" for task in tasks.TASKS]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = fine_tuning.make_parser(__doc__)
+    parser.add_argument("--longest", type=int, default=7, help="digits of a text, from 2")
+    parser.add_argument("--num_train", type=int, default=12_000, help="texts to train on")
+    parser.add_argument("--num_test", type=int, default=1000, help="texts to test with")
+    fine_tuning.add_options(parser, epochs=8, batch_size=64, lr=3e-3, target="exact")
+    return parser.parse_args()
+
+
+def task_faults(arguments: argparse.Namespace) -> list[str]:
+    """Why there are no such texts."""
+    if faults := range_faults(arguments, LOWEST, {}):
+        return faults
+    there_are = tasks.number_of_texts(arguments.longest)
+    return [
+        f"--{name} {getattr(arguments, name)} can be at most {most} with --longest {arguments.longest}"
+        for name, most in zip(("num_train", "num_test"), there_are, strict=True)
+        if getattr(arguments, name) > most
+    ]
+
+
+def make_tokenizer(arguments: argparse.Namespace) -> PreTrainedTokenizerBase:
+    """A pretrained model's, or one of the task's words."""
+    if arguments.model_name_or_path is not None:
+        return AutoTokenizer.from_pretrained(arguments.model_name_or_path)
+    return tasks.make_tokenizer()
+
+
+def make_model(
+    arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
+) -> T5ForConditionalGeneration:
+    """A pretrained model, or a small T5 with random weights; equal on every rank."""
+    torch.manual_seed(arguments.seed)
+    dropout = arguments.dropout
+    if arguments.model_name_or_path is not None:
+        return T5ForConditionalGeneration.from_pretrained(
+            arguments.model_name_or_path,
+            dtype=torch.float32,
+            **({} if dropout is None else {"dropout_rate": dropout}),
+        ).train()
+    config = T5Config(
+        vocab_size=len(tokenizer),
+        d_model=64,
+        d_kv=16,
+        d_ff=256,
+        num_layers=2,
+        num_heads=4,
+        feed_forward_proj="gated-gelu",  # as in T5 1.1, and smooth: layouts stay together longer than with ReLU
+        dropout_rate=dropout or 0.0,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        decoder_start_token_id=tokenizer.pad_token_id,
+    )
+    return T5ForConditionalGeneration(config).train()
+
+
+def criterion(outputs: Any, inputs: Any) -> tuple[Tensor, Tensor]:
+    """The loss of all tokens together and how many they are, so that each counts alike in whatever microbatch."""
+    num_tokens = (inputs["labels"] != tasks.IGNORED_LABEL).sum()
+    return outputs.loss.float() * num_tokens, num_tokens
+
+
+def evaluate(
+    booster: Booster, model: nn.Module, samples: list[dict[str, Tensor]], batch_size: int
+) -> dict[str, float]:
+    """The share of answers that are right in every token, also by task, and the loss per token. Collective.
+
+    Args:
+        samples: with the number of their task; each replica answers its share.
+        batch_size: of all replicas together.
+    """
+
+    def figures(batch: dict[str, Tensor]) -> Tensor | None:
+        asked = one_hot(batch.pop("task"), len(tasks.TASKS))
+        answers = greedy_answers(booster, model, batch, length=batch["labels"].shape[1])
+        outputs = outputs_of(booster, model, batch)
+        if outputs is None:
+            return None
+        right = is_right(answers, batch["labels"]).unsqueeze(1)
+        return torch.cat(
+            [loss_and_tokens(outputs.logits.float().cpu(), batch["labels"]), asked, asked * right], 1
+        )
+
+    names = ("loss", "tokens", *ASKED, *RIGHT)
+    sums = sums_over(booster, model, samples, batch_size=batch_size, names=names, figures=figures)
+    found = {"exact": sum(sums[name] for name in RIGHT) / len(samples)}
+    found |= {right: sums[right] / max(sums[asked], 1) for asked, right in zip(ASKED, RIGHT, strict=True)}
+    return found | {"loss": sums["loss"] / sums["tokens"]}
+
+
+def is_right(answers: Tensor, labels: Tensor) -> Tensor:
+    """Whether answers (B, A) have every token of the labels, and then nothing."""
+    is_counted = labels != tasks.IGNORED_LABEL
+    return ((answers == labels) | ~is_counted).all(1)
+
+
+def loss_and_tokens(logits: Tensor, labels: Tensor) -> Tensor:
+    """The sum of the losses of each sample's tokens, and how many these are, (B, 2); logits are (B, A, V)."""
+    losses = cross_entropy(logits.mT, labels, ignore_index=tasks.IGNORED_LABEL, reduction="none")
+    return torch.stack([losses.sum(1), (labels != tasks.IGNORED_LABEL).sum(1)], dim=1)
+
+
+def show_answers(
+    booster: Booster,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: list[tasks.Pair],
+    samples: list[dict[str, Tensor]],
+) -> None:
+    """Print what the model answers to the first texts, on the first rank. Collective over the world.
+
+    Args:
+        samples: of the first pairs, a batch of one replica.
+    """
+    model.eval()
+    batch = default_collate(samples)
+    answers = greedy_answers(booster, model, batch, length=batch["labels"].shape[1])
+    for pair, answer in zip(
+        pairs[:NUM_SHOWN], tokenizer.batch_decode(answers, skip_special_tokens=True), strict=False
+    ):
+        verdict = "right" if answer == pair.answer else f"not {pair.answer}"
+        DistCoordinator().print_on_master(f"{pair.text} → {answer} ({verdict})")
+
+
+def fine_tune(arguments: argparse.Namespace) -> dict[str, float]:
+    """Train and evaluate; what the last evaluation finds."""
+    booster = fine_tuning.make_booster(arguments, task_faults(arguments))
+    tokenizer = make_tokenizer(arguments)
+    trained, tested = tasks.make_pairs(
+        num_train=arguments.num_train,
+        num_test=arguments.num_test,
+        longest=arguments.longest,
+        seed=arguments.seed,
+    )
+    samples = tasks.encode(tested, tokenizer)
+    numbered = tasks.with_numbers(samples, tested)
+    run = fine_tuning.make_run(
+        arguments,
+        booster,
+        make_model(arguments, tokenizer),
+        tasks.encode(trained, tokenizer),
+        criterion=criterion,
+    )
+    found = fine_tuning.train_and_judge(
+        arguments,
+        run,
+        lambda: evaluate(booster, run.model, numbered, arguments.batch_size),
+        shares=("exact", *RIGHT),
+    )
+    shown = [
+        samples[row % len(samples)] for row in range(arguments.batch_size // booster.plugin.data_rank[1])
+    ]
+    show_answers(booster, run.model, tokenizer, tested, shown)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(fine_tuning.main(fine_tune, parse_arguments()))
