@@ -12,6 +12,8 @@ from ..checkpoint.model_file import TensorNames
 from ..cluster.agreement import batch_hash, gather_integers
 from ..cluster.mesh import ParallelMesh
 from ..cluster.placement import Placement, Shard, Shared, placement_of
+from ..lazy.tensor import LazyTensor, content_of
+from ..lazy.value import fingerprint
 from ..pipeline.stage_manager import PipelineStageManager
 from ..zero.parameter import ManagedParameter
 
@@ -41,13 +43,12 @@ class ParameterNames:
 def require_equal_models(model: nn.Module) -> None:
     """All ranks must boost one and the same model: names, shapes and a sample of the values. All-gather.
 
+    Of a lazily built tensor it is compared what was recorded: all that its values follow from.
+
     Raises:
         ValueError: some rank's differs; on every rank.
     """
-    sample = {
-        name: tensor.detach().reshape(-1)[:: max(tensor.numel() // SAMPLE, 1)]
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
+    sample = {name: _sample(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     shapes = {name: torch.tensor(tensor.shape) for name, tensor in model.named_parameters()}
     codes = [code for (code,) in gather_integers((batch_hash([shapes, sample]),))]
     differing = [rank for rank, code in enumerate(codes) if code != codes[0]]
@@ -56,6 +57,12 @@ def require_equal_models(model: nn.Module) -> None:
             f"the model of rank(s) {differing} differs from that of rank 0: build it on every rank from the same "
             "config, seed or checkpoint (launch_from_torch(seed=...) seeds all ranks equally)"
         )
+
+
+def _sample(tensor: Tensor) -> Tensor | int:
+    if isinstance(tensor, LazyTensor):
+        return fingerprint(content_of(tensor).value)
+    return tensor.detach().reshape(-1)[:: max(tensor.numel() // SAMPLE, 1)]
 
 
 def managed_parameters(

@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from ..lazy import materialize
 from . import tables as tables  # registers them
 from .derived import derived_table
 from .policy import Policy
@@ -26,8 +27,8 @@ class ShardFormer:
     ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
         """Cut the model down to this rank's stage and split it over the tensor axis, in place.
 
-        Parameter objects and names stay; a split one holds this rank's piece (`cluster.placement`). Every
-        rank calls with an equal model. Communicates nothing.
+        Parameter objects and names stay; a split one holds this rank's piece (`cluster.placement`). Of a lazily built
+        model only that is made real. Every rank calls with an equal model. Communicates nothing.
 
         Args:
             model: a whole model, not yet split.
@@ -41,7 +42,7 @@ class ShardFormer:
         """
         sharder = ModelSharder(model, policy or policy_for(model), self.shard_config)
         shared = sharder.shard()
-        return sharder.model, shared
+        return materialize(sharder.model), shared
 
 
 def policy_for(model: nn.Module) -> Policy:
