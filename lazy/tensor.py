@@ -31,6 +31,14 @@ _OVERWRITING = (
     _ops.uniform_.default,
     _ops.zero_.default,
 )
+# Calls that write nothing, and change how a tensor itself lies in its memory.
+_TURNING = (
+    _ops.squeeze_.default,
+    _ops.squeeze_.dim,
+    _ops.t_.default,
+    _ops.transpose_.default,
+    _ops.unsqueeze_.default,
+)
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,12 @@ class LazyTensor(Tensor):
         own = torch.cuda.current_device() if device is None else device
         return self.to(torch.device("cuda", own) if isinstance(own, int) else torch.device(own))
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """As ever. torch itself would put a number on the meta device first, where it is lost."""
+        super().__setitem__(
+            index, value if isinstance(value, Tensor) else torch.tensor(value, dtype=self.dtype)
+        )
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             "a lazily built tensor holds no numbers to save or to send: boost its model first, or make it real by "
@@ -133,6 +147,9 @@ def record(function: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         return _returned(function, args, kwargs, device=kwargs.get("device") or given.device)
     if not lazy:
         return _computed(function, args, kwargs)
+    if function in _TURNING:
+        with torch._C._DisableTorchDispatch():
+            return function(*args, **kwargs)
     is_alone = len(written) == 1 and any(each is lazy[0] for each in args)
     if not is_alone or torch.Tag.inplace_view in function.tags:
         raise ValueError(
