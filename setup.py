@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent
 # `echelon.booster` is `booster/` and so on; `echelon` itself is the small folder of that name.
 FOLDERS = (
     "cluster",
+    "lazy",
     "pipeline",
     "zero",
     "shardformer",

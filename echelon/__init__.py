@@ -4,6 +4,7 @@ from .booster import Booster
 from .cluster.coordinator import DistCoordinator
 from .cluster.launch import launch_from_torch
 from .cluster.mesh import ParallelMesh
+from .lazy import LazyInitContext
 from .plugins import HybridParallelPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
 from .shardformer import (
     PipelineGradientCheckpointConfig,
@@ -19,6 +20,7 @@ __all__ = [
     "Booster",
     "DistCoordinator",
     "HybridParallelPlugin",
+    "LazyInitContext",
     "LowLevelZeroPlugin",
     "ParallelMesh",
     "PipelineGradientCheckpointConfig",

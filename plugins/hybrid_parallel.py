@@ -19,6 +19,7 @@ from ..checkpoint.model_file import load_model_file, save_model_file
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..cluster.placement import Placement, placement_of
+from ..lazy import materialize
 from ..pipeline.runner import Criterion
 from ..pipeline.schedules import UserSchedule
 from ..pipeline.stage_manager import PipelineStageManager
@@ -221,7 +222,8 @@ class HybridParallelPlugin(Plugin):
     ) -> Boosted:
         """Split the model, wrap the optimizer; criterion, dataloader and scheduler are returned as they are.
 
-        Collective over the world; every rank gives an equal model. See `Booster.boost`.
+        Collective over the world; every rank gives an equal model. One that was built lazily is made real once it is
+        split. See `Booster.boost`.
         """
         sharder = self._checked_sharder(model, optimizer)
         with naming_failures("boost"):
@@ -231,6 +233,7 @@ class HybridParallelPlugin(Plugin):
                 cast(Any, model).set_attn_implementation("sdpa")
             model.to(self.mesh.device)
             shared = sharder.shard() if sharder is not None else []
+            materialize(model)
             boosted = HybridParallelModule(model, names, self)
             wrapped = None
             if optimizer is not None:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from ..checkpoint.model_file import TensorNames, load_model_file, save_model_file
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
+from ..lazy import materialize
 from .base import Boosted, require_process_group
 from .hybrid_config import told
 from .optimizer_faults import split_faults
@@ -80,7 +81,7 @@ class TorchDDPPlugin(TorchPlugin):
         dataloader: DataLoader | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> Boosted:
-        """Wrap model and optimizer. Collective over the world.
+        """Wrap model and optimizer. Collective over the world. A lazily built model is made real whole.
 
         Raises:
             ValueError: the model was split.
@@ -88,7 +89,8 @@ class TorchDDPPlugin(TorchPlugin):
         if faults := split_faults(model):
             raise ValueError(told(faults))
         with naming_failures("boost"):
-            boosted = TorchDDPModel(model.to(self.mesh.device), self.mesh, self._dtype, self._ddp_kwargs)
+            model = materialize(model).to(self.mesh.device)
+            boosted = TorchDDPModel(model, self.mesh, self._dtype, self._ddp_kwargs)
         scaler = torch.amp.GradScaler(self.mesh.device.type, enabled=self._dtype is torch.float16)
         wrapped = None if optimizer is None else ScaledOptimizer(optimizer, scaler)
         return boosted, wrapped, criterion, dataloader, lr_scheduler

@@ -22,6 +22,7 @@ from ..cluster.faults import naming_failures
 from ..cluster.hooks import has_foreign_hooks
 from ..cluster.mesh import ParallelMesh, divisors
 from ..cluster.shard_mesh import shard_mesh
+from ..lazy import materialize
 from ..shardformer.equal_ranks import require_equal_models
 from ..zero.elementwise import require_elementwise
 from ..zero.precision import DTYPES, precision_faults
@@ -169,14 +170,15 @@ class TorchFSDPPlugin(TorchPlugin):
     ) -> Boosted:
         """Share out the model in place, re-point and wrap the optimizer; the others are returned as they are.
 
-        Collective over the world; every rank gives an equal model. See `Booster.boost`.
+        Collective over the world; every rank gives an equal model. One that was built lazily is made real whole before
+        it is shared out. See `Booster.boost`.
         """
         if faults := boost_faults(model, optimizer):
             raise ValueError(told(faults))
         with naming_failures("boost"):
             require_equal_models(model)
             names = {parameter: name for name, parameter in model.named_parameters()}
-            boosted = TorchFSDPModel(model, self.config.policy(self.shard_mesh))
+            boosted = TorchFSDPModel(materialize(model), self.config.policy(self.shard_mesh))
         scaler = self.config.scaler(self.mesh.device)
         wrapped = None if optimizer is None else FSDPOptimizer(optimizer, scaler, boosted, names)
         return boosted, wrapped, criterion, dataloader, lr_scheduler

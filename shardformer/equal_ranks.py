@@ -7,12 +7,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..cluster.agreement import batch_hash, gather_integers
+from ..lazy.tensor import LazyTensor, content_of
+from ..lazy.value import fingerprint
 
 SAMPLE = 64  # values of each tensor that are compared
 
 
 def require_equal_models(model: nn.Module, group: ProcessGroup | None = None) -> None:
     """All ranks must give one and the same model: names, shapes and a sample of the values. All-gather.
+
+    Of a lazily built tensor it is compared what was recorded: all that its values follow from.
 
     Args:
         model: whole, not yet split.
@@ -21,10 +25,7 @@ def require_equal_models(model: nn.Module, group: ProcessGroup | None = None) ->
     Raises:
         ValueError: some rank's differs; on every rank of the group.
     """
-    sample = {
-        name: tensor.detach().reshape(-1)[:: max(tensor.numel() // SAMPLE, 1)]
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
+    sample = {name: _sample(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     shapes = {name: torch.tensor(tensor.shape) for name, tensor in model.named_parameters()}
     if differing := _differing(batch_hash([shapes, sample]), group):
         raise ValueError(
@@ -60,6 +61,12 @@ def compare_inputs(model: nn.Module, group: ProcessGroup) -> None:
             )
 
     model.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _sample(tensor: Tensor) -> Tensor | int:
+    if isinstance(tensor, LazyTensor):
+        return fingerprint(content_of(tensor).value)
+    return tensor.detach().reshape(-1)[:: max(tensor.numel() // SAMPLE, 1)]
 
 
 def _differing(own: int, group: ProcessGroup | None) -> list[int]:

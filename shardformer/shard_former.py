@@ -12,6 +12,7 @@ from ..cluster.dataloader import shared_loader
 from ..cluster.launch import default_device, launch_from_torch
 from ..cluster.mesh import ParallelMesh, divisors
 from ..cluster.placement import placement_of
+from ..lazy import materialize
 from . import tables as tables  # registers them
 from .dataset import loader_settings
 from .derived import derived_table
@@ -78,7 +79,8 @@ class ShardFormer:
         """Cut the model down to this rank's stage and split it over the tensor axis, in place.
 
         Parameter objects and names stay; a split one holds this rank's piece (`cluster.placement`). An all-gather over
-        each axis compares the models. Move the model to its device before.
+        each axis compares the models. Of a lazily built model only what is held is made real. Move
+        the model to its device before.
 
         Args:
             model: a whole model, not yet split, equal on all ranks.
@@ -103,6 +105,7 @@ class ShardFormer:
         if sharder is not None:
             shared = sharder.shard()
             model = sharder.model
+        materialize(model)
         if config.inference_only:
             model.requires_grad_(False).eval()
         else:

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 # The layers of docs/design.md, lowest first; those of one line know nothing of each other.
 LAYERS = (
     ("cluster",),
+    ("lazy",),
     ("pipeline", "zero"),
     ("shardformer",),
     ("checkpoint",),

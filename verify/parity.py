@@ -13,6 +13,7 @@ from ..booster.booster import Booster
 from ..checkpoint.gather import gather_whole
 from ..cluster.agreement import batch_hash
 from ..cluster.placement import Shard, placement_of
+from ..lazy import materialize
 from ..pipeline.microbatch import split
 from ..plugins.hybrid_module import HybridParallelModule
 from ..plugins.hybrid_parallel import HybridParallelPlugin
@@ -87,7 +88,7 @@ def parity(
         ]
         for step in range(num_steps)
     ]
-    untouched = copy.deepcopy(model) if dist.get_rank() == 0 else None
+    untouched = materialize(copy.deepcopy(model)) if dist.get_rank() == 0 else None
     found = _run_layout(model, layout, training, batches)
     verdict: list[tuple[StepComparison, ...] | None] = [None]
     if untouched is not None:

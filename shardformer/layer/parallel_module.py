@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from ...lazy.tensor import LazyTensor
+
 # Where a module keeps what runs around its forward; accelerate puts a forward of its own on the instance.
 _AROUND_FORWARD = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -48,7 +50,7 @@ def native_faults(module: nn.Module, *kinds: type[nn.Module]) -> list[str]:
             "has hooks or a forward of its own, which would be lost: register them after the model is split"
         )
     for name, parameter in module.named_parameters(recurse=False):
-        if type(parameter) is not Parameter or not parameter.is_floating_point():
+        if type(parameter) not in (Parameter, LazyTensor) or not parameter.is_floating_point():
             found.append(
                 f"has a {name} of {type(parameter).__name__} in {parameter.dtype}, which cannot be cut: quantize or "
                 "distribute the model after it is split, or not at all"

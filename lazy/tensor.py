@@ -1,0 +1,286 @@
+"""A tensor that remembers what was done to it. What it remembers is value.py, which tensors are such is context.py.
+
+[Note: lazy tensors] A LazyTensor is a tensor on the meta device, of a class of its own, so that torch hands every call
+that takes one to `record`, inside a LazyInitContext and after it, also through `.data`. What its memory is to hold
+stands on the (empty) storage itself: views share it, and `parameter.data = ...` takes it along. So the cutting of a
+lazy parameter is recorded as everything else is, and making it real then computes the whole and keeps the piece.
+
+A call that asks for numbers (`item()`, `if tensor.any():`) gets them: they are computed, and forgotten.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .value import Call, Geometry, Read, Value, make
+
+_CONTENT = "_echelon_content"
+_CPU, _META = torch.device("cpu"), torch.device("meta")
+_ops = torch.ops.aten
+# Calls that write to all that they are given, whatever was there.
+_OVERWRITING = (
+    _ops.copy_.default,
+    _ops.fill_.Scalar,
+    _ops.fill_.Tensor,
+    _ops.normal_.default,
+    _ops.uniform_.default,
+    _ops.zero_.default,
+)
+# Calls that write nothing, and change how a tensor itself lies in its memory.
+_TURNING = (
+    _ops.squeeze_.default,
+    _ops.squeeze_.dim,
+    _ops.t_.default,
+    _ops.transpose_.default,
+    _ops.unsqueeze_.default,
+)
+
+
+@dataclass(frozen=True)
+class Content:
+    """What the memory of a lazy tensor is to hold, and on which device it will be."""
+
+    value: Value
+    device: torch.device
+
+
+class LazyTensor(Tensor):
+    """A tensor without memory that can be made real; see [Note: lazy tensors]."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        return record(function, args, kwargs or {})
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where the tensor will be."""
+        return content_of(self).device
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        """False: initializations pass over a tensor that will never have memory."""
+        return False
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        """Whether it will be on the CPU."""
+        return self.device == _CPU
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As ever; on the meta device it is a plain tensor that holds nothing.
+
+        torch itself would compare with the meta device, on which nothing is to stay.
+        """
+        copy = kwargs.pop("copy", False)
+        if args and isinstance(args[0], Tensor):
+            args = (args[0].device, args[0].dtype, *args[1:])
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if device == _META:
+            return torch.empty_like(self, dtype=dtype, device=_META)
+        converted = super().to(dtype or self.dtype, copy=copy, memory_format=memory_format)
+        if device in (None, self.device):
+            return converted
+        assert isinstance(converted, LazyTensor)
+        storage = UntypedStorage(converted.untyped_storage().nbytes(), device="meta")
+        _set_content(storage, Content(content_of(converted).value, device))
+        return _wrapped(Geometry.of(converted).of_memory(storage))
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
+        """See `to`."""
+        return self.to(_CPU)
+
+    def cuda(self, device: torch.device | int | str | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        """See `to`."""
+        own = torch.cuda.current_device() if device is None else device
+        return self.to(torch.device("cuda", own) if isinstance(own, int) else torch.device(own))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """As ever. torch itself would put a number on the meta device first, where it is lost."""
+        super().__setitem__(
+            index, value if isinstance(value, Tensor) else torch.tensor(value, dtype=self.dtype)
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a lazily built tensor holds no numbers to save or to send: boost its model first, or make it real by "
+            "LazyInitContext.materialize(model)"
+        )
+
+
+def content_of(tensor: LazyTensor) -> Content:
+    """What a lazy tensor's memory is to hold."""
+    found: Content = getattr(tensor.untyped_storage(), _CONTENT)
+    return found
+
+
+def allocate(function: OpOverload, args: tuple, kwargs: dict[str, Any], *, device: torch.device) -> Tensor:
+    """The lazy tensor of a call that makes one out of none.
+
+    Args:
+        function, args, kwargs: the call.
+        device: where the tensor will be.
+    """
+    allocated = _returned(function, args, kwargs, device=device)
+    assert isinstance(allocated, Tensor)
+    return allocated
+
+
+def record(function: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What a call with lazy tensors returns: lazy tensors, or numbers where it asks for them.
+
+    Raises:
+        ValueError: it cannot be recorded.
+    """
+    written = _written(function, args, kwargs)
+    lazy = [each for each in written if isinstance(each, LazyTensor)]
+    if not written:
+        given = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, LazyTensor))
+        return _returned(function, args, kwargs, device=kwargs.get("device") or given.device)
+    if not lazy:
+        return _computed(function, args, kwargs)
+    if function in _TURNING:
+        with torch._C._DisableTorchDispatch():
+            return function(*args, **kwargs)
+    is_alone = len(written) == 1 and any(each is lazy[0] for each in args)
+    if not is_alone or torch.Tag.inplace_view in function.tags:
+        raise ValueError(
+            f"lazy initialization cannot record {function} on a tensor of shape {tuple(lazy[0].shape)}: build the "
+            "model without LazyInitContext, or do this after LazyInitContext.materialize(model)"
+        )
+    _write(function, args, kwargs, lazy[0])
+    return lazy[0] if function._schema.returns else None
+
+
+def _written(function: OpOverload, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call writes to."""
+    arguments = function._schema.arguments
+    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    names = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    leaves = tree_leaves([given[name] for name in names if name in given])
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _write(function: OpOverload, args: tuple, kwargs: dict[str, Any], target: LazyTensor) -> None:
+    """Record a call that writes to a lazy tensor."""
+    storage, content = target.untyped_storage(), content_of(target)
+    before = content.value
+    call = _call(function, args, kwargs, written=storage)
+    is_overwriting = function in _OVERWRITING
+    if call.generator_state is not None:
+        own = UntypedStorage(before.num_bytes, device="cpu") if is_overwriting else make(before)
+        _computed(  # as the generator has to be where the next one expects it
+            function,
+            args,
+            kwargs,
+            lambda each: (
+                Geometry.of(each).of_memory(own) if each.untyped_storage() is storage else real(each)
+            ),
+        )
+    reads_itself = sum(each.value is None for each in call.reads()) > 1
+    is_whole = target.is_contiguous() and target.numel() * target.itemsize == before.num_bytes
+    forgets = is_overwriting and is_whole and not reads_itself
+    value = Value(num_bytes=before.num_bytes, call=call, before=None if forgets else before)
+    _set_content(storage, Content(value, content.device))
+
+
+def _returned(function: OpOverload, args: tuple, kwargs: dict[str, Any], *, device: torch.device) -> Any:
+    """What a call returns that writes to nothing; some of it may be views. It is recorded."""
+    lent: list[UntypedStorage] = []
+
+    def outline(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, LazyTensor):
+            return Geometry.of(tensor).of_memory(tensor.untyped_storage())
+        shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
+        lent.append(shape.untyped_storage())
+        return shape
+
+    outline_args, outline_kwargs = tree_map_only(Tensor, outline, (args, kwargs))
+    outline_kwargs |= {name: of_meta for name, of_meta in _ON_META.items() if kwargs.get(name) is not None}
+    try:
+        returned = function(*outline_args, **outline_kwargs)
+    except (
+        RuntimeError,
+        NotImplementedError,
+    ):  # numbers, or a shape that depends on some; or it is no valid call
+        return _computed(function, args, kwargs)
+    outlines = [each for each in tree_leaves(returned) if isinstance(each, Tensor)]
+    if not outlines or any(each.untyped_storage() is other for each in outlines for other in lent):
+        return _computed(function, args, kwargs)
+    if device == _META:
+        return returned
+    call = _call(function, args, kwargs)
+    if call.generator_state is not None:
+        _computed(function, args, kwargs)  # as the generator has to be where the next one expects it
+    for index, each in enumerate(outlines):
+        storage = each.untyped_storage()
+        if not hasattr(storage, _CONTENT):  # else it is a view
+            value = Value(num_bytes=storage.nbytes(), call=call, returned=(index, Geometry.of(each)))
+            _set_content(storage, Content(value, device))
+    return tree_map_only(Tensor, _wrapped, returned)
+
+
+# Arguments that say where a call is to work, and what they are for the outline of what it returns.
+_ON_META = {"device": _META, "generator": None}
+
+
+def real(tensor: LazyTensor) -> Tensor:
+    """A lazy tensor's numbers, on the CPU, in memory of their own."""
+    return Geometry.of(tensor).of_memory(make(content_of(tensor).value))
+
+
+def _computed(
+    function: OpOverload,
+    args: tuple,
+    kwargs: dict[str, Any],
+    numbers_of: Callable[[LazyTensor], Tensor] = real,
+) -> Any:
+    """What a call returns once its arguments have their numbers."""
+    real_args, real_kwargs = tree_map_only(LazyTensor, numbers_of, (args, kwargs))
+    return function(*real_args, **real_kwargs)
+
+
+def _call(
+    function: OpOverload, args: tuple, kwargs: dict[str, Any], written: UntypedStorage | None = None
+) -> Call:
+    """A call as it is recorded, on the CPU; before it draws."""
+
+    def recorded(tensor: Tensor) -> Any:
+        if isinstance(tensor, LazyTensor):
+            storage = tensor.untyped_storage()
+            return Read(None if storage is written else content_of(tensor).value, Geometry.of(tensor))
+        if tensor.is_meta:
+            raise ValueError(
+                f"{function} was called with a lazily built tensor and one on the meta device, which holds nothing: "
+                "build all parts of a model inside of LazyInitContext and none by torch.device('meta')"
+            )
+        return tensor.detach().to(_CPU, copy=True)  # it may change
+
+    generator = kwargs.get("generator") or torch.default_generator
+    is_random = torch.Tag.nondeterministic_seeded in function.tags
+    recorded_args, recorded_kwargs = tree_map_only(Tensor, recorded, (args, dict(kwargs)))
+    on_cpu = {"device": _CPU, "generator": None}
+    return Call(
+        function=function,
+        args=recorded_args,
+        kwargs=recorded_kwargs | {name: on_cpu[name] for name in on_cpu if kwargs.get(name) is not None},
+        generator_state=generator.get_state() if is_random else None,
+    )
+
+
+def _set_content(storage: UntypedStorage, content: Content) -> None:
+    setattr(storage, _CONTENT, content)
+
+
+def _wrapped(outline: Tensor) -> Tensor:
+    """A tensor of the meta device as a lazy one of the same memory."""
+    wrapped: Tensor = Tensor._make_subclass(LazyTensor, outline)
+    return wrapped

@@ -1,0 +1,218 @@
+"""What memory is to hold, as the calls that lead there, and running them. Recording calls is tensor.py.
+
+[Note: values] A value is one state of a tensor's memory. It never changes: a call that writes makes another one out of
+it. So whoever reads a tensor names the value that it had then, and a value that nobody needs any more is forgotten:
+for example what torch's constructors draw, where transformers draws all of it anew. A call that draws at random has
+the generator's state with it, so each value can be made on its own, at any time and in any order, equal to the bit.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from ..cluster.agreement import batch_hash
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Where in its memory a tensor's entries are."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> "Geometry":
+        """A tensor's own."""
+        return Geometry(
+            dtype=tensor.dtype,
+            size=tuple(tensor.size()),
+            stride=tuple(tensor.stride()),
+            offset=int(tensor.storage_offset()),
+        )
+
+    def of_memory(self, storage: UntypedStorage) -> Tensor:
+        """The tensor of this geometry in some memory."""
+        blank = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return blank.set_(storage, self.offset, self.size, self.stride)
+
+
+@dataclass(frozen=True)
+class Read:
+    """A tensor among a call's arguments. `value` is None where it lies in the memory that the call writes to."""
+
+    value: "Value | None"
+    geometry: Geometry
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of one of torch's operators.
+
+    Args:
+        function: the operator.
+        args, kwargs: its arguments, `Read` in the place of tensors that are not there yet.
+        generator_state: the state of the generator that it draws from, before it did; None if it draws nothing.
+    """
+
+    function: OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    generator_state: Tensor | None
+
+    def reads(self) -> list[Read]:
+        """The tensors that it needs."""
+        return [each for each in tree_leaves((self.args, self.kwargs)) if isinstance(each, Read)]
+
+    def run(self, tensor_of: Callable[[Read], Tensor]) -> list[Tensor]:
+        """Do it once more, and leave the generator as it was.
+
+        Raises:
+            RuntimeError: torch cannot; names the operator.
+        """
+        args, kwargs = tree_map_only(Read, tensor_of, (self.args, self.kwargs))
+        try:
+            with torch.no_grad(), _drawing_from(self.generator_state):
+                returned = self.function(*args, **kwargs)
+        except Exception as error:
+            raise RuntimeError(f"{self.function} could not be run: {error}") from error
+        return [each for each in tree_leaves(returned) if isinstance(each, Tensor)]
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """What some memory holds once a call is done; see [Note: values].
+
+    Args:
+        num_bytes: of the memory.
+        call: the call.
+        returned: which of the tensors that it returns lies in this memory, and where; None for a call that writes to
+            memory that is there.
+        before: what a call that writes finds there; None where it does not matter.
+    """
+
+    num_bytes: int
+    call: Call
+    returned: tuple[int, Geometry] | None = None
+    before: "Value | None" = None
+
+    def needs(self) -> list["Value"]:
+        """The values that it is made of, each once."""
+        read = [each.value for each in self.call.reads()]
+        return [each for each in dict.fromkeys([self.before, *read]) if each is not None]
+
+    def is_read_beside(self) -> bool:
+        """Whether the call reads what it finds also from elsewhere, where it has to stay."""
+        return self.before is not None and any(each.value is self.before for each in self.call.reads())
+
+
+def make(value: Value) -> UntypedStorage:
+    """Memory on the CPU that holds a value. What that is made of is freed as soon as it is not needed.
+
+    Raises:
+        RuntimeError: torch refuses to repeat a call; names the operator.
+    """
+    order = _in_order(value)
+    uses = Counter(need for each in order for need in each.needs())
+    found: dict[Value, UntypedStorage] = {}
+    for each in order:
+        needs = {need: found[need] for need in each.needs()}
+        for need in needs:
+            uses[need] -= 1
+            if not uses[need]:
+                del found[need]
+        found[each] = _made_of(each, needs, is_kept=each.before in found)
+    return found[value]
+
+
+def fingerprint(value: Value) -> int:
+    """A number that differs where a value does: in its calls, their arguments, or the generator's state."""
+    codes: dict[Value | None, int] = {None: 0}
+    for each in _in_order(value):
+        call = each.call
+        described = tree_map(lambda leaf: _described(leaf, codes), (call.args, dict(call.kwargs)))
+        rest = (call.generator_state, codes[each.before], each.num_bytes, repr(each.returned))
+        codes[each] = batch_hash([str(call.function), described, rest])
+    return codes[value]
+
+
+def _described(leaf: Any, codes: Mapping[Value | None, int]) -> Any:
+    if isinstance(leaf, Read):
+        return [codes[leaf.value], repr(leaf.geometry)]
+    return leaf if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def _in_order(value: Value) -> list[Value]:
+    """A value and all that it is made of, each after what it needs itself."""
+    order: list[Value] = []
+    seen: set[Value] = set()
+    to_do = [(value, False)]
+    while to_do:
+        each, has_needs = to_do.pop()
+        if has_needs:
+            order.append(each)
+        elif each not in seen:
+            seen.add(each)
+            to_do.append((each, True))
+            to_do += [(need, False) for need in each.needs()]
+    return order
+
+
+def _made_of(value: Value, needs: dict[Value, UntypedStorage], *, is_kept: bool) -> UntypedStorage:
+    """A value from the memory of those that it needs; what it writes to is taken over, unless it is kept."""
+    if value.returned is not None:
+        return _returned(value, needs)
+    if value.before is None:
+        own = UntypedStorage(value.num_bytes, device="cpu")
+    elif is_kept or value.is_read_beside():
+        own = needs[value.before].clone()
+    else:
+        own = needs[value.before]
+    value.call.run(lambda read: read.geometry.of_memory(own if read.value is None else needs[read.value]))
+    return own
+
+
+def _returned(value: Value, needs: dict[Value, UntypedStorage]) -> UntypedStorage:
+    """The memory of a tensor that a call returns; a copy where it lies otherwise than was recorded, or is not new."""
+    assert value.returned is not None
+    index, geometry = value.returned
+    inputs = [each for each in tree_leaves((value.call.args, value.call.kwargs)) if isinstance(each, Tensor)]
+    old = {each.data_ptr() for each in (*needs.values(), *(each.untyped_storage() for each in inputs))}
+    found = value.call.run(lambda read: read.geometry.of_memory(needs[_known(read.value)]))[index]
+    if (found.dtype, tuple(found.size())) != (geometry.dtype, geometry.size):
+        raise AssertionError(
+            f"{value.call.function} returned {found.dtype} {tuple(found.size())}, not {geometry}"
+        )
+    own = found.untyped_storage()
+    if Geometry.of(found) == geometry and own.nbytes() == value.num_bytes and own.data_ptr() not in old:
+        return own
+    own = UntypedStorage(value.num_bytes, device="cpu")
+    geometry.of_memory(own).copy_(found)
+    return own
+
+
+def _known(value: Value | None) -> Value:
+    assert value is not None, "only a call that writes reads the memory that it writes to"
+    return value
+
+
+@contextmanager
+def _drawing_from(state: Tensor | None) -> Iterator[None]:
+    """Let the CPU's generator begin at a state; afterwards it is where it was."""
+    if state is None:
+        yield
+        return
+    present = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(present)

@@ -1,0 +1,61 @@
+"""What tests of lazy initialization compare: every tensor of two models, to the bit. Nothing of it is a test."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from echelon import LazyInitContext
+from echelon.lazy.tensor import LazyTensor
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, buffers and other tensors of a model by name, tied ones under each."""
+    return {
+        f"{path}.{name}": tensor
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, tensor in (vars(module) | module._parameters | module._buffers).items()
+        if isinstance(tensor, Tensor)
+    }
+
+
+def differences(found: nn.Module, expected: nn.Module) -> list[str]:
+    """All in which the tensors of two models differ: names, ties, kinds, layouts in memory, or any bit."""
+    own, others = tensors_of(found), tensors_of(expected)
+    if own.keys() != others.keys():
+        return [f"names: {sorted(own.keys() ^ others.keys())}"]
+    faults = [
+        f"{name}: {_look(own[name])}, not {_look(others[name])}"
+        for name in own
+        if not _alike(own, others, name)
+    ]
+    ties = [[{name for name in all_ if all_[name] is one} for one in all_.values()] for all_ in (own, others)]
+    return faults + ([] if ties[0] == ties[1] else ["ties"])
+
+
+def _alike(own: dict[str, Tensor], others: dict[str, Tensor], name: str) -> bool:
+    bits = [
+        tensor.detach().clone().contiguous().view(torch.uint8)
+        for tensor in (own[name][None], others[name][None])
+    ]
+    return _look(own[name]) == _look(others[name]) and torch.equal(*bits)
+
+
+def _look(tensor: Tensor) -> str:
+    kind = type(tensor).__name__
+    return f"{kind} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {tensor.device} {tensor.requires_grad}"
+
+
+def built_in_both_ways(
+    build: Callable[[], nn.Module], seed: int = 3
+) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
+    """A model built lazily and one built as ever, and what is drawn next after each. All its parameters are lazy."""
+    torch.manual_seed(seed)
+    eager = build()
+    drawn_after_eager = torch.rand(7)
+    torch.manual_seed(seed)
+    with LazyInitContext():
+        lazy = build()
+    drawn_after_lazy = torch.rand(7)
+    assert [name for name, each in lazy.named_parameters() if not isinstance(each, LazyTensor)] == []
+    return lazy, eager, drawn_after_lazy, drawn_after_eager

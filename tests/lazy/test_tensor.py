@@ -1,0 +1,309 @@
+"""What is recorded of a model that is built lazily, and making it real: small modules that do all kinds of things."""
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter, init
+
+from echelon import LazyInitContext
+from echelon.lazy import materialize
+from echelon.lazy.tensor import LazyTensor, content_of
+from echelon.lazy.value import fingerprint
+
+from .compare import built_in_both_ways, differences
+
+
+class Plain(nn.Module):
+    """A parameter, and what is done to it."""
+
+    def __init__(self, change: Callable[[nn.Module], object], *shape: int) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.empty(*shape).fill_(0.5))
+        with torch.no_grad():
+            change(self)
+
+
+def orthogonal_twice(module: nn.Module) -> None:
+    init.orthogonal_(module.weight)
+    init.orthogonal_(module.weight, gain=3.0)
+
+
+def read_before_it_is_drawn_anew(module: nn.Module) -> None:
+    init.normal_(module.weight)
+    module.register_buffer("early", module.weight * 2)
+    init.normal_(module.weight)
+    module.register_buffer("late", module.weight[:, 1:] + module.early[:, :1])
+
+
+def copied_from_what_changes_later(module: nn.Module) -> None:
+    source = np.arange(35, dtype=np.float32).reshape(5, 7)
+    module.weight.copy_(torch.from_numpy(source))
+    source[:] = -1
+
+
+def row_by_row(module: nn.Module) -> None:
+    for row in range(1, len(module.weight)):
+        module.weight[row] = module.weight[row - 1] * 1.01
+
+
+def decided_by_numbers(module: nn.Module) -> None:
+    init.uniform_(module.weight)
+    if module.weight.mean() > 0.4 and module.weight[0, 0].item() < 1:
+        module.weight[module.weight > 0.5] = 0
+    module.register_buffer("chosen", module.weight[module.weight > 0])
+
+
+def own_generator(module: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(5)
+    module.weight.normal_(generator=generator)
+    module.weight[0].uniform_(generator=generator)
+    module.register_buffer("drawn", torch.randn(3, generator=generator))
+
+
+def through_data(module: nn.Module) -> None:
+    module.weight.data.normal_()
+    module.weight.data[2:, 1] *= 3
+    module.weight.data = torch.randn(4, 2).t()
+
+
+def two_of_one_memory(module: nn.Module) -> None:
+    module.other = Parameter(module.weight.data.view(-1)[:10])
+    init.normal_(module.other)
+    init.ones_(module.weight[4])
+
+
+def drawn_here_and_there(module: nn.Module) -> None:
+    init.normal_(module.weight[:, :2])  # fewer than 16 numbers are drawn in pairs, and one may be left over
+    init.normal_(module.weight[1, :3])
+    module.order = torch.randperm(9)
+    module.register_buffer("mask", torch.bernoulli(module.weight.abs().clamp(max=1)))
+    init.sparse_(module.weight, 0.5)
+
+
+def small_formats(module: nn.Module) -> None:
+    module.single = Parameter(torch.randn(6, 3, dtype=torch.bfloat16) * 0.02)
+    module.precise = Parameter(torch.rand(6, 3, dtype=torch.float64))
+    init.trunc_normal_(module.single, std=0.7)
+    init.trunc_normal_(module.precise, std=0.01)
+
+
+def read_by_what_writes(module: nn.Module) -> None:
+    init.normal_(module.weight)
+    module.weight.mul_(module.weight).add_(module.weight.sum())
+    module.weight.copy_(module.weight.flip(0))
+    module.weight[:2].copy_(module.weight[3:])
+    module.weight[2] = 4
+
+
+def onto_what_is_there(module: nn.Module) -> None:
+    init.normal_(module.weight)
+    module.table = torch.arange(35.0).view(5, 7)
+    module.table[1:3] = module.weight[1:3]
+    module.names = {"rows": [module.weight.sum(0), 3], "none": None}
+
+
+CHANGES = (
+    orthogonal_twice,
+    read_before_it_is_drawn_anew,
+    copied_from_what_changes_later,
+    row_by_row,
+    decided_by_numbers,
+    own_generator,
+    through_data,
+    two_of_one_memory,
+    drawn_here_and_there,
+    small_formats,
+    read_by_what_writes,
+    onto_what_is_there,
+)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_is_done_while_a_module_is_built_is_done_when_it_is_made_real(change: Callable) -> None:
+    shape = (1500, 3) if change is row_by_row else (5, 7)
+    lazy, eager, *drawn = built_in_both_ways(lambda: Plain(change, *shape))
+    before = torch.get_rng_state()
+    assert materialize(lazy) is lazy
+    assert torch.equal(torch.get_rng_state(), before)
+    assert differences(lazy, eager) == []
+    assert torch.equal(*drawn)
+    if "names" in vars(eager):
+        assert torch.equal(lazy.names["rows"][0], eager.names["rows"][0])
+
+
+def test_two_parameters_of_one_memory_share_it_once_they_are_real() -> None:
+    lazy = materialize(built_in_both_ways(lambda: Plain(two_of_one_memory, 5, 7))[0])
+    with torch.no_grad():
+        lazy.other.fill_(7)
+    assert lazy.weight.view(-1)[:11].tolist()[:10] == [7] * 10
+
+
+def test_a_parameter_is_the_same_object_and_trains_once_it_is_real() -> None:
+    with LazyInitContext():
+        model = nn.Linear(3, 2)
+    model.weight.mark = "kept"
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    weight, kind = model.weight, type(nn.Linear(1, 1).weight)
+    LazyInitContext.materialize(model)
+    assert model.weight is weight is optimizer.param_groups[0]["params"][0]
+    assert type(weight) is kind and weight.mark == "kept" and weight.is_leaf
+    before = weight.detach().clone()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert weight.grad is not None and not torch.equal(weight, before)
+
+
+def test_what_is_done_after_the_block_counts_too() -> None:
+    def change(model: nn.Sequential) -> nn.Sequential:
+        model[0].weight.data.normal_()
+        init.zeros_(model[0].bias)
+        model[1] = copy.deepcopy(model[0])
+        model[1].weight.data[0] = 3
+        model[2].weight = model[0].weight
+        return model.to(torch.bfloat16).to("cpu").requires_grad_(False)
+
+    lazy, eager, *_ = built_in_both_ways(lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))))
+    torch.manual_seed(1)
+    change(eager)
+    torch.manual_seed(1)
+    change(lazy)
+    assert isinstance(lazy[1].weight, LazyTensor)
+    assert differences(materialize(lazy), eager) == []
+
+
+def test_a_lazy_tensor_says_where_it_will_be() -> None:
+    with LazyInitContext():
+        weight = nn.Linear(3, 2).weight
+        ahead = nn.Linear(3, 2)
+    assert weight.device == torch.device("cpu") and weight.is_cpu and not weight.is_meta
+    assert weight.to("meta").is_meta and type(weight.to("meta")) is Tensor
+    with LazyInitContext(default_device="cpu"):
+        assert nn.Linear(3, 2).weight.device.type == "cpu"
+    assert ahead.weight.to("cuda:1").device == torch.device("cuda:1")
+
+
+def test_what_makes_values_differ_shows_in_their_fingerprints() -> None:
+    def built(seed: int, std: float, *, changed: bool = False) -> int:
+        torch.manual_seed(seed)
+        with LazyInitContext():
+            weight = Parameter(torch.empty(4, 5))
+            init.normal_(weight, std=std)
+            if changed:
+                weight.data[0].copy_(torch.arange(5.0))
+        return fingerprint(content_of(weight).value)
+
+    assert built(1, 0.02) == built(1, 0.02)
+    assert len({built(1, 0.02), built(2, 0.02), built(1, 0.03), built(1, 0.02, changed=True)}) == 4
+
+
+def test_values_that_are_overwritten_are_forgotten() -> None:
+    with LazyInitContext():
+        linear = nn.Linear(8, 8)
+        init.normal_(linear.weight)
+    value = content_of(linear.weight).value
+    assert value.before is None and "normal_" in str(value.call.function)
+
+
+def test_integers_and_what_is_computed_from_them_are_real_at_once() -> None:
+    with LazyInitContext():
+        positions = torch.arange(4, dtype=torch.float32)
+        frequencies = 1.0 / 10000 ** (positions / 4)
+    assert type(positions) is type(frequencies) is Tensor and frequencies.tolist()[0] == 1
+
+
+def test_a_model_that_was_not_built_lazily_is_left_as_it_is() -> None:
+    model = nn.Linear(2, 2)
+    weight, numbers = model.weight, model.weight.tolist()
+    assert materialize(model).weight is weight and weight.tolist() == numbers
+
+
+def test_what_is_made_real_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with LazyInitContext():
+        model = nn.Linear(1024, 512, bias=False)
+    LazyInitContext.materialize(model, verbose=True)
+    assert capsys.readouterr().out == "1 lazily built tensors were made real: 2.0 MiB\n"
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda weight: weight.resize_(7, 3), r"aten.resize_.default on a tensor of shape \(3, 4\)"),
+        (lambda weight: torch._foreach_zero_([weight]), "aten._foreach_zero_.default"),
+        (lambda weight: torch.sin(torch.ones(3, 4), out=weight), "aten.sin.out"),
+    ],
+)
+def test_a_call_that_cannot_be_recorded_is_told(call: Callable[[Tensor], object], told: str) -> None:
+    with LazyInitContext(), torch.no_grad():
+        weight = torch.empty(3, 4)
+        with pytest.raises(
+            ValueError, match=f"cannot record {told}.*: build the model without LazyInitContext"
+        ):
+            call(weight)
+
+
+def test_a_call_that_fails_is_told_with_the_parameter() -> None:
+    with LazyInitContext():
+        model = nn.Sequential(nn.Linear(3, 2))
+        model[0].weight.data.copy_(torch.ones(5, 5))
+    with pytest.raises(
+        RuntimeError, match=r"^0.weight could not be made real: aten.copy_.default could not be run"
+    ):
+        materialize(model)
+
+
+def test_faults_are_told_all_at_once_and_nothing_is_made() -> None:
+    with LazyInitContext():
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    model[0].weight.register_hook(print)
+    model[1] = nn.Linear(2, 2, device="meta")
+    with pytest.raises(
+        ValueError, match=r"0.weight has hooks.*; 1.weight is on the meta device.*; 1.bias is on"
+    ):
+        materialize(model)
+    assert isinstance(model[0].bias, LazyTensor)
+
+
+def test_a_view_that_somebody_holds_is_told() -> None:
+    with LazyInitContext():
+        model = nn.Linear(3, 2)
+    held = model.weight[0]
+    with pytest.raises(
+        RuntimeError, match=r"^weight could not be made real, since something besides its module"
+    ):
+        materialize(model)
+    assert held.shape == (3,)
+
+
+def test_a_tensor_that_holds_nothing_is_told() -> None:
+    with LazyInitContext():
+        model = nn.Linear(3, 2)
+        with pytest.raises(ValueError, match="one on the meta device, which holds nothing"):
+            model.weight.data.copy_(torch.empty(2, 3, device="meta"))
+
+
+def test_the_block_is_refused_where_another_device_is_the_default() -> None:
+    with (
+        torch.device("meta"),
+        pytest.raises(ValueError, match="default device is meta: leave out"),
+        LazyInitContext(),
+    ):
+        pass
+
+
+def test_a_model_is_made_real_after_the_block() -> None:
+    with LazyInitContext():
+        model = nn.Linear(3, 2)
+        with pytest.raises(RuntimeError, match="after the block of LazyInitContext"):
+            materialize(model)
+
+
+def test_a_lazy_tensor_is_not_saved() -> None:
+    with LazyInitContext():
+        model = nn.Linear(3, 2)
+    with pytest.raises(TypeError, match="holds no numbers to save"):
+        pickle.dumps(model.weight)
