@@ -1,5 +1,7 @@
 """BLIP-2: a vision model, a Q-Former that attends to it every second layer, and a language model with its own table."""
 
+from dataclasses import replace
+
 from ...pipeline.plan import StagePlan
 from ..table import PartStages, RegionDropout, Table
 
@@ -20,7 +22,7 @@ _ATTENTIONS = ("attention", "crossattention")
 # Of text, which not every Q-Former takes, and of its queries.
 _FEED_FORWARDS = {"intermediate": "output.dense", "intermediate_query": "output_query.dense"}
 
-_QFORMER = Table(
+_NEWER_QFORMER = Table(
     stage=StagePlan(layers="encoder.layer", entry=("layernorm",)),
     regions=(*(f"{path}.attention" for path in _ATTENTIONS), *_FEED_FORWARDS),
     column=(
@@ -35,6 +37,24 @@ _QFORMER = Table(
             probability=f"{path}.attention.attention_dropout", row=f"{path}.output.dense"
         )
         for path in _ATTENTIONS
+    },
+)
+_QFORMER = replace(
+    _NEWER_QFORMER,
+    # Of releases whose attention drops in a module of its own, and counts its heads.
+    older={
+        "encoder.layer.0.attention.attention.dropout": replace(
+            _NEWER_QFORMER,
+            divide=tuple(
+                f"{path}.attention.{name}"
+                for path in _ATTENTIONS
+                for name in ("num_attention_heads", "all_head_size")
+            ),
+            dropout={
+                region: replace(dropout, probability=f"{region}.dropout.p")
+                for region, dropout in _NEWER_QFORMER.dropout.items()
+            },
+        )
     },
 )
 
