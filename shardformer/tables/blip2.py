@@ -39,11 +39,12 @@ _NEWER_QFORMER = Table(
         for path in _ATTENTIONS
     },
 )
+# Of releases whose attention drops in a module of its own, and counts its heads.
+_OLDER = "encoder.layer.0.attention.attention.dropout"
 _QFORMER = replace(
     _NEWER_QFORMER,
-    # Of releases whose attention drops in a module of its own, and counts its heads.
     older={
-        "encoder.layer.0.attention.attention.dropout": replace(
+        _OLDER: replace(
             _NEWER_QFORMER,
             divide=tuple(
                 f"{path}.attention.{name}"
@@ -58,23 +59,24 @@ _QFORMER = replace(
     },
 )
 
-BLIP2 = Table(
-    stage=(
-        # The language model is the largest: the others stand on its first stage.
-        PartStages(
-            part="language_model",
-            entry=("vision_model.embeddings",),
-            leading=(
-                "vision_model.encoder.layers",
-                "vision_model.post_layernorm",
-                "qformer.layernorm",
-                "qformer.encoder.layer",
-                "language_projection",
-            ),
+
+def _table(*qformer: str) -> Table:
+    """The table with these modules of the Q-Former before the language model."""
+    leading = ("vision_model.encoder.layers", "vision_model.post_layernorm", *qformer, "language_projection")
+    return Table(
+        stage=(
+            # The language model is the largest: the others stand on its first stage.
+            PartStages(part="language_model", entry=("vision_model.embeddings",), leading=leading),
+            # Retrieval has none, and runs its Q-Former twice in one forward, for images and for text.
+            PartStages(part="vision_model"),
         ),
-        # Retrieval has none, and runs its Q-Former twice in one forward, for images and for text.
-        PartStages(part="vision_model"),
-    ),
-    parts={"vision_model": _VISION, "qformer": _QFORMER, "language_model": None},
-    further_embeddings=("embeddings.word_embeddings",),
+        parts={"vision_model": _VISION, "qformer": _QFORMER, "language_model": None},
+        further_embeddings=("embeddings.word_embeddings",),
+    )
+
+
+BLIP2 = replace(
+    _table("qformer.layernorm", "qformer.encoder.layer"),
+    # There the Q-Former asks its parameters for their precision, so that none of it can stand elsewhere.
+    older={f"qformer.{_OLDER}": _table("qformer")},
 )

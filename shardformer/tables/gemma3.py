@@ -1,0 +1,32 @@
+"""Gemma 3 with images: SigLIP's vision model, a projector, and the language model with its own table."""
+
+from dataclasses import replace
+
+from ...pipeline.plan import StagePlan
+from ..table import PartStages, RegionDropout, Table
+
+_VISION = Table(
+    stage=StagePlan(layers="encoder.layers", entry=("embeddings",)),
+    regions=("self_attn", "mlp"),
+    column=(*(f"self_attn.{name}_proj" for name in "qkv"), "mlp.fc1"),
+    row=("self_attn.out_proj", "mlp.fc2"),
+    divide=("self_attn.num_heads", "self_attn.embed_dim"),
+    dropout={"self_attn": RegionDropout(probability="self_attn.dropout", row="self_attn.out_proj")},
+)
+
+
+def _table(vision: str) -> Table:
+    """The table for a vision model at this path."""
+    head = f"{vision}.head"  # of which the language model is told nothing
+    stages = PartStages(
+        part="language_model",
+        entry=(f"{vision}.embeddings",),
+        leading=(f"{vision}.encoder.layers", f"{vision}.post_layernorm", head, "multi_modal_projector"),
+        optional=(head,),
+    )
+    return Table(stage=(stages,), parts={"vision_tower": _VISION, "language_model": None}, heads=("lm_head",))
+
+
+_TOWER = "vision_tower"
+_OLDER_TOWER = f"{_TOWER}.vision_model"
+GEMMA3 = replace(_table(_TOWER), older={_OLDER_TOWER: _table(_OLDER_TOWER)})
