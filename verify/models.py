@@ -11,6 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from .small import (
     BATCHES_OF_THEIR_OWN,
+    BEGINS,
     DEFAULT_HEAD,
     END,
     EXPERTS,
@@ -198,7 +199,7 @@ class ModelChoice:
             if self.is_of_images:
                 parameter.data += STIRRED * torch.randn_like(parameter)
             elif parameter.ndim > 1 and not parameter.any():  # as trained ones are not: some tables begin so
-                nn.init.normal_(parameter, std=0.02)
+                nn.init.normal_(parameter, std=BEGINS.get(self.model_type, 0.02))
         return model.train()
 
     def build_on_meta(self) -> nn.Module:
