@@ -182,7 +182,7 @@ class ModelChoice:
             **own,
         }
         for name in blank.sub_configs:
-            inner = getattr(blank, name)
+            inner = getattr(blank, name) or blank.sub_configs[name]()
             given = cast(Mapping[str, Any], chosen.get(name, {}))
             # In older releases some have no type, and others one by which no config can be looked up.
             own_type = inner.model_type or f"{model_type}_{name.removesuffix('_config')}"

@@ -44,9 +44,7 @@ _OLDER_BEIT = replace(
     optional=(_BIAS,),
     split={f"{_BIAS}.relative_position_bias_table": 1},
     shared_biases={f"{_SHARED}.relative_position_bias_table": 1},
-    dropout={
-        _ATTENTION: RegionDropout(probability=f"{_ATTENTION}.dropout.p", row="attention.output.dense")
-    },
+    dropout={_ATTENTION: RegionDropout(probability=f"{_ATTENTION}.dropout.p", row="attention.output.dense")},
 )
 
 # The biases of a layer, or of all layers in one.
