@@ -24,7 +24,7 @@ def _table(vision: str) -> Table:
         leading=(f"{vision}.encoder.layers", f"{vision}.post_layernorm", head, "multi_modal_projector"),
         optional=(head,),
     )
-    return Table(stage=(stages,), parts={"vision_tower": _VISION, "language_model": None}, heads=("lm_head",))
+    return Table(stage=(stages,), parts={vision: _VISION, "language_model": None}, heads=("lm_head",))
 
 
 _TOWER = "vision_tower"

@@ -173,7 +173,11 @@ def test_the_places_of_an_image_attend_to_each_other() -> None:
     model = GEMMA3.build()
     batch = make_batch(GEMMA3, num_samples=3, seed=0)
     causal = {**batch, "token_type_ids": torch.zeros_like(batch["token_type_ids"])}
-    assert abs(model(**batch).loss - model(**causal).loss) > 1e-3
+    of_places = batch["token_type_ids"] == 1
+    first = of_places.cumsum(1) == 1
+    moved = (model(**batch).logits - model(**causal).logits).abs().amax(-1)
+    assert moved[first & of_places].min() > 1e-3  # it sees those behind it
+    assert moved[(of_places.cumsum(1) == 0)].max() == 0
 
 
 def faults(choice: ModelChoice, **asked: int) -> list[str]:
