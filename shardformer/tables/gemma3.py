@@ -13,10 +13,14 @@ _VISION = Table(
     divide=("self_attn.num_heads", "self_attn.embed_dim"),
     dropout={"self_attn": RegionDropout(probability="self_attn.dropout", row="self_attn.out_proj")},
 )
+# There attention shapes its output by the width of its input, so it stays whole.
+_OLDER_VISION = replace(
+    _VISION, regions=("mlp",), column=("mlp.fc1",), row=("mlp.fc2",), divide=(), divisible=(), dropout={}
+)
 
 
-def _table(vision: str) -> Table:
-    """The table for a vision model at this path."""
+def _table(vision: str, table: Table) -> Table:
+    """The table for a vision model at this path, with a table of its own."""
     head = f"{vision}.head"  # of which the language model is told nothing
     stages = PartStages(
         part="language_model",
@@ -24,9 +28,8 @@ def _table(vision: str) -> Table:
         leading=(f"{vision}.encoder.layers", f"{vision}.post_layernorm", head, "multi_modal_projector"),
         optional=(head,),
     )
-    return Table(stage=(stages,), parts={vision: _VISION, "language_model": None}, heads=("lm_head",))
+    return Table(stage=(stages,), parts={vision: table, "language_model": None}, heads=("lm_head",))
 
 
-_TOWER = "vision_tower"
-_OLDER_TOWER = f"{_TOWER}.vision_model"
-GEMMA3 = replace(_table(_TOWER), older={_OLDER_TOWER: _table(_OLDER_TOWER)})
+_OLDER = "vision_tower.vision_model"
+GEMMA3 = replace(_table("vision_tower", _VISION), older={_OLDER: _table(_OLDER, _OLDER_VISION)})
