@@ -116,13 +116,14 @@ class StagePlan:
     def after(
         self, *, entry: tuple[str, ...], leading: tuple[str, ...], everywhere: tuple[str, ...]
     ) -> "StagePlan":
-        """The same plan with more that runs before its first layer."""
+        """The same plan with more that runs before its first layer: other models, of other shapes than its layers'."""
         first = self if self.encoder is None else self.encoder
         extended = replace(
             first,
             entry=(*entry, *first.entry),
             leading=(*leading, *first.leading),
             everywhere=(*everywhere, *first.everywhere),
+            are_entries_reckoned=first.are_entries_reckoned or bool(entry),
         )
         return extended if self.encoder is None else replace(self, encoder=extended)
 

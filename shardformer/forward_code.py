@@ -98,20 +98,30 @@ def takes_named_inputs(module: nn.Module) -> bool:
 
 def returns_tuple(module: nn.Module) -> bool:
     """Whether a module's forward returns a tuple, or something that its code does not tell to be none."""
+    return not _returned(_statements(module)) or says_tuple(module)
+
+
+def says_tuple(module: nn.Module) -> bool:
+    """Whether the code of a module's forward says that it returns a tuple."""
     statements = _statements(module)
-    returned = [each.value for each in statements if isinstance(each, ast.Return) and each.value is not None]
+    returned = _returned(statements)
     names = {value.id for value in returned if isinstance(value, ast.Name)}
     stored = [each for each in statements if _stored(each) & names and isinstance(each, ast.Assign)]
     tuples = [
         each for each in stored if isinstance(each.targets[0], ast.Name) and isinstance(each.value, ast.Tuple)
     ]
-    return not returned or bool(tuples) or any(isinstance(value, ast.Tuple) for value in returned)
+    return bool(tuples) or any(isinstance(value, ast.Tuple) for value in returned)
 
 
 def own_names(module: nn.Module) -> set[str]:
     """The attributes that a module's forward reads, of whatever object."""
     nodes = (node for statement in _statements(module) for node in _nodes(statement))
     return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+
+
+def _returned(statements: list[ast.stmt]) -> list[ast.expr]:
+    """What these statements return."""
+    return [each.value for each in statements if isinstance(each, ast.Return) and each.value is not None]
 
 
 def _hands_on(statement: ast.stmt, value: ast.AST, result: str) -> bool:

@@ -31,12 +31,14 @@ class PartStages:
     Args:
         part: its path.
         entry, leading, everywhere: what runs before its layers, see `StagePlan`, seen from the whole model.
+        optional: of `leading`, those that some models lack.
     """
 
     part: str
     entry: tuple[str, ...] = ()
     leading: tuple[str, ...] = ()
     everywhere: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,8 @@ class Table:
         further_embeddings: more embeddings of the vocabulary, mostly tied to the first; passed over where a class
             lacks them.
         heads: paths of language-model heads, seen from the whole model; a class has at most one of them.
+        older: tables in place of this one for models of older releases of transformers, each by the path (seen from
+            the base model) of a module that only those have.
         tensor_faults: why models of this table cannot be split over tensor ranks, whatever their sizes.
         pipeline_faults: why they cannot be cut into stages.
 
@@ -135,6 +139,7 @@ class Table:
     embedding: str | None = None
     further_embeddings: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
+    older: Mapping[str, "Table"] = field(default_factory=dict)
     tensor_faults: tuple[str, ...] = ()
     pipeline_faults: tuple[str, ...] = ()
 

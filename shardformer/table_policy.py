@@ -13,6 +13,7 @@ from .layer.embedding import VocabParallelEmbedding1D, VocabParallelLMHead1D
 from .layer.loss import route_loss
 from .layer_split import LayerSplit, split_parameter
 from .lookup import has_submodule, layers_of, present, split_paths
+from .older import table_as_installed
 from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from .shard_config import ShardConfig
 from .table import PartStages, Table, table_for
@@ -29,12 +30,13 @@ class TablePolicy(Policy):
     """
 
     def __init__(self, table: Table) -> None:
-        self.table = table
+        self.table = self._newest = table
         self._parts: dict[str, TablePolicy] = {}
 
     def set_model(self, model: nn.Module) -> None:
         """Give the policy the model that it is for, and those of the parts theirs."""
         super().set_model(model)
+        self.table = table_as_installed(self._newest, model, self._from_model)
         self._parts = {}
         for path, table in self._part_tables().items():
             if table is not None:
@@ -75,7 +77,11 @@ class TablePolicy(Policy):
             .under(path)
             .after(
                 entry=tuple(map(self._from_model, stages.entry)),
-                leading=tuple(map(self._from_model, stages.leading)),
+                leading=tuple(
+                    path
+                    for path, name in ((self._from_model(name), name) for name in stages.leading)
+                    if name not in stages.optional or has_submodule(self.model, path)
+                ),
                 everywhere=tuple(map(self._from_model, stages.everywhere)),
             )
         )

@@ -5,6 +5,7 @@ counts too.
 """
 
 import ast
+import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,3 +167,9 @@ def test_setup_lists_every_package_that_there_is() -> None:
     assert found - set(OUTSIDE) == {"echelon", *FOLDERS}
     homes = {module_name(path).rpartition(".")[0] for path in package_sources()}
     assert homes == set(setup["packages"]())  # a folder without __init__.py would be left out of the wheel
+
+
+def test_the_oldest_transformers_that_is_allowed_is_the_one_that_make_tries() -> None:
+    (allowed,) = re.findall(r'"transformers>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    (tried,) = re.findall(r"^OLDER \?= transformers==([\d.]+)$", (ROOT / "Makefile").read_text(), flags=re.M)
+    assert f"{tried}.".startswith(f"{allowed}.")

@@ -71,11 +71,17 @@ def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str,
 
 
 def loss_of(outputs: object, inputs: object) -> Tensor:
-    """The model's own loss, or where it has none a fixed weighted sum of its outputs, tensors or several of them."""
+    """The model's own loss, or where it has none a fixed weighted sum of its outputs, tensors or several of them.
+
+    Not of the states of images, which a pipeline's last stage has not: what they become is in the others.
+    """
     loss = getattr(outputs, "loss", None)
     if loss is not None:
         return loss
-    values = list(outputs.values()) if isinstance(outputs, Mapping) else list(outputs)  # type: ignore[call-overload]
+    if isinstance(outputs, Mapping):
+        values = [value for name, value in outputs.items() if name != "image_hidden_states"]
+    else:
+        values = list(outputs)  # type: ignore[call-overload]
     found = [each for value in values for each in (value if isinstance(value, (tuple, list)) else (value,))]
     return torch.stack([_weighted(each) for each in found if isinstance(each, Tensor)]).sum()
 

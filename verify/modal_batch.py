@@ -8,7 +8,17 @@ import torch
 from torch import Generator, Tensor
 
 from .models import ModelChoice
-from .small import FRAMES, IMAGE_SIDE, IMAGE_TOKEN, LENGTH, MELS, NUM_QUERIES, TARGET_LENGTH, VOCABULARY
+from .small import (
+    FRAMES,
+    IMAGE_SIDE,
+    IMAGE_TOKEN,
+    LENGTH,
+    MELS,
+    NUM_PATCHES,
+    NUM_QUERIES,
+    TARGET_LENGTH,
+    VOCABULARY,
+)
 
 Batch = dict[str, Tensor]
 
@@ -83,9 +93,33 @@ def image_text(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch
     }
 
 
+def image_in_text(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
+    """Text with the places of an image in its middle, which `token_type_ids` tells: they attend to each other."""
+    before = LENGTH // 4
+    tokens, mask = _tokens(num_samples, LENGTH, drawn)
+    places = torch.full((num_samples, NUM_PATCHES), IMAGE_TOKEN)
+
+    def around(text: Tensor, of_image: Tensor) -> Tensor:
+        return torch.cat([text[:, :before], of_image, text[:, before:]], 1)
+
+    labels = {
+        "causal": around(tokens.masked_fill(mask == 0, -100), torch.full_like(places, -100)),
+        "classification": torch.randint(0, 3, (num_samples,), generator=drawn),
+    }
+    own = {"labels": labels[choice.head_name]} if choice.head_name in labels else {}
+    return {
+        **image(choice, num_samples, drawn),
+        "input_ids": around(tokens, places),
+        "attention_mask": around(mask, torch.ones_like(places)),
+        "token_type_ids": around(torch.zeros_like(tokens), torch.ones_like(places)),
+        **own,
+    }
+
+
 # By model type.
 MODAL: dict[str, Callable[[ModelChoice, int, Generator], Batch]] = {
     "blip-2": image_text,
+    "gemma3": image_in_text,
     "sam": prompted_image,
     "sam_vision_model": image,
     "whisper": speech,

@@ -11,6 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from .small import (
     BATCHES_OF_THEIR_OWN,
+    BEGINS,
     DEFAULT_HEAD,
     END,
     EXPERTS,
@@ -120,10 +121,14 @@ class ModelChoice:
 
     def config(self) -> PretrainedConfig:
         """Its config: small, without dropout."""
-        return AutoConfig.for_model(self.model_type, **self._chosen(self.model_type, dict(self.settings)))
+        blank = AutoConfig.for_model(self.model_type)
+        chosen = self._chosen(self.model_type, blank, dict(self.settings))
+        return AutoConfig.for_model(self.model_type, **chosen)
 
-    def _chosen(self, model_type: str, own: Mapping[str, object]) -> dict[str, object]:
-        """The settings of a config, and of the configs inside it, that differ from transformers' own."""
+    def _chosen(
+        self, model_type: str, blank: PretrainedConfig, own: Mapping[str, object]
+    ) -> dict[str, object]:
+        """The settings of a config, and of the configs inside it, that differ from transformers' own, in `blank`."""
         settings: dict[str, object] = dict(
             vocab_size=VOCABULARY,
             hidden_size=32,
@@ -148,7 +153,6 @@ class ModelChoice:
             use_qformer_text_input=self.head_name == "zero_shot_image",
             **EXPERTS,
         )
-        blank = AutoConfig.for_model(model_type)
         if hasattr(blank, "kv_lora_rank"):  # every head has keys and values of its own
             settings["num_key_value_heads"] = settings["num_attention_heads"]
         own = {
@@ -157,7 +161,7 @@ class ModelChoice:
             **own,
         }
         known = {
-            name: value
+            blank.attribute_map.get(name, name): value  # older releases check some by their own names
             for name, value in settings.items()
             if name == "num_labels"
             or (
@@ -178,10 +182,13 @@ class ModelChoice:
             **own,
         }
         for name in blank.sub_configs:
-            inner = getattr(blank, name).model_type
+            inner = getattr(blank, name) or blank.sub_configs[name]()
             given = cast(Mapping[str, Any], chosen.get(name, {}))
-            inner = given.get("model_type", inner)
-            chosen[name] = {**self._chosen(inner, given), "model_type": inner}
+            # In older releases some have no type, and others one by which no config can be looked up.
+            own_type = inner.model_type or f"{model_type}_{name.removesuffix('_config')}"
+            inner_type = given.get("model_type", own_type)
+            inner = type(inner)() if inner_type == own_type else AutoConfig.for_model(inner_type)
+            chosen[name] = {**self._chosen(inner_type, inner, given), "model_type": inner_type}
         return chosen
 
     def build(self, seed: int = 0) -> nn.Module:
@@ -192,7 +199,7 @@ class ModelChoice:
             if self.is_of_images:
                 parameter.data += STIRRED * torch.randn_like(parameter)
             elif parameter.ndim > 1 and not parameter.any():  # as trained ones are not: some tables begin so
-                nn.init.normal_(parameter, std=0.02)
+                nn.init.normal_(parameter, std=BEGINS.get(self.model_type, 0.02))
         return model.train()
 
     def build_on_meta(self) -> nn.Module:

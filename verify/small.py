@@ -11,6 +11,7 @@ FRAMES = 10  # positions of a sound
 IMAGE_SIDE = 32
 IMAGE_TOKEN = 3  # what an image's places in a text hold
 NUM_QUERIES = 5  # of those
+NUM_PATCHES = 4  # the same where neighbouring patches of an image are averaged, (2, 2) of (4, 4)
 
 # The head that a model type is mostly used with, where that is not "causal".
 DEFAULT_HEAD = {
@@ -26,11 +27,15 @@ DEFAULT_HEAD = {
 }
 
 # Model types whose batches are made in modal_batch.py.
-BATCHES_OF_THEIR_OWN = ("blip-2", "sam", "sam_vision_model", "whisper")
+BATCHES_OF_THEIR_OWN = ("blip-2", "gemma3", "sam", "sam_vision_model", "whisper")
 
 # How far the weights of models of images are moved from where they begin: tokens, position biases and linear biases
 # begin at zero, where a wrong order does not show and SwinV2's cosines of zero vectors have noise for a gradient.
 STIRRED = 0.1
+
+# How far from zero matrices are that begin there, by model type, where that is not 0.02: what is projected by small
+# weights, norms enlarge again, and with it each rounding.
+BEGINS = {"gemma3": 0.2}
 
 # Heads that no Auto class of transformers builds, by type and head: the class.
 FURTHER_HEADS = {
@@ -125,6 +130,20 @@ SETTINGS: dict[str, dict[str, object]] = {
         "image_text_hidden_size": 16,
     },
     "blip_2_vision_model": {"image_size": IMAGE_SIDE, "patch_size": 8, "initializer_range": 0.02},
+    "gemma3": {
+        # Layers that see all tokens and the last ones by turns.
+        "text_config": {"sliding_window_pattern": 2},
+        "mm_tokens_per_image": NUM_PATCHES,
+        "image_token_index": IMAGE_TOKEN,
+    },
+    # Published models have no head on their vision model; of another width than the language model.
+    "siglip_vision_model": {
+        "image_size": IMAGE_SIDE,
+        "patch_size": 8,
+        "hidden_size": 48,
+        "num_hidden_layers": 2,  # with four, the gradients of the first are further from exact than is allowed
+        "vision_use_head": False,
+    },
     "marian": {"decoder_vocab_size": VOCABULARY},
     "mt5": _T5,
     "sam_mask_decoder": {"mlp_dim": 48, "num_hidden_layers": 2, "iou_head_hidden_dim": 16},

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ...cluster.collectives import gather_from, reduce_from
-from ...cluster.placement import Shard, place
+from ...cluster.placement import Shard, place, placement_of
 from ...zero.embedding import Owner, embedding, needs_all_uses
 from .entry import ProductLayer, enter
 from .parallel_module import ParallelModule, native_faults, require_all, require_native
@@ -150,9 +150,11 @@ class VocabParallelLMHead1D(ProductLayer):
         self.group = process_group
         self.gather_output = True
         self.in_features = native.in_features
-        self.out_features = native.out_features
+        tied = placement_of(native.weight)
+        # Not by the attribute, which older releases of transformers forget when they resize a tied head.
+        self.out_features = sum(tied.blocks) if isinstance(tied, Shard) else len(native.weight)
         size, rank = process_group.size(), process_group.rank()
-        shard = vocab_shard(native.out_features, size, make_vocab_size_divisible_by)
+        shard = vocab_shard(self.out_features, size, make_vocab_size_divisible_by)
         self.range = vocab_range(shard, rank)
         self.weight: Parameter = native.weight  # type: ignore[assignment]
         self.bias: Parameter | None = native.bias

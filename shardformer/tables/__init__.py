@@ -10,6 +10,7 @@ from .chatglm import CHATGLM
 from .cohere import COHERE
 from .deepseek import DEEPSEEK_V3
 from .falcon import FALCON
+from .gemma3 import GEMMA3
 from .glm import GLM
 from .gpt2 import GPT2
 from .gpt_neo import GPT_NEO
@@ -37,6 +38,7 @@ register(CHATGLM, "chatglm")
 register(COHERE, "cohere", "cohere2")
 register(DEEPSEEK_V3, "deepseek_v3")
 register(FALCON, "falcon")
+register(GEMMA3, "gemma3")
 register(GLM, "glm", "glm4")
 register(GPT2, "gpt2")
 register(GPT_NEO, "gpt_neo")

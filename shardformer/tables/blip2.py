@@ -1,5 +1,7 @@
 """BLIP-2: a vision model, a Q-Former that attends to it every second layer, and a language model with its own table."""
 
+from dataclasses import replace
+
 from ...pipeline.plan import StagePlan
 from ..table import PartStages, RegionDropout, Table
 
@@ -20,7 +22,7 @@ _ATTENTIONS = ("attention", "crossattention")
 # Of text, which not every Q-Former takes, and of its queries.
 _FEED_FORWARDS = {"intermediate": "output.dense", "intermediate_query": "output_query.dense"}
 
-_QFORMER = Table(
+_NEWER_QFORMER = Table(
     stage=StagePlan(layers="encoder.layer", entry=("layernorm",)),
     regions=(*(f"{path}.attention" for path in _ATTENTIONS), *_FEED_FORWARDS),
     column=(
@@ -37,24 +39,44 @@ _QFORMER = Table(
         for path in _ATTENTIONS
     },
 )
-
-BLIP2 = Table(
-    stage=(
-        # The language model is the largest: the others stand on its first stage.
-        PartStages(
-            part="language_model",
-            entry=("vision_model.embeddings",),
-            leading=(
-                "vision_model.encoder.layers",
-                "vision_model.post_layernorm",
-                "qformer.layernorm",
-                "qformer.encoder.layer",
-                "language_projection",
+# Of releases whose attention drops in a module of its own, and counts its heads.
+_OLDER = "encoder.layer.0.attention.attention.dropout"
+_QFORMER = replace(
+    _NEWER_QFORMER,
+    older={
+        _OLDER: replace(
+            _NEWER_QFORMER,
+            divide=tuple(
+                f"{path}.attention.{name}"
+                for path in _ATTENTIONS
+                for name in ("num_attention_heads", "all_head_size")
             ),
+            dropout={
+                region: replace(dropout, probability=f"{region}.dropout.p")
+                for region, dropout in _NEWER_QFORMER.dropout.items()
+            },
+        )
+    },
+)
+
+
+def _table(*qformer: str) -> Table:
+    """The table with these modules of the Q-Former before the language model."""
+    leading = ("vision_model.encoder.layers", "vision_model.post_layernorm", *qformer, "language_projection")
+    return Table(
+        stage=(
+            # The language model is the largest: the others stand on its first stage.
+            PartStages(part="language_model", entry=("vision_model.embeddings",), leading=leading),
+            # Retrieval has none, and runs its Q-Former twice in one forward, for images and for text.
+            PartStages(part="vision_model"),
         ),
-        # Retrieval has none, and runs its Q-Former twice in one forward, for images and for text.
-        PartStages(part="vision_model"),
-    ),
-    parts={"vision_model": _VISION, "qformer": _QFORMER, "language_model": None},
-    further_embeddings=("embeddings.word_embeddings",),
+        parts={"vision_model": _VISION, "qformer": _QFORMER, "language_model": None},
+        further_embeddings=("embeddings.word_embeddings",),
+    )
+
+
+BLIP2 = replace(
+    _table("qformer.layernorm", "qformer.encoder.layer"),
+    # There the Q-Former asks its parameters for their precision, so that none of it can stand elsewhere.
+    older={f"qformer.{_OLDER}": _table("qformer")},
 )

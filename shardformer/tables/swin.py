@@ -15,14 +15,6 @@ _STAGE = StagePlan(
     collecting=("out_features",),
 )
 
-SWIN = replace(
-    VIT,
-    stage=_STAGE,
-    attention={},
-    divisible=("num_heads",),
-    split={"attention.relative_position_bias.relative_position_bias_table": 1},
-)
-
 # Its biases are computed by a small perceptron, whose last layer has an output per head.
 _BIASES = "attention.self.continuous_position_bias_mlp"
 
@@ -37,5 +29,19 @@ SWINV2 = Table(
     partial=(f"{_BIASES}.0",),
     dropout={
         "attention.self": RegionDropout(probability="attention.self.dropout.p", row="attention.output.dense")
+    },
+)
+
+SWIN = replace(
+    VIT,
+    stage=_STAGE,
+    attention={},
+    divisible=("num_heads",),
+    split={"attention.relative_position_bias.relative_position_bias_table": 1},
+    # The names of releases before 5.9.
+    older={
+        "encoder.layers.0.blocks.0.intermediate": replace(
+            SWINV2, split={"attention.self.relative_position_bias_table": 1}, partial=()
+        )
     },
 )

@@ -26,6 +26,7 @@ from ..pool import Pool
 WHISPER = ModelChoice(model_type="whisper")
 SAM = ModelChoice(model_type="sam")
 BLIP2 = ModelChoice(model_type="blip-2")
+GEMMA3 = ModelChoice(model_type="gemma3")
 RETRIEVAL = replace(BLIP2, head="zero_shot_image")
 
 
@@ -122,12 +123,35 @@ def with_ties_forgotten(choice: ModelChoice, layout: Layout) -> Report:
         return parity(choice, layout)
 
 
+def with_an_entry_of_another_shape(choice: ModelChoice, layout: Layout) -> Report:
+    """What runs before the layers is taken to return what layers do."""
+    after = StagePlan.after
+
+    def unreckoned(self: StagePlan, **before: Any) -> StagePlan:
+        return replace(after(self, **before), are_entries_reckoned=False)
+
+    with patch.object(StagePlan, "after", unreckoned):
+        return parity(choice, layout)
+
+
+def with_gradients_of_vision_not_summed(choice: ModelChoice, layout: Layout) -> Report:
+    """No region of the vision model has an entry."""
+    native = Region.from_native_module
+
+    def enter(module: nn.Module, group: Any, **kwargs: Any) -> nn.Module:
+        return module if type(module).__name__.startswith("Siglip") else native(module, group, **kwargs)
+
+    with patch.object(Region, "from_native_module", enter):
+        return parity(choice, layout)
+
+
 MUTATIONS = {
     "gradients of the encoder's states not summed": (without_second_inputs, WHISPER, Layout(tp=2)),
     "gradients of the image's states not summed": (without_second_inputs, BLIP2, Layout(tp=2)),
     "entries of single layers lost": (without_entries_at_single_layers, WHISPER, Layout(tp=2)),
     "entries of three inputs lost": (without_entries_at_single_layers, SAM, Layout(tp=2)),
     "gradients of relative positions not summed": (with_positions_not_summed, SAM, Layout(tp=2)),
+    "gradients of the vision model not summed": (with_gradients_of_vision_not_summed, GEMMA3, Layout(tp=2)),
     "gradients of what all stages hold not summed": (with_ties_forgotten, SAM, Layout(pp=2)),
 }
 
@@ -138,6 +162,22 @@ def test_a_fault_put_in_is_found(pool: Pool, mutation: str) -> None:
     report = pool.run(layout.world_size, function, choice, layout)[0]
     assert report.departure is not None
     assert report.departure.startswith(("step 1: gradient of ", "step 1: copy of "))
+
+
+def test_a_model_before_the_layers_is_not_taken_for_one_of_their_shape(pool: Pool) -> None:
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        pool.run(2, with_an_entry_of_another_shape, GEMMA3, Layout(pp=2))
+
+
+def test_the_places_of_an_image_attend_to_each_other() -> None:
+    model = GEMMA3.build()
+    batch = make_batch(GEMMA3, num_samples=3, seed=0)
+    causal = {**batch, "token_type_ids": torch.zeros_like(batch["token_type_ids"])}
+    of_places = batch["token_type_ids"] == 1
+    first = of_places.cumsum(1) == 1
+    moved = (model(**batch).logits - model(**causal).logits).abs().amax(-1)
+    assert moved[first & of_places].min() > 1e-3  # it sees those behind it
+    assert moved[(of_places.cumsum(1) == 0)].max() == 0
 
 
 def faults(choice: ModelChoice, **asked: int) -> list[str]:

@@ -18,6 +18,7 @@ def heads(query: int, key_value: int) -> dict[str, object]:
 
 
 VARIANTS: dict[str, tuple[str, dict[str, object], Layout]] = {
+    "blip-2 whose vision model is wider": ("blip-2", {"vision_config": {"hidden_size": 48}}, Layout(pp=2)),
     "bloom whose heads are no power of 2": ("bloom", {"hidden_size": 48, "n_head": 6}, TP2),
     "bloom with residuals behind the norm": (
         "bloom",
@@ -38,6 +39,12 @@ VARIANTS: dict[str, tuple[str, dict[str, object], Layout]] = {
         TP2,
     ),
     "falcon, grouped, keys shared": ("falcon", {**FALCON_GROUPED, "num_kv_heads": 2}, TP4),
+    "gemma3 with a head on its vision model": (
+        "gemma3",
+        {"vision_config": {"vision_use_head": True}},
+        Layout(pp=2),
+    ),
+    "gemma3 over four stages": ("gemma3", {}, Layout(pp=4)),
     "gpt_neox one after the other": ("gpt_neox", {"use_parallel_residual": False}, TP2),
     "gptj, rotary in all of a head": ("gptj", {"rotary_dim": 8}, TP2),
     "opt with a narrow embedding": ("opt", {"word_embed_proj_dim": 16}, MIXED),

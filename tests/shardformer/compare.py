@@ -70,8 +70,12 @@ MULTIPLE = 8
 
 
 def build(class_name: str, *, attention: str = "sdpa", seed: int = 0, **settings: Any) -> nn.Module:
-    """A small model of this class in training mode, equal on all ranks; without dropout unless asked for."""
+    """A small model of this class in training mode, equal on all ranks; without dropout unless asked for.
+
+    Older releases of transformers have no fused attention for some classes; there it is the plain one.
+    """
     model_class = getattr(transformers, class_name)
+    attention = attention if model_class._supports_sdpa else "eager"
     config_class = model_class.config_class
     model_type = config_class.model_type
     base = BASES.get(model_type, TINY)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm, Gemma2TextScaledWordEmbedding
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
@@ -54,7 +55,7 @@ class Shifted(nn.Embedding):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_an_embedding_that_only_scales_can_be_split(device: str) -> None:
     with torch.device(device):
-        native = Gemma2TextScaledWordEmbedding(5, 4, padding_idx=0, embed_scale=2.0)
+        native = Gemma3TextScaledWordEmbedding(5, 4, padding_idx=0, embed_scale=2.0)
     assert is_scaled(native)
     assert embedding_faults(native) == []
 

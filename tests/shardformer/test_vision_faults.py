@@ -28,7 +28,8 @@ def test_a_list_of_numbers_of_heads_must_divide_in_all_its_entries(model_type: s
 
 @pytest.mark.parametrize("model_type", ["beit", "albert"])
 def test_heads_that_do_not_divide_are_told_with_what_would_work(model_type: str) -> None:
-    (told,) = faults(ModelChoice(model_type=model_type), tp_size=8)
+    told, *others = faults(ModelChoice(model_type=model_type), tp_size=8)
+    assert all("relative_position_bias_table is 4 long" in other for other in others)  # of older releases
     assert told == "num_attention_heads=4 is not divisible by tp_size=8: use one of tp_size=[1, 2, 4]"
 
 

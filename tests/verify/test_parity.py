@@ -4,6 +4,7 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
+from transformers import T5Config
 
 from echelon.verify.batch import make_batch
 from echelon.verify.layout import Layout
@@ -63,7 +64,11 @@ T5 = ModelChoice(model_type="t5", num_layers=2)
 T5_CASES = {
     "t5": (T5, Layout(tp=2)),
     "t5 over four": (T5, Layout(tp=4)),
-    "t5 tied": (replace(T5, tied=True), Layout(tp=2, dp=2, zero=1)),
+    # Smooth: of a relu, one unit that switches by a rounding makes the gradients jump.
+    "t5 tied": (
+        replace(T5, tied=True, settings=(("feed_forward_proj", "gated-gelu"),)),
+        Layout(tp=2, dp=2, zero=1),
+    ),
     "t5 replicated": (T5, Layout(dp=2, zero=1)),
     "t5 bf16": (replace(T5, tied=True), Layout(tp=2, precision="bf16")),
     "t5 replicated bf16": (T5, Layout(dp=2, zero=1, precision="bf16")),
@@ -89,7 +94,10 @@ def test_a_batch_of_an_encoder_decoder_has_two_lengths_and_an_untied_head_its_ow
     assert model.lm_head.weight is not model.shared.weight
     tied = ModelChoice(model_type="t5", tied=True, num_layers=1).build()
     assert tied.lm_head.weight is tied.shared.weight
-    assert (tied.config.scale_decoder_outputs, model.config.scale_decoder_outputs) == (True, False)
+    assert tied.config.scale_decoder_outputs
+    # Older releases of transformers scale before an untied head too.
+    untied = T5Config(tie_word_embeddings=False)
+    assert model.config.scale_decoder_outputs == untied.scale_decoder_outputs
 
 
 @pytest.mark.parametrize(

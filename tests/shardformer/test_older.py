@@ -1,0 +1,75 @@
+"""What a table becomes for the models of an older transformers, on modules that look like them."""
+
+from dataclasses import replace
+
+import pytest
+from torch import Tensor, nn
+
+from echelon.pipeline.plan import StagePlan
+from echelon.shardformer import Table
+from echelon.shardformer.older import table_as_installed
+from echelon.shardformer.table_policy import TablePolicy
+from echelon.shardformer.tables.gpt2 import GPT2
+from echelon.verify.models import ModelChoice
+
+
+class OfTensors(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+class OfTuples(nn.Module):
+    def forward(self, hidden: Tensor, output_attentions: bool = False) -> tuple[Tensor, ...]:
+        outputs = (hidden,)
+        if output_attentions:
+            outputs += (hidden,)
+        return outputs
+
+
+def model_of(layer: nn.Module, path: str) -> nn.Module:
+    """A model with this layer in a list at a path of two names."""
+    model, (outer, inner) = nn.Module(), path.split(".")
+    model.add_module(outer, nn.Module())
+    model.get_submodule(outer).add_module(inner, nn.ModuleList([layer]))
+    return model
+
+
+def table_at(layers: str, arity: int = 0) -> Table:
+    return Table(stage=StagePlan(layers=layers, entry=(), arity=arity), divisible=())
+
+
+def as_installed(table: Table, model: nn.Module) -> Table:
+    return table_as_installed(table, model, lambda path: path)
+
+
+def test_the_names_are_those_that_the_model_has() -> None:
+    older = table_at("encoder.layer")
+    table = replace(table_at("encoder.layers"), older={"encoder.layer": older})
+    assert as_installed(table, model_of(OfTensors(), "encoder.layer")) == older
+    assert as_installed(table, model_of(OfTensors(), "encoder.layers")) == table
+
+
+@pytest.mark.parametrize(
+    ("given", "layer", "expected"), [(0, OfTensors, 0), (0, OfTuples, 1), (2, OfTuples, 2)]
+)
+def test_a_layer_returns_what_its_code_says(given: int, layer: type[nn.Module], expected: int) -> None:
+    found = as_installed(table_at("encoder.layers", given), model_of(layer(), "encoder.layers"))
+    assert isinstance(found.stage, StagePlan)
+    assert found.stage.arity == expected
+
+
+def test_the_layers_of_an_encoder_are_looked_at_too() -> None:
+    stage = StagePlan(layers="decoder.layers", entry=(), module="decoder")
+    encoder = replace(stage, layers="encoder.layers", module="encoder")
+    model = model_of(OfTensors(), "decoder.layers")
+    model.encoder = model_of(OfTuples(), "encoder.layers").encoder
+    found = as_installed(Table(stage=replace(stage, encoder=encoder), divisible=()), model).stage
+    assert isinstance(found, StagePlan) and found.encoder is not None
+    assert (found.arity, found.encoder.arity) == (0, 1)
+
+
+def test_a_policy_takes_the_table_of_each_model_that_it_is_given() -> None:
+    policy = TablePolicy(replace(GPT2, older={"wpe": replace(GPT2, regions=("mlp", "attn"))}))
+    for model_type, regions in (("gpt2", ("mlp", "attn")), ("gptj", GPT2.regions)):
+        policy.set_model(ModelChoice(model_type=model_type).build_on_meta())
+        assert policy.table.regions == regions
