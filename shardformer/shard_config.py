@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from ..pipeline.stage_manager import PipelineStageManager
+from .fused import FusedKernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,11 @@ class ShardConfig:
             `VocabParallelLogits`; False gathers them. The loss is the same.
         make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times the ranks.
         enable_tensor_parallelism: False ignores the group.
+        enable_flash_attention: attention by flash-attn on CUDA, elsewhere by torch's fused kernels; see docs/fused.md.
+        enable_xformers: attention by xFormers.
+        enable_fused_normalization: norms by apex or Liger where installed on CUDA, else by torch's fused kernels.
+        enable_jit_fused: bias + activation and dropout + addition compiled by torch.
+        enable_all_optimization: all of these but xFormers, which would take flash attention's place.
     """
 
     tensor_parallel_process_group: dist.ProcessGroup | None = None
@@ -25,6 +31,11 @@ class ShardConfig:
     parallel_output: bool = True
     make_vocab_size_divisible_by: int = 64
     enable_tensor_parallelism: bool = True
+    enable_flash_attention: bool = False
+    enable_xformers: bool = False
+    enable_fused_normalization: bool = False
+    enable_jit_fused: bool = False
+    enable_all_optimization: bool = False
 
     def __post_init__(self) -> None:
         if self.make_vocab_size_divisible_by < 1:
@@ -37,6 +48,17 @@ class ShardConfig:
         """How many ranks the tensor axis has."""
         group = self.tensor_parallel_process_group
         return group.size() if group is not None and self.enable_tensor_parallelism else 1
+
+    @property
+    def fused(self) -> FusedKernels:
+        """The fused kernels that are asked for."""
+        return FusedKernels.asked(
+            flash_attention=self.enable_flash_attention,
+            xformers=self.enable_xformers,
+            normalization=self.enable_fused_normalization,
+            jit=self.enable_jit_fused,
+            everything=self.enable_all_optimization,
+        )
 
     @property
     def num_stages(self) -> int:

@@ -1,5 +1,6 @@
 """ShardFormer: a model in, this rank's part of it out. For training with it, see plugins/ and booster/."""
 
+import torch
 from torch import Tensor, nn
 
 from . import tables as tables  # registers them
@@ -39,9 +40,24 @@ class ShardFormer:
         Raises:
             ValueError: no policy is known, or it cannot do what is asked; all reasons at once.
         """
-        sharder = ModelSharder(model, policy or policy_for(model), self.shard_config)
+        fused, device, dtype = self.shard_config.fused, *_computing(model)
+        faults = fused.faults(device, dtype) + fused.model_faults(model, device)
+        try:
+            sharder = ModelSharder(model, policy or policy_for(model), self.shard_config)
+        except ValueError as error:
+            faults += str(error).split("\n")
+        if faults:
+            raise ValueError("\n".join(faults))
+        fused.choose_attention(model, device)
         shared = sharder.shard()
+        fused.fuse(sharder.model, dtype)
         return sharder.model, shared
+
+
+def _computing(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Where a model computes, and in which format, as its first parameter says."""
+    first = next(model.parameters(), torch.empty(0))
+    return first.device, first.dtype
 
 
 def policy_for(model: nn.Module) -> Policy:

@@ -152,6 +152,7 @@ def _run_layout(
         initial_scale=LOSS_SCALE,
         hysteresis=1,
         zero_bucket_size_in_m=0.005,  # several buckets even for a small model
+        **dict.fromkeys(layout.options, True),  # type: ignore[arg-type]  # all of them are switches
     )
     booster = Booster(plugin=plugin)
     given = make_optimizer(model, vector_rate=training.vector_rate)

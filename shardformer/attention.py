@@ -1,0 +1,95 @@
+"""With which kernel a model computes attention. xFormers' is attention_xformers.py, all others are transformers'."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .attention_xformers import XFORMERS
+
+FLASH_ATTENTION_2 = "flash_attention_2"
+SDPA = "sdpa"
+
+# By name of transformers, the kernel in words, and the attribute of model classes that says whether they know it.
+_KERNELS = {
+    FLASH_ATTENTION_2: ("flash_attention_2 (the flash-attn package)", "_supports_flash_attn"),
+    SDPA: ("sdpa (torch's fused attention)", "_supports_sdpa"),
+    XFORMERS: ("xFormers", None),
+}
+
+
+def flash_kernel(device: torch.device) -> str:
+    """What flash attention is on a device, by transformers' name."""
+    return FLASH_ATTENTION_2 if device.type == "cuda" else SDPA
+
+
+def attention_faults(model: nn.Module, kernel: str, option: str) -> list[str]:
+    """Why a model cannot compute attention with a kernel and get the same; empty when it can.
+
+    Args:
+        model: a whole one.
+        kernel: a key of `_KERNELS`.
+        option: what was asked for, in the user's words.
+    """
+    parts = _parts(model)
+    if not parts:
+        return [
+            f"{option}: a {type(model).__name__} is no model of transformers, and its attention cannot be chosen from "
+            f"outside: leave {option} out; it goes on computing attention as its code has it"
+        ]
+    return [
+        f"{option}: {type(part).__name__}{f' ({path})' if path else ''} {reason}"
+        for path, part in parts.items()
+        for reason in _part_faults(part, kernel, option)
+    ]
+
+
+def set_attention(model: nn.Module, kernel: str) -> None:
+    """Let a model and its parts compute attention with a kernel; `attention_faults` found nothing against it."""
+    chosen: Any = model
+    chosen.set_attn_implementation(kernel)
+    others = {
+        path: part.config._attn_implementation
+        for path, part in _parts(model).items()
+        if part.config._attn_implementation != kernel
+    }
+    if others:
+        raise AssertionError(f"transformers took {kernel!r} for none of {others}")
+
+
+def _parts(model: nn.Module) -> dict[str, PreTrainedModel]:
+    """The models with a config of their own, by path: where a config names the attention."""
+    found: dict[int, tuple[str, PreTrainedModel]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, PreTrainedModel):
+            found.setdefault(id(module.config), (path, module))
+    return dict(found.values())
+
+
+def _part_faults(part: PreTrainedModel, kernel: str, option: str) -> list[str]:
+    words, flag = _KERNELS[kernel]
+    found = []
+    if flag is not None and not getattr(part, flag):
+        found.append(
+            f"cannot compute attention with {words}, as its class in transformers says: leave {option} out, and it "
+            "computes attention with its own code"
+        )
+    elif part.config._attn_implementation != kernel and not part._can_set_attn_implementation():
+        built = (
+            f"build it with attn_implementation={kernel!r} or leave {option} out"
+            if flag is not None
+            else f"leave {option} out"
+        )
+        found.append(f"takes its attention once and for all when it is built: {built}")
+    caps = {name: value for name, value in vars(part.config).items() if "attn" in name and "softcap" in name}
+    if kernel != FLASH_ATTENTION_2 and any(caps.values()):
+        found.append(
+            f"caps its attention scores ({', '.join(f'{name}={value}' for name, value in caps.items() if value)}), "
+            f"which {words} cannot: leave {option} out, or set that to None in the config and train another model"
+        )
+    if getattr(part.config, "output_attentions", False):
+        found.append(
+            f"is to return attention weights, which {words} does not compute: config.output_attentions=False"
+        )
+    return found
