@@ -1,5 +1,7 @@
 """With which kernel a model computes attention. xFormers' is attention_xformers.py, all others are transformers'."""
 
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -67,6 +69,18 @@ def _parts(model: nn.Module) -> dict[str, PreTrainedModel]:
     return dict(found.values())
 
 
+def _fixed_classes(part: PreTrainedModel) -> list[Mapping[str, type[nn.Module]]]:
+    """By kernel, the classes of attention among which models of a file choose when they are built."""
+    names = vars(sys.modules[type(part).__module__]).values()
+    return [
+        each
+        for each in names
+        if isinstance(each, dict)
+        and each.keys() & {"eager", SDPA}
+        and all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in each.values())
+    ]
+
+
 def _part_faults(part: PreTrainedModel, kernel: str, option: str) -> list[str]:
     words, flag = _KERNELS[kernel]
     found = []
@@ -82,6 +96,14 @@ def _part_faults(part: PreTrainedModel, kernel: str, option: str) -> list[str]:
             else f"leave {option} out"
         )
         found.append(f"takes its attention once and for all when it is built: {built}")
+    for classes in _fixed_classes(part):
+        held = {type(module) for module in part.modules()} & set(classes.values())
+        if held and classes.get(kernel) not in held:
+            found.append(
+                f"chose {', '.join(sorted(each.__name__ for each in held))} when it was built, which is not {words}: "
+                + (f"build it with attn_implementation={kernel!r}, or " if kernel in classes else "")
+                + f"leave {option} out"
+            )
     caps = {name: value for name, value in vars(part.config).items() if "attn" in name and "softcap" in name}
     if kernel != FLASH_ATTENTION_2 and any(caps.values()):
         found.append(

@@ -13,8 +13,17 @@ from transformers.masking_utils import AttentionMaskInterface
 XFORMERS = "xformers"
 DEVICES = ("cuda",)  # for which xFormers has kernels
 
-# What models hand to any attention besides, which says nothing that the mask does not say too.
-_HARMLESS = frozenset(("sliding_window", "position_ids", "cache_position", "use_cache", "output_attentions"))
+# What models hand to any attention besides: what the mask says too, and what is not about attention.
+_HARMLESS = frozenset(
+    (
+        "sliding_window",
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_router_logits",
+        "output_hidden_states",
+    )
+)
 _ALIGNMENT = 8  # rows of a bias begin at multiples of so many entries
 
 
@@ -54,9 +63,8 @@ def xformers_attention(
     Raises:
         ValueError: it is given something that it cannot compute with.
     """
-    if unknown := sorted(
-        name for name, given in kwargs.items() if given is not None and name not in _HARMLESS
-    ):
+    given = {name for name, value in kwargs.items() if value is not None and value is not False}
+    if unknown := sorted(given - _HARMLESS):
         raise ValueError(
             f"{type(module).__name__} hands {', '.join(unknown)} to its attention, of which xFormers knows nothing and "
             "which would silently be lost: leave enable_xformers out for this model"
