@@ -47,7 +47,7 @@ def compile_elementwise(model: nn.Module) -> dict[str, int]:
             name = type(module).__name__
             found[name] = found.get(name, 0) + 1
             vars(module)["_shadow"] = _shadow_of(module)
-            module.__class__ = _compiled_class(type(module))
+            module.__class__ = _compiled_class(type(module))  # type: ignore[arg-type]  # a class is hashable
     return found
 
 
@@ -181,7 +181,7 @@ def _seen_by_compiler(owner: nn.Module, name: str) -> nn.Module | None:
         return None
     if _leaves_bias(child):
         if not hasattr(type(child), "_leaves_bias"):
-            child.__class__ = _product_class(type(child))
+            child.__class__ = _product_class(type(child))  # type: ignore[arg-type]  # it too
         return _OpaqueProduct(owner, name)
     has_state = any(True for _ in (*child.parameters(), *child.buffers()))
     return _Opaque(owner, name) if has_state or isinstance(child, StandIn) else child

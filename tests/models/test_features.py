@@ -82,9 +82,10 @@ def cases() -> list[object]:
     ]
 
 
-# torch's own: when it first compiles, and where it hides a warning that is an error here.
+# torch's own: when it first compiles, and where it hides a warning that is an error here, or causes one.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning")
 @pytest.mark.parametrize("case", cases())
 def test_a_model_trains_as_without_the_feature(pool: Pool, case: FeatureCase, record_property: Any) -> None:
     verdicts = pool.run(2, train_with, case, timeout=240.0)
