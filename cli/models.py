@@ -33,7 +33,8 @@ def show(kept: dict[str, Any]) -> None:
     rows = rows_of(kept)
     columns = _columns(rows)
     table = Table(title=_versions(kept), title_justify="left")
-    for heading in ("model type", "by", "heads", *columns):
+    table.add_column("model type", no_wrap=True)
+    for heading in ("by", "heads", *columns):
         table.add_column(heading)
     for row in rows:
         cells = (cell(row) for cell in columns.values())

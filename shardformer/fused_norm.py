@@ -195,7 +195,8 @@ def _nearest(trial: Any, forms: list[Kernel], x: Tensor) -> Kernel | None:
     epsilon = epsilon_of(trial)
     bias = trial._parameters.get("bias")
     try:
-        expected, of_three = trial(x).double(), trial(x[0]).double()
+        # Without the hooks of the user, who watches no trials.
+        expected, of_three = trial.forward(x).double(), trial.forward(x[0]).double()
         if expected.shape != x.shape or not torch.equal(expected[0], of_three):
             return None
         distances = [(form(x, trial.weight, bias, epsilon).double() - expected).abs() for form in forms]

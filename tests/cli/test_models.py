@@ -41,7 +41,7 @@ def test_a_cell_says_for_how_many_heads_a_layout_agrees() -> None:
     assert layouts_of(rows) == ["tp2", "dp2", "pp2"]
     assert [first.cell(layout) for layout in ("tp2", "pp2", "dp2", "tp4")] == ["yes", "1 of 2", "no", ""]
     assert (second.heads, second.cell("tp2"), second.cell("pp2")) == (("causal",), "no", "")
-    empty = "  | " * (3 + len(FEATURES))  # no layout here is one of the axes
+    empty = " | " * (3 + len(FEATURES))  # no layout here is one of the axes
     text = page({"rows": outcomes, "torch": "1", "transformers": "2"})
     assert f"| a | plan | base; causal; token | {empty}yes | no | 1 of 2 |" in text
     assert page({"rows": {"llama": outcomes["b"]}, "torch": "1", "transformers": "2"}).splitlines()[-1] == (

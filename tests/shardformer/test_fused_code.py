@@ -68,12 +68,9 @@ def graphs() -> Iterator[list[list[str]]]:
         found.append([str(getattr(target, "__name__", target)) for target in calls])
         return graph.forward
 
-    compiled = torch.compile
     torch._dynamo.reset()
     fused_code._compiled_class.cache_clear()
-    with mock.patch.object(
-        torch, "compile", lambda code, dynamic, options: compiled(code, dynamic=dynamic, backend=backend)
-    ):
+    with mock.patch.object(fused_code, "_inductor", backend):
         yield found
     fused_code._compiled_class.cache_clear()
 
