@@ -82,36 +82,40 @@ def _fixed_classes(part: PreTrainedModel) -> list[Mapping[str, type[nn.Module]]]
 
 
 def _part_faults(part: PreTrainedModel, kernel: str, option: str) -> list[str]:
-    words, flag = _KERNELS[kernel]
-    found = []
-    if flag is not None and not getattr(part, flag):
+    words, _ = _KERNELS[kernel]
+    found = [_choice_fault(part, kernel, option)]
+    caps = [
+        f"{name}={value}"
+        for name, value in vars(part.config).items()
+        if "attn" in name and "softcap" in name and value
+    ]
+    if kernel != FLASH_ATTENTION_2 and caps:
         found.append(
-            f"cannot compute attention with {words}, as its class in transformers says: leave {option} out, and it "
-            "computes attention with its own code"
-        )
-    elif part.config._attn_implementation != kernel and not part._can_set_attn_implementation():
-        built = (
-            f"build it with attn_implementation={kernel!r} or leave {option} out"
-            if flag is not None
-            else f"leave {option} out"
-        )
-        found.append(f"takes its attention once and for all when it is built: {built}")
-    for classes in _fixed_classes(part):
-        held = {type(module) for module in part.modules()} & set(classes.values())
-        if held and classes.get(kernel) not in held:
-            found.append(
-                f"chose {', '.join(sorted(each.__name__ for each in held))} when it was built, which is not {words}: "
-                + (f"build it with attn_implementation={kernel!r}, or " if kernel in classes else "")
-                + f"leave {option} out"
-            )
-    caps = {name: value for name, value in vars(part.config).items() if "attn" in name and "softcap" in name}
-    if kernel != FLASH_ATTENTION_2 and any(caps.values()):
-        found.append(
-            f"caps its attention scores ({', '.join(f'{name}={value}' for name, value in caps.items() if value)}), "
-            f"which {words} cannot: leave {option} out, or set that to None in the config and train another model"
+            f"caps its attention scores ({', '.join(caps)}), which {words} cannot: leave {option} out, or set that to "
+            "None in the config and train another model"
         )
     if getattr(part.config, "output_attentions", False):
         found.append(
             f"is to return attention weights, which {words} does not compute: config.output_attentions=False"
         )
-    return found
+    return [each for each in found if each is not None]
+
+
+def _choice_fault(part: PreTrainedModel, kernel: str, option: str) -> str | None:
+    """Why transformers cannot set this kernel for a part."""
+    words, flag = _KERNELS[kernel]
+    if flag is not None and not getattr(part, flag):
+        return (
+            f"cannot compute attention with {words}, as its class in transformers says: leave {option} out, and it "
+            "computes attention with its own code"
+        )
+    for classes in _fixed_classes(part):
+        held = {type(module) for module in part.modules()} & set(classes.values())
+        if held and classes.get(kernel) not in held:
+            names = ", ".join(sorted(each.__name__ for each in held))
+            can_be_built = f"build it with attn_implementation={kernel!r}, or " if kernel in classes else ""
+            return f"chose {names} when it was built, which is not {words}: {can_be_built}leave {option} out"
+    if part.config._attn_implementation != kernel and not part._can_set_attn_implementation():
+        can_be_built = f"build it with attn_implementation={kernel!r}, or " if flag is not None else ""
+        return f"takes its attention once and for all when it is built: {can_be_built}leave {option} out"
+    return None

@@ -108,7 +108,7 @@ def test_a_query_that_sees_nothing_gets_numbers() -> None:
         ("bloom", SDPA, "BloomForCausalLM cannot compute attention with sdpa"),
         ("gemma2", SDPA, "caps its attention scores (attn_logit_softcapping=50.0)"),
         ("gemma2", XFORMERS, "caps its attention scores (attn_logit_softcapping=50.0)"),
-        ("gptj", XFORMERS, "takes its attention once and for all when it is built"),
+        ("gptj", XFORMERS, "GPTJForCausalLM chose GPTJAttention when it was built"),
         ("sam", XFORMERS, "SamVisionEncoder (vision_encoder) chose SamVisionSdpaAttention when it was built"),
         ("t5", "flash_attention_2", "T5Stack (encoder) cannot compute attention with flash_attention_2"),
     ],
