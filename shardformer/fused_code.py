@@ -117,7 +117,7 @@ class _Opaque(nn.Module):
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the child returns."""
-        return self._owner._modules[self._name](*args, **kwargs)
+        return vars(self)["_owner"]._modules[vars(self)["_name"]](*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_owner"]._modules[vars(self)["_name"]], name)
@@ -129,7 +129,7 @@ class _OpaqueProduct(_Opaque):
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The product alone."""
-        layer = vars(self._owner._modules[self._name])
+        layer = vars(vars(self)["_owner"]._modules[vars(self)["_name"]])
         layer["_leaves_bias"] = True
         try:
             return super().forward(*args, **kwargs)
@@ -152,7 +152,7 @@ class _Biased(nn.Module):
 
     @torch.compiler.disable
     def _bias(self) -> Tensor:
-        bias: Tensor = self._owner._modules[self._linear]._parameters["bias"]
+        bias: Tensor = vars(self)["_owner"]._modules[vars(self)["_linear"]]._parameters["bias"]
         return bias
 
 
@@ -210,5 +210,5 @@ def _inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., A
     """torch's own compiler; imported when the first graph comes, which takes seconds."""
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Callable[..., Any] = compile_fx(graph, inputs, config_patches=_OPTIONS)
+    compiled: Any = compile_fx(graph, inputs, config_patches=_OPTIONS)
     return compiled

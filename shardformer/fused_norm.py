@@ -147,7 +147,11 @@ def _forms(kernel: Kernel) -> list[Kernel]:
     def beside_one(x: Tensor, weight: Any, bias: Any, epsilon: float) -> Tensor:
         return kernel(x.float(), 1.0 + weight.float(), bias, epsilon).to(x.dtype)
 
-    return [kernel, in_the_format_of_x, beside_one]
+    def in_float32(x: Tensor, weight: Any, bias: Any, epsilon: float) -> Tensor:
+        wide = [None if each is None else each.float() for each in (weight, bias)]
+        return kernel(x.float(), *wide, epsilon).to(x.dtype)
+
+    return [kernel, in_the_format_of_x, beside_one, in_float32]
 
 
 def _norms(model: nn.Module) -> Iterator[nn.Module]:
@@ -184,32 +188,50 @@ def _form_of(norm: nn.Module, kernels: Kernels, dtype: torch.dtype) -> Kernel | 
         name: None if each is None else Parameter(random(features).to(device, dtype))
         for name, each in norm._parameters.items()
     }
-    # Rows of all sizes, off zero: small ones show the epsilon, the shift what is subtracted.
+    # Rows of all sizes, off zero: small ones show the epsilon, the shifts what is subtracted, and how exactly.
     sizes = torch.tensor([1e-6, 1e-3, 1.0, 30.0]).view(4, 1, 1, 1)
-    x = ((random(4, 3, 2, features) + 0.5) * sizes).to(device, dtype)
+    shifts = torch.tensor([0.5, 0.5, 16.0, 0.5]).view(4, 1, 1, 1)
+    x = ((random(4, 3, 2, features) + shifts) * sizes).to(device, dtype)
     return _nearest(trial, [*_forms(kernels.root_mean_square), *_forms(kernels.layer)], x)
 
 
-@torch.no_grad()
 def _nearest(trial: Any, forms: list[Kernel], x: Tensor) -> Kernel | None:
     epsilon = epsilon_of(trial)
-    bias = trial._parameters.get("bias")
+    bias, parameters = trial._parameters.get("bias"), list(trial.parameters())
     try:
         # Without the hooks of the user, who watches no trials.
-        expected, of_three = trial.forward(x).double(), trial.forward(x[0]).double()
-        if expected.shape != x.shape or not torch.equal(expected[0], of_three):
+        expected, of_three = _tried(trial.forward, x, parameters), trial.forward(x[0])
+        if expected[0].shape != x.shape or not torch.equal(expected[0][0], of_three.double()):
             return None
-        distances = [(form(x, trial.weight, bias, epsilon).double() - expected).abs() for form in forms]
+        found = [
+            _tried(lambda x, form=form: form(x, trial.weight, bias, epsilon), x, parameters) for form in forms
+        ]
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
         return None  # it takes something else than what a norm of the last dimension takes
-    # Roundings of the result, and in float32 of sums of features in another order.
-    roundings = 8 if x.dtype is torch.float32 else 2
-    allowed = (
-        roundings * torch.finfo(x.dtype).eps * (expected.abs() + expected.abs().amax(-1, keepdim=True) / 8)
-    )
-    off = [(distance / allowed).max().item() for distance in distances]
+    off = [_distance(each, expected, x.dtype) for each in found]
     best = min(range(len(forms)), key=off.__getitem__)
     return forms[best] if off[best] <= 1 else None
+
+
+@torch.enable_grad()
+def _tried(norm: Callable[[Tensor], Tensor], x: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+    """What a norm returns for x, and for one gradient of that the gradients of x and of the parameters, in float64."""
+    x = x.detach().requires_grad_()
+    out = norm(x)
+    gradient = torch.arange(out.shape[-1], device=out.device).cos().to(out.dtype).expand_as(out)
+    gradients = torch.autograd.grad(out, [x, *parameters], gradient)
+    return [each.detach().double() for each in (out, *gradients)]
+
+
+def _distance(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> float:
+    """How far results are from what is expected, in shares of what rounding and sums in another order may do."""
+    is_wide = dtype is torch.float32
+    shares = []
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        roundings = 32 if is_wide else 2 if index == 0 else 4
+        allowed = roundings * torch.finfo(dtype).eps * other.abs().amax(-1, keepdim=True)
+        shares.append(((one - other).abs() / allowed).max().item())
+    return max(shares)
 
 
 class FusedNorm(nn.Module):
