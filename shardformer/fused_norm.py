@@ -5,7 +5,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -18,8 +18,8 @@ from ..pipeline.stand_in import StandIn
 from .layer.norm import epsilon_of
 from .layer.parallel_module import ParallelModule
 
-# From x (..., H), weight (H) or None, bias (H) or None and epsilon to the normed x, in the format of x.
-Kernel = Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
+# From x (..., H), weight (H) or None, bias (H) or None and epsilon, by these names, to the normed x in the format of x.
+Kernel = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +148,8 @@ def _forms(kernel: Kernel) -> list[Kernel]:
         return kernel(x.float(), 1.0 + weight.float(), bias, epsilon).to(x.dtype)
 
     def in_float32(x: Tensor, weight: Any, bias: Any, epsilon: float) -> Tensor:
-        wide = [None if each is None else each.float() for each in (weight, bias)]
-        return kernel(x.float(), *wide, epsilon).to(x.dtype)
+        wide = None if bias is None else bias.float()
+        return kernel(x.float(), weight.float(), wide, epsilon).to(x.dtype)
 
     return [kernel, in_the_format_of_x, beside_one, in_float32]
 
@@ -204,7 +204,8 @@ def _nearest(trial: Any, forms: list[Kernel], x: Tensor) -> Kernel | None:
         if expected[0].shape != x.shape or not torch.equal(expected[0][0], of_three.double()):
             return None
         found = [
-            _tried(lambda x, form=form: form(x, trial.weight, bias, epsilon), x, parameters) for form in forms
+            _tried(partial(form, weight=trial.weight, bias=bias, epsilon=epsilon), x, parameters)
+            for form in forms
         ]
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
         return None  # it takes something else than what a norm of the last dimension takes

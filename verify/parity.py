@@ -127,7 +127,8 @@ def _compare(
     if dtype is torch.float32:
         # The gradients of an encoder's output are summed in another order where its decoder has several stages.
         is_one_stack = not getattr(model.config, "is_encoder_decoder", False)
-        bitwise = layout.tp == layout.dp == 1 and is_one_stack and not _is_shared(model)
+        is_pipeline_alone = layout.tp == layout.dp == 1 and not layout.options
+        bitwise = is_pipeline_alone and is_one_stack and not _is_shared(model)
         return compare_float32(found, float32, learning_rate=rate, epsilon=EPSILON, bitwise=bitwise)
     return compare_16_bit(found, train(dtype), float32, dtype=dtype, learning_rate=rate)
 
