@@ -106,6 +106,34 @@ def test_bias_and_activation_are_one_graph_and_dropout_and_sum_another(graphs: l
     assert not any(name in graph for graph in graphs for name in ("linear", "addmm", "matmul", "layer_norm"))
 
 
+class Layer(nn.Module):
+    """ViT's: an MLP of its own class, dropout and a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.dropout = MLP(), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = x
+        x = self.mlp(x)
+        x = self.dropout(x)
+        return x + residual
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_what_lies_in_a_compiled_layer_is_compiled_too(graphs: list[list[str]]) -> None:
+    model = Layer()
+    expected = train(model)
+    assert compile_elementwise(model) == {"Layer": 1, "MLP": 1}
+    found = train(model)
+    for name, each in expected.items():
+        torch.testing.assert_close(found[name], each, rtol=1e-5, atol=1e-6, msg=name)
+    assert sorted(name for graph in graphs for name in graph if name in ("gelu", "dropout")) == [
+        "dropout",
+        "gelu",
+    ]
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_training_and_evaluation_are_told_apart(graphs: list[list[str]]) -> None:
     model = Model()
