@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from ..cluster.launch import default_device
 from . import tables as tables  # registers them
 from .derived import derived_table
 from .policy import Policy
@@ -57,7 +58,7 @@ class ShardFormer:
 def _computing(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Where a model computes, and in which format, as its first parameter says."""
     first = next(model.parameters(), torch.empty(0))
-    return first.device, first.dtype
+    return default_device() if first.is_meta else first.device, first.dtype
 
 
 def policy_for(model: nn.Module) -> Policy:

@@ -107,16 +107,16 @@ def test_bias_and_activation_are_one_graph_and_dropout_and_sum_another(graphs: l
 
 
 class Layer(nn.Module):
-    """ViT's: an MLP of its own class, dropout and a sum."""
+    """OPT's: dropout as a function and a sum, around an MLP of its own class."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.mlp, self.dropout = MLP(), nn.Dropout(0.5)
+        self.mlp = MLP()
 
     def forward(self, x: Tensor) -> Tensor:
         residual = x
         x = self.mlp(x)
-        x = self.dropout(x)
+        x = nn.functional.dropout(x, p=0.5, training=self.training)
         return x + residual
 
 
@@ -135,8 +135,9 @@ def test_what_lies_in_a_compiled_layer_is_compiled_too(graphs: list[list[str]]) 
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_training_and_evaluation_are_told_apart(graphs: list[list[str]]) -> None:
-    model = Model()
+@pytest.mark.parametrize("kind", [Model, Layer])
+def test_training_and_evaluation_are_told_apart(kind: type[nn.Module], graphs: list[list[str]]) -> None:
+    model = kind()
     expected = [train(model.eval()), train(model.train())]
     compile_elementwise(model)
     for each, found in zip(expected, [train(model.eval()), train(model.train())], strict=True):
