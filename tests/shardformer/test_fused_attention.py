@@ -19,6 +19,11 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 B, N, Q, D = 2, 4, 5, 8
 
 
+PARTS = pytest.mark.skipif(
+    "blip_2_vision_model" not in transformers.CONFIG_MAPPING, reason="no small model of several can be built"
+)
+
+
 class Attention(nn.Module):
     """What attention functions of transformers look at."""
 
@@ -143,7 +148,7 @@ def test_a_query_that_sees_nothing_gets_numbers() -> None:
         ("gemma2", SDPA, "caps its attention scores (attn_logit_softcapping=50.0)"),
         ("gemma2", XFORMERS, "caps its attention scores (attn_logit_softcapping=50.0)"),
         ("gptj", XFORMERS, "GPTJForCausalLM chose GPTJAttention when it was built"),
-        ("sam", XFORMERS, "chose SamVisionSdpaAttention when it was built"),
+        pytest.param("sam", XFORMERS, "chose SamVisionSdpaAttention when it was built", marks=PARTS),
         ("t5", "flash_attention_2", "T5Stack (encoder) cannot compute attention with flash_attention_2"),
     ],
 )
@@ -169,9 +174,7 @@ def test_a_model_that_is_not_transformers_is_refused() -> None:
     assert "Sequential is no model of transformers" in fault
 
 
-@pytest.mark.skipif(
-    "blip_2_vision_model" not in transformers.CONFIG_MAPPING, reason="no small BLIP-2 can be built"
-)
+@PARTS
 def test_every_part_is_set() -> None:
     model: Any = ModelChoice(model_type="blip-2").build_on_meta()
     model.set_attn_implementation("eager")
