@@ -14,17 +14,21 @@ from torch import nn
 
 
 def adds_dropout(kind: type[nn.Module]) -> bool:
-    """Whether a class's forward adds something to what a dropout returned."""
-    statements = [
-        node for node in ast.walk(_tree(kind.forward)) if isinstance(node, (ast.Assign, ast.Return))
-    ]
+    """Whether a class's forward adds something to what a dropout returned, and calls no methods of its own.
+
+    Such methods rearrange (Swin's windows), which takes a compiler minutes and saves nothing.
+    """
+    nodes = list(ast.walk(_tree(kind.forward)))
+    if any(hasattr(kind, _child(node)) for node in nodes if _child(node)):
+        return False
+    statements = [node for node in nodes if isinstance(node, (ast.Assign, ast.Return))]
     dropped: set[str] = set()
     for statement in sorted(statements, key=lambda each: each.lineno):
-        nodes = [] if statement.value is None else list(ast.walk(statement.value))
-        sums = [node for node in nodes if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)]
+        inside = [] if statement.value is None else list(ast.walk(statement.value))
+        sums = [node for node in inside if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)]
         terms = [side for each in sums for side in (each.left, each.right)]
         is_added = any(_is_dropout(side) or _name(side) in dropped for side in terms)
-        if is_added or any(_called(node).endswith("dropout_add") for node in nodes):
+        if is_added or any(_called(node).endswith("dropout_add") for node in inside):
             return True
         if isinstance(statement, ast.Assign):
             names = {_name(node) for target in statement.targets for node in ast.walk(target)}

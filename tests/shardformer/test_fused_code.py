@@ -183,6 +183,14 @@ class SumBefore(Output):
         return self.dropout(self.dense(x) + residual)
 
 
+class WithItsOwnMethod(Output):
+    def turned(self, x: Tensor) -> Tensor:
+        return x.roll(1, 0)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.turned(self.dropout(self.dense(x)) + residual)
+
+
 class WithItsOwnWeight(Output):
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +209,9 @@ class WithSoftmax(MLP):
         self.act = nn.Softmax(-1)  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("kind", [DroppedAndReplaced, SumBefore, WithItsOwnWeight, WithoutBias, WithSoftmax])
+@pytest.mark.parametrize(
+    "kind", [DroppedAndReplaced, SumBefore, WithItsOwnMethod, WithItsOwnWeight, WithoutBias, WithSoftmax]
+)
 def test_where_there_is_nothing_to_fuse_nothing_changes_and_it_is_told(
     kind: type[nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
