@@ -1,22 +1,25 @@
 """`echelon models`: which models are proven under which layouts, as a table."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from ..shardformer import model_types
-from ..verify.matrix import ModelRow, kept_matrix, layouts_of, rows_of
+from ..verify.matrix import FEATURES, ModelRow, kept_matrix, layouts_of, refusals, rows_of
 from .console import table_console
 
 
 def models(
     markdown: Annotated[bool, typer.Option(help="Print the page that docs/models.md is.")] = False,
 ) -> None:
-    """Show the last results of the parity check: every model type, all its heads, tied and untied.
+    """Show the last results of the parity check: every model type, all its heads, tied and untied, and its features.
 
     "yes": every head trains under the layout as in one process, over three steps and unequal microbatches; "3 of 4":
-    so many heads do; "no": none does; nothing: not tried. `echelon verify` tries a single one here and now.
+    so many heads do; "no": none does; nothing: not tried. Of features, with the usual head: "–": refused, or nothing
+    to be done; the page of the docs has the reasons. `echelon verify` tries a single one here and now.
     """
     kept = kept_matrix()
     if markdown:
@@ -27,45 +30,64 @@ def models(
 
 def show(kept: dict[str, Any]) -> None:
     """Print the matrix on a terminal."""
-    rows = rows_of(kept["rows"])
-    layouts = layouts_of(rows)
+    rows = rows_of(kept)
+    columns = _columns(rows)
     table = Table(title=_versions(kept), title_justify="left")
-    for heading in ("model type", "by", "heads", *map(_short, layouts)):
+    table.add_column("model type", no_wrap=True)
+    for heading in ("by", "heads", *columns):
         table.add_column(heading)
     for row in rows:
-        table.add_row(
-            row.model_type, _source(row), str(len(row.heads)), *(row.cell(each) for each in layouts)
-        )
+        cells = (cell(row) for cell in columns.values())
+        table.add_row(row.model_type, _source(row), str(len(row.heads)), *cells)
     console = table_console()
     console.print(table)
 
 
 def page(kept: dict[str, Any]) -> str:
     """The matrix as a page of the documentation."""
-    rows = rows_of(kept["rows"])
-    layouts = layouts_of(rows)
+    rows = rows_of(kept)
+    columns = _columns(rows)
     lines = [
         "# Models",
         "",
-        "Made by `echelon models --markdown` from the last results of `tests/models` (`make test-all`): do not edit.",
+        "Made by `echelon models --markdown` from the last results of the tests (`make test-all`): do not edit.",
         "",
         f"{_versions(kept)}.",
         "",
         '"yes": every head trains under the layout as in one process: loss, every gradient, the norm and every updated',
         "weight, over three AdamW steps with microbatches of unequal size, in fp32 where nothing else is said.",
         '"3 of 4": so many heads do. Nothing: not tried. By "table": `shardformer/tables`; by "plan": derived from',
-        "transformers' own.",
+        "transformers' own. TP and PP are two ranks of the one axis, SP is the sequence axis.",
         "",
-        "| model type | by | heads | " + " | ".join(map(_short, layouts)) + " |",
-        "|---|---|---|" + "---|" * len(layouts),
+        "Features are tried with the usual head, by the same comparison with a process that has none of them: flash",
+        "attention, xFormers, fused operators and fused norm under tp2 on CPUs. [fused.md](fused.md) says what",
+        'computes there; in the place of the xFormers package stood one of its signature. "–": refused, or nothing to',
+        "be done, for a reason below the table.",
+        "",
+        "| model type | by | heads | " + " | ".join(columns) + " |",
+        "|---|---|---|" + "---|" * len(columns),
     ]
     lines += [
         f"| {row.model_type} | {_source(row)} | {'; '.join(row.heads)} | "
-        + " | ".join(row.cell(each) for each in layouts)
+        + " | ".join(cell(row) for cell in columns.values())
         + " |"
         for row in rows
     ]
-    return "\n".join(lines) + "\n"
+    reasons = [
+        f"- {feature}: {', '.join(types)}: {reason}." for (feature, reason), types in refusals(rows).items()
+    ]
+    return "\n".join([*lines, *([""] if reasons else []), *reasons]) + "\n"
+
+
+def _columns(rows: Sequence[ModelRow]) -> dict[str, Callable[[ModelRow], str]]:
+    """What each column of the matrix says of a row, by its heading."""
+    axes = {"tp2·fp32": "TP", "pp2·fp32": "PP", "sp2·fp32": "SP"}
+    layouts = [layout for layout in layouts_of(rows) if layout not in axes]
+    return {
+        **{heading: partial(ModelRow.cell, layout=layout) for layout, heading in axes.items()},
+        **{feature: partial(ModelRow.feature_cell, feature=feature) for feature in FEATURES},
+        **{layout.removesuffix("·fp32"): partial(ModelRow.cell, layout=layout) for layout in layouts},
+    }
 
 
 def _versions(kept: dict[str, Any]) -> str:
@@ -74,7 +96,3 @@ def _versions(kept: dict[str, Any]) -> str:
 
 def _source(row: ModelRow) -> str:
     return "table" if row.model_type in model_types() else "plan"
-
-
-def _short(layout: str) -> str:
-    return layout.removesuffix("·fp32")

@@ -1,12 +1,13 @@
 """What HybridParallelPlugin is asked for, as data that is checked at once. What it does is hybrid_parallel.py."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from ..cluster.launch import default_device
 from ..cluster.mesh import mesh_faults
 from ..pipeline.action import Schedule
 from ..pipeline.schedules import (
@@ -17,6 +18,7 @@ from ..pipeline.schedules import (
     style_faults,
 )
 from ..shardformer.checkpoint_config import PipelineGradientCheckpointConfig
+from ..shardformer.fused import FusedKernels
 from ..shardformer.policy import Policy
 from ..zero.faults import zero_size_faults
 from ..zero.precision import DTYPES, PrecisionConfig, precision_faults
@@ -148,7 +150,7 @@ class HybridConfig:
         max_norm: gradients are clipped to this norm; 0 does not clip.
         bucket_size_in_m: millions (2**20) of gradient elements that are reduced together.
         parallel_output, make_vocab_size_divisible_by: see `shardformer.ShardConfig`.
-        flash_attention: attention by torch's fused kernels.
+        fused: the fused kernels that the model is to use.
         custom_policy: how the model is split; None takes the table of its type.
         unavailable: options that this version does not have, with what was given.
     """
@@ -169,7 +171,7 @@ class HybridConfig:
     bucket_size_in_m: float = 12
     parallel_output: bool = True
     make_vocab_size_divisible_by: int = 64
-    flash_attention: bool = False
+    fused: FusedKernels = field(default_factory=FusedKernels)
     custom_policy: Policy | None = None
     unavailable: tuple[str, ...] = ()
 
@@ -208,6 +210,7 @@ class HybridConfig:
             found.append(f"communication_dtype={self.communication_dtype!r} must be None or one of {allowed}")
         switches = ("overlap_communication", "overlap_allgather", "cpu_offload")
         found += switch_faults({name: getattr(self, name) for name in switches})
+        found += self._fused_faults()
         if self.overlap_allgather is True and self.zero_stage == 0:
             found.append(
                 "overlap_allgather=True with zero_stage=0, where every rank updates all parameters and gathers none: "
@@ -228,6 +231,17 @@ class HybridConfig:
         found += [f"{option} is not available in this version: leave it out" for option in self.unavailable]
         pipeline_faults = self.pipeline.faults(self.pp) if self.pp >= 1 else []
         return found + pipeline_faults + precision_faults(**self.precision_settings)
+
+    def _fused_faults(self) -> list[str]:
+        fused = self.fused
+        options = {
+            "enable_flash_attention": fused.flash_attention,
+            "enable_xformers": fused.xformers,
+            "enable_fused_normalization": fused.normalization,
+            "enable_jit_fused": fused.jit,
+        }
+        dtype = DTYPES.get(str(self.precision_settings.get("precision")))
+        return switch_faults(options) or fused.faults(default_device(), dtype)
 
 
 def whole_number_faults(given: Mapping[str, Any]) -> list[str]:

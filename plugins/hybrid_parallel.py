@@ -6,7 +6,7 @@ Each of them lives in its own package; here stands only how they meet. See docs/
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,10 @@ from ..shardformer.checkpoint_config import (
     recomputable_layers,
 )
 from ..shardformer.equal_ranks import require_equal_models
+from ..shardformer.fused import FusedKernels
 from ..shardformer.policy import Policy
 from ..shardformer.shard_config import ShardConfig
-from ..shardformer.shard_former import policy_for
+from ..shardformer.shard_former import sharder_or_faults
 from ..shardformer.sharder import ModelSharder
 from ..zero.optimizer import ShardedOptimizer
 from .base import Boosted, Plugin, require_process_group
@@ -77,8 +78,11 @@ class HybridParallelPlugin(Plugin):
             and 2; whatever uses one waits for it. See docs/zero.md.
         communication_dtype: the format they are averaged in, "bf16" or torch.bfloat16 for example; None is float32.
         cpu_offload: keep masters and optimizer states on the CPU, and step there; see docs/zero.md.
-        enable_all_optimization: turn on all that this version has of the options below.
-        enable_flash_attention: attention by torch's fused kernels (transformers' "sdpa").
+        enable_all_optimization: turn on the three below. See docs/fused.md for them.
+        enable_fused_normalization: norms by apex or Liger where installed on CUDA, else by torch's fused kernels.
+        enable_flash_attention: attention by the flash-attn package on CUDA, elsewhere by torch's fused kernels.
+        enable_jit_fused: bias + activation and dropout + addition compiled by torch.
+        enable_xformers: attention by xFormers, which must be installed.
         custom_policy: how the model is split, for models without a table.
 
     Raises:
@@ -107,6 +111,7 @@ class HybridParallelPlugin(Plugin):
         enable_fused_normalization: bool = False,
         enable_flash_attention: bool = False,
         enable_jit_fused: bool = False,
+        enable_xformers: bool = False,
         enable_sequence_parallelism: bool = False,
         parallel_output: bool = True,
         make_vocab_size_divisible_by: int = 64,
@@ -127,8 +132,6 @@ class HybridParallelPlugin(Plugin):
     ) -> None:
         unavailable = {
             f"sp_size={sp_size}": sp_size not in (None, 1),
-            "enable_fused_normalization=True": enable_fused_normalization,
-            "enable_jit_fused=True": enable_jit_fused,
             "enable_sequence_parallelism=True": enable_sequence_parallelism,
         }
         self.config = HybridConfig(
@@ -164,7 +167,13 @@ class HybridParallelPlugin(Plugin):
             bucket_size_in_m=zero_bucket_size_in_m,
             parallel_output=parallel_output,
             make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-            flash_attention=enable_flash_attention or enable_all_optimization,
+            fused=FusedKernels.asked(
+                flash_attention=enable_flash_attention,
+                xformers=enable_xformers,
+                normalization=enable_fused_normalization,
+                jit=enable_jit_fused,
+                everything=enable_all_optimization,
+            ),
             custom_policy=custom_policy,
             unavailable=tuple(option for option, is_asked in unavailable.items() if is_asked),
         )
@@ -229,9 +238,8 @@ class HybridParallelPlugin(Plugin):
         with naming_failures("boost"):
             require_equal_models(model)
             names = ParameterNames.of(model)
-            if self.config.flash_attention and hasattr(model, "set_attn_implementation"):
-                cast(Any, model).set_attn_implementation("sdpa")
             model.to(self.mesh.device)
+            self.config.fused.choose_attention(model, self.mesh.device)
             shared = sharder.shard() if sharder is not None else []
             materialize(model)
             boosted = HybridParallelModule(model, names, self)
@@ -260,6 +268,7 @@ class HybridParallelPlugin(Plugin):
             for parameter in model.parameters():  # what no optimizer manages: frozen, or none was given
                 if parameter.is_floating_point() and parameter.dtype != self.config.precision.dtype:
                     parameter.data = parameter.data.to(self.config.precision.dtype)
+            self.config.fused.fuse(model, self.config.precision.dtype)
             if wrapped is not None:
                 wrapped.add_gradients_by_row(model)
                 if self.config.overlap_allgather:
@@ -359,6 +368,7 @@ class HybridParallelPlugin(Plugin):
     def _checked_sharder(self, model: nn.Module, optimizer: Optimizer | None) -> ModelSharder | None:
         """What will split the model, once nothing speaks against boosting it; None where nothing is split."""
         faults = optimizer_faults(model, optimizer)
+        faults += self.config.fused.model_faults(model, self.mesh.device)
         sharder = None
         if self.tp_size > 1 or self.pp_size > 1:
             shard_config = ShardConfig(
@@ -367,10 +377,7 @@ class HybridParallelPlugin(Plugin):
                 parallel_output=self.config.parallel_output,
                 make_vocab_size_divisible_by=self.config.make_vocab_size_divisible_by,
             )
-            try:
-                sharder = ModelSharder(model, self.custom_policy or policy_for(model), shard_config)
-            except ValueError as error:
-                faults += str(error).split("\n")
+            sharder = sharder_or_faults(model, self.custom_policy, shard_config, faults)
         checkpoint = self.config.pipeline.checkpoint
         if checkpoint is not None and not faults:
             layers = {0: recomputable_layers(model)} if sharder is None else sharder.layers_by_stage()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from ..pipeline.stage_manager import PipelineStageManager
+from .fused import FusedKernels
 
 _AXES = ("tensor_parallel", "data_parallel")  # of each an argument `_size` and one `_process_group`
 
@@ -29,6 +30,11 @@ class ShardConfig:
         inference_only: the model is not to be trained: `ShardFormer` puts it into evaluation and turns gradients off.
         make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times the ranks.
         enable_tensor_parallelism: False ignores the group.
+        enable_flash_attention: attention by flash-attn on CUDA, elsewhere by torch's fused kernels; see docs/fused.md.
+        enable_xformers: attention by xFormers.
+        enable_fused_normalization: norms by apex or Liger where installed on CUDA, else by torch's fused kernels.
+        enable_jit_fused: bias + activation and dropout + addition compiled by torch.
+        enable_all_optimization: all of these but xFormers, which would take flash attention's place.
 
     Raises:
         ValueError: the arguments contradict one another; all contradictions at once.
@@ -44,6 +50,11 @@ class ShardConfig:
     inference_only: bool = False
     make_vocab_size_divisible_by: int = 64
     enable_tensor_parallelism: bool = True
+    enable_flash_attention: bool = False
+    enable_xformers: bool = False
+    enable_fused_normalization: bool = False
+    enable_jit_fused: bool = False
+    enable_all_optimization: bool = False
 
     def __post_init__(self) -> None:
         if faults := [*self._axis_faults(), *self._switch_faults()]:
@@ -56,6 +67,17 @@ class ShardConfig:
         }
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def fused(self) -> FusedKernels:
+        """The fused kernels that are asked for."""
+        return FusedKernels.asked(
+            flash_attention=self.enable_flash_attention,
+            xformers=self.enable_xformers,
+            normalization=self.enable_fused_normalization,
+            jit=self.enable_jit_fused,
+            everything=self.enable_all_optimization,
+        )
 
     @property
     def num_stages(self) -> int:

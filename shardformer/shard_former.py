@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -95,17 +96,23 @@ class ShardFormer:
         config = self.shard_config
         if faults := _split_faults(model, config):
             raise ValueError("\n".join(faults))
+        fused, device, dtype = config.fused, *_computing(model)
+        faults = fused.faults(device, dtype) + fused.model_faults(model, device)
         sharder = None
         if policy is not None or config.tensor_parallel_size * config.num_stages > 1:
-            sharder = ModelSharder(model, policy or policy_for(model), config)
+            sharder = sharder_or_faults(model, policy, config, faults)
+        if faults:
+            raise ValueError("\n".join(faults))
         for group in (config.split_group, config.replica_group):
             if group is not None:
                 require_equal_models(model, group)
+        fused.choose_attention(model, device)
         shared = []
         if sharder is not None:
             shared = sharder.shard()
             model = sharder.model
         materialize(model)
+        fused.fuse(model, dtype)
         if config.inference_only:
             model.requires_grad_(False).eval()
         else:
@@ -190,6 +197,23 @@ def _split_faults(model: nn.Module, config: ShardConfig) -> list[str]:
     if axes_of(model) is not None or any(placement_of(each) is not None for each in model.parameters()):
         return ["the model is already split: give the plain model, once"]
     return []
+
+
+def _computing(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Where a model computes, and in which format, as its first parameter says."""
+    first = next(model.parameters(), torch.empty(0))
+    return default_device() if first.is_meta else first.device, first.dtype
+
+
+def sharder_or_faults(
+    model: nn.Module, policy: Policy | None, config: ShardConfig, faults: list[str]
+) -> ModelSharder | None:
+    """What will split a model by a policy, by None that of its type; None where it cannot, and why, to `faults`."""
+    try:
+        return ModelSharder(model, policy or policy_for(model), config)
+    except ValueError as error:
+        faults += str(error).split("\n")
+        return None
 
 
 def policy_for(model: nn.Module) -> Policy:

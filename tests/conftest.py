@@ -4,7 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from .matrix import pytest_runtest_makereport, pytest_sessionfinish
 from .pool import Pool
+
+__all__ = ["pool", "pytest_runtest_makereport", "pytest_sessionfinish"]
 
 
 @pytest.fixture(scope="session")

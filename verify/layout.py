@@ -21,6 +21,7 @@ class Layout:
         microbatches: parts that a batch is cut into; of unequal size with the batches of batch.py.
         max_norm: clip gradients to this norm; 0 does not.
         recompute: the share of each stage's layers that is computed again in backward.
+        options: names of further options of the plugin that are switched on.
     """
 
     tp: int = 1
@@ -35,6 +36,7 @@ class Layout:
     microbatches: int = 3
     max_norm: float = 0.0
     recompute: float = 0.0
+    options: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -92,4 +94,4 @@ class Layout:
         rest += [f"of{self.zero_size}"] * (self.zero_size > 0)
         rest += ["late"] * self.overlap_allgather
         rest += [f"recompute{self.recompute:g}"] * bool(self.recompute)
-        return "·".join([*sizes, *schedule, *rest, self.precision])
+        return "·".join([*sizes, *schedule, *rest, *self.options, self.precision])

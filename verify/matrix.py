@@ -1,4 +1,4 @@
-"""What the matrix of models, heads and layouts proved when it last ran. Running it is tests/models."""
+"""What the matrix of models, heads, layouts and features proved when it last ran. Running it is tests/models."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,27 @@ Outcomes = Mapping[
     str, Mapping[str, bool]
 ]  # by head and layout: whether the layout trained as one process does
 
+# What a model can be trained with besides a layout, in the words of the matrix.
+FEATURES = ("lazy initialization", "flash attention", "xFormers", "fused operators", "fused norm")
+PASSED, FAILED, REFUSED = "yes", "no", "refused: "  # the last with the reason behind it
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureCase:
+    """What a test of one feature on one model type is given, by which its result is known.
+
+    Args:
+        model_type: `config.model_type` of transformers.
+        feature: one of FEATURES.
+    """
+
+    model_type: str
+    feature: str
+
+    def __post_init__(self) -> None:
+        if self.feature not in FEATURES:
+            raise ValueError(f"feature={self.feature!r} must be one of {', '.join(FEATURES)}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRow:
@@ -19,11 +40,13 @@ class ModelRow:
         model_type: `config.model_type` of transformers.
         heads: those that were tried.
         cells: by layout, for how many heads it was tried, and for how many it agreed.
+        features: by feature, PASSED, FAILED, or REFUSED and the reason.
     """
 
     model_type: str
     heads: tuple[str, ...]
     cells: Mapping[str, tuple[int, int]]
+    features: Mapping[str, str]
 
     def cell(self, layout: str) -> str:
         """What a table says of a layout: yes, for some heads, no, or nothing where it was not tried."""
@@ -32,16 +55,40 @@ class ModelRow:
             return ""
         return "yes" if tried == agreed else f"{agreed} of {tried}" if agreed else "no"
 
+    def feature_cell(self, feature: str) -> str:
+        """What a table says of a feature: yes, no, a dash where it is refused, or nothing where it was not tried."""
+        outcome = self.features.get(feature, "")
+        return "–" if outcome.startswith(REFUSED) else outcome
+
 
 def kept_matrix() -> dict[str, Any]:
-    """What the file of the last results holds: versions, and outcomes by model type, head and layout."""
+    """What the file of the last results holds: versions, and outcomes by model type, head and layout.
+
+    Under "features" those by model type and feature.
+    """
     found: dict[str, Any] = json.loads((files(__package__) / "matrix.json").read_text())
     return found
 
 
-def rows_of(outcomes: Mapping[str, Outcomes]) -> list[ModelRow]:
-    """A row for each model type, in alphabetical order."""
-    return [_row(model_type, outcomes[model_type]) for model_type in sorted(outcomes)]
+def rows_of(kept: Mapping[str, Any]) -> list[ModelRow]:
+    """A row for each model type of what `kept_matrix` gives, in alphabetical order."""
+    outcomes: Mapping[str, Outcomes] = kept["rows"]
+    features: Mapping[str, Mapping[str, str]] = kept.get("features", {})
+    return [
+        _row(model_type, outcomes.get(model_type, {}), features.get(model_type, {}))
+        for model_type in sorted({*outcomes, *features})
+    ]
+
+
+def refusals(rows: Sequence[ModelRow]) -> dict[tuple[str, str], list[str]]:
+    """The model types that refuse a feature for a reason, by both."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for feature in FEATURES:
+        for row in rows:
+            if row.feature_cell(feature) == "–":
+                reason = row.features[feature].removeprefix(REFUSED)
+                found.setdefault((feature, reason), []).append(row.model_type)
+    return found
 
 
 def layouts_of(rows: Sequence[ModelRow]) -> list[str]:
@@ -53,7 +100,7 @@ def layouts_of(rows: Sequence[ModelRow]) -> list[str]:
     return sorted(counts, key=lambda layout: (-counts[layout], len(layout), layout))
 
 
-def _row(model_type: str, of_heads: Outcomes) -> ModelRow:
+def _row(model_type: str, of_heads: Outcomes, features: Mapping[str, str]) -> ModelRow:
     layouts = dict.fromkeys(layout for outcomes in of_heads.values() for layout in outcomes)
     found = {
         layout: [outcomes[layout] for outcomes in of_heads.values() if layout in outcomes]
@@ -63,4 +110,5 @@ def _row(model_type: str, of_heads: Outcomes) -> ModelRow:
         model_type=model_type,
         heads=tuple(sorted(of_heads)),
         cells={layout: (len(each), sum(each)) for layout, each in found.items()},
+        features=features,
     )

@@ -129,7 +129,8 @@ def _compare(
     if dtype is torch.float32:
         # The gradients of an encoder's output are summed in another order where its decoder has several stages.
         is_one_stack = not getattr(model.config, "is_encoder_decoder", False)
-        bitwise = layout.tp == layout.dp == 1 and is_one_stack and not _is_shared(model)
+        is_pipeline_alone = layout.tp == layout.dp == 1 and not layout.options
+        bitwise = is_pipeline_alone and is_one_stack and not _is_shared(model)
         compare = partial(
             compare_float32, found, float32, learning_rate=rate, epsilon=EPSILON, bitwise=bitwise
         )
@@ -171,6 +172,7 @@ def _run_layout(
         initial_scale=LOSS_SCALE,
         hysteresis=1,
         zero_bucket_size_in_m=0.005,  # several buckets even for a small model
+        **dict.fromkeys(layout.options, True),  # type: ignore[arg-type]  # all of them are switches
     )
     booster = Booster(plugin=plugin)
     given = make_optimizer(model, vector_rate=training.vector_rate)

@@ -23,7 +23,7 @@ def norm_faults(native: nn.Module) -> list[str]:
 
     Tried on numbers of its own, as classes of any name compute it, and some that look alike differ.
     """
-    weight, epsilon = getattr(native, "weight", None), _epsilon(native)
+    weight, epsilon = getattr(native, "weight", None), epsilon_of(native)
     others = [name for name, _ in native.named_parameters() if name != "weight"]
     if not isinstance(weight, Parameter) or weight.ndim != 1 or epsilon is None or others:
         return ["is not a root-mean-square norm of one weight: name it in partial, or write a policy for it"]
@@ -54,7 +54,7 @@ class SplitRMSNorm(ParallelModule):
             raise TypeError(f"this {type(native).__name__} {faults[0]}")
         super().__init__()
         self.group = process_group
-        self.epsilon = _epsilon(native)
+        self.epsilon = epsilon_of(native)
         self.weight: Parameter = native.weight  # type: ignore[assignment]
         size = process_group.size()
         shard = Shard(size=size, dim=0, blocks=(self.weight.shape[0],), copies=copies)
@@ -85,5 +85,5 @@ def _normalized(x: Tensor, weight: Tensor, mean: Tensor, epsilon: Any) -> Tensor
     return (weight * (x.float() * torch.rsqrt(mean + epsilon))).to(x.dtype)
 
 
-def _epsilon(native: nn.Module) -> Any:
+def epsilon_of(native: nn.Module) -> Any:
     return next((getattr(native, name) for name in _EPSILONS if hasattr(native, name)), None)

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from echelon.cli.main import app
 from echelon.cli.models import page
 from echelon.shardformer import model_types
-from echelon.verify.matrix import kept_matrix, layouts_of, rows_of
+from echelon.verify.matrix import FEATURES, kept_matrix, layouts_of, rows_of
 
 from ..models.test_matrix import LAYOUTS, choices
 
@@ -37,15 +37,32 @@ def test_a_cell_says_for_how_many_heads_a_layout_agrees() -> None:
         },
         "b": {"causal": {"tp2": False}},
     }
-    first, second = rows = rows_of(outcomes)
+    first, second = rows = rows_of({"rows": outcomes})
     assert layouts_of(rows) == ["tp2", "dp2", "pp2"]
     assert [first.cell(layout) for layout in ("tp2", "pp2", "dp2", "tp4")] == ["yes", "1 of 2", "no", ""]
     assert (second.heads, second.cell("tp2"), second.cell("pp2")) == (("causal",), "no", "")
+    empty = " | " * (3 + len(FEATURES))  # no layout here is one of the axes
     text = page({"rows": outcomes, "torch": "1", "transformers": "2"})
-    assert "| a | plan | base; causal; token | yes | no | 1 of 2 |" in text
+    assert f"| a | plan | base; causal; token | {empty}yes | no | 1 of 2 |" in text
     assert page({"rows": {"llama": outcomes["b"]}, "torch": "1", "transformers": "2"}).splitlines()[-1] == (
-        "| llama | table | causal | no |"
+        f"| llama | table | causal | {empty}no |"
     )
+
+
+def test_a_feature_is_proven_refused_with_its_reason_or_not_tried() -> None:
+    kept = {
+        "rows": {"llama": {"causal": {"tp2·fp32": True, "pp2·fp32": False}}},
+        "features": {
+            "llama": {"flash attention": "yes", "xFormers": "no", "fused norm": "refused: it has none"},
+            "bert": {"fused norm": "refused: it has none"},
+        },
+        "torch": "1",
+        "transformers": "2",
+    }
+    lines = page(kept).splitlines()
+    assert "| llama | table | causal | yes | no |  |  | yes | no |  | – |" in lines
+    assert "| bert | table |  |  |  |  |  |  |  |  | – |" in lines
+    assert lines[-1] == "- fused norm: bert, llama: it has none."
 
 
 def test_the_command_prints_a_row_for_each_type() -> None:

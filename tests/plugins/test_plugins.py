@@ -158,7 +158,16 @@ REFUSALS = {
         "pp_style: there is no schedule 'zigzag'",
     ),
     "refuse_without_microbatches": ("needs num_microbatches",),
-    "refuse_unavailable": ("enable_jit_fused=True", "sp_size=2"),
+    "refuse_unavailable": ("enable_sequence_parallelism=True", "sp_size=2"),
+    "refuse_missing_packages": (
+        "needs the package xformers",
+        "needs num_microbatches",
+        "ask for one of them",
+    ),
+    "refuse_attention": (
+        "BloomForCausalLM cannot compute attention",
+        "slow_but_exact=True in the model's config does not go with tensor parallelism",
+    ),
     "refuse_width_and_foreign_optimizer": (
         "is 25 wide, which is not divisible by tp_size=2: use one of tp_size=[1, 5, 25]",
         "parameters that are not the model's",

@@ -30,6 +30,7 @@ def boosted(booster: Booster, choice: ModelChoice = BERT) -> tuple[Any, Any]:
     return wrapped, optimizer
 
 
+@torch.compiler.set_stance("force_eager")  # what is compiled, and how, is tested in tests/shardformer
 def documented_call() -> dict[str, Any]:
     plugin = HybridParallelPlugin(
         tp_size=1,
@@ -316,7 +317,24 @@ def refuse_without_microbatches() -> str:
 
 
 def refuse_unavailable() -> str:
-    return refused(lambda: HybridParallelPlugin(precision="fp32", enable_jit_fused=True, sp_size=2))
+    return refused(
+        lambda: HybridParallelPlugin(precision="fp32", enable_sequence_parallelism=True, sp_size=2)
+    )
+
+
+def refuse_missing_packages() -> str:
+    return refused(
+        lambda: HybridParallelPlugin(
+            precision="fp32", pp_size=2, enable_xformers=True, enable_all_optimization=True
+        )
+    )
+
+
+def refuse_attention() -> str:
+    booster = hybrid(tp_size=2, enable_flash_attention=True)
+    choice = ModelChoice(model_type="bloom", settings=(("slow_but_exact", True),))
+    model = choice.build()
+    return refused(lambda: booster.boost(model, make_optimizer(model), loss_of))
 
 
 def refuse_width_and_foreign_optimizer() -> str:

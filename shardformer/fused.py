@@ -1,0 +1,151 @@
+"""Which fused kernels a model is to use, and whether it can. Each kind has a file of its own.
+
+They are in attention.py, fused_norm.py and fused_code.py.
+"""
+
+import logging
+import os
+import shutil
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from . import attention_xformers
+from .attention import FLASH_ATTENTION_2, attention_faults, flash_kernel, set_attention
+from .attention_xformers import XFORMERS, register_xformers
+from .fused_code import compile_elementwise
+from .fused_norm import fuse_norms
+
+_LOG = logging.getLogger("echelon")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedKernels:
+    """What was asked for.
+
+    Args:
+        flash_attention: attention by the flash-attn package on CUDA, elsewhere by torch's fused kernels.
+        xformers: attention by xFormers.
+        normalization: norms by apex, Liger or torch; see fused_norm.py.
+        jit: bias + activation and dropout + addition compiled by torch; see fused_code.py.
+    """
+
+    flash_attention: bool = False
+    xformers: bool = False
+    normalization: bool = False
+    jit: bool = False
+
+    @classmethod
+    def asked(
+        cls, *, flash_attention: bool, xformers: bool, normalization: bool, jit: bool, everything: bool
+    ) -> "FusedKernels":
+        """What single options and the one for everything ask for together; xFormers is only ever asked for by name."""
+        return cls(
+            flash_attention=flash_attention or everything,
+            xformers=xformers,
+            normalization=normalization or everything,
+            jit=jit or everything,
+        )
+
+    def faults(self, device: torch.device, dtype: torch.dtype | None) -> list[str]:
+        """What is missing on this machine, or contradicts itself, each with what would work. No communication.
+
+        Args:
+            device: where the model will compute.
+            dtype: in which format; None is not known.
+        """
+        found = []
+        if self.flash_attention and self.xformers:
+            found.append(
+                "enable_flash_attention=True and enable_xformers=True both choose the attention: ask for one of them"
+            )
+        if self.flash_attention and flash_kernel(device) == FLASH_ATTENTION_2:
+            if find_spec("flash_attn") is None:
+                found.append(
+                    "enable_flash_attention=True needs the package flash-attn on CUDA: install it "
+                    "(pip install flash-attn --no-build-isolation), or leave this out; transformers then takes "
+                    "torch's own fused attention"
+                )
+            if dtype is torch.float32:
+                found.append(
+                    "enable_flash_attention=True: flash-attn computes in 16 bits alone: use precision='bf16' or "
+                    "'fp16', or leave it out; transformers then takes torch's own fused attention"
+                )
+        if self.xformers:
+            if find_spec("xformers") is None:
+                found.append(
+                    "enable_xformers=True needs the package xformers: install it (pip install xformers), or leave this "
+                    "out"
+                )
+            if device.type not in attention_xformers.DEVICES:
+                found.append(
+                    f"enable_xformers=True: xFormers computes on {', '.join(attention_xformers.DEVICES)} and not on "
+                    f"{device.type}: use enable_flash_attention=True, which is torch's fused attention there"
+                )
+        if self.jit:
+            found += _compiler_faults(device)
+        return found
+
+    def model_faults(self, model: nn.Module, device: torch.device) -> list[str]:
+        """Why a model cannot use the attention that was asked for. No communication."""
+        found = []
+        if self.flash_attention:
+            found += attention_faults(model, flash_kernel(device), "enable_flash_attention")
+        if self.xformers:
+            found += attention_faults(model, XFORMERS, "enable_xformers")
+        return found
+
+    def choose_attention(self, model: nn.Module, device: torch.device) -> None:
+        """Set the attention, of a whole model that has no faults."""
+        if self.flash_attention:
+            set_attention(model, flash_kernel(device))
+        if self.xformers:
+            register_xformers()
+            set_attention(model, XFORMERS)
+
+    def fuse(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Fuse norms and elementwise code, of a model that is split already. What finds nothing to fuse is logged."""
+        kind = type(model).__name__
+        if self.normalization:
+            report = fuse_norms(model, dtype)
+            if report.unknown:
+                _tell(
+                    f"enable_fused_normalization: of {kind} stay as they are: {_counted(report.unknown)}; they compute "
+                    "otherwise than the fused kernels"
+                )
+            elif not (report.fused or report.native):
+                _tell(
+                    f"enable_fused_normalization: {kind} has no norms that are known here; nothing was fused"
+                )
+        if self.jit and not compile_elementwise(model):
+            _tell(
+                f"enable_jit_fused: {kind} has no bias in front of an activation and no sum behind a dropout; "
+                "nothing was compiled"
+            )
+
+
+def _compiler_faults(device: torch.device) -> list[str]:
+    if device.type == "cuda" and find_spec("triton") is None:
+        return [
+            "enable_jit_fused=True needs the package triton on CUDA: install it (pip install triton), or leave this out"
+        ]
+    compilers = filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++"))
+    if device.type == "cpu" and not any(map(shutil.which, compilers)):
+        return [
+            "enable_jit_fused=True needs a C++ compiler on the CPU: install g++, name another one in the environment "
+            "variable CXX, or leave this out"
+        ]
+    return []
+
+
+def _counted(names: dict[str, int]) -> str:
+    return ", ".join(f"{count} × {name}" for name, count in names.items())
+
+
+def _tell(line: str) -> None:
+    """Log a line, on the first rank alone."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _LOG.warning(line)

@@ -1,0 +1,214 @@
+"""Elementwise code between a model's layers with weights, compiled: bias + activation, and dropout + addition.
+
+[Note: compiled code] What is compiled is the forward of transformers' own class, as it is. It runs on a shadow of the
+module, in which everything that has weights is opaque to the compiler: it is called as ever, with its hooks,
+collectives and split backwards. Only a linear layer whose result goes into an activation leaves its bias to the
+compiled code, which adds it in front of the activation. Random numbers are drawn as without compiling, so dropout
+drops the same entries.
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ..pipeline.stand_in import StandIn
+from .fused_patterns import activated, adds_dropout
+from .layer.key_value import SharedKeyValueLinear1D_Col
+from .layer.linear import Linear1D_Col
+from .layer.parallel_module import ParallelModule
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+# Graphs are small: a pool of processes to compile them would take longer to start.
+_OPTIONS: dict[str, Any] = {"fallback_random": True, "compile_threads": 1}
+
+
+def compile_elementwise(model: nn.Module) -> dict[str, int]:
+    """Compile what a model does to a bias and its activation, or to a dropout and a sum, in place.
+
+    Names, parameters and hooks stay. The compiler itself runs when such code runs first.
+
+    Args:
+        model: split already; weight gradients are held back already where a schedule asks for that.
+
+    Returns:
+        How many modules are compiled, by the names of their classes; empty where the model has no such code.
+    """
+    found: dict[str, int] = {}
+    for module in list(model.modules()):
+        if _has_fusible_code(module):
+            name = type(module).__name__
+            found[name] = found.get(name, 0) + 1
+            vars(module)["_shadow"] = _shadow_of(module)
+            module.__class__ = _compiled_class(type(module))  # type: ignore[arg-type]  # a class is hashable
+    return found
+
+
+def _has_fusible_code(module: nn.Module) -> bool:
+    """Whether a module's own code does either, and all that has weights in it is a child that can be opaque."""
+    children = list(module.children())
+    if (
+        not children
+        or isinstance(module, (PreTrainedModel, StandIn, ParallelModule, *_CONTAINERS))
+        or any(isinstance(child, _CONTAINERS) for child in children)
+        or any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+        or "forward" in vars(module)
+    ):
+        return False
+    return bool(_biased(module)) or adds_dropout(type(module))
+
+
+def _biased(module: nn.Module) -> dict[str, str]:
+    """The linear layers of a module that leave their bias, and the activation that each of them goes into."""
+    children = module._modules
+    return {
+        linear: activation
+        for linear, activation in activated(type(module)).items()
+        if _leaves_bias(children.get(linear)) and _is_activation(children.get(activation))
+    }
+
+
+def _leaves_bias(module: nn.Module | None) -> bool:
+    """Whether this is a linear layer that adds its bias last, to the outputs that this rank holds."""
+    if not isinstance(module, (nn.Linear, Conv1D, Linear1D_Col)) or isinstance(
+        module, SharedKeyValueLinear1D_Col
+    ):
+        return False
+    is_known = type(module) in (nn.Linear, Conv1D) or hasattr(
+        module, "weight_gradients"
+    )  # see split_backward.py
+    is_gathered = getattr(module, "gather_output", False)
+    is_watched = "forward" in vars(module) or module._forward_hooks or module._backward_hooks
+    return bool(
+        is_known and not is_gathered and not is_watched and module._parameters.get("bias") is not None
+    )
+
+
+def _is_activation(module: nn.Module | None) -> bool:
+    """Whether a module computes each entry of its output from the same entry of its input: tried on numbers."""
+    if module is None or isinstance(module, (_DropoutNd, StandIn)):
+        return False
+    if any(True for _ in (*module.parameters(), *module.buffers(), *module.children())):
+        return False
+    x = torch.linspace(-3.0, 3.0, 12, device="cpu").view(3, 4)
+    is_first = torch.arange(12, device="cpu").view(3, 4) == 0
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=()):
+            out, other = module.forward(x), module.forward(x + is_first)
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
+        return False
+    is_alike = isinstance(out, Tensor) and out.shape == x.shape and not torch.equal(out, x)
+    return is_alike and bool((out == other)[~is_first].all())
+
+
+class _Opaque(nn.Module):
+    """A child that the compiler does not look into; it is found anew in each call, under its name."""
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        super().__init__()
+        vars(self).update(_owner=owner, _name=name)  # no sub-modules of this one
+
+    @torch.compiler.disable
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the child returns."""
+        return vars(self)["_owner"]._modules[vars(self)["_name"]](*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_owner"]._modules[vars(self)["_name"]], name)
+
+
+class _OpaqueProduct(_Opaque):
+    """A linear layer that leaves its bias in this place; it has it wherever else it is called."""
+
+    @torch.compiler.disable
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The product alone."""
+        layer = vars(vars(self)["_owner"]._modules[vars(self)["_name"]])
+        layer["_leaves_bias"] = True
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            layer["_leaves_bias"] = False
+
+
+class _Biased(nn.Module):
+    """An activation that first adds the bias that a linear layer left."""
+
+    def __init__(self, owner: nn.Module, *, linear: str, activation: nn.Module) -> None:
+        super().__init__()
+        vars(self).update(_owner=owner, _linear=linear)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The activation of x plus the bias."""
+        bias = self._bias()
+        return self.activation(x + bias)
+
+    @torch.compiler.disable
+    def _bias(self) -> Tensor:
+        bias: Tensor = vars(self)["_owner"]._modules[vars(self)["_linear"]]._parameters["bias"]
+        return bias
+
+
+def _shadow_of(module: nn.Module) -> nn.Module:
+    """The module that is compiled in a module's place; see [Note: compiled code]."""
+    seen: dict[str, nn.Module | None] = {}
+    for name, child in module._modules.items():
+        has_state = child is not None and any(True for _ in (*child.parameters(), *child.buffers()))
+        seen[name] = _Opaque(module, name) if has_state or isinstance(child, StandIn) else child
+    for linear, activation in _biased(module).items():
+        child, after = module.get_submodule(linear), module.get_submodule(activation)
+        child.__class__ = _product_class(type(child))  # type: ignore[arg-type]  # a class is hashable
+        seen[linear] = _OpaqueProduct(module, linear)
+        seen[activation] = _Biased(module, linear=linear, activation=after)
+    shadow = copy.copy(module)
+    vars(shadow)["_modules"] = seen
+    return shadow
+
+
+def _bias_unless_left(self: nn.Module) -> Tensor | None:
+    return None if vars(self).get("_leaves_bias") else self._parameters["bias"]
+
+
+class _ConvProduct(Conv1D):
+    """transformers' Conv1D, which can do without its bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., I) in, (..., O) out."""
+        product = x @ self.weight
+        return product if self.bias is None else product + self.bias
+
+
+@functools.cache
+def _product_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class of a linear layer that computes without its bias where it is to leave it."""
+    bases = (_ConvProduct,) if kind is Conv1D else (kind,)
+    return type(kind.__name__, bases, {"bias": property(_bias_unless_left)})
+
+
+@functools.cache
+def _compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """A class whose forward is the compiled one of another, run on its shadow."""
+    compiled: Callable[..., Any] = torch.compile(kind.forward, dynamic=True, backend=_inductor)
+
+    @functools.wraps(kind.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        shadow = vars(self)["_shadow"]
+        shadow.training = self.training
+        return compiled(shadow, *args, **kwargs)
+
+    return type(f"Compiled{kind.__name__}", (kind,), {"forward": forward})
+
+
+def _inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """torch's own compiler; imported when the first graph comes, which takes seconds."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(graph, inputs, config_patches=_OPTIONS)
+    return compiled

@@ -1,0 +1,252 @@
+"""Norms by fused kernels. Which modules are norms, and of what kind, is found by trying them."""
+
+# H features
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from ..pipeline.stand_in import StandIn
+from .layer.norm import epsilon_of
+from .layer.parallel_module import ParallelModule
+
+# From x (..., H), weight (H) or None, bias (H) or None and epsilon, by these names, to the normed x in the format of x.
+Kernel = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """The two norms as one library has them.
+
+    Args:
+        library: its name.
+        root_mean_square: x / sqrt(mean(x²) + epsilon) · weight.
+        layer: (x - mean(x)) / sqrt(variance(x) + epsilon) · weight + bias.
+    """
+
+    library: str
+    root_mean_square: Kernel
+    layer: Kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormReport:
+    """What became of a model's norms, by the names of their classes.
+
+    Args:
+        library: whose kernels compute them.
+        fused: how many were given a kernel.
+        native: how many already call torch's.
+        unknown: those that compute otherwise than any formula here, and stay as they are.
+    """
+
+    library: str
+    fused: dict[str, int]
+    native: dict[str, int]
+    unknown: dict[str, int]
+
+
+def fuse_norms(model: nn.Module, dtype: torch.dtype) -> NormReport:
+    """Let a model's norms compute with fused kernels, in place: names, parameters and hooks stay.
+
+    Args:
+        model: split already; norms whose features are split have a class of their own and stay.
+        dtype: the format that it will compute in.
+    """
+    devices = [parameter.device for parameter in model.parameters()]
+    kernels = available_kernels(devices[0] if devices else torch.device("cpu"))
+    report = NormReport(library=kernels.library, fused={}, native={}, unknown={})
+    for norm in list(_norms(model)):
+        name = type(norm).__name__
+        if kernels.library == "torch" and type(norm) in (nn.LayerNorm, nn.RMSNorm):
+            report.native[name] = report.native.get(name, 0) + 1
+        elif (form := _form_of(norm, kernels, dtype)) is None:
+            report.unknown[name] = report.unknown.get(name, 0) + 1
+        else:
+            vars(norm)["_compute"] = form
+            norm.__class__ = _fused_class(type(norm))  # type: ignore[arg-type]  # a class is hashable
+            report.fused[name] = report.fused.get(name, 0) + 1
+    return report
+
+
+def available_kernels(device: torch.device) -> Kernels:
+    """The kernels of apex where it is installed, else those of Liger, else torch's own; off CUDA torch's own."""
+    if device.type == "cuda" and find_spec("apex") is not None:
+        return _apex()
+    if device.type == "cuda" and find_spec("liger_kernel") is not None:
+        return _liger()
+    return _torch()
+
+
+def _torch() -> Kernels:
+    functional = nn.functional
+    return Kernels(
+        library="torch",
+        root_mean_square=lambda x, weight, bias, epsilon: functional.rms_norm(
+            x, x.shape[-1:], weight, epsilon
+        ),
+        layer=lambda x, weight, bias, epsilon: functional.layer_norm(x, x.shape[-1:], weight, bias, epsilon),
+    )
+
+
+def _apex() -> Kernels:
+    fused = import_module("apex.normalization.fused_layer_norm")
+
+    def root_mean_square(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
+        out: Tensor = fused.fused_rms_norm_affine(x, _ones(x, weight), x.shape[-1:], epsilon)
+        return out
+
+    def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
+        out: Tensor = fused.fused_layer_norm_affine(
+            x, _ones(x, weight), _zeros(x, bias), x.shape[-1:], epsilon
+        )
+        return out
+
+    return Kernels(library="apex", root_mean_square=root_mean_square, layer=layer)
+
+
+def _liger() -> Kernels:
+    functional = import_module("liger_kernel.transformers.functional")
+
+    def root_mean_square(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
+        # "gemma": all in float32, rounded once. In place it would overwrite the gradient that comes in, which a
+        # residual connection hands to others too.
+        out: Tensor = functional.liger_rms_norm(x, _ones(x, weight), epsilon, 0.0, "gemma", False)
+        return out
+
+    def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
+        out: Tensor = functional.liger_layer_norm(x, _ones(x, weight), _zeros(x, bias), epsilon)
+        return out
+
+    return Kernels(library="liger_kernel", root_mean_square=root_mean_square, layer=layer)
+
+
+def _ones(x: Tensor, weight: Tensor | None) -> Tensor:
+    return x.new_ones(x.shape[-1]) if weight is None else weight
+
+
+def _zeros(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_zeros(x.shape[-1]) if bias is None else bias
+
+
+def _forms(kernel: Kernel) -> list[Kernel]:
+    """The orders in which classes of transformers multiply with a weight, and cast."""
+
+    def in_the_format_of_x(x: Tensor, weight: Any, bias: Any, epsilon: float) -> Tensor:
+        normed: Tensor = weight * kernel(x, None, None, epsilon)
+        return (normed if bias is None else normed + bias).to(x.dtype)
+
+    def beside_one(x: Tensor, weight: Any, bias: Any, epsilon: float) -> Tensor:
+        return kernel(x.float(), 1.0 + weight.float(), bias, epsilon).to(x.dtype)
+
+    def in_float32(x: Tensor, weight: Any, bias: Any, epsilon: float) -> Tensor:
+        wide = None if bias is None else bias.float()
+        return kernel(x.float(), weight.float(), wide, epsilon).to(x.dtype)
+
+    return [kernel, in_the_format_of_x, beside_one, in_float32]
+
+
+def _norms(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that look like norms: an epsilon, one weight of features, at most a bias, one input."""
+    for module in model.modules():
+        parameters = dict(module.named_parameters())
+        weight = parameters.get("weight")
+        is_alike = weight is not None and all(each.shape == weight.shape for each in parameters.values())
+        if (
+            is_alike
+            and weight is not None
+            and weight.ndim == 1
+            and parameters.keys() <= {"weight", "bias"}
+            and isinstance(epsilon_of(module), float)
+            and not any(True for _ in module.buffers())
+            and not isinstance(module, (ParallelModule, StandIn, FusedNorm))
+            and "forward" not in vars(module)
+        ):
+            yield module
+
+
+def _form_of(norm: nn.Module, kernels: Kernels, dtype: torch.dtype) -> Kernel | None:
+    """The form that gives what a norm gives, but for rounding; the nearest of them, or None where all depart."""
+    weight = norm.get_parameter("weight")
+    device = torch.device("cpu") if weight.is_meta else weight.device
+    drawn = torch.Generator("cpu").manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=drawn, device="cpu")
+
+    features = weight.shape[0]
+    trial = copy.copy(norm)
+    trial._parameters = {
+        name: None if each is None else Parameter(random(features).to(device, dtype))
+        for name, each in norm._parameters.items()
+    }
+    # Rows of all sizes, off zero: small ones show the epsilon, the shifts what is subtracted, and how exactly.
+    sizes = torch.tensor([1e-6, 1e-3, 1.0, 30.0]).view(4, 1, 1, 1)
+    shifts = torch.tensor([0.5, 0.5, 16.0, 0.5]).view(4, 1, 1, 1)
+    x = ((random(4, 3, 2, features) + shifts) * sizes).to(device, dtype)
+    return _nearest(trial, [*_forms(kernels.root_mean_square), *_forms(kernels.layer)], x)
+
+
+def _nearest(trial: Any, forms: list[Kernel], x: Tensor) -> Kernel | None:
+    epsilon = epsilon_of(trial)
+    bias, parameters = trial._parameters.get("bias"), list(trial.parameters())
+    try:
+        # Without the hooks of the user, who watches no trials.
+        expected, of_three = _tried(trial.forward, x, parameters), trial.forward(x[0])
+        if expected[0].shape != x.shape or not torch.equal(expected[0][0], of_three.double()):
+            return None
+        found = [
+            _tried(partial(form, weight=trial.weight, bias=bias, epsilon=epsilon), x, parameters)
+            for form in forms
+        ]
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
+        return None  # it takes something else than what a norm of the last dimension takes
+    off = [_distance(each, expected, x.dtype) for each in found]
+    best = min(range(len(forms)), key=off.__getitem__)
+    return forms[best] if off[best] <= 1 else None
+
+
+@torch.enable_grad()
+def _tried(norm: Callable[[Tensor], Tensor], x: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+    """What a norm returns for x, and for one gradient of that the gradients of x and of the parameters, in float64."""
+    x = x.detach().requires_grad_()
+    out = norm(x)
+    gradient = torch.arange(out.shape[-1], device=out.device).cos().to(out.dtype).expand_as(out)
+    gradients = torch.autograd.grad(out, [x, *parameters], gradient)
+    return [each.detach().double() for each in (out, *gradients)]
+
+
+def _distance(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> float:
+    """How far results are from what is expected, in shares of what rounding and sums in another order may do."""
+    is_wide = dtype is torch.float32
+    shares = []
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        roundings = 32 if is_wide else 2 if index == 0 else 4
+        allowed = roundings * torch.finfo(dtype).eps * other.abs().amax(-1, keepdim=True)
+        shares.append(((one - other).abs() / allowed).max().item())
+    return max(shares)
+
+
+class FusedNorm(nn.Module):
+    """A norm that computes with a kernel; its class is also the one that it was built with."""
+
+    _compute: Kernel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., H) in and out, in the format of x."""
+        weight: Any = self.weight
+        bias: Any = getattr(self, "bias", None)
+        return self._compute(x, weight, bias, epsilon_of(self))
+
+
+@cache
+def _fused_class(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Fused{kind.__name__}", (FusedNorm, kind), {})

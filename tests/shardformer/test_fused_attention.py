@@ -1,0 +1,220 @@
+"""Which attention a model computes with: xFormers' arguments, and what cannot be, told with what can."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from echelon.shardformer import ShardConfig, ShardFormer
+from echelon.shardformer.attention import SDPA, attention_faults, set_attention
+from echelon.shardformer.attention_xformers import XFORMERS, register_xformers, xformers_attention
+from echelon.shardformer.fused import FusedKernels
+from echelon.verify.models import ModelChoice
+
+from ..models.stand_ins import installed, installed_xformers
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+B, N, Q, D = 2, 4, 5, 8
+
+
+PARTS = pytest.mark.skipif(
+    "blip_2_vision_model" not in transformers.CONFIG_MAPPING, reason="no small model of several can be built"
+)
+
+
+class Attention(nn.Module):
+    """What attention functions of transformers look at."""
+
+    def __init__(self, *, groups: int = 1, is_causal: bool = True) -> None:
+        super().__init__()
+        self.num_key_value_groups, self.is_causal = groups, is_causal
+
+
+def tensors(*, groups: int = 1, keys: int = Q, value_width: int = D) -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = (B, N, Q, D), (B, N // groups, keys, D), (B, N // groups, keys, value_width)
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+def attention_by_hand(
+    module: Attention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float = D**-0.5,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls attention with, in the plainest words."""
+    key, value = (each.repeat_interleave(module.num_key_value_groups, 1) for each in (key, value))
+    scores = query @ key.transpose(-1, -2) * scaling
+    if position_bias is not None:
+        scores = scores + position_bias
+    if attention_mask is None and (module.is_causal if is_causal is None else is_causal):
+        attention_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attention_mask is not None:
+        is_boolean = attention_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attention_mask, -torch.inf) if is_boolean else scores + attention_mask
+    return (scores.softmax(-1) @ value).transpose(1, 2), None
+
+
+LENGTHS = torch.tensor([5, 3])
+BOOLEAN = (torch.arange(Q) < LENGTHS[:, None])[:, None, None, :] & torch.ones(Q, Q, dtype=torch.bool).tril()
+ADDED = torch.zeros(B, 1, Q, Q).masked_fill(~BOOLEAN, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(attention_mask=None),
+        dict(attention_mask=None, is_causal=False),
+        dict(attention_mask=BOOLEAN),
+        dict(attention_mask=ADDED, scaling=0.3),
+        dict(attention_mask=None, groups=2),
+        dict(attention_mask=BOOLEAN, groups=4, value_width=6, sliding_window=3),
+        dict(attention_mask=BOOLEAN, has_position_bias=True),
+        dict(attention_mask=None, has_position_bias=True),
+        dict(attention_mask=None, has_position_bias=True, is_causal=False),
+        dict(attention_mask=None, keys=7),
+    ],
+    ids=[
+        "causal",
+        "all",
+        "mask",
+        "added",
+        "groups",
+        "widths",
+        "bias and mask",
+        "bias",
+        "bias and all",
+        "longer",
+    ],
+)
+def test_xformers_computes_what_attention_by_hand_does(given: dict[str, Any]) -> None:
+    shapes = {name: given[name] for name in ("groups", "keys", "value_width") if name in given}
+    rest = {name: value for name, value in given.items() if name not in (*shapes, "has_position_bias")}
+    module = Attention(groups=given.get("groups", 1))
+
+    def run(attention: Any) -> list[Tensor]:
+        inputs = tensors(**shapes)
+        if "has_position_bias" in given:  # T5's: a view of another order
+            inputs.append(torch.randn(Q, Q, N, requires_grad=True))
+            rest["position_bias"] = inputs[-1].permute(2, 0, 1)[None]
+        out, weights = attention(module, *inputs[:3], **rest)
+        assert weights is None
+        (out * torch.arange(out.shape[-1]).cos()).sum().backward()
+        return [out, *(each.grad for each in inputs if each.grad is not None)]
+
+    expected = run(attention_by_hand)
+    with installed_xformers() as called:
+        found = run(xformers_attention)
+    assert called.call_count == 1 and len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_is_handed_on_and_drawn_from_the_generator() -> None:
+    with installed_xformers() as called:
+        outs = []
+        for seed in (1, 1, 2):
+            query, key, value = tensors()
+            torch.manual_seed(seed)
+            outs.append(xformers_attention(Attention(), query, key, value, None, dropout=0.5)[0])
+    assert called.call_args.kwargs["p"] == 0.5
+    assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "cu_seq_lens_q", "something_new"])
+def test_what_xformers_cannot_compute_with_is_refused_in_the_call(name: str) -> None:
+    with installed_xformers(), pytest.raises(ValueError, match=f"hands {name} to its attention"):
+        xformers_attention(Attention(), *tensors(), None, **{name: torch.ones(1)})
+
+
+def test_a_query_that_sees_nothing_gets_numbers() -> None:
+    with installed_xformers():
+        mask = torch.zeros(B, 1, Q, Q, dtype=torch.bool)
+        out, _ = xformers_attention(Attention(), *tensors(), mask)
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kernel", "words"),
+    [
+        ("bloom", SDPA, "BloomForCausalLM cannot compute attention with sdpa"),
+        ("gemma2", SDPA, "caps its attention scores (attn_logit_softcapping=50.0)"),
+        ("gemma2", XFORMERS, "caps its attention scores (attn_logit_softcapping=50.0)"),
+        ("gptj", XFORMERS, "GPTJForCausalLM chose GPTJAttention when it was built"),
+        pytest.param("sam", XFORMERS, "chose SamVisionSdpaAttention when it was built", marks=PARTS),
+        ("t5", "flash_attention_2", "T5Stack (encoder) cannot compute attention with flash_attention_2"),
+    ],
+)
+def test_a_model_that_cannot_is_named_with_what_can_be_done(model_type: str, kernel: str, words: str) -> None:
+    register_xformers()
+    found = "\n".join(
+        attention_faults(ModelChoice(model_type=model_type).build_on_meta(), kernel, "enable_it")
+    )
+    assert words in found and "leave enable_it out" in found
+
+
+def test_attention_that_was_chosen_when_a_model_was_built_is_not_taken_for_another() -> None:
+    choice = ModelChoice(model_type="falcon")
+    config = choice.config()
+    config._attn_implementation = "eager"
+    model = transformers.FalconForCausalLM(config)
+    assert "build it with attn_implementation='sdpa'" in "\n".join(attention_faults(model, SDPA, "x"))
+    assert attention_faults(choice.build_on_meta(), SDPA, "x") == []
+
+
+def test_a_model_that_is_not_transformers_is_refused() -> None:
+    (fault,) = attention_faults(nn.Sequential(nn.Linear(2, 2)), SDPA, "enable_flash_attention")
+    assert "Sequential is no model of transformers" in fault
+
+
+@PARTS
+def test_every_part_is_set() -> None:
+    model: Any = ModelChoice(model_type="blip-2").build_on_meta()
+    model.set_attn_implementation("eager")
+    parts = (
+        model,
+        model.vision_model,
+        model.qformer,
+        model.language_model.encoder,
+        model.language_model.decoder,
+    )
+    assert {part.config._attn_implementation for part in parts} == {"eager"}
+    set_attention(model, SDPA)
+    assert {part.config._attn_implementation for part in parts} == {"sdpa"}
+
+
+def test_what_is_missing_is_named_at_once_with_all_other_faults() -> None:
+    both = FusedKernels(flash_attention=True, xformers=True)
+    found = "\n".join(both.faults(CUDA, torch.float32))
+    assert all(words in found for words in ("ask for one of them", "package flash-attn", "in 16 bits alone"))
+    assert "package xformers" in found
+    assert len(both.faults(CUDA, torch.float32)) == 4
+    with installed(xformers__ops={}, flash_attn={}):
+        assert FusedKernels(flash_attention=True).faults(CUDA, torch.bfloat16) == []
+        assert FusedKernels(xformers=True).faults(CUDA, torch.float32) == []
+        (fault,) = FusedKernels(xformers=True).faults(CPU, torch.float32)
+        assert "computes on cuda and not on cpu" in fault
+    assert FusedKernels(flash_attention=True).faults(CPU, torch.float32) == []
+
+
+def test_shardformer_tells_packages_models_and_sizes_together() -> None:
+    model = ModelChoice(model_type="bloom").build_on_meta()
+    config = ShardConfig(enable_all_optimization=True, enable_xformers=True)
+    with pytest.raises(ValueError) as caught:
+        ShardFormer(config).optimize(model)
+    assert all(
+        words in str(caught.value) for words in ("package xformers", "ask for one", "BloomForCausalLM")
+    )
+
+
+def test_all_optimization_asks_for_all_but_xformers() -> None:
+    asked = ShardConfig(enable_all_optimization=True).fused
+    assert asked == FusedKernels(flash_attention=True, normalization=True, jit=True)
+    assert ShardConfig().fused == FusedKernels()

@@ -1,0 +1,186 @@
+"""Norms by fused kernels: what is one is found by trying, and what computes otherwise stays."""
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from echelon.shardformer.fused import FusedKernels
+from echelon.shardformer.fused_norm import FusedNorm, available_kernels, fuse_norms
+
+from ..models.stand_ins import installed
+
+H = 24
+
+
+class Norm(nn.Module):
+    """transformers' usual norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.randn(H))
+        self.variance_epsilon = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(x.dtype)
+
+
+class RoundedLate(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight * wide).to(x.dtype)
+
+
+class BesideOne(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (wide * (1.0 + self.weight.float())).to(x.dtype)
+
+
+class Centered(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide - wide.mean(-1, keepdim=True)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight.float() * wide).to(x.dtype)
+
+
+class EpsilonOutside(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
+
+
+class Clipped(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(-2.0, 2.0)
+
+
+class OverTwoDims(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean((-1, -2), keepdim=True) + self.variance_epsilon)
+
+
+class BesideTwo(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 + self.weight) / self.weight
+
+
+class OfTwoInputs(Norm):
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return super().forward(x) * gate
+
+
+class ChannelsFirst(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [Norm, RoundedLate, BesideOne, Centered])
+def test_a_norm_computes_by_a_kernel_what_it_did(kind: type[Norm], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(kind()).to(dtype)
+    names, parameters = list(model.state_dict()), list(model.parameters())
+    seen: list[Tensor] = []
+    model[0].register_forward_hook(lambda module, args, output: seen.append(output))
+    x = (torch.randn(2, 5, H) * torch.tensor([1e-3, 1.0]).view(2, 1, 1) + 0.1).to(dtype)
+
+    def run(model: nn.Module) -> list[Tensor]:
+        given = x.clone().requires_grad_()
+        out = model(given)
+        (out.float() * torch.arange(H).cos()).sum().backward()
+        found = [out, given.grad, *(each.grad for each in model.parameters())]
+        model.zero_grad()
+        return [each for each in found if each is not None]
+
+    expected = run(model)
+    report = fuse_norms(model, dtype)
+    assert (report.fused, report.unknown, report.library) == ({kind.__name__: 1}, {}, "torch")
+    assert isinstance(model[0], FusedNorm) and isinstance(model[0], kind)
+    found = run(model)
+    assert len(seen) == 2 and len(found) == len(expected) == 3
+    for one, other in zip(found, expected, strict=True):  # means and sums are of terms of both signs
+        scale = other.abs().max().item()
+        torch.testing.assert_close(
+            one, other, rtol=0.0, atol=scale * (1e-5 if dtype is torch.float32 else 2**-6)
+        )
+    assert list(model.state_dict()) == names
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [EpsilonOutside, Clipped, OverTwoDims, BesideTwo, OfTwoInputs, lambda: ChannelsFirst(H)],
+    ids=lambda build: getattr(build, "__name__", "?"),
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_computes_otherwise_stays_and_is_told(
+    build: Any, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    norm = build().to(dtype)
+    model = nn.Sequential(norm, Norm().to(dtype))
+    kind = type(norm)
+    assert fuse_norms(copy.deepcopy(model), dtype).unknown == {kind.__name__: 1}
+    with caplog.at_level(logging.WARNING, "echelon"):
+        FusedKernels(normalization=True).fuse(model, dtype)
+    assert type(norm) is kind and f"1 × {kind.__name__}" in caplog.text
+
+
+def test_the_generator_is_left_as_it_was() -> None:
+    model = nn.Sequential(Norm())
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    fuse_norms(model, torch.float32)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def rms(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+
+
+def test_apex_comes_before_liger_and_both_only_on_cuda() -> None:
+    def liger_rms_norm(
+        X: Any, W: Any, eps: Any, offset: Any = 0.0, casting_mode: Any = "llama", in_place: Any = True
+    ) -> Any:
+        assert (offset, casting_mode, in_place) == (0.0, "gemma", False)
+        return rms(X, W, eps)
+
+    apex = {
+        "fused_rms_norm_affine": lambda x, weight, shape, eps=1e-6, memory_efficient=False: rms(
+            x, weight, eps
+        ),
+        "fused_layer_norm_affine": lambda x, weight, bias, shape, eps=1e-6, memory_efficient=False: (
+            nn.functional.layer_norm(x, shape, weight, bias, eps)
+        ),
+    }
+    liger = {
+        "liger_rms_norm": liger_rms_norm,
+        "liger_layer_norm": lambda X, W, B, eps: nn.functional.layer_norm(X, W.shape, W, B, eps),
+    }
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    x, weight = torch.randn(3, H), torch.randn(H)
+    expected = rms(x, weight, 1e-6), nn.functional.layer_norm(x, (H,), weight, None, 1e-6)
+
+    def require(library: str, device: torch.device) -> None:
+        kernels = available_kernels(device)
+        assert kernels.library == library
+        torch.testing.assert_close(kernels.root_mean_square(x, weight, None, 1e-6), expected[0])
+        torch.testing.assert_close(kernels.root_mean_square(x, None, None, 1e-6) * weight, expected[0])
+        torch.testing.assert_close(kernels.layer(x, weight, None, 1e-6), expected[1])
+
+    require("torch", cuda)
+    with installed(liger_kernel__transformers__functional=liger):
+        require("liger_kernel", cuda)
+        require("torch", cpu)
+        with installed(apex__normalization__fused_layer_norm=apex):
+            require("apex", cuda)
+            require("torch", cpu)
