@@ -367,8 +367,7 @@ class HybridParallelPlugin(Plugin):
 
     def _checked_sharder(self, model: nn.Module, optimizer: Optimizer | None) -> ModelSharder | None:
         """What will split the model, once nothing speaks against boosting it; None where nothing is split."""
-        faults = optimizer_faults(model, optimizer)
-        faults += self.config.fused.model_faults(model, self.mesh.device)
+        faults = optimizer_faults(model, optimizer) + self.config.fused.model_faults(model, self.mesh.device)
         sharder = None
         if self.tp_size > 1 or self.pp_size > 1:
             shard_config = ShardConfig(
