@@ -96,9 +96,8 @@ class ShardFormer:
         sharder = None
         if policy is not None or config.tensor_parallel_size * config.num_stages > 1:
             sharder = ModelSharder(model, policy or policy_for(model), config)
-        for group in (config.split_group, config.replica_group):
-            if group is not None:
-                require_equal_models(model, group)
+        if groups := [each for each in (config.split_group, config.replica_group) if each is not None]:
+            require_equal_models(model, *groups)
         shared = []
         if sharder is not None:
             shared = sharder.shard()

@@ -344,6 +344,17 @@ def refuse_different_models() -> None:
         formed().shard_model(model)
 
 
+def refuse_different_replicas() -> None:
+    """Also on ranks whose own tensor axis has one model."""
+    model = build("LlamaForCausalLM", seed=int(dist.get_rank() == 3))
+    with pytest.raises(ValueError, match=r"the model of rank\(s\) \[1\] differs from that of rank 0"):
+        formed(data_parallel_size=2).shard_model(model)
+
+
+def test_different_models_of_one_replica_are_told_on_the_others_too(pool: Pool) -> None:
+    pool.run(4, refuse_different_replicas)
+
+
 def refuse_different_inputs() -> None:
     model = build("LlamaForCausalLM", attention_dropout=0.1)
     split = formed().shard_model(model)
