@@ -13,21 +13,28 @@ from ..lazy.value import fingerprint
 SAMPLE = 64  # values of each tensor that are compared
 
 
-def require_equal_models(model: nn.Module, group: ProcessGroup | None = None) -> None:
-    """All ranks must give one and the same model: names, shapes and a sample of the values. All-gather.
+def require_equal_models(model: nn.Module, *groups: ProcessGroup) -> None:
+    """All ranks must give one and the same model: names, shapes and a sample of the values. All-gather over each group.
 
     Of a lazily built tensor it is compared what was recorded: all that its values follow from.
 
     Args:
         model: whole, not yet split.
-        group: whose ranks are compared; None is the world.
+        groups: axes of a grid, whose ranks are compared along one after the other; none is the world.
 
     Raises:
-        ValueError: some rank's differs; on every rank of the group.
+        ValueError: some rank's differs; on every rank of the grid.
     """
     sample = {name: _sample(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     shapes = {name: torch.tensor(tensor.shape) for name, tensor in model.named_parameters()}
-    if differing := _differing(batch_hash([shapes, sample]), group):
+    own, differing = batch_hash([shapes, sample]), list[int]()
+    for group in groups or (None,):
+        # With what an earlier axis found, or this rank would raise and those of the next axis wait for it.
+        found = gather_integers((own, int(bool(differing))), group)
+        differing = differing or [
+            rank for rank, (code, is_apart) in enumerate(found) if is_apart or code != found[0][0]
+        ]
+    if differing:
         raise ValueError(
             f"the model of rank(s) {differing} differs from that of rank 0: build it on every rank from the same "
             "config, seed or checkpoint (launch_from_torch(seed=...) seeds all ranks equally)"
@@ -69,7 +76,7 @@ def _sample(tensor: Tensor) -> Tensor | int:
     return tensor.detach().reshape(-1)[:: max(tensor.numel() // SAMPLE, 1)]
 
 
-def _differing(own: int, group: ProcessGroup | None) -> list[int]:
+def _differing(own: int, group: ProcessGroup) -> list[int]:
     """The ranks of a group whose number is not that of its first one. All-gather."""
     codes = [code for (code,) in gather_integers((own,), group)]
     return [rank for rank, code in enumerate(codes) if code != codes[0]]

@@ -1,5 +1,7 @@
 """Clipping the gradients of a split model without a booster. With one, the optimizer clips."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -16,7 +18,7 @@ def clip_grad_norm_(
     """Clip the gradients of a model that `ShardFormer` split to a norm: that of the whole model's.
 
     torch.nn.utils.clip_grad_norm_ would take each rank's pieces for the whole: every rank would clip by another norm.
-    An all-gather of one number over the tensor axis, whose ranks all call; none waits for a device.
+    An all-gather of one number over the tensor axis, whose ranks all call.
 
     Args:
         model: what `shard_model` or `ShardFormer.optimize` returned, or one that was not split.
@@ -46,14 +48,7 @@ def clip_grad_norm_(
     rank = 0 if group is None else group.rank()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     counted = [each.grad for each in parameters if each.grad is not None and _is_counted(each, rank)]
-    device = parameters[0].device if parameters else torch.device("cpu")
-    norm = torch.zeros((), dtype=torch.float64, device=device)
-    if counted:
-        # float64: long sums of float32 squares lose digits.
-        norms = [
-            torch.linalg.vector_norm(each, norm_type, dtype=torch.float64).to(device) for each in counted
-        ]
-        norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    norm = _norm(counted, norm_type, parameters[0].device if parameters else torch.device("cpu"))
     if group is not None:
         norm = torch.linalg.vector_norm(all_gather(norm[None], group, 0), norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
@@ -62,6 +57,13 @@ def clip_grad_norm_(
     for gradient in gradients:
         gradient.mul_(coefficient.to(gradient.device, gradient.dtype))
     return norm.float()
+
+
+def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Of all together, 0-d float64: long sums of float32 squares lose digits."""
+    norms = [torch.linalg.vector_norm(each, norm_type, dtype=torch.float64).to(device) for each in gradients]
+    none = torch.zeros((), dtype=torch.float64, device=device)
+    return torch.linalg.vector_norm(torch.stack([none, *norms]), norm_type)
 
 
 def _is_counted(parameter: Parameter, rank: int) -> bool:

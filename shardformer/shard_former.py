@@ -103,9 +103,8 @@ class ShardFormer:
             sharder = sharder_or_faults(model, policy, config, faults)
         if faults:
             raise ValueError("\n".join(faults))
-        for group in (config.split_group, config.replica_group):
-            if group is not None:
-                require_equal_models(model, group)
+        if groups := [each for each in (config.split_group, config.replica_group) if each is not None]:
+            require_equal_models(model, *groups)
         fused.choose_attention(model, device)
         shared = []
         if sharder is not None:

@@ -32,7 +32,7 @@ from echelon import (
     launch_from_torch,
 )
 
-sys.path.append(str(Path(__file__).parents[1] / "language"))  # what the examples share
+sys.path.append(str(Path(__file__).parents[1]))  # what the examples share
 from command_line import BAD_ARGUMENTS, FirstRankParser, tell_faults
 
 PROGRAM = "finetune.py"

@@ -207,6 +207,19 @@ def refuse_three_heads() -> str:
     return str(raised.value)
 
 
+def refuse_by_policy() -> None:
+    names = executed(POLICY)
+    model = names["Decoder"](num_heads=3, width=36)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"^num_heads=3 is not divisible by tp_size=2$"):
+        shard_model(model, names["DecoderPolicy"]())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_guides_policy_tells_what_does_not_divide_before_it_changes_anything(pool: Pool) -> None:
+    pool.run(2, refuse_by_policy)
+
+
 def test_the_guide_quotes_what_is_said_of_heads_that_do_not_divide(pool: Pool) -> None:
     assert "`Decoder(num_heads=3, width=36)`" in GUIDE.read_text()
     _, quoted = code_blocks(GUIDE, "text")

@@ -1,4 +1,4 @@
-"""A model that ShardFormer split trains in a plain loop as one process does, and what is told of mistakes."""
+"""A model that ShardFormer split trains in a plain loop as the whole one. Refusals: test_shard_model_faults.py."""
 
 import itertools
 from collections.abc import Callable
@@ -11,25 +11,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
+from torch.utils.data import DataLoader
 
 from echelon import (
     Booster,
     HybridParallelPlugin,
-    LowLevelZeroPlugin,
     ParallelMesh,
     ShardConfig,
     ShardFormer,
-    TorchDDPPlugin,
-    TorchFSDPPlugin,
     clip_grad_norm_,
     shard_model,
 )
 from echelon.shardformer.checkpoint_config import recomputable_layers
 
 from ..pool import Pool
-from .bare_training import causal_batch, departure
-from .compare import MULTIPLE, batch_for, build, named, numbers
+from .bare_training import departure
+from .compare import MULTIPLE, batch_for, build, numbers
 
 QWEN3 = {"head_dim": 8, "num_key_value_heads": 1}
 
@@ -77,6 +74,7 @@ def train(class_name: str, tp: int, dp: int, settings: dict[str, Any], made: str
         pytest.param(
             "Qwen3ForCausalLM", 4, 1, {**QWEN3, "num_key_value_heads": 2}, "sizes", marks=pytest.mark.slow
         ),
+        pytest.param("Olmo2ForCausalLM", 2, 1, {"num_key_value_heads": 1}, "sizes", marks=pytest.mark.slow),
         pytest.param("GPT2LMHeadModel", 2, 1, {}, "sizes", marks=pytest.mark.slow),
         pytest.param("LlamaForCausalLM", 1, 2, {}, "sizes", marks=pytest.mark.slow),
         pytest.param("LlamaForCausalLM", 1, 1, {}, "sizes", marks=pytest.mark.slow),
@@ -285,153 +283,3 @@ def test_replicas_get_their_shares_and_the_ranks_of_one_the_same(pool: Pool) -> 
     assert [len(batch) for batch in first[2]] == [3]
     assert first[2] != [[0, 2, 4]]
     assert first[3] == [[0, 2, 4, 6], [8]]
-
-
-class Stream(IterableDataset):
-    def __iter__(self) -> Any:
-        return iter(range(3))
-
-
-def refuse_data() -> None:
-    shard_former = formed()
-    with pytest.raises(ValueError, match="Stream has no length"):
-        shard_former.shard_dataset(Stream(), batch_size=1)
-    loader = DataLoader([1, 2], sampler=SubsetRandomSampler([0]))
-    with pytest.raises(ValueError, match="over a SubsetRandomSampler, whose order cannot be dealt out"):
-        shard_former.shard_dataset(loader)
-
-
-def refuse_a_world_of_another_size() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"tensor_parallel_size=3 \* data_parallel_size=1 = 3 is not the world size 2: start 3 processes, or use "
-        "sizes of 1 and 2, or 2 and 1",
-    ):
-        formed(tensor_parallel_size=3)
-
-
-def refuse_without_groups() -> None:
-    shard_former = ShardFormer(ShardConfig(tensor_parallel_size=2))
-    for call in (shard_former.shard_model, shard_former.optimize, shard_former.shard_dataset):
-        with pytest.raises(ValueError, match=r"call ShardFormer\.init_distributed\(\) first"):
-            call(build("LlamaForCausalLM"))  # type: ignore[operator]
-
-
-def refuse_what_is_split() -> None:
-    shard_former = formed()
-    split = shard_former.shard_model(build("LlamaForCausalLM"))
-    with pytest.raises(ValueError, match="already split: give the plain model, once"):
-        shard_former.shard_model(split)
-    plugins = [
-        HybridParallelPlugin(tp_size=2, precision="fp32", num_microbatches=1),
-        LowLevelZeroPlugin(precision="fp32"),
-        TorchDDPPlugin(),
-        TorchFSDPPlugin(),
-    ]
-    averaged = formed(tensor_parallel_size=1, data_parallel_size=2).shard_model(Choosy())
-    for plugin in plugins:
-        for model in (split, averaged):
-            with (
-                named(type(plugin)),
-                pytest.raises(ValueError, match="ShardFormer has split it: give"),
-            ):
-                Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def refuse_different_models() -> None:
-    model = build("LlamaForCausalLM", seed=dist.get_rank())
-    with pytest.raises(ValueError, match=r"the model of rank\(s\) \[1\] differs from that of rank 0"):
-        formed().shard_model(model)
-
-
-def refuse_different_inputs() -> None:
-    model = build("LlamaForCausalLM", attention_dropout=0.1)
-    split = formed().shard_model(model)
-    with pytest.raises(ValueError, match=r"the inputs of rank\(s\) \[1\] of the tensor axis differ"):
-        split(**causal_batch(2, seed=dist.get_rank()))
-    split(**causal_batch(2, seed=0))
-    torch.manual_seed(dist.get_rank())
-    with pytest.raises(ValueError, match=r"the random state of rank\(s\) \[1\] of the tensor axis differs"):
-        split(**causal_batch(2, seed=0))
-    split.eval()(**causal_batch(2, seed=0))
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        refuse_data,
-        refuse_a_world_of_another_size,
-        refuse_without_groups,
-        refuse_what_is_split,
-        refuse_different_models,
-        refuse_different_inputs,
-    ],
-)
-def test_what_cannot_be_is_refused_on_every_rank(pool: Pool, function: Callable[[], None]) -> None:
-    pool.run(2, function)
-
-
-class Group:
-    """Stands for a process group, of which a config reads the size alone."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def size(self) -> int:
-        return self._size
-
-
-PAIR: Any = Group(2)
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be a whole number of at least 1"),
-        ({"data_parallel_size": "2"}, "data_parallel_size='2' must be a whole number of at least 1"),
-        (
-            {"tensor_parallel_process_group": PAIR, "tensor_parallel_size": 4},
-            "tensor_parallel_size=4 is not the size of tensor_parallel_process_group, which has 2 ranks",
-        ),
-        (
-            {"tensor_parallel_process_group": PAIR, "data_parallel_size": 2},
-            "data_parallel_size=2 needs a group beside the tensor_parallel_process_group",
-        ),
-        (
-            {"data_parallel_process_group": PAIR, "tensor_parallel_size": 2},
-            "tensor_parallel_size=2 needs a group beside the data_parallel_process_group",
-        ),
-        (
-            {"tensor_parallel_size": 2, "enable_tensor_parallelism": False},
-            "tensor_parallel_size=2 asks for what enable_tensor_parallelism=False turns off",
-        ),
-        (
-            {"gather_output": True, "parallel_output": True},
-            "parallel_output=True and gather_output=True contradict each other",
-        ),
-        (
-            {"gather_output": False, "parallel_output": False, "make_vocab_size_divisible_by": 0},
-            "must be at least 1\nparallel_output=False and gather_output=False contradict each other",
-        ),
-    ],
-)
-def test_a_config_that_contradicts_itself_is_refused(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError) as raised:
-        ShardConfig(**settings)
-    assert told in str(raised.value)
-
-
-def test_sizes_and_outputs_of_a_config_follow_from_what_is_given() -> None:
-    def resolved(**settings: Any) -> tuple[int, int, bool, bool]:
-        config = ShardConfig(**settings)
-        sizes = config.tensor_parallel_size, config.data_parallel_size
-        return *sizes, config.parallel_output, config.gather_output
-
-    assert resolved() == (1, 1, True, False)
-    assert resolved(gather_output=True) == (1, 1, False, True)
-    assert resolved(parallel_output=False) == (1, 1, False, True)
-    assert resolved(tensor_parallel_size=4, data_parallel_size=2) == (4, 2, True, False)
-    assert resolved(tensor_parallel_process_group=PAIR, gather_output=False) == (2, 1, True, False)
-    both = {"tensor_parallel_process_group": PAIR, "data_parallel_process_group": Group(3)}
-    assert resolved(**both, parallel_output=False, gather_output=True) == (2, 3, False, True)
-    assert resolved(tensor_parallel_process_group=PAIR, enable_tensor_parallelism=False)[0] == 1

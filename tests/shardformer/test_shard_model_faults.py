@@ -1,0 +1,185 @@
+"""What Shardformer refuses without a booster, on every rank alike, and what a config makes of its arguments."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
+
+from echelon import (
+    Booster,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    ShardConfig,
+    ShardFormer,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
+
+from ..pool import Pool
+from .bare_training import causal_batch
+from .compare import build, named
+from .test_shard_model import Choosy, formed
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+def refuse_data() -> None:
+    shard_former = formed()
+    with pytest.raises(ValueError, match="Stream has no length"):
+        shard_former.shard_dataset(Stream(), batch_size=1)
+    loader = DataLoader([1, 2], sampler=SubsetRandomSampler([0]))
+    with pytest.raises(ValueError, match="over a SubsetRandomSampler, whose order cannot be dealt out"):
+        shard_former.shard_dataset(loader)
+
+
+def refuse_a_world_of_another_size() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"tensor_parallel_size=3 \* data_parallel_size=1 = 3 is not the world size 2: start 3 processes, or use "
+        "sizes of 1 and 2, or 2 and 1",
+    ):
+        formed(tensor_parallel_size=3)
+
+
+def refuse_without_groups() -> None:
+    shard_former = ShardFormer(ShardConfig(tensor_parallel_size=2))
+    for call in (shard_former.shard_model, shard_former.optimize, shard_former.shard_dataset):
+        with pytest.raises(ValueError, match=r"call ShardFormer\.init_distributed\(\) first"):
+            call(build("LlamaForCausalLM"))  # type: ignore[operator]
+
+
+def refuse_what_is_split() -> None:
+    shard_former = formed()
+    split = shard_former.shard_model(build("LlamaForCausalLM"))
+    with pytest.raises(ValueError, match="already split: give the plain model, once"):
+        shard_former.shard_model(split)
+    plugins = [
+        HybridParallelPlugin(tp_size=2, precision="fp32", num_microbatches=1),
+        LowLevelZeroPlugin(precision="fp32"),
+        TorchDDPPlugin(),
+        TorchFSDPPlugin(),
+    ]
+    averaged = formed(tensor_parallel_size=1, data_parallel_size=2).shard_model(Choosy())
+    for plugin in plugins:
+        for model in (split, averaged):
+            with (
+                named(type(plugin)),
+                pytest.raises(ValueError, match="ShardFormer has split it: give"),
+            ):
+                Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def refuse_different_models() -> None:
+    model = build("LlamaForCausalLM", seed=dist.get_rank())
+    with pytest.raises(ValueError, match=r"the model of rank\(s\) \[1\] differs from that of rank 0"):
+        formed().shard_model(model)
+
+
+def refuse_different_replicas() -> None:
+    """Also on ranks whose own tensor axis has one model."""
+    model = build("LlamaForCausalLM", seed=int(dist.get_rank() == 3))
+    with pytest.raises(ValueError, match=r"the model of rank\(s\) \[1\] differs from that of rank 0"):
+        formed(data_parallel_size=2).shard_model(model)
+
+
+def test_different_models_of_one_replica_are_told_on_the_others_too(pool: Pool) -> None:
+    pool.run(4, refuse_different_replicas)
+
+
+def refuse_different_inputs() -> None:
+    model = build("LlamaForCausalLM", attention_dropout=0.1)
+    split = formed().shard_model(model)
+    with pytest.raises(ValueError, match=r"the inputs of rank\(s\) \[1\] of the tensor axis differ"):
+        split(**causal_batch(2, seed=dist.get_rank()))
+    split(**causal_batch(2, seed=0))
+    torch.manual_seed(dist.get_rank())
+    with pytest.raises(ValueError, match=r"the random state of rank\(s\) \[1\] of the tensor axis differs"):
+        split(**causal_batch(2, seed=0))
+    split.eval()(**causal_batch(2, seed=0))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        refuse_data,
+        refuse_a_world_of_another_size,
+        refuse_without_groups,
+        refuse_what_is_split,
+        refuse_different_models,
+        refuse_different_inputs,
+    ],
+)
+def test_what_cannot_be_is_refused_on_every_rank(pool: Pool, function: Callable[[], None]) -> None:
+    pool.run(2, function)
+
+
+class Group:
+    """Stands for a process group, of which a config reads the size alone."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+
+PAIR: Any = Group(2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be a whole number of at least 1"),
+        ({"data_parallel_size": "2"}, "data_parallel_size='2' must be a whole number of at least 1"),
+        (
+            {"tensor_parallel_process_group": PAIR, "tensor_parallel_size": 4},
+            "tensor_parallel_size=4 is not the size of tensor_parallel_process_group, which has 2 ranks",
+        ),
+        (
+            {"tensor_parallel_process_group": PAIR, "data_parallel_size": 2},
+            "data_parallel_size=2 needs a group beside the tensor_parallel_process_group",
+        ),
+        (
+            {"data_parallel_process_group": PAIR, "tensor_parallel_size": 2},
+            "tensor_parallel_size=2 needs a group beside the data_parallel_process_group",
+        ),
+        (
+            {"tensor_parallel_size": 2, "enable_tensor_parallelism": False},
+            "tensor_parallel_size=2 asks for what enable_tensor_parallelism=False turns off",
+        ),
+        (
+            {"gather_output": True, "parallel_output": True},
+            "parallel_output=True and gather_output=True contradict each other",
+        ),
+        (
+            {"gather_output": False, "parallel_output": False, "make_vocab_size_divisible_by": 0},
+            "must be at least 1\nparallel_output=False and gather_output=False contradict each other",
+        ),
+    ],
+)
+def test_a_config_that_contradicts_itself_is_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        ShardConfig(**settings)
+    assert told in str(raised.value)
+
+
+def test_sizes_and_outputs_of_a_config_follow_from_what_is_given() -> None:
+    def resolved(**settings: Any) -> tuple[int, int, bool, bool]:
+        config = ShardConfig(**settings)
+        sizes = config.tensor_parallel_size, config.data_parallel_size
+        return *sizes, config.parallel_output, config.gather_output
+
+    assert resolved() == (1, 1, True, False)
+    assert resolved(gather_output=True) == (1, 1, False, True)
+    assert resolved(parallel_output=False) == (1, 1, False, True)
+    assert resolved(tensor_parallel_size=4, data_parallel_size=2) == (4, 2, True, False)
+    assert resolved(tensor_parallel_process_group=PAIR, gather_output=False) == (2, 1, True, False)
+    both = {"tensor_parallel_process_group": PAIR, "data_parallel_process_group": Group(3)}
+    assert resolved(**both, parallel_output=False, gather_output=True) == (2, 3, False, True)
+    assert resolved(tensor_parallel_process_group=PAIR, enable_tensor_parallelism=False)[0] == 1
