@@ -26,7 +26,6 @@ needs_digits = pytest.mark.skipif(bool(digits.faults()), reason="scikit-learn is
 
 @needs_digits
 def test_no_digit_is_lost_and_all_runs_test_with_the_same() -> None:
-    pytest.importorskip("sklearn")
     train, test = digits.splits()
     assert (len(train), len(test)) == (1437, 360)
     torch.manual_seed(1)
