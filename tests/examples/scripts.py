@@ -15,6 +15,15 @@ from ..pool import Pool
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TIMEOUT_SECONDS = 280
+FP32 = "--precision fp32"
+# Processes and options, under which a fine-tuning is compared with one process.
+LAYOUTS = {
+    "tp2": (2, f"{FP32} --tp_size 2 --pp_size 1"),
+    "pp2": (2, f"{FP32} --tp_size 1 --pp_size 2"),
+    "tp2pp2": (4, f"{FP32} --tp_size 2 --pp_size 2"),
+    "dp2zero1": (2, f"{FP32} --tp_size 1 --pp_size 1 --zero_stage 1"),
+    "low_level_zero": (2, f"{FP32} --plugin low_level_zero --zero_stage 2 --num_microbatches 2"),
+}
 
 
 def load(path: Path) -> ModuleType:

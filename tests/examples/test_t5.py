@@ -14,25 +14,17 @@ from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPP
 from echelon.plugins.base import Plugin
 
 from ..pool import Pool
-from .scripts import EXAMPLES, load, losses, run_here, trained
+from .scripts import EXAMPLES, FP32, LAYOUTS, load, losses, run_here, trained
 
 SCRIPT = EXAMPLES / "language" / "t5" / "finetune.py"
 tasks = load(SCRIPT.parent / "tasks.py")
 decoding = load(SCRIPT.parent / "decoding.py")
 
-FP32 = "--precision fp32"
 # Three digits are learned fast; batches of 50 leave 3 of the 103 texts to test with for the last one.
 SMALL = (
     *("--longest", "3", "--num_train", "1500", "--num_test", "103", "--batch_size", "50", "--lr", "4e-3"),
     *("--epochs", "2", "--num_microbatches", "2"),
 )
-LAYOUTS = {
-    "tp2": (2, f"{FP32} --tp_size 2 --pp_size 1"),
-    "pp2": (2, f"{FP32} --tp_size 1 --pp_size 2"),
-    "tp2pp2": (4, f"{FP32} --tp_size 2 --pp_size 2"),
-    "dp2zero1": (2, f"{FP32} --tp_size 1 --pp_size 1 --zero_stage 1"),
-    "low_level_zero": (2, f"{FP32} --plugin low_level_zero --zero_stage 2"),
-}
 # Of a booster for `answers_and_expected`.
 PLUGINS: dict[str, tuple[int, Callable[[], Plugin]]] = {
     "tp2pp2": (4, partial(HybridParallelPlugin, 2, 2, precision="fp32", num_microbatches=2)),

@@ -10,19 +10,15 @@ import torch
 from transformers import ViTConfig, ViTForImageClassification
 
 from ..pool import Pool
-from .scripts import EXAMPLES, load, losses, run_here, trained
+from .scripts import EXAMPLES, FP32, load, losses, run_here, trained
+from .scripts import LAYOUTS as ALL_LAYOUTS
 
 SCRIPT = EXAMPLES / "images" / "vit" / "finetune.py"
 digits = load(SCRIPT.parent / "digits.py")
 
-FP32 = "--precision fp32"
-# The default batch of 32 leaves 8 of the 360 test samples for the last one.
 LAYOUTS = {
-    "tp2": (2, f"{FP32} --tp_size 2 --pp_size 1"),
-    "pp2": (2, f"{FP32} --tp_size 1 --pp_size 2 --pp_style zbh1"),
-    "tp2pp2": (4, f"{FP32} --tp_size 2 --pp_size 2"),
-    "dp2zero1": (2, f"{FP32} --tp_size 1 --pp_size 1 --zero_stage 1"),
-    "low_level_zero": (2, f"{FP32} --plugin low_level_zero --zero_stage 2 --num_microbatches 2"),
+    **ALL_LAYOUTS,
+    "pp2zbh1": (2, f"{FP32} --tp_size 1 --pp_size 2 --pp_style zbh1"),
     "ddp2": (2, "--plugin torch_ddp"),
 }
 needs_digits = pytest.mark.skipif(bool(digits.faults()), reason="scikit-learn is not installed")
@@ -30,7 +26,6 @@ needs_digits = pytest.mark.skipif(bool(digits.faults()), reason="scikit-learn is
 
 @needs_digits
 def test_no_digit_is_lost_and_all_runs_test_with_the_same() -> None:
-    pytest.importorskip("sklearn")
     train, test = digits.splits()
     assert (len(train), len(test)) == (1437, 360)
     torch.manual_seed(1)
@@ -121,7 +116,9 @@ def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 @pytest.mark.slow
 @needs_digits
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", LAYOUTS
+)  # 32, the default batch, leaves 8 of 360 test samples for the last one
 def test_a_layout_reads_as_many_digits_as_one_process(
     pool: Pool, tmp_path: Path, alone: list[dict], layout: str
 ) -> None:
