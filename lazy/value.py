@@ -109,10 +109,6 @@ class Value:
         read = [each.value for each in self.call.reads()]
         return [each for each in dict.fromkeys([self.before, *read]) if each is not None]
 
-    def is_read_beside(self) -> bool:
-        """Whether the call reads what it finds also from elsewhere, where it has to stay."""
-        return self.before is not None and any(each.value is self.before for each in self.call.reads())
-
 
 def make(value: Value) -> UntypedStorage:
     """Memory on the CPU that holds a value. What that is made of is freed as soon as it is not needed.
@@ -172,7 +168,7 @@ def _made_of(value: Value, needs: dict[Value, UntypedStorage], *, is_kept: bool)
         return _returned(value, needs)
     if value.before is None:
         own = UntypedStorage(value.num_bytes, device="cpu")
-    elif is_kept or value.is_read_beside():
+    elif is_kept:
         own = needs[value.before].clone()
     else:
         own = needs[value.before]

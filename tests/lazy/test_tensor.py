@@ -40,6 +40,14 @@ def read_before_it_is_drawn_anew(module: nn.Module) -> None:
     module.register_buffer("late", module.weight[:, 1:] + module.early[:, :1])
 
 
+def read_before_it_is_changed(module: nn.Module) -> None:
+    init.normal_(module.weight)
+    early = module.weight * 2
+    module.weight.add_(1)
+    module.register_buffer("both", early + module.weight)
+    module.register_buffer("turned", module.weight * 3 + early)
+
+
 def copied_from_what_changes_later(module: nn.Module) -> None:
     source = np.arange(35, dtype=np.float32).reshape(5, 7)
     module.weight.copy_(torch.from_numpy(source))
@@ -97,6 +105,7 @@ def read_by_what_writes(module: nn.Module) -> None:
     module.weight.mul_(module.weight).add_(module.weight.sum())
     module.weight.copy_(module.weight.flip(0))
     module.weight[:2].copy_(module.weight[3:])
+    module.weight.data.copy_(module.weight.data)
     module.weight[2] = 4
 
 
@@ -110,6 +119,7 @@ def onto_what_is_there(module: nn.Module) -> None:
 CHANGES = (
     orthogonal_twice,
     read_before_it_is_drawn_anew,
+    read_before_it_is_changed,
     copied_from_what_changes_later,
     row_by_row,
     decided_by_numbers,
