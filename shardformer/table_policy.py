@@ -78,9 +78,9 @@ class TablePolicy(Policy):
             .after(
                 entry=tuple(map(self._from_model, stages.entry)),
                 leading=tuple(
-                    path
-                    for path, name in ((self._from_model(name), name) for name in stages.leading)
-                    if name not in stages.optional or has_submodule(self.model, path)
+                    self._from_model(name)
+                    for name in stages.leading
+                    if name not in stages.optional or has_submodule(self.model, self._from_model(name))
                 ),
                 everywhere=tuple(map(self._from_model, stages.everywhere)),
             )
