@@ -16,6 +16,7 @@ from echelon.lazy import materialize
 from echelon.lazy.tensor import LazyTensor
 from echelon.plugins.hybrid_module import HybridParallelModule
 from echelon.shardformer import model_types, table_for
+from echelon.verify.matrix import FeatureCase
 from echelon.verify.models import ModelChoice, heads_of
 
 from ..models.chatglm import register_chatglm
@@ -86,11 +87,18 @@ def split_in_both_ways(model_type: str, tp_size: int, pp_size: int) -> list[str]
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*WITH_TABLE, *TYPES)],
+    "case",
+    [
+        pytest.param(
+            FeatureCase(model_type=name, feature="lazy initialization"),
+            id=name,
+            marks=() if name in QUICK else pytest.mark.slow,
+        )
+        for name in (*WITH_TABLE, *TYPES)
+    ],
 )
-def test_a_lazily_built_model_is_split_as_an_eager_one(pool: Pool, model_type: str) -> None:
-    assert pool.run(4, split_in_both_ways, model_type, 2, 2) == [[]] * 4
+def test_a_lazily_built_model_is_split_as_an_eager_one(pool: Pool, case: FeatureCase) -> None:
+    assert pool.run(4, split_in_both_ways, case.model_type, 2, 2) == [[]] * 4
 
 
 def test_the_matrix_has_a_row_for_each_type() -> None:
