@@ -147,6 +147,7 @@ def test_the_first_steps_of_tp2_pp2_are_those_of_one_process(pool: Pool, tmp_pat
     assert figures.keys() == {"exact", "exact_sort", "exact_reverse", "exact_sum", "loss"}
 
 
+@pytest.mark.slow
 def test_a_missed_target_ends_with_status_1_and_the_picture_is_drawn_all_the_same(
     pool: Pool, tmp_path: Path
 ) -> None:

@@ -58,6 +58,7 @@ def without_scikit_learn(*words: str) -> tuple[int, str]:
         return run_here(SCRIPT, *words)
 
 
+@pytest.mark.slow
 @needs_digits
 def test_a_pretrained_model_gets_a_new_head(pool: Pool, tmp_path: Path) -> None:
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
