@@ -40,7 +40,7 @@ _OLDER_BEIT = replace(
         everywhere=(_SHARED,),
         are_entries_reckoned=True,
         arity=1,
-        collecting=("out_features", "fpn"),
+        collecting=("out_features", "fpn1"),
     ),
     optional=(_BIAS,),
     split={f"{_BIAS}.relative_position_bias_table": 1},

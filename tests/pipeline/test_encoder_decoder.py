@@ -191,11 +191,11 @@ def test_a_position_bias_is_one_parameter_on_every_stage_of_its_stack() -> None:
     for part in ranks.parts:
         assert sum("relative_attention_bias" in key for key in part.state_dict()) == 2
         for _, parameter in part.named_parameters():
-            parameter.data.mul_(2)
-    doubled = build("T5ForConditionalGeneration")
-    for parameter in doubled.parameters():
-        parameter.data.mul_(2)
-    require_same_training(doubled, ranks)
+            parameter.data.mul_(1.25)
+    larger = build("T5ForConditionalGeneration")
+    for parameter in larger.parameters():
+        parameter.data.mul_(1.25)
+    require_same_training(larger, ranks)
 
 
 def test_another_module_in_the_place_of_a_borrowed_one_is_called() -> None:
@@ -228,7 +228,7 @@ def test_a_batch_without_what_the_decoder_needs_is_refused_as_ever() -> None:
     del batch["labels"]
     ranks = cut(model, plan_of(model), (0, 1), [0, 4, 8])
     (encoded,) = ranks.stages[0].forward(batch, ())
-    with pytest.raises(ValueError, match=r"input_ids or inputs_embeds"):
+    with pytest.raises(ValueError, match=r"input_ids or \w*inputs_embeds"):
         ranks.stages[1].forward(batch, (encoded,))
 
 
