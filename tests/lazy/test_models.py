@@ -26,7 +26,7 @@ from ..pool import Pool
 from .compare import built_in_both_ways, differences
 
 WITH_TABLE = (*model_types(), "timm")
-QUICK = ("llama", "t5")
+QUICK = ("llama",)
 
 
 def build(model_type: str, head: str | None = None, *, tied: bool = False, seed: int = 3) -> nn.Module:
