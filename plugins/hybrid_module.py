@@ -25,7 +25,9 @@ class HybridParallelModule(nn.Module):
         self.module = module
         self.plugin = plugin
         self.optimizer: ShardedOptimizer | None = None
-        self.names = names
+        self.state_names = (
+            names.state
+        )  # `names` itself would keep the parameters of all other stages in memory
         self._held = names.held(module)
         splits_backward = plugin.config.pipeline.splits_backward(plugin.pp_size)
         self.engine = PipelineEngine(

@@ -361,7 +361,7 @@ class HybridParallelPlugin(Plugin):
         assert isinstance(model, HybridParallelModule)
         with naming_failures("load_model"):
             tensors = model.tensors()
-            load_model_file(path, tensors, _placements(tensors), self.mesh, names=model.names.state)
+            load_model_file(path, tensors, _placements(tensors), self.mesh, names=model.state_names)
             if model.optimizer is not None:
                 model.optimizer.refresh_masters()
 

@@ -178,6 +178,11 @@ REFUSALS = {
 }
 
 
+def test_what_stands_on_another_stage_leaves_the_memory(pool: Pool) -> None:
+    first, second = pool.run(2, training.kept_under_two_stages)
+    assert first and second and not first & second
+
+
 @pytest.mark.parametrize("name", REFUSALS)
 def test_a_bad_configuration_is_refused_alike_on_every_rank_all_faults_at_once(pool: Pool, name: str) -> None:
     messages = pool.run(2, getattr(training, name))

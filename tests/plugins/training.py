@@ -1,6 +1,8 @@
 """What the plugin tests run on every rank. Small models, a few steps."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -342,6 +344,18 @@ def refuse_width_and_foreign_optimizer() -> str:
     choice = ModelChoice(model_type="llama", settings=(("intermediate_size", 25),))
     model, other = choice.build(), choice.build()
     return refused(lambda: booster.boost(model, make_optimizer(other), loss_of))
+
+
+def kept_under_two_stages() -> set[str]:
+    """The names of those parameters of the model that still exist once it is boosted."""
+    booster = hybrid(pp_size=2)
+    model = ModelChoice(model_type="bert").build()
+    optimizer = make_optimizer(model)
+    parameters = {name: weakref.ref(each) for name, each in model.named_parameters()}
+    boosted = booster.boost(model, optimizer, loss_of)
+    gc.collect()
+    assert boosted
+    return {name for name, parameter in parameters.items() if parameter() is not None}
 
 
 def refuse_few_layers() -> str:
