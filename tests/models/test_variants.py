@@ -82,6 +82,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object], Layout]] = {
         },
         TP4,
     ),
+    "arcee, whose table is derived, 6 heads, 2 keys on 4 ranks": ("arcee", heads(6, 2), TP4),
     "bloom, 3 heads": ("bloom", {"hidden_size": 24, "n_head": 3}, MIXED),
     "gpt2, 3 heads": ("gpt2", {"n_embd": 24, "n_head": 3}, MIXED),
     "gptj, 3 heads": ("gptj", {"n_embd": 24, "n_head": 3}, TP2),
