@@ -15,6 +15,7 @@ _OLDER = Table(
     regions=(_ATTENTION, "intermediate"),
     column=(*(f"{_ATTENTION}.{name}" for name in ("query", "key", "value")), "intermediate.dense"),
     row=("attention.output.dense", "output.dense"),
+    attention={_ATTENTION: "attention.output.dense"},
     divide=(f"{_ATTENTION}.num_attention_heads", f"{_ATTENTION}.all_head_size"),
     dropout={
         _ATTENTION: RegionDropout(probability=f"{_ATTENTION}.dropout_prob", row="attention.output.dense")
@@ -35,6 +36,7 @@ _BIAS = f"{_ATTENTION}.relative_position_bias"
 _SHARED = "encoder.relative_position_bias"
 _OLDER_BEIT = replace(
     _OLDER,
+    attention={},
     stage=replace(
         _OLDER_STAGE,
         everywhere=(_SHARED,),
