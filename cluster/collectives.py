@@ -11,7 +11,8 @@ section 4.2).
     gather_to       S -> R   backward: reduce-scatter (the consumer has split weights: gradients are partial)
     reduce_scatter  P -> S   backward: all-gather
 
-A group of one rank communicates nothing. Every rank of a group must call, in the same order.
+A group of one rank communicates nothing. Every rank of a group must call, in the same order. Gradients of gradients
+raise.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from .read_sums import begin_sum_by_reading
 from .renamed import all_gather_single, reduce_scatter_single
@@ -75,6 +77,7 @@ class _CopyTo(Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return all_reduce(gradient, ctx.group), None
 
@@ -90,6 +93,7 @@ class _BeginCopyTo(Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         ctx.under_way.append(begin_all_reduce(gradient, ctx.group))
         return gradient, None, None
@@ -104,6 +108,7 @@ class _EndCopyTo(Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.under_way.pop()(), None
 
@@ -114,6 +119,7 @@ class _ReduceFrom(Function):
         return all_reduce(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
@@ -125,6 +131,7 @@ class _ScatterTo(Function):
         return own_slice(x, group, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return all_gather(gradient, ctx.group, ctx.dim), None, None
 
@@ -136,6 +143,7 @@ class _GatherFrom(Function):
         return all_gather(x, group, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return own_slice(gradient, ctx.group, ctx.dim), None, None
 
@@ -147,6 +155,7 @@ class _GatherTo(Function):
         return all_gather(x, group, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return sum_slice(gradient, ctx.group, ctx.dim), None, None
 
@@ -158,6 +167,7 @@ class _ReduceScatter(Function):
         return sum_slice(x, group, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return all_gather(gradient, ctx.group, ctx.dim), None, None
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 from transformers.pytorch_utils import Conv1D
 
@@ -31,6 +32,7 @@ class _Held(NamedTuple):
     x_NI: Tensor
     gradient_NO: Tensor
     is_transposed: bool
+    backward: int  # autograd's number of the one that it is of
 
 
 class WeightGradients:
@@ -91,11 +93,14 @@ class _Later(Function):
         return weight.view_as(weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
         while ctx.held:
-            _, x_NI, gradient_NO, is_transposed = ctx.held.pop()
-            product = _weight_gradient(x_NI, gradient_NO, is_transposed)
-            gradient = product if gradient is None else gradient + product
+            held = ctx.held.pop()
+            # Not of one that asked for gradients of inputs alone, and never came here.
+            if held.backward == torch._C._current_graph_task_id():
+                product = _weight_gradient(held.x_NI, held.gradient_NO, held.is_transposed)
+                gradient = product if gradient is None else gradient + product
         return gradient, None
 
 
@@ -120,8 +125,9 @@ def linear(
     Returns:
         (..., O).
     """
-    # A weight that is computed from others (weight_norm, pruning) has a graph that backward runs through once.
-    is_own = weight.is_leaf and weight.requires_grad
+    # A weight that is computed from others (weight_norm, pruning) has a graph that backward runs through once; under
+    # autocast products are of other formats than what they are made of.
+    is_own = weight.is_leaf and weight.requires_grad and not torch.is_autocast_enabled(x.device.type)
     if (weight_gradients is None and later is None) or not is_own or not torch.is_grad_enabled():
         return torch.nn.functional.linear(x, weight.T if is_transposed else weight, bias)
     through = weight if later is None else later.weight
@@ -142,12 +148,13 @@ class _Keep(NamedTuple):
 
     def gradient(self, x_NI: Tensor, gradient_NO: Tensor) -> Tensor | None:
         """The weight's gradient, or None where it waits."""
-        held = _Held(self.parameter, x_NI, gradient_NO, self.is_transposed)
+        backward = torch._C._current_graph_task_id()
+        held = _Held(self.parameter, x_NI, gradient_NO, self.is_transposed, backward)
         if self.store is not None and self.store.takes(held):
             return None
         if self.later is None:
             return _weight_gradient(x_NI, gradient_NO, self.is_transposed)
-        self.later.append(held)
+        self.later[:] = [each for each in self.later if each.backward == backward] + [held]
         return None
 
 
@@ -161,6 +168,7 @@ class _SplitLinear(Function):
         return torch.nn.functional.linear(x, weight.T if keep.is_transposed else weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         needs_input, _, needs_bias, _ = ctx.needs_input_grad

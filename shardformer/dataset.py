@@ -37,11 +37,20 @@ def loader_settings(source: Dataset | DataLoader) -> dict[str, Any]:
         return {"dataset": source, **plain}
     _require_length(source.dataset)
     kinds = (SequentialSampler, RandomSampler)
-    if type(source.batch_sampler) is not BatchSampler or type(source.sampler) not in kinds:
+    sampler = source.sampler
+    is_plain = getattr(sampler, "data_source", None) is source.dataset and not getattr(
+        sampler, "replacement", False
+    )
+    is_whole = getattr(sampler, "_num_samples", None) is None
+    if (
+        type(source.batch_sampler) is not BatchSampler
+        or type(sampler) not in kinds
+        or not (is_plain and is_whole)
+    ):
         raise ValueError(
             f"this DataLoader has a {type(source.batch_sampler).__name__} over a {type(source.sampler).__name__}, "
-            "whose order cannot be dealt out: give one with shuffle=True or False and a batch_size, or the data set "
-            "itself"
+            "whose choice or order cannot be dealt out: give one with shuffle=True or False and a batch_size, or the "
+            "data set itself"
         )
     return {
         **{name: getattr(source, name) for name in _KEPT},

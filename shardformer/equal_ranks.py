@@ -1,5 +1,6 @@
 """What has to be equal on several ranks, compared: models before they are split, inputs at each call."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,6 +42,27 @@ def require_equal_models(model: nn.Module, *groups: ProcessGroup) -> None:
         )
 
 
+def raise_alike(faults: list[str], *groups: ProcessGroup) -> None:
+    """Raise where this rank found faults or another one did, which would leave this one waiting. All-gather over each.
+
+    Args:
+        faults: of this rank.
+        groups: axes of a grid.
+
+    Raises:
+        ValueError: on every rank of the grid.
+    """
+    is_faulty = bool(faults)
+    for group in groups:
+        is_faulty = any(flag for (flag,) in gather_integers((int(is_faulty),), group))
+    if faults:
+        raise ValueError("\n".join(faults))
+    if is_faulty:
+        raise ValueError(
+            "another rank found faults that this one does not have, and tells them: give all ranks alike"
+        )
+
+
 def compare_inputs(model: nn.Module, group: ProcessGroup) -> None:
     """Let every call of a split model compare its inputs over the tensor axis, by a hook. All-gather of a number each.
 
@@ -54,13 +76,20 @@ def compare_inputs(model: nn.Module, group: ProcessGroup) -> None:
         # Tensors alone: a cache or an encoder's output differs in its last bits, and is made of inputs.
         own: list[Any] = [[each for each in args if isinstance(each, Tensor)]]
         own += [[name, each] for name, each in kwargs.items() if isinstance(each, Tensor)]
-        if differing := _differing(batch_hash(own), group):
+        random = _random_hash(module) if module.training and drops else 0
+        found = gather_integers((batch_hash(own), int(module.training), random), group)
+        if differing := _differing(found, 0):
             raise ValueError(
                 f"the inputs of rank(s) {differing} of the tensor axis differ from those of its first rank, and all of "
                 "them compute one model: give them equal batches (ShardFormer.shard_dataset does), and draw tokens "
                 "from equal random states (launch_from_torch(seed=...) seeds all ranks equally)"
             )
-        if module.training and drops and (differing := _differing(_random_hash(module), group)):
+        if differing := _differing(found, 1):
+            raise ValueError(
+                f"rank(s) {differing} of the tensor axis call the model in another mode (training or evaluation) than "
+                "its first rank: call model.train() and model.eval() on all ranks alike"
+            )
+        if differing := _differing(found, 2):
             raise ValueError(
                 f"the random state of rank(s) {differing} of the tensor axis differs from that of its first rank, and "
                 "they would drop different entries of one activation: seed them equally (launch_from_torch(seed=...) "
@@ -76,10 +105,9 @@ def _sample(tensor: Tensor) -> Tensor | int:
     return tensor.detach().reshape(-1)[:: max(tensor.numel() // SAMPLE, 1)]
 
 
-def _differing(own: int, group: ProcessGroup) -> list[int]:
-    """The ranks of a group whose number is not that of its first one. All-gather."""
-    codes = [code for (code,) in gather_integers((own,), group)]
-    return [rank for rank, code in enumerate(codes) if code != codes[0]]
+def _differing(found: Sequence[Sequence[int]], place: int) -> list[int]:
+    """The ranks whose number at this place is not that of the first one."""
+    return [rank for rank, own in enumerate(found) if own[place] != found[0][place]]
 
 
 def _drops(model: nn.Module) -> bool:

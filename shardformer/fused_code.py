@@ -2,7 +2,8 @@
 
 [Note: compiled code] What is compiled is the forward of transformers' own class, as it is. It runs on a shadow of the
 module, in which everything that has weights is opaque to the compiler: it is called as ever, with its hooks,
-collectives and split backwards. Only a linear layer whose result goes into an activation leaves its bias to the
+collectives and split backwards. A module that was changed since runs as ever (another child or attribute, a hook on
+what was compiled). Only a linear layer whose result goes into an activation leaves its bias to the
 compiled code, which adds it in front of the activation. Random numbers are drawn as without compiling, so dropout
 drops the same entries.
 """
@@ -22,9 +23,10 @@ from ..pipeline.stand_in import StandIn
 from .fused_patterns import activated, adds_dropout
 from .layer.key_value import SharedKeyValueLinear1D_Col
 from .layer.linear import Linear1D_Col
-from .layer.parallel_module import ParallelModule
+from .layer.parallel_module import AROUND_FORWARD, ParallelModule
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_OF_ONE = ("_modules", "_natives", "_shadow", "training")  # attributes of a module or its shadow alone
 # Graphs are small: a pool of processes to compile them would take longer to start.
 _OPTIONS: dict[str, Any] = {"fallback_random": True, "compile_threads": 1}
 
@@ -84,10 +86,13 @@ def _leaves_bias(module: nn.Module | None) -> bool:
         module, "weight_gradients"
     )  # see split_backward.py
     is_gathered = getattr(module, "gather_output", False)
+    return is_known and not is_gathered and _has_own_bias(module)
+
+
+def _has_own_bias(module: nn.Module) -> bool:
+    """Whether a layer has a bias of its own, and nobody sees what it returns."""
     is_watched = "forward" in vars(module) or module._forward_hooks or module._backward_hooks
-    return bool(
-        is_known and not is_gathered and not is_watched and module._parameters.get("bias") is not None
-    )
+    return not is_watched and module._parameters.get("bias") is not None
 
 
 def _is_activation(module: nn.Module | None) -> bool:
@@ -168,8 +173,32 @@ def _shadow_of(module: nn.Module) -> nn.Module:
         seen[linear] = _OpaqueProduct(module, linear)
         seen[activation] = _Biased(module, linear=linear, activation=after)
     shadow = copy.copy(module)
+    vars(shadow)["_natives"] = dict(module._modules)
     vars(shadow)["_modules"] = seen
     return shadow
+
+
+def _own_attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module and its shadow have in common."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_ONE}
+
+
+def _is_as_compiled(module: nn.Module, shadow: nn.Module) -> bool:
+    """Whether nobody has changed a module since: its attributes and children, and hooks of what was compiled."""
+    own, other = _own_attributes(module), _own_attributes(shadow)
+    natives = vars(shadow)["_natives"]
+    if own.keys() != other.keys() or any(own[name] is not other[name] for name in own):
+        return False
+    for name, child in module._modules.items():
+        seen = shadow._modules.get(name)
+        if child is not natives.get(name):
+            return False
+        if isinstance(seen, _OpaqueProduct) and not (child is not None and _has_own_bias(child)):
+            return False
+        is_compiled = child is not None and not isinstance(seen, _Opaque)
+        if is_compiled and any(getattr(child, hooks) for hooks in AROUND_FORWARD):
+            return False
+    return len(natives) == len(module._modules)
 
 
 def _bias_unless_left(self: nn.Module) -> Tensor | None:
@@ -200,8 +229,13 @@ def _compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         shadow = vars(self)["_shadow"]
+        if not _is_as_compiled(self, shadow):
+            return kind.forward(self, *args, **kwargs)
         shadow.training = self.training
-        return compiled(shadow, *args, **kwargs)
+        try:
+            return compiled(shadow, *args, **kwargs)
+        finally:
+            vars(self).update(_own_attributes(shadow))
 
     return type(f"Compiled{kind.__name__}", (kind,), {"forward": forward})
 

@@ -240,8 +240,9 @@ class FusedNorm(nn.Module):
 
     _compute: Kernel
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., H) in and out, in the format of x."""
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        """(..., H) in and out, in the format of the input, whatever that is called."""
+        (x,) = (*args, *kwargs.values())
         weight: Any = self.weight
         bias: Any = getattr(self, "bias", None)
         return self._compute(x, weight, bias, epsilon_of(self))

@@ -8,6 +8,7 @@ from torch.nn import Parameter
 
 from ..cluster.collectives import all_gather
 from ..cluster.placement import Shard, placement_of
+from ..pipeline.cut import held_stages
 from .whole_gradients import axes_of
 
 
@@ -37,12 +38,15 @@ def clip_grad_norm_(
         raise ValueError(
             f"max_norm={max_norm} must be at least 0 and norm_type={norm_type} above 0, or inf each"
         )
+    if any(stage.bounds for stage in held_stages(model).values()):
+        raise ValueError(
+            "this model is one stage of a pipeline, which is not the whole: clip by a booster's optimizer"
+        )
     axes = axes_of(model)
     parameters = list(model.parameters())
     if axes is None and any(placement_of(parameter) is not None for parameter in parameters):
         raise ValueError(
-            "no ShardFormer trains this model: under a booster call optimizer.clip_grad_by_norm(max_norm), and of one "
-            "for inference_only there is nothing to clip"
+            "no ShardFormer split this model: under a booster call optimizer.clip_grad_by_norm(max_norm)"
         )
     group = None if axes is None else axes.tensor
     rank = 0 if group is None else group.rank()

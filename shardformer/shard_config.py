@@ -90,6 +90,11 @@ class ShardConfig:
         return all(self._size(axis) == 1 or self._group(axis) is not None for axis in _AXES)
 
     @property
+    def active_group(self) -> dist.ProcessGroup | None:
+        """The tensor axis, unless it is to be ignored."""
+        return self._group("tensor_parallel")
+
+    @property
     def split_group(self) -> dist.ProcessGroup | None:
         """The tensor axis, where it has several ranks."""
         return self._group("tensor_parallel") if self.tensor_parallel_size > 1 else None
@@ -119,6 +124,11 @@ class ShardConfig:
         ]
         if found:
             return found
+        if len(common := self._common_ranks()) > 1:
+            found.append(
+                f"tensor_parallel_process_group and data_parallel_process_group have the ranks {sorted(common)} in "
+                "common, and a rank's pieces would be averaged with others: two axes share this rank alone"
+            )
         for axis, other in (_AXES, _AXES[::-1]):
             size, group = given[axis], self._group(axis)
             if size is not None and group is not None and group.size() != size:
@@ -133,6 +143,13 @@ class ShardConfig:
                 )
         return found
 
+    def _common_ranks(self) -> list[int]:
+        """The ranks that are in the groups of both axes."""
+        groups = [group for axis in _AXES if (group := self._group(axis)) is not None]
+        if len(groups) < len(_AXES):
+            return []
+        return sorted(set.intersection(*(set(dist.get_process_group_ranks(group)) for group in groups)))
+
     def _switch_faults(self) -> list[str]:
         """What contradicts each other, and numbers out of their range."""
         found = []
@@ -145,7 +162,10 @@ class ShardConfig:
                 f"tensor_parallel_size={self.tensor_parallel_size} asks for what enable_tensor_parallelism=False turns "
                 "off: leave one of them out"
             )
-        if self.gather_output is not None and self.parallel_output is self.gather_output:
+        if (
+            None not in (self.gather_output, self.parallel_output)
+            and self.parallel_output == self.gather_output
+        ):
             found.append(
                 f"parallel_output={self.parallel_output} and gather_output={self.gather_output} contradict each "
                 "other, since one leaves logits split and the other gathers them: give one of them"

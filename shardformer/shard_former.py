@@ -17,11 +17,11 @@ from ..lazy import materialize
 from . import tables as tables  # registers them
 from .dataset import loader_settings
 from .derived import derived_table
-from .equal_ranks import compare_inputs, require_equal_models
+from .equal_ranks import compare_inputs, raise_alike, require_equal_models
 from .policy import Policy
 from .shard_config import ShardConfig
 from .sharder import ModelSharder
-from .table import model_types, table_for, table_for_class
+from .table import Table, model_types, table_for, table_for_class
 from .table_policy import TablePolicy
 from .whole_cache import refuse_whole_caches
 from .whole_gradients import axes_of, make_gradients_whole
@@ -70,12 +70,12 @@ class ShardFormer:
             data_parallel_process_group=mesh.group("dp"),
         )
 
-    def shard_model(self, model: nn.Module, policy: Policy | None = None) -> nn.Module:
+    def shard_model(self, model: nn.Module, policy: Policy | Table | None = None) -> nn.Module:
         """`optimize`, after the model was brought to this rank's device; returns the model alone."""
         return self.optimize(model.to(default_device()), policy)[0]
 
     def optimize(
-        self, model: nn.Module, policy: Policy | None = None
+        self, model: nn.Module, policy: Policy | Table | None = None
     ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
         """Cut the model down to this rank's stage and split it over the tensor axis, in place.
 
@@ -85,7 +85,7 @@ class ShardFormer:
 
         Args:
             model: a whole model, not yet split, equal on all ranks.
-            policy: how; None takes the table of the model's type.
+            policy: how, by a policy or a table; None takes the table of the model's type.
 
         Returns:
             The model, and the parameters that several stages hold: for each, its tensor by stage.
@@ -101,9 +101,9 @@ class ShardFormer:
         sharder = None
         if policy is not None or config.tensor_parallel_size * config.num_stages > 1:
             sharder = sharder_or_faults(model, policy, config, faults)
-        if faults:
-            raise ValueError("\n".join(faults))
-        if groups := [each for each in (config.split_group, config.replica_group) if each is not None]:
+        groups = [each for each in (config.split_group, config.replica_group) if each is not None]
+        raise_alike(faults, *groups)
+        if groups:
             require_equal_models(model, *groups)
         fused.choose_attention(model, device)
         shared = []
@@ -114,11 +114,13 @@ class ShardFormer:
         fused.fuse(model, dtype)
         if config.inference_only:
             model.requires_grad_(False).eval()
-        else:
-            make_gradients_whole(model, tensor=config.split_group, data=config.replica_group)
+        make_gradients_whole(
+            model, tensor=config.split_group, data=config.replica_group
+        )  # should it be trained yet
         if config.split_group is not None:
             compare_inputs(model, config.split_group)
             refuse_whole_caches(model)
+            _refuse_saving(model)
         return model, shared
 
     def shard_dataset(
@@ -204,10 +206,25 @@ def _computing(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     return default_device() if first.is_meta else first.device, first.dtype
 
 
+def _refuse_saving(model: nn.Module) -> None:
+    """Let `save_pretrained` say that it would save a part."""
+
+    def save_pretrained(*_: Any, **__: Any) -> None:
+        raise RuntimeError(
+            "this rank holds a part of each split weight, and save_pretrained would write it for the whole: train with "
+            "a booster and call booster.save_model(model, path), or save what the plain model is made of"
+        )
+
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = save_pretrained  # type: ignore[assignment]
+
+
 def sharder_or_faults(
-    model: nn.Module, policy: Policy | None, config: ShardConfig, faults: list[str]
+    model: nn.Module, policy: Policy | Table | None, config: ShardConfig, faults: list[str]
 ) -> ModelSharder | None:
     """What will split a model by a policy, by None that of its type; None where it cannot, and why, to `faults`."""
+    if isinstance(policy, Table):
+        policy = TablePolicy(policy)
     try:
         return ModelSharder(model, policy or policy_for(model), config)
     except ValueError as error:

@@ -7,9 +7,10 @@ from ..cluster.launch import launch_from_torch
 from .policy import Policy
 from .shard_config import ShardConfig
 from .shard_former import ShardFormer
+from .table import Table
 
 
-def shard_model(model: nn.Module, policy: Policy | None = None) -> nn.Module:
+def shard_model(model: nn.Module, policy: Policy | Table | None = None) -> nn.Module:
     """Split a model over all processes of torchrun, in place: the world is the tensor axis.
 
     Starts the process group where nobody has, by `launch_from_torch()`, which seeds all ranks equally; a plain `python
@@ -17,7 +18,7 @@ def shard_model(model: nn.Module, policy: Policy | None = None) -> nn.Module:
 
     Args:
         model: equal on all ranks, not yet split.
-        policy: how; None takes the table of the model's type.
+        policy: how, by a policy or a table; None takes the table of the model's type.
 
     Raises:
         ValueError: no policy is known, it cannot do what is asked, or models differ; on every rank alike.

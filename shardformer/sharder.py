@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..pipeline.cut import cut_stages, held_stages, remember_stages
 from ..pipeline.stand_in import StandIn
 from .checkpoint_config import recomputable_layers
+from .layer.parallel_module import ParallelModule
 from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from .shard_config import ShardConfig
 
@@ -123,7 +124,13 @@ class ModelSharder:
             ) from None
         if isinstance(native, StandIn):  # on another stage
             return
-        group = self.shard_config.tensor_parallel_process_group
+        group = self.shard_config.active_group
+        kind = replacement.target_module
+        if group is None and isinstance(kind, type) and issubclass(kind, ParallelModule):
+            raise ValueError(
+                f"the policy puts a {kind.__name__} in the place of {replacement.suffix!r}, and there is no tensor "
+                "axis (no group, or enable_tensor_parallelism=False): let module_policy ask for tensor_parallel_size"
+            )
         target = replacement.target_module.from_native_module(native, group, **replacement.kwargs)
         if target is not native:
             module.set_submodule(replacement.suffix, target)

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from ...lazy.tensor import LazyTensor
 
 # Where a module keeps what runs around its forward; accelerate puts a forward of its own on the instance.
-_AROUND_FORWARD = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+AROUND_FORWARD = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class ParallelModule(nn.Module, ABC):
@@ -45,7 +45,7 @@ def native_faults(module: nn.Module, *kinds: type[nn.Module]) -> list[str]:
             "own would be lost. Split the plain model, or write a policy that knows this class"
         ]
     found = []
-    if "forward" in vars(module) or any(getattr(module, name) for name in _AROUND_FORWARD):
+    if "forward" in vars(module) or any(getattr(module, name) for name in AROUND_FORWARD):
         found.append(
             "has hooks or a forward of its own, which would be lost: register them after the model is split"
         )

@@ -1,5 +1,6 @@
 """Weight gradients are computed while the sum of input gradients is under way."""
 
+import copy
 from collections.abc import Callable
 from unittest.mock import patch
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from echelon.cluster import collectives
+from echelon.cluster.placement import Shard, placement_of
 from echelon.pipeline import split_backward
 from echelon.shardformer import ShardConfig, ShardFormer
 
@@ -102,6 +104,69 @@ def check_order(build: Callable[[], nn.Module], is_read: bool) -> list[str]:
 
 def no_sum(x: Tensor, group: dist.ProcessGroup) -> None:
     """In the place of what reads memory: it cannot."""
+
+
+@pytest.mark.parametrize("call", ["grad", "backward of inputs"])
+def test_asking_for_gradients_of_inputs_first_adds_nothing_to_those_of_weights(pool: Pool, call: str) -> None:
+    pool.run(2, check_inputs_first, call)
+
+
+def check_inputs_first(call: str) -> None:
+    torch.manual_seed(1)
+    model = llama()
+    embeds, labels = torch.randn(2, 3, 16, requires_grad=True), torch.arange(6).view(2, 3)
+    whole = copy.deepcopy(model)
+    whole(inputs_embeds=embeds, labels=labels).loss.backward()
+    config = ShardConfig(tensor_parallel_process_group=dist.group.WORLD)
+    model, _ = ShardFormer(config).optimize(model)
+    loss = model(inputs_embeds=embeds, labels=labels).loss
+    for _ in range(2):
+        if call == "grad":
+            torch.autograd.grad(loss, embeds, retain_graph=True)
+        else:
+            loss.backward(inputs=[embeds], retain_graph=True)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    expected = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        placement = placement_of(parameter)
+        if (own := expected[name].grad) is None:  # the embedding
+            continue
+        own = 2 * own
+        if isinstance(placement, Shard):
+            own = placement.local(own, dist.get_rank())
+        torch.testing.assert_close(parameter.grad, own, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_gradients_are_refused(pool: Pool) -> None:
+    pool.run(2, check_double_backward)
+
+
+def check_double_backward() -> None:
+    model = ShardFormer(ShardConfig(tensor_parallel_process_group=dist.group.WORLD)).optimize(llama())[0]
+    model.set_attn_implementation("eager")
+    embeds = torch.randn(2, 3, 16, requires_grad=True)
+    loss = model(inputs_embeds=embeds, labels=torch.arange(6).view(2, 3)).loss
+    (gradient,) = torch.autograd.grad(loss, embeds, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
+
+
+def test_autocast_goes_backward_as_ever(pool: Pool) -> None:
+    pool.run(2, check_autocast)
+
+
+def check_autocast() -> None:
+    torch.manual_seed(1)
+    model = llama()
+    ids = torch.arange(6).view(2, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = copy.deepcopy(model)(input_ids=ids, labels=ids).loss
+        model = ShardFormer(ShardConfig(tensor_parallel_process_group=dist.group.WORLD)).optimize(model)[0]
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-2, atol=1e-2)
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_a_weight_that_two_calls_use_and_one_that_none_does(pool: Pool) -> None:

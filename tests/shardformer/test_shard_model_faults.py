@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,7 +35,9 @@ def refuse_data() -> None:
     with pytest.raises(ValueError, match="Stream has no length"):
         shard_former.shard_dataset(Stream(), batch_size=1)
     loader = DataLoader([1, 2], sampler=SubsetRandomSampler([0]))
-    with pytest.raises(ValueError, match="over a SubsetRandomSampler, whose order cannot be dealt out"):
+    with pytest.raises(
+        ValueError, match="over a SubsetRandomSampler, whose choice or order cannot be dealt out"
+    ):
         shard_former.shard_dataset(loader)
 
 
@@ -102,6 +105,26 @@ def refuse_different_inputs() -> None:
     with pytest.raises(ValueError, match=r"the random state of rank\(s\) \[1\] of the tensor axis differs"):
         split(**causal_batch(2, seed=0))
     split.eval()(**causal_batch(2, seed=0))
+    split.train(dist.get_rank() == 0)
+    with pytest.raises(
+        ValueError, match=r"rank\(s\) \[1\] of the tensor axis call the model in another mode"
+    ):
+        split(**causal_batch(2, seed=0))
+    with pytest.raises(RuntimeError, match="this rank holds a part of each split weight"):
+        split.save_pretrained("nowhere")
+
+
+def refuse_one_group_as_two_axes() -> None:
+    group = dist.group.WORLD
+    with pytest.raises(ValueError, match=r"have the ranks \[0, 1\] in common"):
+        ShardConfig(tensor_parallel_process_group=group, data_parallel_process_group=group)
+
+
+def refuse_what_one_rank_alone_has_wrong() -> None:
+    settings = {"intermediate_size": 25} if dist.get_rank() == 1 else {}
+    told = "25 wide" if settings else "another rank found faults"
+    with pytest.raises(ValueError, match=told):
+        formed().shard_model(build("LlamaForCausalLM", **settings))
 
 
 @pytest.mark.parametrize(
@@ -113,6 +136,8 @@ def refuse_different_inputs() -> None:
         refuse_what_is_split,
         refuse_different_models,
         refuse_different_inputs,
+        refuse_one_group_as_two_axes,
+        refuse_what_one_rank_alone_has_wrong,
     ],
 )
 def test_what_cannot_be_is_refused_on_every_rank(pool: Pool, function: Callable[[], None]) -> None:
@@ -181,5 +206,6 @@ def test_sizes_and_outputs_of_a_config_follow_from_what_is_given() -> None:
     assert resolved(tensor_parallel_size=4, data_parallel_size=2) == (4, 2, True, False)
     assert resolved(tensor_parallel_process_group=PAIR, gather_output=False) == (2, 1, True, False)
     both = {"tensor_parallel_process_group": PAIR, "data_parallel_process_group": Group(3)}
-    assert resolved(**both, parallel_output=False, gather_output=True) == (2, 3, False, True)
+    with patch("torch.distributed.get_process_group_ranks", lambda group: [0, group.size()]):
+        assert resolved(**both, parallel_output=False, gather_output=True) == (2, 3, False, True)
     assert resolved(tensor_parallel_process_group=PAIR, enable_tensor_parallelism=False)[0] == 1

@@ -36,7 +36,8 @@ def causal_types() -> list[str]:
         name
         for name in model_types()
         if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and name not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-        if not AutoConfig.for_model(name).is_encoder_decoder
+        for config in [AutoConfig.for_model(name)]
+        if not config.is_encoder_decoder and config.get_text_config() is config
     ]
 
 
