@@ -287,3 +287,53 @@ def test_compiled_code_drops_the_same_entries(pool: Pool, check: Any) -> None:
 def test_fused_kernels_go_with_all_other_machinery(pool: Pool, layout: Layout) -> None:
     report = pool.run(layout.world_size, parity, ModelChoice(model_type="bert"), layout, timeout=240.0)[0]
     assert report.departure is None
+
+
+def watch_dropout(model: Model) -> None:
+    model.output.dropout.register_forward_hook(lambda module, args, out: out * 3)
+
+
+def watch_activation(model: Model) -> None:
+    model.mlp.act.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def watch_product(model: Model) -> None:
+    model.mlp.first.register_forward_hook(lambda module, args, out: out * 0)
+
+
+def replace_activation(model: Model) -> None:
+    model.mlp.act = nn.ReLU()
+
+
+def replace_product(model: Model) -> None:
+    torch.manual_seed(5)
+    model.mlp.first = Conv1D(3 * H, H)
+    nn.init.normal_(model.mlp.first.bias)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        watch_dropout,
+        watch_activation,
+        watch_product,
+        replace_activation,
+        replace_product,
+    ],
+)
+@pytest.mark.parametrize("has_run", [True, False], ids=["after a call", "before any"])
+@torch.no_grad()
+def test_what_is_changed_afterwards_is_as_without_compiling(
+    graphs: list[list[str]], change: Any, has_run: bool
+) -> None:
+    torch.manual_seed(3)
+    plain = Model().eval()
+    nn.init.normal_(plain.mlp.first.bias)
+    model, x = copy.deepcopy(plain), torch.randn(2, H)
+    compile_elementwise(model)
+    if has_run:
+        torch.testing.assert_close(model(x), plain(x))
+        assert graphs
+    change(plain)
+    change(model)
+    torch.testing.assert_close(model(x), plain(x))
