@@ -10,6 +10,7 @@ import torch
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # see test_zero.py
 
 
+@pytest.mark.slow
 def test_contenders_are_measured_alone_and_hold_what_the_formula_says(run_quickly, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "memory.json"
     names = ["echelon stage 2", "torch DDP"]
