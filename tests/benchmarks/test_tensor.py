@@ -18,6 +18,7 @@ CONTENDERS = (
 )
 
 
+@pytest.mark.slow
 def test_it_compares_all_contenders(run_quickly: Callable[..., str], tmp_path: Path) -> None:
     times, picture = tmp_path / "times.json", tmp_path / "times.png"
     printed = run_quickly("tensor.py", "--json", str(times), "--plot", str(picture))

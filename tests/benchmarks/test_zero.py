@@ -26,6 +26,7 @@ KINDS = ["parameters", "gradients", "states"]
 TINY = {"hidden": 32, "layers": 1, "vocabulary": 64, "sequence": 8, "batch": 4, "microbatches": 1}
 
 
+@pytest.mark.slow
 def test_every_contender_computes_the_same_and_all_of_it_is_reported(
     run_quickly, load, tmp_path: Path
 ) -> None:  # type: ignore[no-untyped-def]

@@ -374,7 +374,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[f
     ("processes", "words"),
     [
         (4, "--tp_size 2 --pp_size 2 --precision fp32 --gradient_checkpoint_ratio 0.5"),
-        (2, "--plugin low_level_zero --precision fp32 --eval_batch_size 10 --num_microbatches 2"),
+        pytest.param(
+            2,
+            "--plugin low_level_zero --precision fp32 --eval_batch_size 10 --num_microbatches 2",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(2, "--plugin torch_ddp", marks=pytest.mark.slow),
     ],
     ids=["tp2pp2", "dp2zero1", "ddp2"],
