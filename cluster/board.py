@@ -87,17 +87,18 @@ class Board:
 
     def post(self, event: Event) -> None:
         """Add news for all ranks, this one included."""
-        number = self._store.add("events", 1)
         content = {key: value for key, value in asdict(event).items() if key != "heard"}
-        self._store.set(f"event/{number}", json.dumps(content))
+        # Written before it is counted: who read what is still to come would hold the connection that has to write it.
+        self._store.append("events", json.dumps(content) + "\n")
+        self._store.add("number of events", 1)
 
     def news(self) -> list[Event]:
         """What has been posted since the last call, in one order on all ranks."""
-        events = []
-        while self._num_read < self._store.add("events", 0):
-            self._num_read += 1
-            events.append(Event(**json.loads(self._store.get(f"event/{self._num_read}"))))
-        return events
+        if self._store.add("number of events", 0) <= self._num_read:
+            return []
+        contents = self._store.get("events").decode().splitlines()
+        fresh, self._num_read = contents[self._num_read :], len(contents)
+        return [Event(**json.loads(content)) for content in fresh]
 
     def is_gone(self, rank: int) -> bool:
         """Whether a rank's process has ended for certain: only known of processes on this machine."""

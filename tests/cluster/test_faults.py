@@ -143,6 +143,22 @@ def exchange_news() -> list[str]:
     return [*sorted(map(str, news)), str(board.sign(1 - rank))]
 
 
+def test_one_thread_posts_while_another_reads() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    board = Board(store, 0)
+    texts = [str(number) for number in range(300)]
+
+    def post() -> None:
+        for text in texts:
+            board.post(Event(rank=0, kind="failed", text=text))
+
+    poster, read = threading.Thread(target=post), []
+    poster.start()
+    while poster.is_alive():
+        read += board.news()
+    assert [event.text for event in read + board.news()] == texts
+
+
 def assert_named(errors: list[BaseException | None], rank: int, message: str) -> None:
     """Every rank but the one at fault ended with an error that names it, and before the timeout."""
     for other, error in enumerate(errors):
