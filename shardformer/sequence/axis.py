@@ -1,0 +1,57 @@
+"""The axis over which a model's sequences are spread, and the sequence that it computes now."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .order import SequenceOrder
+
+_ATTRIBUTE = "_echelon_sequence_axis"
+
+
+class SequenceAxis:
+    """The ranks over which the sequences of one stack of layers are spread.
+
+    Args:
+        group: the ranks.
+        order: which positions each of them holds.
+
+    Attributes:
+        length: of the sequence that is being computed, without padding; 0 before the first.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, order: SequenceOrder) -> None:
+        if order.size != group.size():
+            raise AssertionError(f"an order for {order.size} ranks and a group of {group.size()}")
+        self.group, self.order, self.length = group, order, 0
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return self.group.rank()
+
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of a whole sequence."""
+        return self.order.own(x, dim, self.rank)
+
+    @contextmanager
+    def computing(self, length: int) -> Iterator[None]:
+        """Inside, sequences are of this length: for what is computed again in backward."""
+        before, self.length = self.length, length
+        try:
+            yield
+        finally:
+            self.length = before
+
+    def note(self, module: nn.Module) -> None:
+        """Let `axis_of` know of a layer, and of all that is in it, that it computes on a part of the sequence."""
+        for each in module.modules():
+            setattr(each, _ATTRIBUTE, self)
+
+
+def axis_of(module: Any) -> SequenceAxis | None:
+    """The axis over which a module's sequences are spread, None where it sees whole ones."""
+    return getattr(module, _ATTRIBUTE, None)
