@@ -140,7 +140,7 @@ class TablePolicy(Policy):
                 *ends,
                 *shared_biases,
                 *(
-                    replace(replacement, suffix=f"{path}.{replacement.suffix}")
+                    replace(replacement, suffix=_join(path, replacement.suffix))
                     for path, layer in layers.items()
                     for replacement in self._split_of(layer).replacements()
                 ),
