@@ -41,6 +41,11 @@ def axes_of(model: nn.Module) -> Axes | None:
     return axes
 
 
+def is_split(model: nn.Module) -> bool:
+    """Whether a plugin or ShardFormer had the model: it holds pieces, or hooks that make its gradients whole."""
+    return axes_of(model) is not None or any(placement_of(each) is not None for each in model.parameters())
+
+
 def make_gradients_whole(model: nn.Module, *, tensor: ProcessGroup | None, data: ProcessGroup | None) -> None:
     """Let every backward leave gradients as one process has them: this rank's piece of each. By hooks.
 
