@@ -172,10 +172,12 @@ def _requiring_gradient(parameter: Parameter) -> Iterator[None]:
 def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """The gradients in turn, so many together as a bucket takes."""
     bucket: list[Tensor] = []
+    filled = 0
     for gradient in gradients:
-        if bucket and sum(each.numel() for each in bucket) + gradient.numel() > _BUCKET:
+        if bucket and filled + gradient.numel() > _BUCKET:
             yield bucket
-            bucket = []
+            bucket, filled = [], 0
         bucket.append(gradient)
+        filled += gradient.numel()
     if bucket:
         yield bucket
