@@ -113,9 +113,8 @@ class ShardFormer:
         fused.fuse(model, dtype)
         if config.inference_only:
             model.requires_grad_(False).eval()
-        make_gradients_whole(
-            model, tensor=config.split_group, data=config.replica_group
-        )  # should it be trained yet
+        # Also for inference only: it might be trained yet.
+        make_gradients_whole(model, tensor=config.split_group, data=config.replica_group)
         if config.split_group is not None:
             compare_inputs(model, config.split_group)
             refuse_whole_caches(model)
