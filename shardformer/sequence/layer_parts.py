@@ -51,7 +51,7 @@ def parameters_of_parts(table: Table, layer: nn.Module) -> list[str]:
     ]
 
 
-def sequence_faults(table: Table, layer: nn.Module) -> list[str]:
+def layer_part_faults(table: Table, layer: nn.Module) -> list[str]:
     """Why a layer cannot compute on parts of a sequence between its regions; empty where it can. Its code is read.
 
     Args:
