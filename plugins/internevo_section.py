@@ -2,7 +2,7 @@
 
 import json
 import runpy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from inspect import isclass, isfunction, ismodule
 from math import isfinite
@@ -38,30 +38,25 @@ class Section:
 
     def whole_number(self, key: str) -> int | None:
         """A whole number."""
-        value = self.take(key)
-        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
-            return value
-        return self.refuse(key, value, "must be a whole number")
+        return self._checked(key, lambda value: isinstance(value, int), "must be a whole number")
 
     def number(self, key: str) -> float | None:
         """A finite number."""
-        value = self.take(key)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
-        if value is None or is_number:
-            return value
-        return self.refuse(key, value, "must be a number")
+        return self._checked(
+            key, lambda value: isinstance(value, (int, float)) and isfinite(value), "must be a number"
+        )
 
     def switch(self, key: str) -> bool | None:
         """A truth value."""
         value = self.take(key)
-        return (
-            value if value is None or isinstance(value, bool) else self.refuse(key, value, "must be a bool")
-        )
+        if value is None or isinstance(value, bool):
+            return value
+        self.refuse(key, value, "must be a bool")
+        return None
 
     def text(self, key: str) -> str | None:
         """A string."""
-        value = self.take(key)
-        return value if value is None or isinstance(value, str) else self.refuse(key, value, "must be a str")
+        return self._checked(key, lambda value: isinstance(value, str), "must be a str")
 
     def subsection(self, key: str, *, number_is: str | None = None) -> "Section":
         """A dictionary in it, empty where there is none.
@@ -92,13 +87,21 @@ class Section:
         """
         may_be = []
         for key in self._left:
-            meant = get_close_matches(key, self._taken, 1, _CLOSE)
+            meant = get_close_matches(str(key), self._taken, 1, _CLOSE)
             if key in (() if known is None else known) or (known is None and not meant):
                 may_be.append(self._path(key))
             else:
                 what = f"write {meant[0]}" if meant else f"known are {', '.join(dict.fromkeys(self._taken))}"
                 self._faults.append(f"{self._path(key)} is not understood: {what}")
         return may_be
+
+    def _checked(self, key: str, is_right: Callable[[Any], bool], why: str) -> Any | None:
+        """A value that is right, and no truth value, which Python counts among the numbers."""
+        value = self.take(key)
+        if value is None or (not isinstance(value, bool) and is_right(value)):
+            return value
+        self.refuse(key, value, why)
+        return None
 
     def _path(self, key: str) -> str:
         return f"{self.name}.{key}" if self.name else key
