@@ -24,6 +24,23 @@ def replica() -> list[int]:
     return ParallelMesh(pp=2, dp=2, tp=2).replica_ranks()
 
 
+def data_axis() -> list[tuple[int, list[int], list[int]]]:
+    found = []
+    for mesh in (ParallelMesh(dp=2, sp=2), ParallelMesh(sp=2, tp=2), ParallelMesh(dp=2, tp=2)):
+        halves = mesh.subgroup("data", [(index,) for index in range(mesh.size("data"))])
+        assert halves is not None
+        found.append((mesh.rank("data"), mesh.global_ranks("data"), dist.get_process_group_ranks(halves)))
+    return found
+
+
+def test_replicas_and_parts_of_a_sequence_are_one_axis(pool: Pool) -> None:
+    found = pool.run(4, data_axis)
+    assert [each[0] for each in found] == [(rank, [0, 1, 2, 3], [rank]) for rank in range(4)]
+    for mesh in (1, 2):
+        assert [each[mesh][:2] for each in found] == [(0, [0, 2]), (0, [1, 3]), (1, [0, 2]), (1, [1, 3])]
+        assert [each[mesh][2] for each in found] == [[0], [1], [2], [3]]
+
+
 def ends_of_the_pipeline() -> list[int] | None:
     mesh = ParallelMesh(pp=4)
     group = mesh.subgroup("pp", [(0, 3)])
