@@ -134,7 +134,7 @@ class ShardConfig:
     @property
     def split_group(self) -> dist.ProcessGroup | None:
         """The tensor axis, where it has several ranks."""
-        return self._group("tensor_parallel") if self.tensor_parallel_size > 1 else None
+        return self.active_group if self.tensor_parallel_size > 1 else None
 
     @property
     def replica_group(self) -> dist.ProcessGroup | None:

@@ -9,6 +9,7 @@ from torch.nn import Parameter
 
 from ...cluster.collectives import copy_beside
 from ...pipeline.split_backward import LaterProduct, WeightGradients, linear
+from ..sequence.regions import RegionSequence, enter_beside
 from .parallel_module import ParallelModule
 
 
@@ -39,7 +40,12 @@ class ProductLayer(ParallelModule):
         )
 
 
-def enter(xs: Sequence[Tensor], group: dist.ProcessGroup, layers: Sequence[ProductLayer]) -> list[Tensor]:
+def enter(
+    xs: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    layers: Sequence[ProductLayer],
+    sequence: RegionSequence | None = None,
+) -> list[Tensor]:
     """Let inputs pass `copy_to`: nothing in forward, an all-reduce in backward.
 
     While it is under way backward computes the weight gradients of the layers (arXiv:1909.08053, section 3, has the
@@ -49,10 +55,16 @@ def enter(xs: Sequence[Tensor], group: dist.ProcessGroup, layers: Sequence[Produ
         xs: replicated inputs.
         group: the tensor axis.
         layers: those that multiply with them.
+        sequence: the first input is a part of a sequence, which is gathered: an all-gather in forward, a
+            reduce-scatter in backward.
     """
 
     def hold_back() -> None:
         for layer in layers:
             layer.compute_gradient_later()
 
-    return copy_beside(xs, group, hold_back)
+    if sequence is None:
+        return copy_beside(xs, group, hold_back)
+    others: list[Tensor] = []
+    first = enter_beside(xs[0], sequence, lambda: others.extend(copy_beside(xs[1:], group, hold_back)))
+    return [first, *others]

@@ -13,8 +13,9 @@ from torch.nn import Parameter
 from transformers.pytorch_utils import Conv1D
 
 from ...cluster.collectives import gather_from, reduce_from, scatter_to
-from ...cluster.placement import Shard, place
+from ...cluster.placement import Shard, Shared, place
 from ...cluster.random import SplitRandom
+from ..sequence.regions import RegionSequence, leave
 from .entry import ProductLayer, enter
 from .parallel_module import require_native
 
@@ -130,6 +131,8 @@ class Linear1D_Row(_SplitLinear):
         split_input: inputs arrive whole, and each rank takes its own (backward all-gather).
         split_sizes, padded_sizes, stretches: of the input features, see `Linear1D_Col`. What comes in as a feature that
             was added is dropped, so the zeros that it is multiplied with get no gradient.
+        sequence: how whole outputs are spread: this rank's part comes out (forward reduce-scatter). The bias is added
+            to that, so its gradient is a part of a sum.
     """
 
     _is_real: Tensor | None
@@ -145,9 +148,11 @@ class Linear1D_Row(_SplitLinear):
         split_sizes: Sequence[int] | None = None,
         padded_sizes: Sequence[int] | None = None,
         stretches: int = 1,
+        sequence: RegionSequence | None = None,
     ) -> None:
         super().__init__(native, process_group, native_class=native_class)
         self.split_input = split_input
+        self.sequence = sequence
         self._split_random = split_random
         dim = 1 - self.output_dim
         shard = Shard(
@@ -162,6 +167,8 @@ class Linear1D_Row(_SplitLinear):
             "_is_real", None if bool(is_real.all()) else is_real.to(self.weight.device), persistent=False
         )
         place(self.weight, shard, process_group.rank())
+        if self.bias is not None and sequence is not None:
+            place(self.bias, Shared(size=process_group.size()), process_group.rank())
 
     @staticmethod
     def from_native_module(
@@ -171,14 +178,15 @@ class Linear1D_Row(_SplitLinear):
         return Linear1D_Row(module, process_group, **kwargs)
 
     def forward(self, x_BSI: Tensor) -> Tensor:
-        """(B, S, I/T) in, or (B, S, I) with `split_input`; (B, S, O) out, equal on all ranks."""
+        """(B, S, I/T) in, or (B, S, I) with `split_input`; (B, S, O) out, equal on all ranks, or a part of S."""
         if self.split_input:
             x_BSI = scatter_to(x_BSI, self.group, -1)
         if self._is_real is not None:
             x_BSI = x_BSI * self._is_real.to(x_BSI.dtype)
         if self._split_random is not None and self.training:
             self._split_random.leave()
-        out_BSO = reduce_from(self._product(x_BSI, None), self.group)
+        out_BSO = self._product(x_BSI, None)
+        out_BSO = reduce_from(out_BSO, self.group) if self.sequence is None else leave(out_BSO, self.sequence)
         return out_BSO if self.bias is None else out_BSO + self.bias
 
 
