@@ -58,7 +58,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def training_bytes(compute: Callable[[], None]) -> tuple[int, int]:
-    """What a forward keeps for its backward, and the most that both need, in bytes; gradients made in it are in the most.
+    """Bytes that a forward keeps for its backward, and the most that both need, the gradients that they make included.
 
     Args:
         compute: runs both, once.

@@ -32,9 +32,13 @@ def layouts(num_ranks: int) -> dict[str, dict[str, Any]]:
         "echelon split_gather, regather": gathers | {"enable_sequence_regather": True},
         "echelon ring": on_tensor_axis | {"sequence_parallelism_mode": "ring"},
         "echelon all_to_all": by_heads,
-        "echelon all_to_all, weights": by_heads | {"wp_size": num_ranks, "wp_overlap": True, "wp_memory_pool": True},
+        "echelon all_to_all, weights": by_heads
+        | {"wp_size": num_ranks, "wp_overlap": True, "wp_memory_pool": True},
         RING: on_sequence_axis | {"sequence_parallelism_mode": "ring_attn"},
     }
+
+
+NAMES = [*layouts(2), *TorchTensor.names.values(), TorchContext.name]
 
 
 def contender_makers(workload: Workload, device: torch.device) -> dict[str, Callable[[], Contender]]:

@@ -20,6 +20,7 @@ from echelon.cluster.launch import default_device
 
 _NAME = "echelon"
 
+
 def parse_arguments() -> argparse.Namespace:
     parser = common_parser(__doc__)
     parser.add_argument("--tp", type=int, default=2, help="ranks, each with its part of every layer")
