@@ -130,6 +130,10 @@ class Policy(ABC):
         """Where the model's layers are, or None where it cannot be cut into stages."""
         return None
 
+    def head_path(self) -> str | None:
+        """Where the language-model head is, or None where nothing is known of one."""
+        return None
+
     def stage_bounds(self) -> list[int]:
         """Where each stage's layers begin and the last one's stop: of the whole model, also once it is cut."""
         plan, manager = self.stage_plan(), self.shard_config.pipeline_stage_manager

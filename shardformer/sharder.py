@@ -11,6 +11,8 @@ from ..pipeline.stand_in import StandIn
 from .checkpoint_config import recomputable_layers
 from .layer.parallel_module import ParallelModule
 from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from .sequence.axis import axis_of
+from .sequence.loss import keep_spread, stays_spread
 from .sequence.spread import reckoning, spread_sequences
 from .shard_config import ShardConfig
 
@@ -59,6 +61,7 @@ class ModelSharder:
         """
         self.model = self.policy.preprocess()
         shared = self.policy.get_shared_params()
+        stays_spread = self._stays_spread()
         self._replace_class()
         classes = {type(module) for module in self.model.modules()}  # of all stages
         self._cut()
@@ -67,6 +70,8 @@ class ModelSharder:
         stages = held_stages(self.model)
         self.model = self.policy.postprocess()
         remember_stages(self.model, stages)  # it may be another
+        if stays_spread is not None and (axis := axis_of(self.model.get_submodule(stays_spread))) is not None:
+            keep_spread(self.model, axis)
         return shared
 
     def _cut(self) -> None:
@@ -82,6 +87,14 @@ class ModelSharder:
         if split is not None:
             assert plan is not None  # `sequence_faults` said so
             spread_sequences(self.model, plan, split)
+
+    def _stays_spread(self) -> str | None:
+        """The last layer's path, where sequences stay spread behind it."""
+        config, plan = self.shard_config, self.policy.stage_plan()
+        is_asked = config.sequence.is_on_sequence_axis and config.parallel_output
+        if not is_asked or plan is None or not stays_spread(self.model, plan, self.policy.head_path()):
+            return None
+        return plan.layer_paths(self.model)[-1]
 
     def _replace_class(self) -> None:
         if (new_class := self.policy.new_model_class()) is not None:

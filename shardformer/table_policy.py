@@ -180,7 +180,7 @@ class TablePolicy(Policy):
         for path, part in self._parts.items():
             if _is_held(self.model, path):
                 part.route_losses()
-        name = self._head_name() or ""
+        name = self.head_path() or ""
         head = self.model.get_submodule(name)
         if isinstance(head, VocabParallelLMHead1D) and scales_alone(self.model, name):
             route_loss(self.model, head, parallel_output=self.shard_config.parallel_output)
@@ -263,7 +263,7 @@ class TablePolicy(Policy):
         """The paths of embeddings and head, and what takes their places."""
         further = present(self.model, map(self._from_model, self.table.further_embeddings))
         first = [] if self.table.embedding is None else [self._from_model(self.table.embedding)]
-        head = self._head_name()
+        head = self.head_path()
         return dict.fromkeys([*first, *further], VocabParallelEmbedding1D) | (
             {head: VocabParallelLMHead1D} if head else {}
         )
@@ -272,7 +272,7 @@ class TablePolicy(Policy):
         """A path of the base model, seen from the whole model."""
         return _join(self._base_prefix(), path)
 
-    def _head_name(self) -> str | None:
+    def head_path(self) -> str | None:
         """The language-model head's path, where this class of model has one."""
         names = [name for name in self.table.heads if has_submodule(self.model, name)]
         return names[0] if names else None

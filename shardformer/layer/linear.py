@@ -15,7 +15,9 @@ from transformers.pytorch_utils import Conv1D
 from ...cluster.collectives import gather_from, reduce_from, scatter_to
 from ...cluster.placement import Shard, Shared, place
 from ...cluster.random import SplitRandom
+from ...pipeline.split_backward import Keep
 from ..sequence.regions import RegionSequence, leave
+from ..sequence.ring_products import row_product
 from .entry import ProductLayer, enter
 from .parallel_module import require_native
 
@@ -185,9 +187,20 @@ class Linear1D_Row(_SplitLinear):
             x_BSI = x_BSI * self._is_real.to(x_BSI.dtype)
         if self._split_random is not None and self.training:
             self._split_random.leave()
-        out_BSO = self._product(x_BSI, None)
-        out_BSO = reduce_from(out_BSO, self.group) if self.sequence is None else leave(out_BSO, self.sequence)
+        out_BSO = self._summed_product(x_BSI)
         return out_BSO if self.bias is None else out_BSO + self.bias
+
+    def _summed_product(self, x_BSI: Tensor) -> Tensor:
+        sequence = self.sequence
+        if sequence is None:
+            return reduce_from(self._product(x_BSI, None), self.group)
+        has_steps = sequence.style == "ring" or sequence.overlap
+        if has_steps and self.weight.is_leaf and not torch.is_autocast_enabled(x_BSI.device.type):
+            keep = Keep(
+                parameter=self.weight, is_transposed=self.output_dim == 1, store=self.weight_gradients
+            )
+            return row_product(x_BSI, self.weight, sequence, keep)
+        return leave(self._product(x_BSI, None), sequence)
 
 
 def _sizes(weight: Tensor, dim: int, sizes: Sequence[int] | None) -> tuple[int, ...]:

@@ -21,21 +21,23 @@ class SequenceAxis:
 
     Attributes:
         length: of the sequence that is being computed, without padding; 0 before the first.
+        ends_whole: whether the last layer puts it together.
     """
 
     def __init__(self, group: dist.ProcessGroup, order: SequenceOrder) -> None:
         if order.size != group.size():
             raise AssertionError(f"an order for {order.size} ranks and a group of {group.size()}")
         self.group, self.order, self.length = group, order, 0
+        self.ends_whole = True
 
     @property
     def rank(self) -> int:
         """This rank's place in the group."""
         return self.group.rank()
 
-    def own(self, x: Tensor, dim: int) -> Tensor:
+    def own(self, x: Tensor, dim: int, *, padding: int = 0) -> Tensor:
         """This rank's part of a whole sequence."""
-        return self.order.own(x, dim, self.rank)
+        return self.order.own(x, dim, self.rank, padding=padding)
 
     @contextmanager
     def computing(self, length: int) -> Iterator[None]:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from ...cluster.renamed import all_gather_single
 from .axis import SequenceAxis
+from .part_random import CommonRandom, PartRandom, draws, samplewise
 
 _DIM = 1  # of the sequence in hidden states (B, S, H)
 # What layers are given besides hidden states with an entry for each position, and the dimension of those.
@@ -59,9 +60,11 @@ class Boundary:
         first.register_forward_pre_hook(take_apart, with_kwargs=True)
 
     def leave(self, last: nn.Module) -> None:
-        """Put them together behind the last layer."""
+        """Put them together behind the last layer, unless they are to stay spread up to the loss."""
 
         def put_together(module: nn.Module, args: tuple, output: Any) -> Any:
+            if not self.axis.ends_whole:
+                return output
             hidden = output[0] if isinstance(output, tuple) else output
             whole = _Gather.apply(hidden, self.axis, self._is_data)
             return (whole, *output[1:]) if isinstance(output, tuple) else whole
@@ -88,6 +91,10 @@ class Boundary:
             )
 
         layer.register_forward_pre_hook(cut, with_kwargs=True)
+        if draws(layer):
+            for name in samplewise(layer):
+                CommonRandom.from_native_module(layer.get_submodule(name), self.axis.group, layer=layer)
+            PartRandom.from_native_module(layer, self.axis.group)
 
     def _own(self, layer: nn.Module, name: str, value: Any) -> Any:
         if name in _BY_POSITION:

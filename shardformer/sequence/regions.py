@@ -75,7 +75,12 @@ class RegionSequence:
         return self.axis.length
 
 
-def enter_beside(part_BsH: Tensor, sequence: RegionSequence, beside: Callable[[], None]) -> Tensor:
+def enter_beside(
+    part_BsH: Tensor,
+    sequence: RegionSequence,
+    gather: Callable[[Tensor, int], Tensor],
+    beside: Callable[[], None],
+) -> Tensor:
     """Gather a region's input; backward sums and scatters, beside the backward of what `beside` computes.
 
     As `copy_beside` does with an all-reduce: of the nodes that are ready autograd runs the one that was made last.
@@ -83,6 +88,7 @@ def enter_beside(part_BsH: Tensor, sequence: RegionSequence, beside: Callable[[]
     Args:
         part_BsH: this rank's part; or (B·s, H), and what is returned is (B·S, H).
         sequence: says of what.
+        gather: makes the whole of a part and the length of the true sequence; called once, without autograd.
         beside: makes nodes whose backward waits for nothing of this one.
 
     Returns:
@@ -90,12 +96,12 @@ def enter_beside(part_BsH: Tensor, sequence: RegionSequence, beside: Callable[[]
     """
     if part_BsH.ndim == 2:  # the tokens of all samples in one row
         by_sample = part_BsH.unflatten(0, (-1, sequence.part_length))
-        return enter_beside(by_sample, sequence, beside).flatten(0, 1)
+        return enter_beside(by_sample, sequence, gather, beside).flatten(0, 1)
     length = sequence.length_of(part_BsH)
     under_way: list[Callable[[], Tensor]] = []
     ended = _EndSum.apply(part_BsH, under_way)
     beside()
-    whole_BSH: Tensor = _GatherBeginSum.apply(ended, sequence, length, under_way)
+    whole_BSH: Tensor = _GatherBeginSum.apply(ended, sequence, lambda part: gather(part, length), under_way)
     return whole_BSH
 
 
@@ -126,10 +132,14 @@ class _GatherBeginSum(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, part: Tensor, sequence: RegionSequence, length: int, under_way: list[Callable[[], Tensor]]
+        ctx: Any,
+        part: Tensor,
+        sequence: RegionSequence,
+        gather: Callable[[Tensor], Tensor],
+        under_way: list[Callable[[], Tensor]],
     ) -> Tensor:
         ctx.sequence, ctx.under_way, ctx.shape = sequence, under_way, part.shape
-        return sequence.begin_whole(part, length)()
+        return gather(part)
 
     @staticmethod
     @once_differentiable

@@ -9,6 +9,7 @@ from torch import nn
 from ...pipeline.cut import held_stages
 from ...pipeline.plan import Stack, StagePlan
 from ...pipeline.stand_in import StandIn
+from .attention import set_sequence_attention
 from .axis import SequenceAxis
 from .boundary import Boundary
 from .config import SequenceParallelism, SequenceSplit
@@ -36,6 +37,9 @@ def spread_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) ->
                 boundary.note(layer)
         if not isinstance(layers[-1], StandIn):
             boundary.leave(layers[-1])
+    if is_data:
+        assert split.settings.mode is not None
+        set_sequence_attention(model, split.settings.mode)
     model.register_forward_pre_hook(_refuse_collecting, with_kwargs=True)
 
 

@@ -22,18 +22,23 @@ def further_layers(style: Any, overlap: bool) -> None:
             require_same(name, world_sequence(style, overlap=overlap), 13)
 
 
-@pytest.mark.parametrize("style", ["gather"])
+STYLES = [("gather", False), ("gather", True), ("regather", False), ("regather", True), ("ring", False)]
+
+
+@pytest.mark.parametrize(("style", "overlap"), STYLES)
 @pytest.mark.parametrize(
     ("ranks", "lengths"),
     [(2, (13,)), (3, (3, 13)), pytest.param(4, (3, 12, 13), marks=pytest.mark.slow)],
 )
 def test_a_layer_on_parts_of_a_sequence_computes_what_the_whole_one_does(
-    pool: Pool, ranks: int, lengths: tuple[int, ...], style: Any
+    pool: Pool, ranks: int, lengths: tuple[int, ...], style: Any, overlap: bool
 ) -> None:
-    pool.run(ranks, layers, style, False, lengths)
+    pool.run(ranks, layers, style, overlap, lengths)
 
 
-@pytest.mark.parametrize("style", ["gather"])
+@pytest.mark.parametrize(("style", "overlap"), STYLES)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_layers_with_more_than_two_regions_side_by_side(pool: Pool, ranks: int, style: Any) -> None:
-    pool.run(ranks, further_layers, style, False)
+def test_layers_that_flatten_or_hold_what_is_not_spread(
+    pool: Pool, ranks: int, style: Any, overlap: bool
+) -> None:
+    pool.run(ranks, further_layers, style, overlap)
