@@ -7,6 +7,7 @@ import torch.distributed as dist
 from ..pipeline.stage_manager import PipelineStageManager
 from .fused import FusedKernels
 from .sequence.config import SequenceParallelism, SequenceSplit
+from .sequence.rings import DoubleRing
 
 _AXES = ("tensor_parallel", "data_parallel")  # of each an argument `_size` and one `_process_group`
 
@@ -37,7 +38,7 @@ class ShardConfig:
         sequence_parallel_process_group: that axis.
         enable_sequence_overlap: of "split_gather" and "ring", gather in backward while gradients are computed.
         enable_sequence_regather: of "split_gather", keep a part of what is gathered and gather it again in backward.
-        inner_ring_size: of "ring_attn", the ranks of the inner one of two rings.
+        sequence_parallel_rings: of "ring_attn", those of a double ring (`sequence.rings`); None is one ring.
         enable_flash_attention: attention by flash-attn on CUDA, elsewhere by torch's fused kernels; see docs/fused.md.
         enable_xformers: attention by xFormers.
         enable_fused_normalization: norms by apex or Liger where installed on CUDA, else by torch's fused kernels.
@@ -63,7 +64,7 @@ class ShardConfig:
     sequence_parallel_process_group: dist.ProcessGroup | None = None
     enable_sequence_overlap: bool = False
     enable_sequence_regather: bool = False
-    inner_ring_size: int | None = None
+    sequence_parallel_rings: DoubleRing | None = None
     enable_flash_attention: bool = False
     enable_xformers: bool = False
     enable_fused_normalization: bool = False
@@ -104,7 +105,6 @@ class ShardConfig:
             sp_size=self._sequence_size,
             regathers=self.enable_sequence_regather,
             overlaps=self.enable_sequence_overlap,
-            inner_ring_size=self.inner_ring_size,
         )
 
     @property

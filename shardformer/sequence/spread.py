@@ -29,7 +29,7 @@ def spread_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) ->
         layers = [model.get_submodule(path) for path in stack.paths]
         is_zigzag = split.settings.mode == "ring_attn" and any(map(_is_causal, layers))
         order = SequenceOrder(size=split.group.size(), is_zigzag=is_zigzag)
-        boundary = Boundary(SequenceAxis(split.group, order), is_data=is_data)
+        boundary = Boundary(SequenceAxis(split.group, order, split.rings), is_data=is_data)
         for first in _in_first_place(model, stack):
             boundary.enter(first, is_held=not isinstance(first, StandIn))
         for layer in layers:
