@@ -102,7 +102,7 @@ class ShardConfig:
         return SequenceParallelism.asked(
             enable=self.enable_sequence_parallelism,
             mode=self.sequence_parallelism_mode,
-            sp_size=self._sequence_size,
+            sp_size=self.sequence_parallel_size,
             regathers=self.enable_sequence_regather,
             overlaps=self.enable_sequence_overlap,
         )
@@ -188,13 +188,16 @@ class ShardConfig:
         return sorted(set.intersection(*(set(dist.get_process_group_ranks(group)) for group in groups)))
 
     @property
-    def _sequence_size(self) -> int:
+    def sequence_parallel_size(self) -> int:
+        """How many ranks the sequence axis has."""
         group = self.sequence_parallel_process_group
         return 1 if group is None else group.size()
 
     def _sequence_faults(self) -> list[str]:
         """What is wrong with how sequences are to be spread."""
-        return self.sequence.faults(tp_size=self._size("tensor_parallel"), sp_size=self._sequence_size)
+        return self.sequence.faults(
+            tp_size=self._size("tensor_parallel"), sp_size=self.sequence_parallel_size
+        )
 
     def _switch_faults(self) -> list[str]:
         """What contradicts each other, and numbers out of their range."""
