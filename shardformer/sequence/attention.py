@@ -20,11 +20,9 @@ from .all_to_all import attend_by_heads
 from .axis import SequenceAxis, axis_of
 from .block_mask import Mask, Seen, block_mask
 from .native import KERNELS, kernel_of, mask_of
-from .ring import DoubleRing, ring_attention
+from .ring import ring_attention
 
 ALL_TO_ALL, RING = "all_to_all", "ring_attn"
-
-_INNER_RING = "_echelon_inner_ring"
 
 # What attention is told, and what models hand to it besides: what the mask says too, and what is not about attention.
 _TOLD = frozenset(("scaling", "dropout", "is_causal"))
@@ -56,18 +54,14 @@ _BESIDES = frozenset(
 KNOWN = {ALL_TO_ALL: _BY_HEADS | _BESIDES, RING: _TOLD | _BESIDES}
 
 
-def set_sequence_attention(model: nn.Module, mode: str, inner: DoubleRing | None = None) -> None:
+def set_sequence_attention(model: nn.Module, mode: str) -> None:
     """Let the layers of a model that hold parts of sequences attend over all of them.
 
     Args:
         model: `SequenceAxis.note` was told of its layers; `sequence_attention_faults` found nothing against it.
         mode: a key of KNOWN.
-        inner: the rings of a double ring, of mode "ring_attn"; None is a single one.
     """
     _register()
-    for module in model.modules():
-        if axis_of(module) is not None:
-            setattr(module, _INNER_RING, inner)
     for part in _split_parts(model):
         name = _attention_name(mode, part.config._attn_implementation)
         part.set_attn_implementation({"": name})
@@ -155,7 +149,7 @@ def ring_attention_of(
         is_causal=causal,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         dropout=dropout,
-        inner=getattr(module, _INNER_RING),
+        inner=axis.rings,
     )
     return out, None
 
