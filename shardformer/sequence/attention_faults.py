@@ -135,7 +135,8 @@ def _argument_reasons(attention: nn.Module, mode: str) -> Iterator[str]:
             yield f"{name} has sinks, logits of its own beside the scores: {instead}"
             given -= {"s_aux"}
     others = set(_DEFAULT.findall(_code(type(attention)))) - {"eager_attention_forward"}
-    if mode == ALL_TO_ALL and others and attention.config._attn_implementation == EAGER:
+    config: Any = attention.config
+    if mode == ALL_TO_ALL and others and config._attn_implementation == EAGER:
         yield (
             f"{name} computes attention by {', '.join(sorted(others))}, which cannot be found by that name: build it "
             "with attn_implementation='sdpa'"
