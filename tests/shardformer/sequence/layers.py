@@ -71,9 +71,8 @@ def opt(**settings: Any) -> Built:
         ffn_dim=48,
         num_attention_heads=4,
         word_embed_proj_dim=HIDDEN,
-        dropout=0.0,
         attn_implementation="eager",
-        **settings,
+        **{"dropout": 0.0, **settings},
     )
     return OPTDecoderLayer(config, 0), OPT, config
 

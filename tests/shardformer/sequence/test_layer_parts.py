@@ -11,7 +11,7 @@ from echelon.shardformer.table import Table
 
 from .layers import FURTHER, LAYERS, built
 
-TABLE = Table(stage=StagePlan(layers="layers"), regions=("mlp",), column=("mlp.0",), row=("mlp.1",))
+TABLE = Table(stage=StagePlan(layers="layers", entry=()), regions=("mlp",), column=("mlp.0",), row=("mlp.1",))
 
 
 class Layer(nn.Module):

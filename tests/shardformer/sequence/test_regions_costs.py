@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from echelon.cluster import begun
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.traffic import Traffic
+from echelon.shardformer.sequence import ring_products
 
 from ...pool import Pool
 from ..compare import numbers
@@ -21,8 +22,8 @@ from .layers import BATCH, HIDDEN, built, inputs_of, spread, world_sequence
 
 LENGTH = 24  # divides by the ranks of all tests here
 WHOLE = BATCH * LENGTH * HIDDEN * 4  # bytes of the hidden states of a whole sequence
-# Whole sequences that a rank sends, by style, as the factor of (T-1)/T: of two regions each an entry and an end, forward
-# and backward; an all-reduce sends as much as a gather and a reduce-scatter.
+# Whole sequences that a rank sends, by style, as the factor of (T-1)/T: each of two regions has an entry and an end,
+# forward and backward; an all-reduce sends as much as a gather and a reduce-scatter.
 SENT = {None: 8, "gather": 8, "ring": 8, "regather": 10}
 
 
@@ -101,16 +102,17 @@ def test_between_regions_a_rank_keeps_its_part_alone_and_regathering_keeps_no_wh
     assert regathered == {(between, within - 2 * (WHOLE - WHOLE // ranks))}
 
 
+_NAMES = {
+    "_allgather_base_": "gather",
+    "_reduce_scatter_base_": "sum",
+    "send": "send",
+    "mm": "mm",
+    "addmm": "mm",
+}
+
+
 class Log(TorchDispatchMode):
     """What is computed and sent, in order: "mm" for products, else names of communication and "wait" for its end."""
-
-    _NAMES = {
-        "_allgather_base_": "gather",
-        "_reduce_scatter_base_": "sum",
-        "send": "send",
-        "mm": "mm",
-        "addmm": "mm",
-    }
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +120,7 @@ class Log(TorchDispatchMode):
         self._waiting, self._step = begun._waiting, begun.begin_step
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (name := self._NAMES.get(func._schema.name.split("::")[1])) is not None:
+        if (name := _NAMES.get(func._schema.name.split("::")[1])) is not None:
             self.events.append(name)
         return func(*args, **(kwargs or {}))
 
@@ -139,8 +141,6 @@ class Log(TorchDispatchMode):
 @contextmanager
 def logged() -> Iterator[Log]:
     """Log what happens inside."""
-    from echelon.shardformer.sequence import ring_products
-
     with (
         Log() as log,
         patch.object(begun, "_waiting", log.waiting),
