@@ -3,11 +3,14 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from echelon.shardformer.sequence.part_random import CommonRandom, PartRandom
 
 from ...pool import Pool
 from ..compare import named, numbers, pieces, require_equal_on_ranks
@@ -104,3 +107,50 @@ def drawn_again() -> None:
 @pytest.mark.parametrize("function", [parts_differ, wholes_are_equal, drawn_again])
 def test_what_is_dropped_differs_between_parts_alone_and_is_dropped_again(pool: Pool, function: Any) -> None:
     pool.run(2, function)
+
+
+class SampleDropPath(nn.Module):
+    """Drops whole samples, as models name such modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop_prob = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.bernoulli(torch.full((x.shape[0], 1, 1), 1 - self.drop_prob))
+
+
+def samples() -> None:
+    made = built("bert")
+    made[0].get_submodule("output").dropout = SampleDropPath()
+    sequence = world_sequence("gather")
+    layer = spread(made, sequence)
+    sequence.axis.length = LENGTH
+    kept: list[Tensor] = []
+    layer.get_submodule("output.dropout").register_forward_hook(
+        lambda module, args, output: kept.append(output.abs().amax((1, 2)) > 0)
+    )
+    x = sequence.axis.own(numbers(BATCH, LENGTH, HIDDEN), 1)
+    for _ in range(8):
+        layer(x, **inputs_of("bert", made[2], LENGTH))
+    drawn = torch.stack(kept)
+    require_equal_on_ranks(drawn.float(), "which samples are kept")
+    assert drawn.any() and not drawn.all()
+
+
+def test_whole_samples_are_dropped_on_all_ranks_alike(pool: Pool) -> None:
+    pool.run(2, samples)
+
+
+def unmarked(target: Any, function: Callable[[], None]) -> None:
+    with patch.object(target, "from_native_module", staticmethod(lambda module, group, **kwargs: module)):
+        function()
+
+
+@pytest.mark.parametrize(
+    ("target", "function"),
+    [(PartRandom, parts_differ), (CommonRandom, wholes_are_equal), (CommonRandom, samples)],
+)
+def test_a_random_state_that_is_not_switched_is_found(pool: Pool, target: Any, function: Any) -> None:
+    with pytest.raises(AssertionError):
+        pool.run(2, unmarked, target, function)
