@@ -13,6 +13,8 @@ from .faults import start_watch
 from .launch import default_device
 
 AXES = ("pp", "dp", "sp", "tp")
+# The ranks that add to the gradients of the same parameters: replicas, and in each the parts of a sequence.
+DATA = ("dp", "sp")
 
 
 def mesh_faults(
@@ -62,6 +64,8 @@ def torch_mesh(device_type: str, shape: tuple[int, ...], dims: tuple[str, ...]) 
 class ParallelMesh:
     """All ranks of the default group arranged as pp × dp × sp × tp, tp innermost.
 
+    Besides these four there is the axis "data", dp and sp together: the ranks whose gradients are averaged.
+
     Building it is collective over the world: every rank calls it with the same sizes. Groups are made here
     or in `subgroup`, in one order on all ranks.
 
@@ -81,8 +85,11 @@ class ParallelMesh:
         self.device = default_device()
         shape = (pp, world_size // (pp * sp * tp), sp, tp)
         self._mesh = torch_mesh(self.device.type, shape, AXES)
+        self._data_group: dist.ProcessGroup | None = None
         self._groups: dict[tuple, dist.ProcessGroup | None] = {}
         self._pipeline_groups: list[dist.ProcessGroup] = []
+        if self._simplest("data") == "data":
+            self._data_group = self._new_group("data", (range(self.size("data")),))
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -101,14 +108,21 @@ class ParallelMesh:
 
     def size(self, *axes: str) -> int:
         """The number of ranks along one axis, or along several together."""
-        return prod(self._mesh.size(AXES.index(axis)) for axis in axes)
+        single = [each for axis in axes for each in (DATA if axis == "data" else (axis,))]
+        return prod(self._mesh.size(AXES.index(axis)) for axis in single)
 
     def rank(self, axis: str) -> int:
         """This process's coordinate along an axis."""
+        if axis == "data":
+            return self.rank("dp") * self.size("sp") + self.rank("sp")
         return self._mesh.get_local_rank(axis)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The ranks that differ from this one in `axis` alone, in the order of their coordinates."""
+        axis = self._simplest(axis)
+        if axis == "data":
+            assert self._data_group is not None
+            return self._data_group
         return self._mesh.get_group(axis)
 
     def global_ranks(self, axis: str) -> list[int]:
@@ -119,12 +133,9 @@ class ParallelMesh:
         """The axis that a group of this mesh lies along; "world" for any other."""
         along = {self.group(axis).group_name: axis for axis in AXES if self.size(axis) > 1}
         along |= {each.group_name: "pp" for each in self._pipeline_groups}
+        along |= {} if self._data_group is None else {self._data_group.group_name: "data"}
         along |= {each.group_name: axis for (axis, _), each in self._groups.items() if each is not None}
         return along.get(group.group_name, "world")
-
-    def replica_ranks(self) -> list[int]:
-        """The world's ranks that hold one replica with this one: all that share its dp coordinate."""
-        return self._mesh.mesh.select(1, self.rank("dp")).flatten().tolist()
 
     def pipeline_groups(self, count: int) -> list[dist.ProcessGroup]:
         """As many different groups over the ranks of axis pp, in their order. Collective over the world.
@@ -150,14 +161,21 @@ class ParallelMesh:
         Returns:
             The group, in the order of coordinates, or None where this rank is in no part.
         """
-        key = (axis, tuple(tuple(part) for part in parts))
+        key = (self._simplest(axis), tuple(tuple(part) for part in parts))
         if key not in self._groups:
             self._groups[key] = self._new_group(*key)
         return self._groups[key]
 
-    def _new_group(self, axis: str, parts: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
-        dim = AXES.index(axis)
-        lines = self._mesh.mesh.movedim(dim, -1).reshape(-1, self.size(axis))
+    def _simplest(self, axis: str) -> str:
+        """An axis of the mesh itself, where "data" is one."""
+        if axis != "data" or all(self.size(each) > 1 for each in DATA):
+            return axis
+        return "dp" if self.size("sp") == 1 else "sp"
+
+    def _new_group(self, axis: str, parts: Sequence[Iterable[int]]) -> dist.ProcessGroup | None:
+        dims = [AXES.index(each) for each in (DATA if axis == "data" else (axis,))]
+        last = list(range(-len(dims), 0))
+        lines = self._mesh.mesh.movedim(dims, last).reshape(-1, self.size(axis))
         mine = None
         timeout = default_timeout()
         for line, part in itertools.product(lines.tolist(), parts):

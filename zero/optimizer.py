@@ -94,7 +94,7 @@ class ShardedOptimizer(OptimizerWrapper):
         max_norm: float = 0.0,
         norm_type: float = 2.0,
         bucket_size: int = 12 * 1024**2,
-        data_axis: str = "dp",
+        data_axis: str = "data",
         zero_size: int = -1,
         overlap_communication: bool = True,
         communication_dtype: torch.dtype = torch.float32,

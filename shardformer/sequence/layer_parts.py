@@ -51,7 +51,7 @@ def parameters_of_parts(table: Table, layer: nn.Module) -> list[str]:
     ]
 
 
-def sequence_faults(table: Table, layer: nn.Module) -> list[str]:
+def layer_part_faults(table: Table, layer: nn.Module) -> list[str]:
     """Why a layer cannot compute on parts of a sequence between its regions; empty where it can. Its code is read.
 
     Args:
@@ -71,7 +71,7 @@ def sequence_faults(table: Table, layer: nn.Module) -> list[str]:
         if is_any_within(name, apart) or is_any_within(name, table.row):
             continue
         where = f"{kind}.{name}" if name else kind
-        if not list(module.children()) and not _is_by_position(module):
+        if not list(module.children()) and not is_by_position(module):
             found.append(f"{where} is a {type(module).__name__}, which may mix positions: {_ADVICE}")
         elif list(module.children()) and (mixing := _mixing(module)):
             found.append(f"the code of {where} {mixing}, and may know of the whole sequence: {_ADVICE}")
@@ -89,6 +89,7 @@ def _mixing(module: nn.Module) -> str:
     return "takes slices" if slices(module) else ""
 
 
-def _is_by_position(module: nn.Module) -> bool:
+def is_by_position(module: nn.Module) -> bool:
+    """Whether a module without children computes each position on its own, as the name of its class says."""
     kind = type(module)
     return kind.__module__ in _BY_POSITION_OF or any(part in kind.__name__ for part in _BY_POSITION)

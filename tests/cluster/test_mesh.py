@@ -20,8 +20,21 @@ def layout(pp: int, dp: int | None, sp: int, tp: int) -> dict[str, tuple[int, in
     return {axis: (mesh.size(axis), mesh.rank(axis), mesh.global_ranks(axis)) for axis in AXES}
 
 
-def replica() -> list[int]:
-    return ParallelMesh(pp=2, dp=2, tp=2).replica_ranks()
+def data_axis() -> list[tuple[int, list[int], list[int]]]:
+    found = []
+    for mesh in (ParallelMesh(dp=2, sp=2), ParallelMesh(sp=2, tp=2), ParallelMesh(dp=2, tp=2)):
+        halves = mesh.subgroup("data", [(index,) for index in range(mesh.size("data"))])
+        assert halves is not None
+        found.append((mesh.rank("data"), mesh.global_ranks("data"), dist.get_process_group_ranks(halves)))
+    return found
+
+
+def test_replicas_and_parts_of_a_sequence_are_one_axis(pool: Pool) -> None:
+    found = pool.run(4, data_axis)
+    assert [each[0] for each in found] == [(rank, [0, 1, 2, 3], [rank]) for rank in range(4)]
+    for mesh in (1, 2):
+        assert [each[mesh][:2] for each in found] == [(0, [0, 2]), (0, [1, 3]), (1, [0, 2]), (1, [1, 3])]
+        assert [each[mesh][2] for each in found] == [[0], [1], [2], [3]]
 
 
 def ends_of_the_pipeline() -> list[int] | None:
@@ -103,11 +116,6 @@ def test_tensor_ranks_are_neighbours_and_stages_are_farthest(pool: Pool) -> None
     assert ranks[5] == {"pp": (2, 1, [1, 5]), "dp": (2, 0, [5, 7]), "sp": (1, 0, [5]), "tp": (2, 1, [4, 5])}
     ranks = pool.run(8, layout, 1, 2, 2, 2)
     assert ranks[6] == {"pp": (1, 0, [6]), "dp": (2, 1, [2, 6]), "sp": (2, 1, [4, 6]), "tp": (2, 0, [6, 7])}
-
-
-def test_a_replica_is_all_ranks_of_one_data_coordinate(pool: Pool) -> None:
-    first, second = [0, 1, 4, 5], [2, 3, 6, 7]
-    assert pool.run(8, replica) == [first, first, second, second] * 2
 
 
 def test_a_subgroup_holds_the_coordinates_it_names(pool: Pool) -> None:
