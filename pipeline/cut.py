@@ -103,7 +103,7 @@ class Stage:
         self._seats = list(seats)
         self._borrowed = list(borrowed)
         # A cache would keep every layer's keys and values, and a stage's would have its own layers' alone.
-        self._forced = {"use_cache": False} if _takes(model, "use_cache") else {}
+        self._forced = {"use_cache": False} if takes(model, "use_cache") else {}
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -301,7 +301,7 @@ def _check_stages(stages: Sequence[int], bounds: Sequence[int], num_layers: int)
         )
 
 
-def _takes(model: nn.Module, argument: str) -> bool:
+def takes(model: nn.Module, argument: str) -> bool:
     """Whether the model's forward takes this argument, itself or by handing its keywords to its base model."""
     named = inspect.signature(model.forward).parameters
     if argument in named:

@@ -259,7 +259,12 @@ class HybridParallelPlugin(Plugin):
             optimizer.backward(loss)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
-        """Inside, execute_pipeline starts no reduction: for all but the last of several calls before a step."""
+        """Inside, execute_pipeline starts no reduction: for all but the last of several calls before a step.
+
+        Raises:
+            ValueError: model or optimizer are not what `booster.boost` returned.
+        """
+        self._boosted(model, optimizer, "booster.no_sync")
         return optimizer.no_sync() if isinstance(optimizer, ShardedOptimizer) else nullcontext()
 
     def execute_pipeline(
@@ -296,22 +301,27 @@ class HybridParallelPlugin(Plugin):
                 within a replica; on every rank alike.
             RankFailure: another rank failed; names it.
         """
-        if not isinstance(model, HybridParallelModule) or model.plugin is not self:
-            raise ValueError("execute_pipeline takes the model that booster.boost returned")
+        boosted = self._boosted(model, optimizer, "execute_pipeline")
         if torch.is_grad_enabled() and optimizer is None:
             raise ValueError(
                 "execute_pipeline needs the optimizer while gradients are on: give it, or evaluate under no_grad()"
             )
-        if optimizer is not None and optimizer is not model.optimizer:
-            raise ValueError(
-                "execute_pipeline takes the optimizer that booster.boost returned with this model, not the one "
-                "that was given to it or another model's"
-            )
-        model.engine.check_open()
+        boosted.engine.check_open()
         with naming_failures("execute_pipeline"):
-            return model.engine.run(
+            return boosted.engine.run(
                 data_iter, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
             )
+
+    def _boosted(self, model: nn.Module, optimizer: Optimizer | None, call: str) -> HybridParallelModule:
+        """The model, where this plugin has boosted it, and the optimizer with it if one is given."""
+        if not isinstance(model, HybridParallelModule) or model.plugin is not self:
+            raise ValueError(f"{call} takes the model that booster.boost returned")
+        if optimizer is not None and optimizer is not model.optimizer:
+            raise ValueError(
+                f"{call} takes the optimizer that booster.boost returned with this model, not the one that was given "
+                "to it or another model's"
+            )
+        return model
 
     def ledger(self, optimizer: ShardedOptimizer | None = None) -> Ledger:
         """A context that counts bytes and calls by axis and kind; it knows the held memory of `optimizer` too."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ...pipeline.cut import held_stages
+from ...pipeline.cut import held_stages, takes
 from ...pipeline.plan import Stack, StagePlan
 from ...pipeline.stand_in import StandIn
 from .attention import set_sequence_attention
@@ -40,6 +40,8 @@ def spread_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) ->
     if is_data:
         assert split.settings.mode is not None
         set_sequence_attention(model, split.settings.mode)
+        if takes(model, "use_cache"):
+            model.register_forward_pre_hook(_without_cache, with_kwargs=True)
     model.register_forward_pre_hook(_refuse_collecting, with_kwargs=True)
 
 
@@ -95,6 +97,16 @@ def _in_first_place(model: nn.Module, stack: Stack) -> list[nn.Module]:
         with stage.seated():
             found.append(model.get_submodule(stack.paths[0]))
     return list(dict.fromkeys(found))
+
+
+def _without_cache(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forgo the keys and values of former calls, of which each rank would keep those of a part."""
+    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+        raise ValueError(
+            "use_cache=True, as in generate(), under a sequence_parallelism_mode of the sequence axis, where each rank "
+            "would keep the keys and values of a part: save the model, and generate with it in one process or under tp"
+        )
+    return args, {**kwargs, "use_cache": False}
 
 
 def _is_causal(layer: nn.Module) -> bool:
