@@ -83,12 +83,17 @@ def argument_faults(choice: ModelChoice, layout: Layout, num_steps: int) -> list
     if layout_faults or model_faults:
         return faults + model_faults
     return faults + split_faults(
-        choice, tp=layout.tp, num_stages=layout.num_stages, sequence=layout.sequence_settings
+        choice, tp=layout.tp, num_stages=layout.num_stages, sp=layout.sp, sequence=layout.sequence_settings
     )
 
 
 def split_faults(
-    choice: ModelChoice, *, tp: int = 1, num_stages: int = 1, sequence: SequenceParallelism = WHOLE
+    choice: ModelChoice,
+    *,
+    tp: int = 1,
+    num_stages: int = 1,
+    sp: int = 1,
+    sequence: SequenceParallelism = WHOLE,
 ) -> list[str]:
     """Why this model cannot be split this way."""
     if tp == num_stages == 1 and sequence.mode is None:
@@ -100,7 +105,7 @@ def split_faults(
         return [str(error)]
     policy.set_model(model)
     found = policy.faults(tp_size=tp, num_stages=num_stages)
-    return found or policy.sequence_faults(sequence)
+    return found or policy.sequence_faults(sequence, tp_size=tp, sp_size=sp)
 
 
 def run_local(

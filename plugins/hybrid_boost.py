@@ -87,8 +87,12 @@ def _checked_sharder(
             pipeline_stage_manager=plugin.stage_manager,
             parallel_output=config.parallel_output,
             make_vocab_size_divisible_by=config.make_vocab_size_divisible_by,
+            enable_sequence_parallelism=config.sequence.mode is not None,
+            sequence_parallelism_mode=config.sequence.mode,
             sequence_parallel_process_group=mesh.group("sp"),
-            **config.sequence.arguments(),
+            sequence_parallel_rings=plugin.rings,
+            enable_sequence_overlap=config.sequence.overlaps,
+            enable_sequence_regather=config.sequence.regathers,
         )
         sharder = sharder_or_faults(model, plugin.custom_policy, shard_config, faults)
     checkpoint = config.pipeline.checkpoint

@@ -26,6 +26,7 @@ from ..shardformer.checkpoint_config import PipelineGradientCheckpointConfig
 from ..shardformer.fused import FusedKernels
 from ..shardformer.policy import Policy
 from ..shardformer.sequence.config import SequenceParallelism
+from ..shardformer.sequence.rings import double_ring
 from ..zero.optimizer import ShardedOptimizer
 from .base import Boosted, Plugin, require_process_group
 from .hybrid_boost import boost
@@ -189,6 +190,7 @@ class HybridParallelPlugin(Plugin):
             raise ValueError(told(faults))
         self.custom_policy = custom_policy
         self.mesh = ParallelMesh(pp=pp_size, dp=dp_size, sp=self.config.sp, tp=tp_size)
+        self.rings = double_ring(self.mesh, inner_ring_size)
         self.stage_manager = PipelineStageManager(
             self.mesh, self.config.pipeline.placement(pp_size), self.config.pipeline.num_layers_per_stage
         )

@@ -94,14 +94,17 @@ class Policy(ABC):
             found += setting_faults(settings[name], f"the model's config, {name}")
         return found
 
-    def sequence_faults(self, settings: SequenceParallelism) -> list[str]:
-        """Why sequences of this model cannot be spread so, each with what would work. No communication."""
+    def sequence_faults(self, settings: SequenceParallelism, *, tp_size: int, sp_size: int) -> list[str]:
+        """Why sequences of this model cannot be spread so, each with what would work. No communication.
+
+        Args:
+            settings: how; they fit the sizes of the axes.
+            tp_size, sp_size: those of the tensor and the sequence axis.
+        """
         if settings.mode is None:
             return []
-        found = spread_faults(self.model, self.stage_plan(), settings)
-        if settings.is_on_tensor_axis:
-            found += self.region_faults(settings)
-        return found
+        found = spread_faults(self.model, self.stage_plan(), settings, tp_size=tp_size, sp_size=sp_size)
+        return found or (self.region_faults(settings) if settings.is_on_tensor_axis else [])
 
     def region_faults(self, settings: SequenceParallelism) -> list[str]:
         """Why the regions of this model's layers cannot gather sequences that are spread around them."""

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from ..pipeline.stage_manager import PipelineStageManager
 from .fused import FusedKernels
 from .sequence.config import SequenceParallelism, SequenceSplit
+from .sequence.rings import DoubleRing
 
 _AXES = ("tensor_parallel", "data_parallel")  # of each an argument `_size` and one `_process_group`
 
@@ -37,7 +38,7 @@ class ShardConfig:
         sequence_parallel_process_group: that axis.
         enable_sequence_overlap: of "split_gather" and "ring", gather in backward while gradients are computed.
         enable_sequence_regather: of "split_gather", keep a part of what is gathered and gather it again in backward.
-        inner_ring_size: of "ring_attn", the ranks of the inner one of two rings.
+        sequence_parallel_rings: of "ring_attn", those of a double ring (`sequence.rings`); None is one ring.
         enable_flash_attention: attention by flash-attn on CUDA, elsewhere by torch's fused kernels; see docs/fused.md.
         enable_xformers: attention by xFormers.
         enable_fused_normalization: norms by apex or Liger where installed on CUDA, else by torch's fused kernels.
@@ -63,7 +64,7 @@ class ShardConfig:
     sequence_parallel_process_group: dist.ProcessGroup | None = None
     enable_sequence_overlap: bool = False
     enable_sequence_regather: bool = False
-    inner_ring_size: int | None = None
+    sequence_parallel_rings: DoubleRing | None = None
     enable_flash_attention: bool = False
     enable_xformers: bool = False
     enable_fused_normalization: bool = False
@@ -101,10 +102,9 @@ class ShardConfig:
         return SequenceParallelism.asked(
             enable=self.enable_sequence_parallelism,
             mode=self.sequence_parallelism_mode,
-            sp_size=self._sequence_size,
+            sp_size=self.sequence_parallel_size,
             regathers=self.enable_sequence_regather,
             overlaps=self.enable_sequence_overlap,
-            inner_ring_size=self.inner_ring_size,
         )
 
     @property
@@ -188,13 +188,16 @@ class ShardConfig:
         return sorted(set.intersection(*(set(dist.get_process_group_ranks(group)) for group in groups)))
 
     @property
-    def _sequence_size(self) -> int:
+    def sequence_parallel_size(self) -> int:
+        """How many ranks the sequence axis has."""
         group = self.sequence_parallel_process_group
         return 1 if group is None else group.size()
 
     def _sequence_faults(self) -> list[str]:
         """What is wrong with how sequences are to be spread."""
-        return self.sequence.faults(tp_size=self._size("tensor_parallel"), sp_size=self._sequence_size)
+        return self.sequence.faults(
+            tp_size=self._size("tensor_parallel"), sp_size=self.sequence_parallel_size
+        )
 
     def _switch_faults(self) -> list[str]:
         """What contradicts each other, and numbers out of their range."""

@@ -41,7 +41,8 @@ class ModelSharder:
             num_stages=shard_config.num_stages,
             num_layers_per_stage=None if manager is None else manager.num_layers_per_stage,
         )
-        if faults := faults or policy.sequence_faults(shard_config.sequence):
+        sizes = {"tp_size": shard_config.tensor_parallel_size, "sp_size": shard_config.sequence_parallel_size}
+        if faults := faults or policy.sequence_faults(shard_config.sequence, **sizes):
             raise ValueError("\n".join(faults))
 
     def layers_by_stage(self) -> dict[int, list[nn.Module]]:

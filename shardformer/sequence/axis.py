@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .order import SequenceOrder
+from .rings import DoubleRing
 
 _ATTRIBUTE = "_echelon_sequence_axis"
 
@@ -18,16 +19,19 @@ class SequenceAxis:
     Args:
         group: the ranks.
         order: which positions each of them holds.
+        rings: those of a double ring, for ring attention.
 
     Attributes:
         length: of the sequence that is being computed, without padding; 0 before the first.
         ends_whole: whether the last layer puts it together.
     """
 
-    def __init__(self, group: dist.ProcessGroup, order: SequenceOrder) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, order: SequenceOrder, rings: DoubleRing | None = None
+    ) -> None:
         if order.size != group.size():
             raise AssertionError(f"an order for {order.size} ranks and a group of {group.size()}")
-        self.group, self.order, self.length = group, order, 0
+        self.group, self.order, self.rings, self.length = group, order, rings, 0
         self.ends_whole = True
 
     @property

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .rings import DoubleRing
+
 # On the tensor axis: whole inside of the regions, where heads and features are split, and spread between them.
 TENSOR_MODES = ("split_gather", "ring")
 # On an axis of their own: spread in the whole layer, attention sees all of it.
@@ -39,7 +41,7 @@ class SequenceParallelism:
         return SequenceParallelism(mode=(usual if mode is None else mode) if enable else None, **settings)
 
     def arguments(self) -> dict[str, Any]:
-        """What `asked` and `ShardConfig` are told, in the words of users."""
+        """What a plugin is told, in the words of users."""
         return {
             "enable_sequence_parallelism": self.mode is not None,
             "sequence_parallelism_mode": self.mode,
@@ -137,7 +139,9 @@ class SequenceSplit:
     Args:
         settings: what was asked for.
         group: the ranks over which sequences are spread.
+        rings: of "ring_attn", those of a double ring.
     """
 
     settings: SequenceParallelism
     group: dist.ProcessGroup
+    rings: DoubleRing | None = None

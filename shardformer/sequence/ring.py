@@ -8,16 +8,14 @@ computed kernels.py, how tensors travel cluster/ring.py.
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from ...cluster.mesh import ParallelMesh
 from ...cluster.ring import Rings, round_trip, travel
 from .axis import SequenceAxis
 from .block_mask import BlockMask, GivenMask, Mask, Seen
@@ -25,44 +23,12 @@ from .kernels import View, is_fused, look, look_back
 from .online_softmax import OnlineSoftmax
 from .order import SequenceOrder
 from .pieces import Piece, pieces
+from .rings import DoubleRing
 
 # B batch, S a rank's part of the sequence with padding, N query heads, M key and value heads, D head dim
 
 # Queries and keys of a piece where it has to be built which of them see which, or all of their scores.
 _TILE = 1024
-
-
-class DoubleRing(NamedTuple):
-    """The ranks of a sequence axis as rings of equal size, and rings of those at the same place in them.
-
-    Attributes:
-        inner: this rank's ring of neighbours on the axis.
-        outer: the ranks at its place in all inner rings.
-    """
-
-    inner: dist.ProcessGroup
-    outer: dist.ProcessGroup
-
-
-def double_ring(mesh: ParallelMesh, inner_ring_size: int | None) -> DoubleRing | None:
-    """The rings of axis sp, None where they come to a single one. Collective over the world.
-
-    Args:
-        mesh: whose axis.
-        inner_ring_size: ranks of an inner ring, which divide those of the axis; None is a single ring.
-    """
-    size = mesh.size("sp")
-    if inner_ring_size in (None, 1, size):
-        return None
-    assert inner_ring_size is not None
-    if size % inner_ring_size:
-        raise AssertionError(f"inner rings of {inner_ring_size} on {size} ranks")
-    inner = mesh.subgroup(
-        "sp", [range(each, each + inner_ring_size) for each in range(0, size, inner_ring_size)]
-    )
-    outer = mesh.subgroup("sp", [range(each, size, inner_ring_size) for each in range(inner_ring_size)])
-    assert inner is not None and outer is not None
-    return DoubleRing(inner, outer)
 
 
 def ring_attention(

@@ -9,7 +9,9 @@ from torch import nn
 from ...pipeline.cut import held_stages, takes
 from ...pipeline.plan import Stack, StagePlan
 from ...pipeline.stand_in import StandIn
-from .attention import set_sequence_attention
+from .all_to_all import heads_faults
+from .attention import ALL_TO_ALL, set_sequence_attention
+from .attention_faults import sequence_attention_faults
 from .axis import SequenceAxis
 from .boundary import Boundary
 from .config import SequenceParallelism, SequenceSplit
@@ -29,7 +31,7 @@ def spread_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) ->
         layers = [model.get_submodule(path) for path in stack.paths]
         is_zigzag = split.settings.mode == "ring_attn" and any(map(_is_causal, layers))
         order = SequenceOrder(size=split.group.size(), is_zigzag=is_zigzag)
-        boundary = Boundary(SequenceAxis(split.group, order), is_data=is_data)
+        boundary = Boundary(SequenceAxis(split.group, order, split.rings), is_data=is_data)
         for first in _in_first_place(model, stack):
             boundary.enter(first, is_held=not isinstance(first, StandIn))
         for layer in layers:
@@ -51,7 +53,9 @@ def reckoning(plan: StagePlan) -> StagePlan:
     return replace(plan, are_entries_reckoned=True, encoder=encoder)
 
 
-def spread_faults(model: nn.Module, plan: StagePlan | None, settings: SequenceParallelism) -> list[str]:
+def spread_faults(
+    model: nn.Module, plan: StagePlan | None, settings: SequenceParallelism, *, tp_size: int, sp_size: int
+) -> list[str]:
     """Why the layers of a whole model cannot compute on parts of sequences; empty when they can."""
     kind, option = type(model).__name__, f"sequence_parallelism_mode={settings.mode!r}"
     if plan is None:
@@ -73,17 +77,19 @@ def spread_faults(model: nn.Module, plan: StagePlan | None, settings: SequencePa
         found.append(
             f"{option}: {kind} reads the outputs of all layers, which are parts: leave enable_sequence_parallelism out"
         )
-    if settings.is_on_sequence_axis and plan.encoder is not None:
-        found.append(
-            f"{option}: the decoder of {kind} attends to another sequence too, the encoder's: use 'split_gather'"
-        )
     config = getattr(model, "config", None)
     found += [
         f"{option}: {name}=True in the model's config returns what layers compute, which are parts: set it to False"
         for name in _COLLECTING
         if getattr(config, name, False)
     ]
-    return found
+    if found or not settings.is_on_sequence_axis:
+        return found
+    assert settings.mode is not None
+    layers = [model.get_submodule(path) for path in plan.layer_paths(model)]
+    found = sequence_attention_faults(model, settings.mode, option, layers)
+    heads = getattr(config, "num_attention_heads", 0) // tp_size
+    return found + (heads_faults(heads, sp_size, option) if settings.mode == ALL_TO_ALL else [])
 
 
 # Settings by which a model returns what its layers hand on or compute within.

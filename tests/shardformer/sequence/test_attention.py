@@ -122,3 +122,7 @@ def compare(mode: str, kernel: str) -> None:
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 def test_a_llama_attends_by_heads(pool: Pool, kernel: str) -> None:
     pool.run(2, compare, "all_to_all", kernel)
+
+
+def test_a_llama_attends_round_the_ring(pool: Pool) -> None:
+    pool.run(2, compare, "ring_attn", "sdpa")

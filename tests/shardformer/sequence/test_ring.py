@@ -21,6 +21,7 @@ from echelon.shardformer.sequence.axis import SequenceAxis
 from echelon.shardformer.sequence.block_mask import BlockMask, Mask, Seen
 from echelon.shardformer.sequence.order import SequenceOrder
 from echelon.shardformer.sequence.pieces import pieces
+from echelon.shardformer.sequence.rings import double_ring
 
 from ...pool import Pool
 from .masks import BATCH, KINDS, in_blocks, whole
@@ -153,8 +154,8 @@ def test_two_rings_give_what_one_gives(pool: Pool) -> None:
 
 def check_double() -> None:
     mesh = ParallelMesh(sp=4)
-    rings = ring.double_ring(mesh, 2)
-    assert rings is not None and ring.double_ring(mesh, 4) is ring.double_ring(mesh, 1) is None
+    rings = double_ring(mesh, 2)
+    assert rings is not None and double_ring(mesh, 4) is double_ring(mesh, 1) is None
     for is_zigzag in (True, False):
         axis = axis_on(mesh, is_zigzag=is_zigzag)
         check(axis, None, causal(27), random_qkv(27), is_causal=True, inner=rings)
@@ -230,7 +231,7 @@ def sent(length: int, kv_heads: int, width: int, is_double: bool) -> list[dict[t
     mesh = ParallelMesh(sp=torch.distributed.get_world_size())
     axis = axis_on(mesh, is_zigzag=True)
     axis.length = length
-    rings = ring.double_ring(mesh, 2) if is_double else None
+    rings = double_ring(mesh, 2) if is_double else None
     own = [axis.own(each, 2).requires_grad_() for each in random_qkv(length, groups=2, width=width)]
     assert own[1].shape[1] == kv_heads
     with Traffic(mesh) as forward:
