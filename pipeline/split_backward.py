@@ -9,8 +9,9 @@ Within one backward a layer's weight gradient may wait too, for the sum of input
 (`LaterProduct`; cluster/collectives.py, `copy_beside`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,22 +26,26 @@ from ..cluster.hooks import has_foreign_hooks
 # N rows of all other dimensions together, I input features, O output features
 
 
-class _Held(NamedTuple):
-    """What a weight's gradient is made of."""
+class HeldGradient(NamedTuple):
+    """A weight's gradient that waits.
+
+    Args:
+        parameter: the weight, or this rank's piece of it.
+        begin: computes the gradient, or begins to; what it returns gives it.
+        backward: autograd's number of the one that it is of.
+    """
 
     parameter: Parameter
-    x_NI: Tensor
-    gradient_NO: Tensor
-    is_transposed: bool
-    backward: int  # autograd's number of the one that it is of
+    begin: Callable[[], Callable[[], Tensor]]
+    backward: int
 
 
 class WeightGradients:
     """Weight gradients that backwards held back, by stage and microbatch; one per rank."""
 
     def __init__(self) -> None:
-        self._by_place: dict[tuple[int, int], list[_Held]] = {}
-        self._holding: list[_Held] | None = None
+        self._by_place: dict[tuple[int, int], list[HeldGradient]] = {}
+        self._holding: list[HeldGradient] | None = None
 
     @contextmanager
     def holding(self, place: tuple[int, int]) -> Iterator[None]:
@@ -55,21 +60,32 @@ class WeightGradients:
         """Compute what was held back, and give it to the parameters as a backward would, hooks included."""
         held = self._by_place.pop(place)
         if held:
-            torch.autograd.backward(
-                [each.parameter for each in held],
-                [_weight_gradient(each.x_NI, each.gradient_NO, each.is_transposed) for each in held],
-            )
+            with torch.no_grad():
+                gradients = list(_each_beside_the_next(held))
+            torch.autograd.backward([each.parameter for each in held], gradients)
 
     def forget(self) -> None:
         """Drop all that is held, after a step that broke off."""
         self._by_place.clear()
 
-    def takes(self, held: _Held) -> bool:
+    def takes(self, held: HeldGradient) -> bool:
         """Hold this back, where that is asked for now. A weight that somebody has hooks for never is."""
         if self._holding is None or has_foreign_hooks(held.parameter):
             return False
         self._holding.append(held)
         return True
+
+
+def _each_beside_the_next(held: Iterable[HeldGradient]) -> Iterator[Tensor]:
+    """The gradients; each has time until the next has begun too."""
+    under_way: Callable[[], Tensor] | None = None
+    for each in held:
+        begun = each.begin()
+        if under_way is not None:
+            yield under_way()
+        under_way = begun
+    if under_way is not None:
+        yield under_way()
 
 
 class LaterProduct:
@@ -79,15 +95,19 @@ class LaterProduct:
     """
 
     def __init__(self, weight: Tensor) -> None:
-        self.held: list[_Held] = []
+        self.held: list[HeldGradient] = []
         self.weight: Tensor = _Later.apply(weight, self.held)
+
+    def put(self, held: HeldGradient) -> None:
+        """Let a gradient wait, and forget those of backwards that asked for gradients of inputs alone."""
+        self.held[:] = [each for each in self.held if each.backward == held.backward] + [held]
 
 
 class _Later(Function):
     """The weight itself; its gradient is made of what the layer's backward put aside."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, held: list[_Held]) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, held: list[HeldGradient]) -> Tensor:
         ctx.held = held
         ctx.set_materialize_grads(False)
         return weight.view_as(weight)
@@ -99,7 +119,7 @@ class _Later(Function):
             held = ctx.held.pop()
             # Not of one that asked for gradients of inputs alone, and never came here.
             if held.backward == torch._C._current_graph_task_id():
-                product = _weight_gradient(held.x_NI, held.gradient_NO, held.is_transposed)
+                product = held.begin()()
                 gradient = product if gradient is None else gradient + product
         return gradient, None
 
@@ -131,9 +151,7 @@ def linear(
     if (weight_gradients is None and later is None) or not is_own or not torch.is_grad_enabled():
         return torch.nn.functional.linear(x, weight.T if is_transposed else weight, bias)
     through = weight if later is None else later.weight
-    keep = _Keep(
-        cast(Parameter, weight), is_transposed, weight_gradients, None if later is None else later.held
-    )
+    keep = _Keep(cast(Parameter, weight), is_transposed, weight_gradients, later)
     out: Tensor = _SplitLinear.apply(x, through, bias, keep)
     return out
 
@@ -144,17 +162,17 @@ class _Keep(NamedTuple):
     parameter: Parameter
     is_transposed: bool
     store: WeightGradients | None
-    later: list[_Held] | None
+    later: LaterProduct | None
 
     def gradient(self, x_NI: Tensor, gradient_NO: Tensor) -> Tensor | None:
         """The weight's gradient, or None where it waits."""
-        backward = torch._C._current_graph_task_id()
-        held = _Held(self.parameter, x_NI, gradient_NO, self.is_transposed, backward)
+        begin = partial(_weight_gradient_now, x_NI, gradient_NO, self.is_transposed)
+        held = HeldGradient(self.parameter, begin, torch._C._current_graph_task_id())
         if self.store is not None and self.store.takes(held):
             return None
         if self.later is None:
-            return _weight_gradient(x_NI, gradient_NO, self.is_transposed)
-        self.later[:] = [each for each in self.later if each.backward == backward] + [held]
+            return weight_gradient(x_NI, gradient_NO, self.is_transposed)
+        self.later.put(held)
         return None
 
 
@@ -181,8 +199,14 @@ class _SplitLinear(Function):
         return of_input, ctx.keep.gradient(x.reshape(-1, x.shape[-1]), gradient_NO), of_bias, None
 
 
-def _weight_gradient(x_NI: Tensor, gradient_NO: Tensor, is_transposed: bool) -> Tensor:
+def weight_gradient(x_NI: Tensor, gradient_NO: Tensor, is_transposed: bool) -> Tensor:
+    """The gradient of a linear layer's weight, (O, I), or (I, O) with `is_transposed`."""
     return x_NI.T.mm(gradient_NO) if is_transposed else gradient_NO.T.mm(x_NI)
+
+
+def _weight_gradient_now(x_NI: Tensor, gradient_NO: Tensor, is_transposed: bool) -> Callable[[], Tensor]:
+    gradient = weight_gradient(x_NI, gradient_NO, is_transposed)
+    return lambda: gradient
 
 
 class _HoldingLinear(nn.Linear):
