@@ -183,7 +183,8 @@ class _SplitLinear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, keep: _Keep) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.keep = keep
-        return torch.nn.functional.linear(x, weight.T if keep.is_transposed else weight, bias)
+        out = torch.nn.functional.linear(x, weight.T if keep.is_transposed else weight, bias)
+        return torch.ops.aten._unsafe_view(out, out.shape)  # or what follows could not write to it in place
 
     @staticmethod
     @once_differentiable
