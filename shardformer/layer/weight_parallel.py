@@ -35,15 +35,21 @@ class WeightParallelLinear(ParallelModule):
     Args:
         native: an nn.Linear, which holds (O, I), or a transformers Conv1D, which holds (I, O).
         process_group: the weight axis.
+        native_class: the class of `native`, where it is one of its own that computes what nn.Linear does.
         pool: gathers for all layers of the group; None is one of its own, which gathers nothing ahead.
     """
 
     weight_gradients: WeightGradients | None = None  # where backward holds them back, see split_backward.py
 
     def __init__(
-        self, native: nn.Module, process_group: dist.ProcessGroup, *, pool: WeightPool | None = None
+        self,
+        native: nn.Module,
+        process_group: dist.ProcessGroup,
+        *,
+        native_class: type[nn.Module] | None = None,
+        pool: WeightPool | None = None,
     ) -> None:
-        require_native(native, *KINDS)
+        require_native(native, *KINDS if native_class is None else (native_class,))
         super().__init__()
         self.is_transposed = isinstance(native, Conv1D)
         self.weight: Parameter = native.weight  # type: ignore[assignment]
@@ -93,7 +99,7 @@ class WeightParallelLinear(ParallelModule):
 
 
 def _features(native: nn.Module) -> tuple[int, int]:
-    """How many go in and come out; a tied weight may be cut already."""
+    """How many features go in and come out; a tied weight may be cut already."""
     if isinstance(native, Conv1D):
         return native.nx, native.nf
     assert isinstance(native, nn.Linear)
@@ -116,7 +122,8 @@ class _GatheredLinear(Function):
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, piece)
         ctx.shape, ctx.layer, ctx.later = x.shape, layer, later
         with layer.pool.whole(layer, for_backward=False) as weight:
-            return linear(x, weight.T if layer.is_transposed else weight, bias)
+            out = linear(x, weight.T if layer.is_transposed else weight, bias)
+        return torch.ops.aten._unsafe_view(out, out.shape)  # or what follows could not write to it in place
 
     @staticmethod
     @once_differentiable
