@@ -9,51 +9,16 @@ machine lets it.
 """
 
 import argparse
-from collections.abc import Mapping
-from functools import partial
 
 from arguments import common_parser, parse, workload_of
 from comparison import compare
+from echelon_batch import EchelonBatch
 from launch import enter
-from stepped import OneBatch
 from tensor_peers import TorchTensor, TransformersTensor
-from torch import Tensor
-from workload import Workload, adamw
 
-from echelon import Booster, HybridParallelPlugin
-from echelon.checkpoint.gather import gather_whole
 from echelon.cluster.launch import default_device
-from echelon.cluster.placement import placement_of
 
-
-class EchelonTensor(OneBatch):
-    """HybridParallelPlugin with tensor parallelism over all ranks of the run.
-
-    Args:
-        workload: what is computed.
-        num_ranks: of the run.
-    """
-
-    name = "echelon"
-
-    def __init__(self, workload: Workload, num_ranks: int) -> None:
-        self._plugin = HybridParallelPlugin(tp_size=num_ranks, precision="fp32")
-        booster = Booster(plugin=self._plugin)
-        model = workload.model()
-        boosted, optimizer, *_ = booster.boost(model, adamw(model))
-        super().__init__(
-            boosted,
-            optimizer,
-            backward=partial(booster.backward, optimizer=optimizer),
-            batch=workload.data(self._plugin.mesh.device),
-        )
-
-    def gradients(self) -> Mapping[str, Tensor]:
-        """Gradients by name, gathered to the first rank. Communicates over the world."""
-        self._optimizer.reduce_gradients()
-        gradients = self._optimizer.gradients()
-        placements = {name: placement_of(self._model.held[name]) for name in gradients}
-        return gather_whole(gradients, placements, self._plugin.mesh)
+_NAME = "echelon"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -67,11 +32,11 @@ def main() -> None:
     enter(arguments.tp, option="--tp", matmul=arguments.matmul)
     workload, device = workload_of(arguments, microbatches=1), default_device()
     contenders = [
-        EchelonTensor(workload, arguments.tp),
+        EchelonBatch(_NAME, workload, tp_size=arguments.tp),
         *(TorchTensor(workload, device, kind=kind) for kind in TorchTensor.names),
         TransformersTensor(workload, device),
     ]
-    compare(contenders, workload, arguments, main=EchelonTensor.name, layout=f"tp {arguments.tp}")
+    compare(contenders, workload, arguments, main=_NAME, layout=f"tp {arguments.tp}")
 
 
 if __name__ == "__main__":

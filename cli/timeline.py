@@ -188,7 +188,7 @@ def measuring_faults(
     faults += choice.faults()
     if faults or pipeline.faults():
         return faults
-    return split_faults(choice, tp=1, num_stages=pipeline.num_stages)
+    return split_faults(choice, num_stages=pipeline.num_stages)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from ..shardformer.sequence.config import WHOLE, SequenceParallelism
 from ..shardformer.shard_former import policy_for
 from ..verify.compare import Measure
 from ..verify.layout import Layout
@@ -24,6 +25,13 @@ def verify(
     tp: Annotated[int, typer.Option(help="Ranks over which layers are split.")] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
     dp: Annotated[int, typer.Option(help="Replicas with different batches.")] = 1,
+    sp: Annotated[
+        int, typer.Option(help="Ranks over which sequences are spread: all_to_all, ring_attn.")
+    ] = 1,
+    sp_mode: Annotated[
+        str | None,
+        typer.Option(help="split_gather or ring (over --tp), all_to_all or ring_attn (over --sp)."),
+    ] = None,
     zero: Annotated[int, typer.Option(help="ZeRO stage: 0, 1 or 2.")] = 0,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved, zbh1 or zbv.")] = "1f1b",
@@ -37,7 +45,7 @@ def verify(
 ) -> None:
     """Train a small model under a layout and in one process, and compare every step.
 
-    Starts tp * pp * dp local processes. Exit status: 0 all agree, 1 something departs (the first is named) or
+    Starts tp * pp * dp * sp local processes. Exit status: 0 all agree, 1 something departs (the first is named) or
     a process failed, 2 bad arguments.
     """
     choice = ModelChoice(model_type=model, head=head, tied=tied, num_layers=layers)
@@ -45,6 +53,8 @@ def verify(
         tp=tp,
         pp=pp,
         dp=dp,
+        sp=sp,
+        sequence=sp_mode or ("all_to_all" if sp > 1 else None),
         zero=zero,
         precision=precision,
         schedule=schedule,
@@ -72,12 +82,21 @@ def argument_faults(choice: ModelChoice, layout: Layout, num_steps: int) -> list
     model_faults = choice.faults()
     if layout_faults or model_faults:
         return faults + model_faults
-    return faults + split_faults(choice, tp=layout.tp, num_stages=layout.num_stages)
+    return faults + split_faults(
+        choice, tp=layout.tp, num_stages=layout.num_stages, sp=layout.sp, sequence=layout.sequence_settings
+    )
 
 
-def split_faults(choice: ModelChoice, *, tp: int, num_stages: int) -> list[str]:
+def split_faults(
+    choice: ModelChoice,
+    *,
+    tp: int = 1,
+    num_stages: int = 1,
+    sp: int = 1,
+    sequence: SequenceParallelism = WHOLE,
+) -> list[str]:
     """Why this model cannot be split this way."""
-    if tp == num_stages == 1:
+    if tp == num_stages == 1 and sequence.mode is None:
         return []
     model = choice.build_on_meta()
     try:
@@ -85,7 +104,8 @@ def split_faults(choice: ModelChoice, *, tp: int, num_stages: int) -> list[str]:
     except ValueError as error:
         return [str(error)]
     policy.set_model(model)
-    return policy.faults(tp_size=tp, num_stages=num_stages)
+    found = policy.faults(tp_size=tp, num_stages=num_stages)
+    return found or policy.sequence_faults(sequence, tp_size=tp, sp_size=sp)
 
 
 def run_local(

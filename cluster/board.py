@@ -89,7 +89,7 @@ class Board:
         """Add news for all ranks, this one included."""
         content = {key: value for key, value in asdict(event).items() if key != "heard"}
         # Written before it is counted: who read what is still to come would hold the connection that has to write it.
-        self._store.append("events", json.dumps(content) + "\n")
+        self._store.append("events", json.dumps(content) + "\n")  # type: ignore[attr-defined]  # torch's stubs lack it
         self._store.add("number of events", 1)
 
     def news(self) -> list[Event]:

@@ -10,6 +10,7 @@ section 4.2).
     gather_from     S -> R   backward: slice          (the consumer is replicated)
     gather_to       S -> R   backward: reduce-scatter (the consumer has split weights: gradients are partial)
     reduce_scatter  P -> S   backward: all-gather
+    all_to_all      S -> S   backward: all-to-all     (split along another dim; arXiv:2309.14509)
 
 A group of one rank communicates nothing. Every rank of a group must call, in the same order. Gradients of gradients
 raise.
@@ -70,16 +71,20 @@ def sum_slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     return out
 
 
-class _CopyTo(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+def exchange_slices(x: Tensor, group: dist.ProcessGroup, split_dim: int, gather_dim: int) -> Tensor:
+    """Slices of `x` along `split_dim` to the other ranks, and theirs side by side along `gather_dim`; no gradient.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(gradient, ctx.group), None
+    Where the slices lie end to end in memory already nothing is copied before sending, nor after it where dims before
+    `gather_dim` have length 1.
+    """
+    if x.shape[split_dim] % group.size():
+        raise AssertionError(
+            f"length {x.shape[split_dim]} of dim {split_dim} does not divide by {group.size()} ranks"
+        )
+    pieces = x.unflatten(split_dim, (group.size(), -1)).movedim(split_dim, 0).contiguous()
+    arrived = torch.empty_like(pieces)
+    dist.all_to_all_single(arrived.view(-1), pieces.view(-1), group=group)
+    return arrived.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
 
 
 class _BeginCopyTo(Function):
@@ -172,9 +177,22 @@ class _ReduceScatter(Function):
         return all_gather(gradient, ctx.group, ctx.dim), None, None
 
 
+class _AllToAll(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, split_dim: int, gather_dim: int) -> Tensor:
+        ctx.group, ctx.split_dim, ctx.gather_dim = group, split_dim, gather_dim
+        return exchange_slices(x, group, split_dim, gather_dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return exchange_slices(gradient, ctx.group, ctx.gather_dim, ctx.split_dim), None, None, None
+
+
 def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Forward identity, backward all-reduce: the "f" of arXiv:1909.08053, section 3."""
-    return x if group.size() == 1 else _CopyTo.apply(x, group)
+    (copied,) = copy_beside([x], group, lambda: None)
+    return copied
 
 
 def copy_beside(xs: Sequence[Tensor], group: dist.ProcessGroup, beside: Callable[[], None]) -> list[Tensor]:
@@ -214,3 +232,17 @@ def gather_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """Forward this rank's slice of the sum of partial `x`, backward all-gather."""
     return x if group.size() == 1 else _ReduceScatter.apply(x, group, dim)
+
+
+def all_to_all(x: Tensor, group: dist.ProcessGroup, *, split_dim: int, gather_dim: int) -> Tensor:
+    """Split along `gather_dim` forward becomes split along `split_dim`; backward the other way round.
+
+    Args:
+        x: this rank's slice along `gather_dim`, whole along `split_dim`, whose length must divide by the group's size.
+        group: every rank of it must call.
+        split_dim, gather_dim: counted from 0, and different.
+
+    Returns:
+        This rank's slice along `split_dim`, whole along `gather_dim`.
+    """
+    return x if group.size() == 1 else _AllToAll.apply(x, group, split_dim, gather_dim)

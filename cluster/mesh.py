@@ -163,10 +163,6 @@ class ParallelMesh:
         along |= {each.group_name: axis for (axis, _), each in self._groups.items() if each is not None}
         return along.get(group.group_name, "world")
 
-    def replica_ranks(self) -> list[int]:
-        """The world's ranks that hold one replica with this one: all that share its dp coordinate."""
-        return self._mesh.mesh.select(1, self.rank("dp")).flatten().tolist()
-
     def pipeline_groups(self, count: int) -> list[dist.ProcessGroup]:
         """As many different groups over the ranks of axis pp, in their order. Collective over the world.
 

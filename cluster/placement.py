@@ -129,6 +129,12 @@ def place(parameter: Parameter, placement: Placement, rank: int) -> None:
     setattr(parameter, _ATTRIBUTE, placement)
 
 
+def is_counted(parameter: Tensor, rank: int) -> bool:
+    """Whether this rank of the tensor axis is the one that counts the parameter, or this piece of it."""
+    placement = placement_of(parameter)
+    return rank % placement.copies == 0 if isinstance(placement, Shard) else rank == 0
+
+
 def placement_of(parameter: Tensor) -> Placement | None:
     """How a parameter is spread over an axis, or None where it is whole and its gradient too."""
     return getattr(parameter, _ATTRIBUTE, None)

@@ -16,6 +16,16 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def split_seed(common: int, rank: int) -> int:
+    """The seed of a rank of an axis from one that all have in common."""
+    return (common + (rank + 1) * _SPREAD) % 2**63
+
+
+def common_seed(split: int, rank: int) -> int:
+    """The seed that a rank's own came from."""
+    return (split - (rank + 1) * _SPREAD) % 2**63
+
+
 class SplitRandom:
     """Random state for the inside of a region whose activations are split over an axis.
 
@@ -36,7 +46,7 @@ class SplitRandom:
         drawn = int(torch.randint(0, 2**62, ()).item())
         on_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
         self._common = torch.get_rng_state(), on_device
-        torch.manual_seed((drawn + (self._rank + 1) * _SPREAD) % 2**63)
+        torch.manual_seed(split_seed(drawn, self._rank))
 
     def leave(self) -> None:
         """Switch back to the state that all ranks of the axis have in common."""

@@ -157,7 +157,8 @@ def make_booster(arguments: argparse.Namespace, world_size: int) -> Booster:
         named = {LOW_LEVEL_ZERO_NAMES.get(name, name): value for name, value in options.items()}
         return Booster(plugin=LowLevelZeroPlugin(**named))
     tp_size, pp_size = default_sizes(world_size, arguments.tp_size, arguments.pp_size)
-    if ratio := getattr(arguments, "gradient_checkpoint_ratio", 0):
+    ratio = getattr(arguments, "gradient_checkpoint_ratio", 0)
+    if 0 < ratio <= 1:  # the script that has this flag tells of another number, and refuses it
         options["gradient_checkpoint_config"] = PipelineGradientCheckpointConfig(
             gradient_checkpointing_ratio=ratio
         )

@@ -207,10 +207,7 @@ def _returned(function: OpOverload, args: tuple, kwargs: dict[str, Any], *, devi
     outline_kwargs |= {name: of_meta for name, of_meta in _ON_META.items() if kwargs.get(name) is not None}
     try:
         returned = function(*outline_args, **outline_kwargs)
-    except (
-        RuntimeError,
-        NotImplementedError,
-    ):  # numbers, or a shape that depends on some; or it is no valid call
+    except RuntimeError:  # it asks for numbers, or its shape depends on some; or it is no valid call
         return _computed(function, args, kwargs)
     outlines = [each for each in tree_leaves(returned) if isinstance(each, Tensor)]
     if not outlines or any(each.untyped_storage() is other for each in outlines for other in lent):

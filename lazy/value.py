@@ -82,7 +82,7 @@ class Call:
         try:
             with torch.no_grad(), _drawing_from(self.generator_state):
                 returned = self.function(*args, **kwargs)
-        except Exception as error:
+        except Exception as error:  # an operator may raise anything, and the user's call of it is long past
             raise RuntimeError(f"{self.function} could not be run: {error}") from error
         return [each for each in tree_leaves(returned) if isinstance(each, Tensor)]
 

@@ -103,7 +103,7 @@ class Stage:
         self._seats = list(seats)
         self._borrowed = list(borrowed)
         # A cache would keep every layer's keys and values, and a stage's would have its own layers' alone.
-        self._forced = {"use_cache": False} if _takes(model, "use_cache") else {}
+        self._forced = {"use_cache": False} if takes(model, "use_cache") else {}
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -112,7 +112,7 @@ class Stage:
 
     def parameters(self) -> list[Parameter]:
         """What the stage's forward uses, each once; one that is tied to another stage's belongs to both."""
-        with self._seated():
+        with self.seated():
             held = list(self.model.parameters())
         borrowed = [parameter for each in self._borrowed for parameter in each.module.parameters()]
         return list(dict.fromkeys([*held, *borrowed]))
@@ -127,7 +127,7 @@ class Stage:
         args, kwargs = as_arguments(microbatch)
         self._inbox.begin(received)
         try:
-            with self._seated():
+            with self.seated():
                 outputs = self.model(*args, **{**kwargs, **self._forced})
         except StageExit as stage_exit:
             # What only passes through gets a graph of its own, so that every output but a frozen one has one.
@@ -142,7 +142,7 @@ class Stage:
         return outputs
 
     @contextmanager
-    def _seated(self) -> Iterator[None]:
+    def seated(self) -> Iterator[None]:
         """The model as this stage sees it."""
         native = [modules[name] for modules, name, _ in self._seats]
         try:
@@ -301,7 +301,7 @@ def _check_stages(stages: Sequence[int], bounds: Sequence[int], num_layers: int)
         )
 
 
-def _takes(model: nn.Module, argument: str) -> bool:
+def takes(model: nn.Module, argument: str) -> bool:
     """Whether the model's forward takes this argument, itself or by handing its keywords to its base model."""
     named = inspect.signature(model.forward).parameters
     if argument in named:

@@ -11,8 +11,8 @@ Within one backward a layer's weight gradient may wait too, for the sum of input
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,22 @@ class HeldGradient(NamedTuple):
     backward: int
 
 
+class KeptInput(Protocol):
+    """How a layer's input is had again in backward, of which something smaller is kept."""
+
+    def use(self) -> None:
+        """Say in forward that one more layer will ask for it."""
+        ...
+
+    def begin(self, kept: Tensor) -> None:
+        """Begin to make it of what was kept, if that can be done while something else is computed."""
+        ...
+
+    def rows(self, kept: Tensor) -> Tensor:
+        """The input (N, I)."""
+        ...
+
+
 class WeightGradients:
     """Weight gradients that backwards held back, by stage and microbatch; one per rank."""
 
@@ -63,6 +79,11 @@ class WeightGradients:
             with torch.no_grad():
                 gradients = list(_each_beside_the_next(held))
             torch.autograd.backward([each.parameter for each in held], gradients)
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether backwards are asked to hold back now."""
+        return self._holding is not None
 
     def forget(self) -> None:
         """Drop all that is held, after a step that broke off."""
@@ -132,6 +153,8 @@ def linear(
     weight_gradients: WeightGradients | None,
     is_transposed: bool = False,
     later: LaterProduct | None = None,
+    kept: tuple[Tensor, KeptInput] | None = None,
+    ready: list[Tensor] | None = None,
 ) -> Tensor:
     """A linear layer whose weight gradient may be held back.
 
@@ -141,37 +164,80 @@ def linear(
         bias: (O) or None.
         weight_gradients: where it is held; None where no schedule splits backwards.
         later: of this weight, for when its gradient is not held back that long.
+        kept: what is kept for backward in place of `x`, and how `x` is had again; where autograd is left to itself
+            `x` is kept.
+        ready: the result, where it was computed before (`can_be_ready`). It is taken out.
 
     Returns:
         (..., O).
     """
-    # A weight that is computed from others (weight_norm, pruning) has a graph that backward runs through once; under
-    # autocast products are of other formats than what they are made of.
-    is_own = weight.is_leaf and weight.requires_grad and not torch.is_autocast_enabled(x.device.type)
-    if (weight_gradients is None and later is None) or not is_own or not torch.is_grad_enabled():
-        return torch.nn.functional.linear(x, weight.T if is_transposed else weight, bias)
+    if not torch.is_grad_enabled():
+        return ready.pop() if ready else _product(x, weight, bias, is_transposed)
+    is_plain = weight_gradients is None and later is None and kept is None and not ready
+    if is_plain or not _is_own(x, weight):
+        return _product(x, weight, bias, is_transposed)
+    part, again = (None, None) if kept is None else kept
+    keep = Keep(
+        parameter=cast(Parameter, weight),
+        is_transposed=is_transposed,
+        store=weight_gradients,
+        later=later,
+        again=again,
+    )
     through = weight if later is None else later.weight
-    keep = _Keep(cast(Parameter, weight), is_transposed, weight_gradients, later)
-    out: Tensor = _SplitLinear.apply(x, through, bias, keep)
+    out: Tensor = _SplitLinear.apply(x, through, bias, keep, part, ready)
     return out
 
 
-class _Keep(NamedTuple):
+def can_be_ready(x: Tensor, weight: Tensor) -> bool:
+    """Whether `linear` takes a result that was computed before."""
+    is_autocast = torch.is_autocast_enabled(x.device.type)
+    return not is_autocast if not torch.is_grad_enabled() else _is_own(x, weight)
+
+
+def _is_own(x: Tensor, weight: Tensor) -> bool:
+    # A weight that is computed from others (weight_norm, pruning) has a graph that backward runs through once; under
+    # autocast products are of other formats than what they are made of.
+    return weight.is_leaf and weight.requires_grad and not torch.is_autocast_enabled(x.device.type)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> Tensor:
+    return torch.nn.functional.linear(x, weight.T if is_transposed else weight, bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep:
     """A linear layer's weight, and where its gradient may wait."""
 
     parameter: Parameter
     is_transposed: bool
     store: WeightGradients | None
-    later: LaterProduct | None
+    later: LaterProduct | None = None
+    again: KeptInput | None = None
 
-    def gradient(self, x_NI: Tensor, gradient_NO: Tensor) -> Tensor | None:
-        """The weight's gradient, or None where it waits."""
-        begin = partial(_weight_gradient_now, x_NI, gradient_NO, self.is_transposed)
+    def begin(self, kept: Tensor) -> None:
+        """Begin to have the input again, where its rows are wanted in this backward."""
+        if self.again is not None and not (self.store is not None and self.store.is_holding):
+            self.again.begin(kept)
+
+    def gradient(self, kept: Tensor, gradient_NO: Tensor) -> Tensor | None:
+        """The weight's gradient, or None where it waits.
+
+        Args:
+            kept: the input (..., I), or what was kept of it.
+            gradient_NO: of the output.
+        """
+
+        def begin() -> Callable[[], Tensor]:
+            x_NI = kept.reshape(-1, kept.shape[-1]) if self.again is None else self.again.rows(kept)
+            product = weight_gradient(x_NI, gradient_NO, is_transposed=self.is_transposed)
+            return lambda: product
+
         held = HeldGradient(self.parameter, begin, torch._C._current_graph_task_id())
         if self.store is not None and self.store.takes(held):
             return None
         if self.later is None:
-            return weight_gradient(x_NI, gradient_NO, self.is_transposed)
+            return begin()()
         self.later.put(held)
         return None
 
@@ -180,34 +246,43 @@ class _SplitLinear(Function):
     """The products of backward are those that autograd makes of a linear layer: equal to the bit."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, keep: _Keep) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        keep: Keep,
+        part: Tensor | None,
+        ready: list[Tensor] | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x if part is None else part, weight)
         ctx.keep = keep
-        out = torch.nn.functional.linear(x, weight.T if keep.is_transposed else weight, bias)
+        if keep.again is not None:
+            keep.again.use()
+        out = ready.pop() if ready else _product(x, weight, bias, keep.is_transposed)
         return torch.ops.aten._unsafe_view(out, out.shape)  # or what follows could not write to it in place
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        needs_input, _, needs_bias, _ = ctx.needs_input_grad
+    def backward(
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        kept, weight = ctx.saved_tensors
+        needs_input, _, needs_bias, *_ = ctx.needs_input_grad
+        ctx.keep.begin(kept)
         gradient_NO = gradient.reshape(-1, gradient.shape[-1])
         of_input = of_bias = None
         if needs_input:
-            of_input = gradient_NO.mm(weight.T if ctx.keep.is_transposed else weight).view(x.shape)
+            of_input = gradient_NO.mm(weight.T if ctx.keep.is_transposed else weight)
+            of_input = of_input.view(*gradient.shape[:-1], of_input.shape[-1])
         if needs_bias:
             of_bias = gradient_NO.sum(0)
-        return of_input, ctx.keep.gradient(x.reshape(-1, x.shape[-1]), gradient_NO), of_bias, None
+        return of_input, ctx.keep.gradient(kept, gradient_NO), of_bias, None, None, None
 
 
-def weight_gradient(x_NI: Tensor, gradient_NO: Tensor, is_transposed: bool) -> Tensor:
+def weight_gradient(x_NI: Tensor, gradient_NO: Tensor, *, is_transposed: bool) -> Tensor:
     """The gradient of a linear layer's weight, (O, I), or (I, O) with `is_transposed`."""
     return x_NI.T.mm(gradient_NO) if is_transposed else gradient_NO.T.mm(x_NI)
-
-
-def _weight_gradient_now(x_NI: Tensor, gradient_NO: Tensor, is_transposed: bool) -> Callable[[], Tensor]:
-    gradient = weight_gradient(x_NI, gradient_NO, is_transposed)
-    return lambda: gradient
 
 
 class _HoldingLinear(nn.Linear):

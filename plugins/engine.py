@@ -25,6 +25,7 @@ from ..pipeline.trace import Trace
 from ..pipeline.transport import Transport
 from ..pipeline.validate import validate
 from ..shardformer.layer.loss import VocabParallelLogits
+from ..shardformer.sequence.loss import SequenceParallelLogits
 from ..zero.optimizer import ShardedOptimizer
 from .hybrid_config import HybridConfig
 
@@ -285,8 +286,8 @@ def _model_loss(outputs: Any, inputs: Any) -> Tensor:
 
 
 def _whole(outputs: Any) -> Any:
-    """Outputs with whole logits. All-gather over tp where they are split."""
+    """Outputs with whole logits. All-gather over tp where they are split, over sp where they are spread."""
     for name in list(getattr(outputs, "keys", tuple)()):
-        if isinstance(outputs[name], VocabParallelLogits):
+        if isinstance(outputs[name], (VocabParallelLogits, SequenceParallelLogits)):
             setattr(outputs, name, outputs[name].gather().detach())
     return outputs

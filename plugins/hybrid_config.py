@@ -20,6 +20,7 @@ from ..pipeline.schedules import (
 from ..shardformer.checkpoint_config import PipelineGradientCheckpointConfig
 from ..shardformer.fused import FusedKernels
 from ..shardformer.policy import Policy
+from ..shardformer.sequence.config import WHOLE, SequenceParallelism
 from ..zero.faults import zero_size_faults
 from ..zero.precision import DTYPES, PrecisionConfig, precision_faults
 
@@ -138,6 +139,7 @@ class HybridConfig:
 
     Args:
         tp, pp, sp: sizes of the tensor, pipeline and sequence axes.
+        sequence: how sequences are spread over the tensor or the sequence axis.
         dp: size of the data axis; None is what the world size leaves.
         zero_stage: 0 plain data parallelism, 1 optimizer states split over it, 2 gradients too.
         zero_size: over how many replicas they are split; -1 or 0 is all of them.
@@ -152,13 +154,13 @@ class HybridConfig:
         parallel_output, make_vocab_size_divisible_by: see `shardformer.ShardConfig`.
         fused: the fused kernels that the model is to use.
         custom_policy: how the model is split; None takes the table of its type.
-        unavailable: options that this version does not have, with what was given.
     """
 
     tp: int = 1
     pp: int = 1
     sp: int = 1
     dp: int | None = None
+    sequence: SequenceParallelism = WHOLE
     zero_stage: int = 0
     zero_size: int = -1
     overlap_communication: bool = True
@@ -173,7 +175,6 @@ class HybridConfig:
     make_vocab_size_divisible_by: int = 64
     fused: FusedKernels = field(default_factory=FusedKernels)
     custom_policy: Policy | None = None
-    unavailable: tuple[str, ...] = ()
 
     @cached_property
     def precision(self) -> PrecisionConfig:
@@ -199,7 +200,7 @@ class HybridConfig:
             return found
         found = mesh_faults(world_size=world_size, pp=self.pp, dp=self.dp, sp=self.sp, tp=self.tp)
         if not found:
-            found += zero_size_faults(self.zero_size, world_size // (self.pp * self.sp * self.tp))
+            found += zero_size_faults(self.zero_size, world_size // (self.pp * self.tp))
         if self.zero_stage not in (0, 1, 2):
             found.append(
                 f"zero_stage={self.zero_stage} is not available: use 0 (plain data parallelism), 1 (states "
@@ -211,6 +212,7 @@ class HybridConfig:
         switches = ("overlap_communication", "overlap_allgather", "cpu_offload")
         found += switch_faults({name: getattr(self, name) for name in switches})
         found += self._fused_faults()
+        found += self.sequence.faults(tp_size=self.tp, sp_size=self.sp)
         if self.overlap_allgather is True and self.zero_stage == 0:
             found.append(
                 "overlap_allgather=True with zero_stage=0, where every rank updates all parameters and gathers none: "
@@ -228,7 +230,6 @@ class HybridConfig:
             found.append(
                 f"custom_policy={self.custom_policy!r} must be a shardformer.Policy, an object and no class"
             )
-        found += [f"{option} is not available in this version: leave it out" for option in self.unavailable]
         pipeline_faults = self.pipeline.faults(self.pp) if self.pp >= 1 else []
         return found + pipeline_faults + precision_faults(**self.precision_settings)
 

@@ -19,37 +19,29 @@ from ..checkpoint.model_file import load_model_file, save_model_file
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..cluster.placement import Placement, placement_of
-from ..lazy import materialize
 from ..pipeline.runner import Criterion
 from ..pipeline.schedules import UserSchedule
 from ..pipeline.stage_manager import PipelineStageManager
-from ..shardformer.checkpoint_config import (
-    PipelineGradientCheckpointConfig,
-    checkpoint_faults,
-    checkpoint_layers,
-    recomputable_layers,
-)
-from ..shardformer.equal_ranks import require_equal_models
+from ..shardformer.checkpoint_config import PipelineGradientCheckpointConfig
 from ..shardformer.fused import FusedKernels
 from ..shardformer.policy import Policy
-from ..shardformer.shard_config import ShardConfig
-from ..shardformer.shard_former import sharder_or_faults
-from ..shardformer.sharder import ModelSharder
+from ..shardformer.sequence.config import SequenceParallelism
+from ..shardformer.sequence.rings import double_ring
 from ..zero.optimizer import ShardedOptimizer
 from .base import Boosted, Plugin, require_process_group
+from .hybrid_boost import boost
 from .hybrid_config import HybridConfig, PipelineConfig, told
 from .hybrid_module import HybridParallelModule
 from .ledger import Ledger
-from .names import ParameterNames, managed_parameters
-from .optimizer_faults import optimizer_faults
 
 
 class HybridParallelPlugin(Plugin):
-    """Trains a transformers model over tp × pp × dp processes, with ZeRO and mixed precision.
+    """Trains a transformers model over tp × pp × sp × dp processes, with ZeRO and mixed precision.
 
     Args:
         tp_size: ranks over which each layer is split.
         pp_size: stages that the layers are dealt out to.
+        sp_size: ranks over which sequences are spread, by "all_to_all" and "ring_attn"; None is 1.
         dp_size: replicas that get different batches; None is what the world size leaves.
         zero_stage: 0 keeps optimizer states whole on each replica, 1 splits them over the replicas, 2 gradients too:
             they are averaged in every backward, and no rank holds them whole.
@@ -65,6 +57,13 @@ class HybridParallelPlugin(Plugin):
             divide and else so that the largest stage has as few parameters as possible.
         gradient_checkpoint_config: layers that are recomputed in backward.
         overlap_p2p: compute while tensors travel between stages.
+        enable_sequence_parallelism: spread the sequences within layers over ranks; docs/sequence.md says which mode to
+            choose.
+        sequence_parallelism_mode: "split_gather" or "ring" over the tensor axis, "all_to_all" or "ring_attn" over one
+            of sp_size ranks. None is "all_to_all" where there are such, else "split_gather".
+        enable_sequence_overlap: of "split_gather" and "ring", gather in backward while gradients are computed.
+        enable_sequence_regather: of "split_gather", keep a part of what is gathered and gather it again in backward.
+        inner_ring_size: of "ring_attn", ranks of the inner one of two rings, those of a node for example.
         parallel_output: leave logits split over the vocabulary after training calls with labels (see
             `VocabParallelLogits`); the loss is computed from split logits in any case.
         make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times tp_size.
@@ -113,6 +112,10 @@ class HybridParallelPlugin(Plugin):
         enable_jit_fused: bool = False,
         enable_xformers: bool = False,
         enable_sequence_parallelism: bool = False,
+        enable_sequence_overlap: bool = False,
+        sequence_parallelism_mode: str | None = None,
+        inner_ring_size: int | None = None,
+        enable_sequence_regather: bool = False,
         parallel_output: bool = True,
         make_vocab_size_divisible_by: int = 64,
         initial_scale: float = 2**16,
@@ -130,14 +133,20 @@ class HybridParallelPlugin(Plugin):
         cpu_offload: bool = False,
         custom_policy: Policy | None = None,
     ) -> None:
-        unavailable = {
-            f"sp_size={sp_size}": sp_size not in (None, 1),
-            "enable_sequence_parallelism=True": enable_sequence_parallelism,
-        }
+        sequence = SequenceParallelism.asked(
+            enable=enable_sequence_parallelism,
+            mode=sequence_parallelism_mode,
+            sp_size=sp_size,
+            regathers=enable_sequence_regather,
+            overlaps=enable_sequence_overlap,
+            inner_ring_size=inner_ring_size,
+        )
         self.config = HybridConfig(
             tp=tp_size,
             pp=pp_size,
+            sp=sequence.own_axis(sp_size=sp_size, tp_size=tp_size),
             dp=dp_size,
+            sequence=sequence,
             zero_stage=zero_stage,
             zero_size=zero_size,
             overlap_communication=overlap_communication,
@@ -175,13 +184,13 @@ class HybridParallelPlugin(Plugin):
                 everything=enable_all_optimization,
             ),
             custom_policy=custom_policy,
-            unavailable=tuple(option for option, is_asked in unavailable.items() if is_asked),
         )
         require_process_group()
         if faults := self.config.faults(dist.get_world_size()):
             raise ValueError(told(faults))
         self.custom_policy = custom_policy
-        self.mesh = ParallelMesh(pp=pp_size, dp=dp_size, tp=tp_size)
+        self.mesh = ParallelMesh(pp=pp_size, dp=dp_size, sp=self.config.sp, tp=tp_size)
+        self.rings = double_ring(self.mesh, inner_ring_size)
         self.stage_manager = PipelineStageManager(
             self.mesh, self.config.pipeline.placement(pp_size), self.config.pipeline.num_layers_per_stage
         )
@@ -234,47 +243,8 @@ class HybridParallelPlugin(Plugin):
         Collective over the world; every rank gives an equal model. One that was built lazily is made real once it is
         split. See `Booster.boost`.
         """
-        sharder = self._checked_sharder(model, optimizer)
-        with naming_failures("boost"):
-            require_equal_models(model)
-            names = ParameterNames.of(model)
-            model.to(self.mesh.device)
-            self.config.fused.choose_attention(model, self.mesh.device)
-            shared = sharder.shard() if sharder is not None else []
-            materialize(model)
-            boosted = HybridParallelModule(model, names, self)
-            wrapped = None
-            if optimizer is not None:
-                managed = managed_parameters(
-                    boosted.held,
-                    shared,
-                    mesh=self.mesh,
-                    stage_manager=self.stage_manager,
-                    stages=boosted.engine.parameters,
-                )
-                wrapped = ShardedOptimizer(
-                    optimizer,
-                    managed,
-                    mesh=self.mesh,
-                    stage=self.config.zero_stage,
-                    zero_size=self.config.zero_size,
-                    overlap_communication=self.config.overlap_communication,
-                    communication_dtype=self.config.wire_dtype,
-                    cpu_offload=self.config.cpu_offload,
-                    precision=self.config.precision,
-                    max_norm=self.config.max_norm,
-                    bucket_size=int(self.config.bucket_size_in_m * 2**20),
-                )
-            for parameter in model.parameters():  # what no optimizer manages: frozen, or none was given
-                if parameter.is_floating_point() and parameter.dtype != self.config.precision.dtype:
-                    parameter.data = parameter.data.to(self.config.precision.dtype)
-            self.config.fused.fuse(model, self.config.precision.dtype)
-            if wrapped is not None:
-                wrapped.add_gradients_by_row(model)
-                if self.config.overlap_allgather:
-                    wrapped.publisher.let_arrive_later(model)
-            boosted.optimizer = wrapped
-        return boosted, wrapped, criterion, dataloader, lr_scheduler
+        boosted = boost(model, optimizer, self)
+        return boosted, boosted.optimizer, criterion, dataloader, lr_scheduler
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
         """Compute gradients of a loss from `model(**batch)`, for pp_size=1.
@@ -291,7 +261,12 @@ class HybridParallelPlugin(Plugin):
             optimizer.backward(loss)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
-        """Inside, execute_pipeline starts no reduction: for all but the last of several calls before a step."""
+        """Inside, execute_pipeline starts no reduction: for all but the last of several calls before a step.
+
+        Raises:
+            ValueError: model or optimizer are not what `booster.boost` returned.
+        """
+        self._boosted(model, optimizer, "booster.no_sync")
         return optimizer.no_sync() if isinstance(optimizer, ShardedOptimizer) else nullcontext()
 
     def execute_pipeline(
@@ -328,22 +303,27 @@ class HybridParallelPlugin(Plugin):
                 within a replica; on every rank alike.
             RankFailure: another rank failed; names it.
         """
-        if not isinstance(model, HybridParallelModule) or model.plugin is not self:
-            raise ValueError("execute_pipeline takes the model that booster.boost returned")
+        boosted = self._boosted(model, optimizer, "execute_pipeline")
         if torch.is_grad_enabled() and optimizer is None:
             raise ValueError(
                 "execute_pipeline needs the optimizer while gradients are on: give it, or evaluate under no_grad()"
             )
-        if optimizer is not None and optimizer is not model.optimizer:
-            raise ValueError(
-                "execute_pipeline takes the optimizer that booster.boost returned with this model, not the one "
-                "that was given to it or another model's"
-            )
-        model.engine.check_open()
+        boosted.engine.check_open()
         with naming_failures("execute_pipeline"):
-            return model.engine.run(
+            return boosted.engine.run(
                 data_iter, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
             )
+
+    def _boosted(self, model: nn.Module, optimizer: Optimizer | None, call: str) -> HybridParallelModule:
+        """The model, where this plugin has boosted it, and the optimizer with it if one is given."""
+        if not isinstance(model, HybridParallelModule) or model.plugin is not self:
+            raise ValueError(f"{call} takes the model that booster.boost returned")
+        if optimizer is not None and optimizer is not model.optimizer:
+            raise ValueError(
+                f"{call} takes the optimizer that booster.boost returned with this model, not the one that was given "
+                "to it or another model's"
+            )
+        return model
 
     def ledger(self, optimizer: ShardedOptimizer | None = None) -> Ledger:
         """A context that counts bytes and calls by axis and kind; it knows the held memory of `optimizer` too."""
@@ -364,28 +344,6 @@ class HybridParallelPlugin(Plugin):
             load_model_file(path, tensors, _placements(tensors), self.mesh, names=model.state_names)
             if model.optimizer is not None:
                 model.optimizer.refresh_masters()
-
-    def _checked_sharder(self, model: nn.Module, optimizer: Optimizer | None) -> ModelSharder | None:
-        """What will split the model, once nothing speaks against boosting it; None where nothing is split."""
-        faults = optimizer_faults(model, optimizer) + self.config.fused.model_faults(model, self.mesh.device)
-        sharder = None
-        if self.tp_size > 1 or self.pp_size > 1:
-            shard_config = ShardConfig(
-                tensor_parallel_process_group=self.mesh.group("tp"),
-                pipeline_stage_manager=self.stage_manager,
-                parallel_output=self.config.parallel_output,
-                make_vocab_size_divisible_by=self.config.make_vocab_size_divisible_by,
-            )
-            sharder = sharder_or_faults(model, self.custom_policy, shard_config, faults)
-        checkpoint = self.config.pipeline.checkpoint
-        if checkpoint is not None and not faults:
-            layers = {0: recomputable_layers(model)} if sharder is None else sharder.layers_by_stage()
-            faults += checkpoint_faults(layers, checkpoint)
-            if not faults:
-                checkpoint_layers(layers, checkpoint)
-        if faults:
-            raise ValueError(told(faults))
-        return sharder
 
     def _refuse_pipeline(self, call: str) -> None:
         if self.pp_size > 1:

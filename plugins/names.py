@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from ..checkpoint.model_file import TensorNames
 from ..cluster.mesh import ParallelMesh
-from ..cluster.placement import Placement, Shard, Shared, placement_of
+from ..cluster.placement import Placement, Shard, Shared, is_counted, placement_of
 from ..pipeline.stage_manager import PipelineStageManager
 from ..zero.parameter import ManagedParameter
 
@@ -67,7 +67,7 @@ def managed_parameters(
             *_partial_groups(placement_of(parameter), mesh),
             *([] if tie_group is None else [tie_group]),
         ]
-        counts = stage_manager.rank == ranks[0] and _counts_over_tensor_axis(placement_of(parameter), mesh)
+        counts = stage_manager.rank == ranks[0] and is_counted(parameter, mesh.rank("tp"))
         managed.append(
             ManagedParameter(
                 name=name,
@@ -98,10 +98,3 @@ def _partial_groups(placement: Placement | None, mesh: ParallelMesh) -> list[dis
         assert group is not None
         return [group]
     return []
-
-
-def _counts_over_tensor_axis(placement: Placement | None, mesh: ParallelMesh) -> bool:
-    """Whether this rank is the one of the tensor axis that counts the parameter, or this piece of it."""
-    if isinstance(placement, Shard) and placement.axis == "tp":
-        return mesh.rank("tp") % placement.copies == 0
-    return mesh.rank("tp") == 0

@@ -3,8 +3,7 @@
 from torch import nn
 from torch.optim import Optimizer
 
-from ..cluster.placement import placement_of
-from ..shardformer.whole_gradients import axes_of
+from ..shardformer.whole_gradients import is_split
 from ..zero.optimizer import ShardedOptimizer
 from .hybrid_module import HybridParallelModule
 
@@ -14,8 +13,7 @@ def split_faults(model: nn.Module) -> list[str]:
 
     ShardFormer's hooks sum and average gradients, which an optimizer of ours would do once more.
     """
-    had = axes_of(model) is not None or any(placement_of(each) is not None for each in model.parameters())
-    if isinstance(model, HybridParallelModule) or had:
+    if isinstance(model, HybridParallelModule) or is_split(model):
         return [
             "the model is already boosted, or ShardFormer has split it: give booster.boost the plain transformers "
             "model, once"

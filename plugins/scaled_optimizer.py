@@ -28,6 +28,7 @@ class ScaledOptimizer(Optimizer):
         self.scaler = scaler
         self.last_norm: float | None = None
         self.skipped_steps = 0
+        self._is_scaled = False  # whether gradients of a scaled loss have come since the last step
         self._is_unscaled = False
 
     def __getattr__(self, name: str) -> Any:
@@ -35,10 +36,16 @@ class ScaledOptimizer(Optimizer):
 
     def backward(self, loss: Tensor) -> None:
         """Compute gradients of the loss, scaled where the precision needs it."""
+        self._is_scaled = True
         self.scaler.scale(loss).backward()
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters, or skip where a scaled gradient overflowed."""
+        """Update the parameters, or skip where a scaled gradient overflowed.
+
+        Raises:
+            RuntimeError: under a loss scale, where there are no scaled gradients.
+        """
+        self._require_scaled("step()")
         self.scaler.step(self.optim)
         self._take_verdict()
 
@@ -60,8 +67,12 @@ class ScaledOptimizer(Optimizer):
             max_norm: gradients of a larger norm are scaled down to it; `inf` measures alone.
             norm_type: the p of the norm, `inf` for the largest magnitude.
             error_if_nonfinite: raise where the norm is infinite or NaN, as an overflow of fp16 makes it.
+
+        Raises:
+            RuntimeError: under a loss scale, where there are no scaled gradients.
         """
         require_clip_norm(max_norm, norm_type)
+        self._require_scaled("clip_grad_by_norm()")
         self._unscale()
         norm = torch.nn.utils.clip_grad_norm_(self._parameters(), max_norm, norm_type)
         if isinstance(norm, DTensor):
@@ -75,8 +86,12 @@ class ScaledOptimizer(Optimizer):
         """Clip every entry of the true gradients to -clip_value … clip_value, after all backwards of a step.
 
         An overflow under a loss scale skips the step nevertheless.
+
+        Raises:
+            RuntimeError: under a loss scale, where there are no scaled gradients.
         """
         require_clip_value(clip_value)
+        self._require_scaled("clip_grad_by_value()")
         self._unscale()
         torch.nn.utils.clip_grad_value_(self._parameters(), clip_value)
 
@@ -95,6 +110,15 @@ class ScaledOptimizer(Optimizer):
     def _parameters(self) -> list[Parameter]:
         return [parameter for group in self.optim.param_groups for parameter in group["params"]]
 
+    def _require_scaled(self, call: str) -> None:
+        """Say what to do where torch's scaler would fail an assertion, or take gradients for scaled that are not."""
+        has_gradients = any(parameter.grad is not None for parameter in self._parameters())
+        if self.scaler.is_enabled() and not (self._is_scaled and has_gradients):
+            raise RuntimeError(
+                f"{call} in fp16 takes gradients of a scaled loss, and there are none: call booster.backward(loss, "
+                "optimizer) before it, not loss.backward(), and leave a GradScaler of your own out"
+            )
+
     def _unscale(self) -> None:
         """Make the gradients the true ones, once: GradScaler refuses a second time."""
         if not self._is_unscaled:
@@ -106,4 +130,4 @@ class ScaledOptimizer(Optimizer):
         before = self.scaler.get_scale()
         self.scaler.update()
         self.skipped_steps += self.scaler.get_scale() < before
-        self._is_unscaled = False
+        self._is_scaled = self._is_unscaled = False

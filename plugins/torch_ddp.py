@@ -21,7 +21,7 @@ from .base import Boosted, require_process_group
 from .hybrid_config import told
 from .optimizer_faults import split_faults
 from .scaled_optimizer import ScaledOptimizer
-from .torch_plugin import TorchPlugin, named_tensors
+from .torch_plugin import TorchPlugin, named_tensors, require_boosted
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -97,6 +97,8 @@ class TorchDDPPlugin(TorchPlugin):
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
         """Accumulate gradients on each rank; the first backward after the block averages them."""
+        if optimizer is not None:
+            require_boosted(optimizer, "booster.no_sync")
         assert isinstance(model, TorchDDPModel)
         return model.ddp.no_sync() if model.ddp is not None else nullcontext()
 

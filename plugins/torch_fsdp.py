@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,14 @@ from ..cluster.shard_mesh import shard_mesh
 from ..lazy import materialize
 from ..shardformer.equal_ranks import require_equal_models
 from ..zero.elementwise import require_elementwise
-from ..zero.precision import DTYPES, precision_faults
+from ..zero.precision import DTYPES, is_finite_number, precision_faults
 from .base import Boosted, require_process_group
 from .fsdp_module import TorchFSDPModel
 from .fsdp_optimizer import FSDPOptimizer
 from .hybrid_config import switch_faults, told
 from .optimizer_faults import optimizer_faults
 from .scaled_optimizer import ScaledOptimizer
-from .torch_plugin import TorchPlugin
+from .torch_plugin import TorchPlugin, require_boosted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +56,8 @@ class FSDPConfig:
             backoff_factor=self.backoff_factor,
             growth_interval=self.growth_interval,
         )
-        if not 0 < self.initial_scale < inf:
-            found.append(f"initial_scale={self.initial_scale}: it must be above 0")
+        if not (is_finite_number(self.initial_scale) and self.initial_scale > 0):
+            found.append(f"initial_scale={self.initial_scale!r}: it must be above 0 and finite")
         found += [
             f"{name}={value} is not available: torch's GradScaler, which scales the loss here, has none. Leave it out, "
             "or use HybridParallelPlugin or LowLevelZeroPlugin"
@@ -188,6 +187,8 @@ class TorchFSDPPlugin(TorchPlugin):
 
         They take the memory of one gradient of every parameter on every rank.
         """
+        if optimizer is not None:
+            require_boosted(optimizer, "booster.no_sync")
         return _boosted(model, "no_sync").no_sync()
 
     def save_model(self, model: nn.Module, path: Path, *, use_safetensors: bool) -> None:

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
 from .base import Plugin
+from .scaled_optimizer import ScaledOptimizer
 
 
 class TorchPlugin(Plugin):
@@ -37,9 +38,14 @@ class TorchPlugin(Plugin):
         return self.mesh.rank("dp"), self.mesh.size("dp")
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
-        """Compute gradients, averaged over the ranks while backward runs."""
+        """Compute gradients, averaged over the ranks while backward runs.
+
+        Raises:
+            ValueError: the optimizer is not what `booster.boost` returned.
+        """
+        scaled = require_boosted(optimizer, "booster.backward")
         with naming_failures("backward"):
-            optimizer.backward(loss)  # type: ignore[attr-defined]
+            scaled.backward(loss)
 
     def execute_pipeline(
         self,
@@ -59,6 +65,19 @@ class TorchPlugin(Plugin):
             f"{type(self).__name__} has no pipeline: call model(**batch) and booster.backward(loss, optimizer), or "
             "use HybridParallelPlugin or LowLevelZeroPlugin, where execute_pipeline works at any size"
         )
+
+
+def require_boosted(optimizer: Optimizer, call: str) -> ScaledOptimizer:
+    """The optimizer, as what `booster.boost` returned.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    if not isinstance(optimizer, ScaledOptimizer):
+        raise ValueError(
+            f"{call} takes the optimizer that booster.boost returned, and not a {type(optimizer).__name__} of torch's"
+        )
+    return optimizer
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -119,6 +119,22 @@ def own_names(module: nn.Module) -> set[str]:
     return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
+def is_readable(module: nn.Module) -> bool:
+    """Whether the code of a module's forward is understood."""
+    return bool(_statements(module))
+
+
+def slices(module: nn.Module) -> bool:
+    """Whether a module's forward takes slices of several dimensions, as of a tensor."""
+    nodes = (node for statement in _statements(module) for node in _nodes(statement))
+    taken = (node.slice for node in nodes if isinstance(node, ast.Subscript))
+    return any(isinstance(each, ast.Tuple) and any(map(_is_slice, each.elts)) for each in taken)
+
+
+def _is_slice(node: ast.expr) -> bool:
+    return isinstance(node, ast.Slice)
+
+
 def _returned(statements: list[ast.stmt]) -> list[ast.expr]:
     """What these statements return."""
     return [each.value for each in statements if isinstance(each, ast.Return) and each.value is not None]

@@ -82,9 +82,8 @@ def _leaves_bias(module: nn.Module | None) -> bool:
         module, SharedKeyValueLinear1D_Col
     ):
         return False
-    is_known = type(module) in (nn.Linear, Conv1D) or hasattr(
-        module, "weight_gradients"
-    )  # see split_backward.py
+    # Only ours have `weight_gradients`, see split_backward.py.
+    is_known = type(module) in (nn.Linear, Conv1D) or hasattr(module, "weight_gradients")
     is_gathered = getattr(module, "gather_output", False)
     return is_known and not is_gathered and _has_own_bias(module)
 

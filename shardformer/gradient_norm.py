@@ -4,12 +4,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from ..cluster.collectives import all_gather
-from ..cluster.placement import Shard, placement_of
+from ..cluster.placement import is_counted
 from ..pipeline.cut import held_stages
-from .whole_gradients import axes_of
+from .whole_gradients import axes_of, is_split
 
 
 @torch.no_grad()
@@ -44,14 +43,14 @@ def clip_grad_norm_(
         )
     axes = axes_of(model)
     parameters = list(model.parameters())
-    if axes is None and any(placement_of(parameter) is not None for parameter in parameters):
+    if axes is None and is_split(model):
         raise ValueError(
             "no ShardFormer split this model: under a booster call optimizer.clip_grad_by_norm(max_norm)"
         )
     group = None if axes is None else axes.tensor
     rank = 0 if group is None else group.rank()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    counted = [each.grad for each in parameters if each.grad is not None and _is_counted(each, rank)]
+    counted = [each.grad for each in parameters if each.grad is not None and is_counted(each, rank)]
     norm = _norm(counted, norm_type, parameters[0].device if parameters else torch.device("cpu"))
     if group is not None:
         norm = torch.linalg.vector_norm(all_gather(norm[None], group, 0), norm_type)
@@ -68,9 +67,3 @@ def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -
     norms = [torch.linalg.vector_norm(each, norm_type, dtype=torch.float64).to(device) for each in gradients]
     none = torch.zeros((), dtype=torch.float64, device=device)
     return torch.linalg.vector_norm(torch.stack([none, *norms]), norm_type)
-
-
-def _is_counted(parameter: Parameter, rank: int) -> bool:
-    """Whether this rank of the tensor axis is the one that counts the parameter, or this piece of it."""
-    placement = placement_of(parameter)
-    return rank % placement.copies == 0 if isinstance(placement, Shard) else rank == 0

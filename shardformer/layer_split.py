@@ -30,6 +30,10 @@ from .layer.region import (
 )
 from .lookup import active_regions, has_parameter, has_submodule, heads_of, native_class, present, widths
 from .policy import SubModuleReplacementDescription
+from .sequence.around import WholeSequence
+from .sequence.layer_parts import is_any_within, parameters_of_parts, whole_paths
+from .sequence.part_random import CommonRandom, PartRandom, draws, samplewise
+from .sequence.regions import RegionSequence
 from .table import Table
 
 Replacement = SubModuleReplacementDescription
@@ -43,15 +47,25 @@ class LayerSplit:
         layer: the native one.
         config: of the model, where it has one.
         group: the tensor axis.
+        sequence: how sequences are spread over that between regions; None leaves them whole.
     """
 
-    def __init__(self, table: Table, layer: nn.Module, config: Any, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        table: Table,
+        layer: nn.Module,
+        config: Any,
+        group: dist.ProcessGroup,
+        *,
+        sequence: RegionSequence | None = None,
+    ) -> None:
         self._table, self._layer, self._config, self._group = table, layer, config, group
+        self._sequence = sequence
 
     def replacements(self) -> list[Replacement]:
-        """What takes the places of its sub-modules, or is done to them, in this order."""
+        """What takes the places of its sub-modules, or is done to them, in this order; the path "" is the layer."""
         randoms = self._split_randoms()
-        return [*self._linear_layers(randoms), *self._marks(), *self._regions(randoms)]
+        return [*self._linear_layers(randoms), *self._marks(), *self._regions(randoms), *self._parts()]
 
     def split_parameters(self) -> list[Replacement]:
         """The parameters that are split as they are."""
@@ -102,7 +116,12 @@ class LayerSplit:
         row = self._put(
             table.row,
             self._row_type,
-            lambda name: {"split_random": at_row.get(name), **self._row_kwargs(name), **self._native(name)},
+            lambda name: {
+                "split_random": at_row.get(name),
+                "sequence": self._sequence_of(name),
+                **self._row_kwargs(name),
+                **self._native(name),
+            },
         )
         gathered = self._put(table.gathered, self._column_type, lambda name: {"gather_output": True})
         scattered = self._put(table.scattered, self._row_type, lambda name: {"split_input": True})
@@ -139,10 +158,35 @@ class LayerSplit:
             lambda name: {
                 "split_random": randoms.get(name),
                 "second_input": table.second_input.get(name),
+                "sequence": self._sequence_of(name),
                 **self._by_head(name),
             },
         )
         return [*joined, *single]
+
+    def _parts(self) -> list[Replacement]:
+        """What is done to modules that compute on parts of sequences, and to those among them that do not."""
+        if self._sequence is None:
+            return []
+        wholes = whole_paths(self._table, self._layer)
+        partial = [
+            Replacement(suffix=owner, target_module=PartialGradient, kwargs={"name": name})
+            for path in parameters_of_parts(self._table, self._layer)
+            for owner, _, name in [path.rpartition(".")]
+        ]
+        around = self._put(wholes, lambda name: WholeSequence, lambda name: {"sequence": self._sequence})
+        if not draws(self._layer):
+            return [*partial, *around]
+        by_sample = [name for name in samplewise(self._layer) if not is_any_within(name, wholes)]
+        common = self._put(
+            (*wholes, *by_sample), lambda name: CommonRandom, lambda name: {"layer": self._layer}
+        )
+        return [*partial, *around, *common, Replacement(suffix="", target_module=PartRandom)]
+
+    def _sequence_of(self, name: str) -> RegionSequence | None:
+        """How sequences are spread around a module of the layer."""
+        is_whole = is_any_within(name, whole_paths(self._table, self._layer))
+        return None if is_whole else self._sequence
 
     def _put(self, names: Iterable[str], target: Any, kwargs: Any = lambda name: {}) -> list[Replacement]:
         """Replacements of those sub-modules that the layer has; target and arguments by name."""

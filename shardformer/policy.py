@@ -11,6 +11,8 @@ from ..pipeline.balance import layer_faults
 from ..pipeline.cut import held_stages
 from ..pipeline.plan import StagePlan
 from ..pipeline.setting_faults import setting_faults
+from .sequence.config import SequenceParallelism
+from .sequence.spread import spread_faults
 from .shard_config import ShardConfig
 
 
@@ -92,6 +94,25 @@ class Policy(ABC):
             found += setting_faults(settings[name], f"the model's config, {name}")
         return found
 
+    def sequence_faults(self, settings: SequenceParallelism, *, tp_size: int, sp_size: int) -> list[str]:
+        """Why sequences of this model cannot be spread so, each with what would work. No communication.
+
+        Args:
+            settings: how; they fit the sizes of the axes.
+            tp_size, sp_size: those of the tensor and the sequence axis.
+        """
+        if settings.mode is None:
+            return []
+        found = spread_faults(self.model, self.stage_plan(), settings, tp_size=tp_size, sp_size=sp_size)
+        return found or (self.region_faults(settings) if settings.is_on_tensor_axis else [])
+
+    def region_faults(self, settings: SequenceParallelism) -> list[str]:
+        """Why the regions of this model's layers cannot gather sequences that are spread around them."""
+        return [
+            f"sequence_parallelism_mode={settings.mode!r}: {type(self).__name__} does not say where sequences are "
+            "gathered within layers: use a table, or 'all_to_all' or 'ring_attn'"
+        ]
+
     def preprocess(self) -> nn.Module:
         """Change the whole model before it is cut and split."""
         return self.model
@@ -110,6 +131,10 @@ class Policy(ABC):
 
     def stage_plan(self) -> StagePlan | None:
         """Where the model's layers are, or None where it cannot be cut into stages."""
+        return None
+
+    def head_path(self) -> str | None:
+        """Where the language-model head is, or None where nothing is known of one."""
         return None
 
     def stage_bounds(self) -> list[int]:

@@ -6,6 +6,8 @@ import torch.distributed as dist
 
 from ..pipeline.stage_manager import PipelineStageManager
 from .fused import FusedKernels
+from .sequence.config import SequenceParallelism, SequenceSplit
+from .sequence.rings import DoubleRing
 
 _AXES = ("tensor_parallel", "data_parallel")  # of each an argument `_size` and one `_process_group`
 
@@ -30,6 +32,13 @@ class ShardConfig:
         inference_only: the model is not to be trained: `ShardFormer` puts it into evaluation and turns gradients off.
         make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times the ranks.
         enable_tensor_parallelism: False ignores the group.
+        enable_sequence_parallelism: spread the sequences within layers over ranks; see docs/sequence.md.
+        sequence_parallelism_mode: "split_gather" or "ring" on the tensor axis, "all_to_all" or "ring_attn" on one of
+            their own. None is "all_to_all" where there is one, else "split_gather".
+        sequence_parallel_process_group: that axis.
+        enable_sequence_overlap: of "split_gather" and "ring", gather in backward while gradients are computed.
+        enable_sequence_regather: of "split_gather", keep a part of what is gathered and gather it again in backward.
+        sequence_parallel_rings: of "ring_attn", those of a double ring (`sequence.rings`); None is one ring.
         enable_flash_attention: attention by flash-attn on CUDA, elsewhere by torch's fused kernels; see docs/fused.md.
         enable_xformers: attention by xFormers.
         enable_fused_normalization: norms by apex or Liger where installed on CUDA, else by torch's fused kernels.
@@ -50,6 +59,12 @@ class ShardConfig:
     inference_only: bool = False
     make_vocab_size_divisible_by: int = 64
     enable_tensor_parallelism: bool = True
+    enable_sequence_parallelism: bool = False
+    sequence_parallelism_mode: str | None = None
+    sequence_parallel_process_group: dist.ProcessGroup | None = None
+    enable_sequence_overlap: bool = False
+    enable_sequence_regather: bool = False
+    sequence_parallel_rings: DoubleRing | None = None
     enable_flash_attention: bool = False
     enable_xformers: bool = False
     enable_fused_normalization: bool = False
@@ -57,7 +72,9 @@ class ShardConfig:
     enable_all_optimization: bool = False
 
     def __post_init__(self) -> None:
-        if faults := [*self._axis_faults(), *self._switch_faults()]:
+        faults = [*self._axis_faults(), *self._switch_faults()]
+        faults += [] if faults else self._sequence_faults()
+        if faults:
             raise ValueError("\n".join(faults))
         gathers = self.parallel_output is False if self.gather_output is None else self.gather_output
         resolved = {
@@ -80,6 +97,26 @@ class ShardConfig:
         )
 
     @property
+    def sequence(self) -> SequenceParallelism:
+        """How sequences are to be spread."""
+        return SequenceParallelism.asked(
+            enable=self.enable_sequence_parallelism,
+            mode=self.sequence_parallelism_mode,
+            sp_size=self.sequence_parallel_size,
+            regathers=self.enable_sequence_regather,
+            overlaps=self.enable_sequence_overlap,
+        )
+
+    @property
+    def sequence_split(self) -> SequenceSplit | None:
+        """The same with its ranks, None where sequences stay whole."""
+        settings = self.sequence
+        group = self.active_group if settings.is_on_tensor_axis else self.sequence_parallel_process_group
+        return (
+            None if settings.mode is None or group is None else SequenceSplit(settings=settings, group=group)
+        )
+
+    @property
     def num_stages(self) -> int:
         """How many stages the pipeline has."""
         return self.pipeline_stage_manager.num_stages if self.pipeline_stage_manager is not None else 1
@@ -97,7 +134,7 @@ class ShardConfig:
     @property
     def split_group(self) -> dist.ProcessGroup | None:
         """The tensor axis, where it has several ranks."""
-        return self._group("tensor_parallel") if self.tensor_parallel_size > 1 else None
+        return self.active_group if self.tensor_parallel_size > 1 else None
 
     @property
     def replica_group(self) -> dist.ProcessGroup | None:
@@ -149,6 +186,18 @@ class ShardConfig:
         if len(groups) < len(_AXES):
             return []
         return sorted(set.intersection(*(set(dist.get_process_group_ranks(group)) for group in groups)))
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """How many ranks the sequence axis has."""
+        group = self.sequence_parallel_process_group
+        return 1 if group is None else group.size()
+
+    def _sequence_faults(self) -> list[str]:
+        """What is wrong with how sequences are to be spread."""
+        return self.sequence.faults(
+            tp_size=self._size("tensor_parallel"), sp_size=self.sequence_parallel_size
+        )
 
     def _switch_faults(self) -> list[str]:
         """What contradicts each other, and numbers out of their range."""

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, Dataset
 from ..cluster.dataloader import shared_loader
 from ..cluster.launch import default_device, launch_from_torch
 from ..cluster.mesh import ParallelMesh, divisors
-from ..cluster.placement import placement_of
 from ..lazy import materialize
 from . import tables as tables  # registers them
 from .dataset import loader_settings
@@ -24,7 +23,7 @@ from .sharder import ModelSharder
 from .table import Table, model_types, table_for, table_for_class
 from .table_policy import TablePolicy
 from .whole_cache import refuse_whole_caches
-from .whole_gradients import axes_of, make_gradients_whole
+from .whole_gradients import is_split, make_gradients_whole
 
 
 class ShardFormer:
@@ -114,9 +113,8 @@ class ShardFormer:
         fused.fuse(model, dtype)
         if config.inference_only:
             model.requires_grad_(False).eval()
-        make_gradients_whole(
-            model, tensor=config.split_group, data=config.replica_group
-        )  # should it be trained yet
+        # Also for inference only: it might be trained yet.
+        make_gradients_whole(model, tensor=config.split_group, data=config.replica_group)
         if config.split_group is not None:
             compare_inputs(model, config.split_group)
             refuse_whole_caches(model)
@@ -195,7 +193,7 @@ def _split_faults(model: nn.Module, config: ShardConfig) -> list[str]:
     """Why a model cannot be split by a config, whatever its policy."""
     if not config.has_groups:
         return [_NO_GROUPS]
-    if axes_of(model) is not None or any(placement_of(each) is not None for each in model.parameters()):
+    if is_split(model):
         return ["the model is already split: give the plain model, once"]
     return []
 

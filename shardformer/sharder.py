@@ -11,6 +11,9 @@ from ..pipeline.stand_in import StandIn
 from .checkpoint_config import recomputable_layers
 from .layer.parallel_module import ParallelModule
 from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from .sequence.axis import axis_of
+from .sequence.loss import keep_spread, stays_spread
+from .sequence.spread import reckoning, spread_sequences
 from .shard_config import ShardConfig
 
 
@@ -33,11 +36,13 @@ class ModelSharder:
         policy.set_model(model)
         policy.set_shard_config(shard_config)
         manager = shard_config.pipeline_stage_manager
-        if faults := policy.faults(
+        faults = policy.faults(
             tp_size=shard_config.tensor_parallel_size,
             num_stages=shard_config.num_stages,
             num_layers_per_stage=None if manager is None else manager.num_layers_per_stage,
-        ):
+        )
+        sizes = {"tp_size": shard_config.tensor_parallel_size, "sp_size": shard_config.sequence_parallel_size}
+        if faults := faults or policy.sequence_faults(shard_config.sequence, **sizes):
             raise ValueError("\n".join(faults))
 
     def layers_by_stage(self) -> dict[int, list[nn.Module]]:
@@ -57,19 +62,40 @@ class ModelSharder:
         """
         self.model = self.policy.preprocess()
         shared = self.policy.get_shared_params()
+        stays_spread = self._stays_spread()
         self._replace_class()
         classes = {type(module) for module in self.model.modules()}  # of all stages
         self._cut()
+        self._spread_sequences()
         self._replace_modules(classes)
         stages = held_stages(self.model)
         self.model = self.policy.postprocess()
         remember_stages(self.model, stages)  # it may be another
+        if stays_spread is not None and (axis := axis_of(self.model.get_submodule(stays_spread))) is not None:
+            keep_spread(self.model, axis)
         return shared
 
     def _cut(self) -> None:
         manager, plan = self.shard_config.pipeline_stage_manager, self.policy.stage_plan()
         if manager is not None and manager.num_stages > 1 and plan is not None:
+            if self.shard_config.sequence_split is not None:
+                plan = reckoning(plan)
             cut_stages(self.model, plan, stages=manager.stages, bounds=self.policy.stage_bounds())
+
+    def _spread_sequences(self) -> None:
+        """Before layers are split, which ask what is spread."""
+        split, plan = self.shard_config.sequence_split, self.policy.stage_plan()
+        if split is not None:
+            assert plan is not None  # `sequence_faults` said so
+            spread_sequences(self.model, plan, split)
+
+    def _stays_spread(self) -> str | None:
+        """The last layer's path, where sequences stay spread behind it."""
+        config, plan = self.shard_config, self.policy.stage_plan()
+        is_asked = config.sequence.is_on_sequence_axis and config.parallel_output
+        if not is_asked or plan is None or not stays_spread(self.model, plan, self.policy.head_path()):
+            return None
+        return plan.layer_paths(self.model)[-1]
 
     def _replace_class(self) -> None:
         if (new_class := self.policy.new_model_class()) is not None:

@@ -165,6 +165,16 @@ class Table:
         return tuple(dict.fromkeys((*self.regions, *linear, *inside, *owners)))
 
     def _faults(self) -> list[str]:
+        return [
+            *self._region_faults(),
+            *self._subset_faults(),
+            *self._bias_faults(),
+            *self._optional_faults(),
+            *self._part_faults(),
+        ]
+
+    def _region_faults(self) -> list[str]:
+        """Names that lie inside a region and must not, or the other way round."""
         inside = (
             (kind, name)
             for kind in ("column", "split", "partial", "norms", "whole")
@@ -182,6 +192,10 @@ class Table:
             for name in getattr(self, kind)
             if self.region_of(name) is not None
         ]
+        return found
+
+    def _subset_faults(self) -> list[str]:
+        """Names that another entry of the table must name too, and does not."""
         subsets = {
             "fused": (self.fused, "column and split", (*self.column, *self.split)),
             "key_value": (
@@ -199,11 +213,16 @@ class Table:
             "dropout": (self.dropout, "regions", self.regions),
             "row of dropout": ([dropout.row for dropout in self.dropout.values()], "row", self.row),
         }
-        for kind, (names, of, allowed) in subsets.items():
-            found += [
-                f"{kind} {name!r} is not in {of} {list(allowed)}" for name in names if name not in allowed
-            ]
-        found += [
+        return [
+            f"{kind} {name!r} is not in {of} {list(allowed)}"
+            for kind, (names, of, allowed) in subsets.items()
+            for name in names
+            if name not in allowed
+        ]
+
+    def _bias_faults(self) -> list[str]:
+        """What has a value per head where heads cannot be told or added."""
+        found = [
             f"biases {name!r} lies in the region {self.region_of(name)!r}: put it in split"
             for name in self.biases
             if self.region_of(name) is not None
@@ -215,22 +234,30 @@ class Table:
             for name in getattr(self, kind)
             if self.attention and (self.region_of(name) in self.attention or "biases" in kind)
         ]
-        found += [
+        return found
+
+    def _optional_faults(self) -> list[str]:
+        """Optional names that stand for nothing."""
+        return [
             f"optional {path!r} is no module or parameter that the table names, and none of those lies below it"
             for path in self.optional
             if not any(is_within(name, path) for name in (*self.modules, *self.split))
         ]
-        if not isinstance(self.stage, StagePlan):
-            found += [
-                f"stage names the part {stages.part!r}, and the parts are {list(self.parts)}"
-                for stages in self.stage
-                if stages.part not in self.parts
-            ]
-            found += [
-                f"{kind} names modules of layers, and a table of parts has none of its own: name them in a part's"
-                for kind in ("regions", "column", "row")
-                if getattr(self, kind)
-            ]
+
+    def _part_faults(self) -> list[str]:
+        """What a table of parts names wrongly."""
+        if isinstance(self.stage, StagePlan):
+            return []
+        found = [
+            f"stage names the part {stages.part!r}, and the parts are {list(self.parts)}"
+            for stages in self.stage
+            if stages.part not in self.parts
+        ]
+        found += [
+            f"{kind} names modules of layers, and a table of parts has none of its own: name them in a part's"
+            for kind in ("regions", "column", "row")
+            if getattr(self, kind)
+        ]
         return found
 
 

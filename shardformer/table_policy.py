@@ -15,6 +15,10 @@ from .layer_split import LayerSplit, split_parameter
 from .lookup import has_submodule, layers_of, present, split_paths
 from .older import table_as_installed
 from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from .sequence.axis import axis_of
+from .sequence.config import SequenceParallelism
+from .sequence.layer_parts import layer_part_faults
+from .sequence.regions import RegionSequence, Style
 from .shard_config import ShardConfig
 from .table import PartStages, Table, table_for
 from .table_faults import ATTENTIONS_FAULT, table_faults, tie_faults
@@ -63,6 +67,17 @@ class TablePolicy(Policy):
                 tp_size=tp_size, num_stages=num_stages, num_layers_per_stage=num_layers_per_stage
             ),
         ]
+
+    def region_faults(self, settings: SequenceParallelism) -> list[str]:
+        """Why the layers that a pipeline would cut cannot compute on parts of sequences between their regions."""
+        if not isinstance(self.table.stage, StagePlan):
+            stages = self._stages_part()
+            assert stages is not None
+            return self._parts[self._from_model(stages.part)].region_faults(settings)
+        option = f"sequence_parallelism_mode={settings.mode!r}"
+        layers = layers_of(self.model, self._stacks()).values()
+        found = [f"{option}: {fault}" for layer in layers for fault in layer_part_faults(self.table, layer)]
+        return list(dict.fromkeys(found))
 
     def stage_plan(self) -> StagePlan:
         """The table's plan, seen from the whole model."""
@@ -140,13 +155,13 @@ class TablePolicy(Policy):
                 *ends,
                 *shared_biases,
                 *(
-                    replace(replacement, suffix=f"{path}.{replacement.suffix}")
+                    replace(replacement, suffix=_join(path, replacement.suffix))
                     for path, layer in layers.items()
                     for replacement in self._split_of(layer).replacements()
                 ),
                 # Also where another stage's layer is held for this parameter alone.
                 *(
-                    replace(replacement, suffix=f"{path}.{replacement.suffix}")
+                    replace(replacement, suffix=_join(path, replacement.suffix))
                     for path, layer in all_layers.items()
                     for replacement in self._split_of(layer).split_parameters()
                 ),
@@ -165,7 +180,7 @@ class TablePolicy(Policy):
         for path, part in self._parts.items():
             if _is_held(self.model, path):
                 part.route_losses()
-        name = self._head_name() or ""
+        name = self.head_path() or ""
         head = self.model.get_submodule(name)
         if isinstance(head, VocabParallelLMHead1D) and scales_alone(self.model, name):
             route_loss(self.model, head, parallel_output=self.shard_config.parallel_output)
@@ -222,7 +237,16 @@ class TablePolicy(Policy):
     def _split_of(self, layer: nn.Module) -> LayerSplit:
         group = self.shard_config.tensor_parallel_process_group
         assert group is not None
-        return LayerSplit(self.table, layer, getattr(self.model, "config", None), group)
+        config = getattr(self.model, "config", None)
+        return LayerSplit(self.table, layer, config, group, sequence=self._sequence_around(layer))
+
+    def _sequence_around(self, layer: nn.Module) -> RegionSequence | None:
+        """How the regions of a layer gather the sequences that are spread around them, None where they are whole."""
+        axis, settings = axis_of(layer), self.shard_config.sequence
+        if axis is None or not settings.is_on_tensor_axis:
+            return None
+        style: Style = "ring" if settings.mode == "ring" else "regather" if settings.regathers else "gather"
+        return RegionSequence(axis=axis, style=style, overlap=settings.overlaps)
 
     def _base_prefix(self) -> str:
         base = getattr(self.model, "base_model", self.model)
@@ -239,7 +263,7 @@ class TablePolicy(Policy):
         """The paths of embeddings and head, and what takes their places."""
         further = present(self.model, map(self._from_model, self.table.further_embeddings))
         first = [] if self.table.embedding is None else [self._from_model(self.table.embedding)]
-        head = self._head_name()
+        head = self.head_path()
         return dict.fromkeys([*first, *further], VocabParallelEmbedding1D) | (
             {head: VocabParallelLMHead1D} if head else {}
         )
@@ -248,7 +272,7 @@ class TablePolicy(Policy):
         """A path of the base model, seen from the whole model."""
         return _join(self._base_prefix(), path)
 
-    def _head_name(self) -> str | None:
+    def head_path(self) -> str | None:
         """The language-model head's path, where this class of model has one."""
         names = [name for name in self.table.heads if has_submodule(self.model, name)]
         return names[0] if names else None

@@ -41,6 +41,11 @@ def axes_of(model: nn.Module) -> Axes | None:
     return axes
 
 
+def is_split(model: nn.Module) -> bool:
+    """Whether a plugin or ShardFormer had the model: it holds pieces, or hooks that make its gradients whole."""
+    return axes_of(model) is not None or any(placement_of(each) is not None for each in model.parameters())
+
+
 def make_gradients_whole(model: nn.Module, *, tensor: ProcessGroup | None, data: ProcessGroup | None) -> None:
     """Let every backward leave gradients as one process has them: this rank's piece of each. By hooks.
 
@@ -167,10 +172,12 @@ def _requiring_gradient(parameter: Parameter) -> Iterator[None]:
 def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """The gradients in turn, so many together as a bucket takes."""
     bucket: list[Tensor] = []
+    filled = 0
     for gradient in gradients:
-        if bucket and sum(each.numel() for each in bucket) + gradient.numel() > _BUCKET:
+        if bucket and filled + gradient.numel() > _BUCKET:
             yield bucket
-            bucket = []
+            bucket, filled = [], 0
         bucket.append(gradient)
+        filled += gradient.numel()
     if bucket:
         yield bucket

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ..plugins.hybrid_config import HybridConfig, PipelineConfig
 from ..shardformer.checkpoint_config import PipelineGradientCheckpointConfig
+from ..shardformer.sequence.config import SequenceParallelism
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,7 +12,7 @@ class Layout:
     """How a model is spread over processes and trained.
 
     Args:
-        tp, pp, dp: sizes of the axes; their product is the number of processes.
+        tp, pp, dp, sp: sizes of the axes; their product is the number of processes.
         zero: the ZeRO stage.
         zero_size: over how many replicas it splits.
         overlap_allgather: whether updated parameters are gathered while the next forward runs.
@@ -21,12 +22,15 @@ class Layout:
         microbatches: parts that a batch is cut into; of unequal size with the batches of batch.py.
         max_norm: clip gradients to this norm; 0 does not.
         recompute: the share of each stage's layers that is computed again in backward.
+        sequence: the mode of sequence parallelism, None for whole sequences.
+        inner_ring: ranks of the inner one of two rings, 0 for one ring.
         options: names of further options of the plugin that are switched on.
     """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    sp: int = 1
     zero: int = 0
     zero_size: int = -1
     overlap_allgather: bool = False
@@ -36,12 +40,14 @@ class Layout:
     microbatches: int = 3
     max_norm: float = 0.0
     recompute: float = 0.0
+    sequence: str | None = None
+    inner_ring: int = 0
     options: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
         """How many processes it takes."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.sp
 
     @property
     def num_stages(self) -> int:
@@ -55,6 +61,16 @@ class Layout:
         return PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=ratio) if ratio else None
 
     @property
+    def sequence_settings(self) -> SequenceParallelism:
+        """How sequences are spread."""
+        return SequenceParallelism(
+            mode=self.sequence,
+            regathers="enable_sequence_regather" in self.options,
+            overlaps="enable_sequence_overlap" in self.options,
+            inner_ring_size=self.inner_ring or None,
+        )
+
+    @property
     def _pipeline(self) -> PipelineConfig:
         return PipelineConfig(
             style=self.schedule,
@@ -63,11 +79,15 @@ class Layout:
             checkpoint=self.checkpoint,
         )
 
+    @property
+    def _axes(self) -> tuple[tuple[str, int], ...]:
+        return (("tp", self.tp), ("pp", self.pp), ("dp", self.dp), ("sp", self.sp))
+
     def faults(self) -> list[str]:
         """All that is wrong with it, each with what would work."""
         sizes = [
             f"{name}={size} must be at least 1"
-            for name, size in (("tp", self.tp), ("pp", self.pp), ("dp", self.dp), ("chunks", self.chunks))
+            for name, size in (*self._axes, ("chunks", self.chunks))
             if size < 1
         ]
         if sizes:
@@ -76,6 +96,8 @@ class Layout:
             tp=self.tp,
             pp=self.pp,
             dp=self.dp,
+            sp=self.sp,
+            sequence=self.sequence_settings,
             zero_stage=self.zero,
             zero_size=self.zero_size,
             overlap_allgather=self.overlap_allgather,
@@ -85,12 +107,12 @@ class Layout:
         ).faults(self.world_size)
 
     def __str__(self) -> str:
-        sizes = [
-            f"{name}{size}" for name, size in (("tp", self.tp), ("pp", self.pp), ("dp", self.dp)) if size > 1
-        ]
+        sizes = [f"{name}{size}" for name, size in self._axes if size > 1]
         chunks = f"×{self.chunks}" if self.chunks > 1 else ""
         schedule = [f"{self.schedule}{chunks}"] if self.pp > 1 and self.schedule != "1f1b" else []
-        rest = [f"zero{self.zero}"] * bool(self.zero)
+        rest = [self.sequence or ""] * bool(self.sequence)
+        rest += [f"inner{self.inner_ring}"] * bool(self.inner_ring)
+        rest += [f"zero{self.zero}"] * bool(self.zero)
         rest += [f"of{self.zero_size}"] * (self.zero_size > 0)
         rest += ["late"] * self.overlap_allgather
         rest += [f"recompute{self.recompute:g}"] * bool(self.recompute)

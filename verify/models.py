@@ -129,30 +129,7 @@ class ModelChoice:
         self, model_type: str, blank: PretrainedConfig, own: Mapping[str, object]
     ) -> dict[str, object]:
         """The settings of a config, and of the configs inside it, that differ from transformers' own, in `blank`."""
-        settings: dict[str, object] = dict(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            num_hidden_layers=self.num_layers,
-            decoder_layers=self.num_layers,
-            num_decoder_layers=self.num_layers,
-            num_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=48,
-            decoder_ffn_dim=48,
-            num_key_value_heads=2,
-            intermediate_size=48,
-            d_ff=48,
-            head_dim=8,
-            max_position_embeddings=64,
-            tie_word_embeddings=self.tied,
-            num_labels=2 if self.head_name == "question" else 3,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=END,
-            is_decoder=self.head_name == "causal",
-            use_qformer_text_input=self.head_name == "zero_shot_image",
-            **EXPERTS,
-        )
+        settings = self._wished()
         if hasattr(blank, "kv_lora_rank"):  # every head has keys and values of its own
             settings["num_key_value_heads"] = settings["num_attention_heads"]
         own = {
@@ -190,6 +167,33 @@ class ModelChoice:
             inner = type(inner)() if inner_type == own_type else AutoConfig.for_model(inner_type)
             chosen[name] = {**self._chosen(inner_type, inner, given), "model_type": inner_type}
         return chosen
+
+    def _wished(self) -> dict[str, object]:
+        """What every config is given, as far as it knows it."""
+        return dict(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            num_hidden_layers=self.num_layers,
+            decoder_layers=self.num_layers,
+            num_decoder_layers=self.num_layers,
+            num_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=48,
+            decoder_ffn_dim=48,
+            num_key_value_heads=2,
+            intermediate_size=48,
+            d_ff=48,
+            head_dim=8,
+            max_position_embeddings=64,
+            tie_word_embeddings=self.tied,
+            num_labels=2 if self.head_name == "question" else 3,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=END,
+            is_decoder=self.head_name == "causal",
+            use_qformer_text_input=self.head_name == "zero_shot_image",
+            **EXPERTS,
+        )
 
     def build(self, seed: int = 0) -> nn.Module:
         """The model, in float32, equal for equal seeds, in training mode."""

@@ -129,7 +129,7 @@ def _compare(
     if dtype is torch.float32:
         # The gradients of an encoder's output are summed in another order where its decoder has several stages.
         is_one_stack = not getattr(model.config, "is_encoder_decoder", False)
-        is_pipeline_alone = layout.tp == layout.dp == 1 and not layout.options
+        is_pipeline_alone = layout.tp == layout.dp == layout.sp == 1 and not layout.options
         bitwise = is_pipeline_alone and is_one_stack and not _is_shared(model)
         compare = partial(
             compare_float32, found, float32, learning_rate=rate, epsilon=EPSILON, bitwise=bitwise
@@ -160,6 +160,7 @@ def _run_layout(
         tp_size=layout.tp,
         pp_size=layout.pp,
         dp_size=layout.dp,
+        sp_size=layout.sp,
         zero_stage=layout.zero,
         zero_size=layout.zero_size,
         overlap_allgather=layout.overlap_allgather,
@@ -172,7 +173,7 @@ def _run_layout(
         initial_scale=LOSS_SCALE,
         hysteresis=1,
         zero_bucket_size_in_m=0.005,  # several buckets even for a small model
-        **dict.fromkeys(layout.options, True),  # type: ignore[arg-type]  # all of them are switches
+        **{**dict.fromkeys(layout.options, True), **layout.sequence_settings.arguments()},
     )
     booster = Booster(plugin=plugin)
     given = make_optimizer(model, vector_rate=training.vector_rate)

@@ -7,37 +7,29 @@ It learns to write words in a cipher, which are generated, and answers by `gener
 """
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import data
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from echelon import (
-    DistCoordinator,
-    ParallelMesh,
-    ShardConfig,
-    ShardFormer,
-    clip_grad_norm_,
-    launch_from_torch,
-)
+from echelon import DistCoordinator, ParallelMesh, ShardConfig, ShardFormer, clip_grad_norm_
 
 sys.path.append(str(Path(__file__).parents[1]))  # what the examples share
-from command_line import BAD_ARGUMENTS, FirstRankParser, tell_faults
+import metrics
+from command_line import FirstRankParser, range_faults, refuse
+from training import endless, start
 
-PROGRAM = "finetune.py"
 NUM_WORDS, NUM_TEST_WORDS = 20000, 500
 MODEL_TYPES = ("llama", "qwen3", "mistral")
+LOWEST = dict.fromkeys(("tp_size", "key_value_heads", "length", "steps", "batch_size"), 1)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -54,22 +46,20 @@ def parse_arguments() -> argparse.Namespace:
     add("--target_accuracy", type=float, help="end with status 1 below it")
     add("--seed", type=int, default=42)
     add(
+        "--metrics",
         "--log_losses",
         type=Path,
-        help="write loss and gradient norm of each step to this file, as JSON lines",
+        metavar="FILE.jsonl",
+        help="loss and gradient norm of each step",
     )
     return parser.parse_args()
 
 
 def argument_faults(arguments: argparse.Namespace, world_size: int) -> list[str]:
     """All that is wrong with the numbers."""
-    found = [
-        f"--{name} {getattr(arguments, name)} must be at least 1"
-        for name in ("tp_size", "key_value_heads", "length", "steps", "batch_size")
-        if getattr(arguments, name) < 1
-    ]
-    if found:
+    if found := range_faults(arguments, LOWEST, {}):
         return found
+    found += metrics.file_faults(arguments.metrics, None)
     if world_size % arguments.tp_size:
         found.append(f"--tp_size {arguments.tp_size} does not divide the {world_size} processes")
     elif arguments.batch_size % (world_size // arguments.tp_size):
@@ -102,38 +92,27 @@ def make_model(arguments: argparse.Namespace) -> nn.Module:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
 
-def batches_of(loader: DataLoader) -> Iterator[dict[str, Tensor]]:
-    """Batches without an end, in another order each time."""
-    epoch = 0
-    while True:
-        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-        yield from loader
-        epoch += 1
-
-
-def train(
-    arguments: argparse.Namespace, model: nn.Module, loader: DataLoader, mesh: ParallelMesh
-) -> list[dict[str, float]]:
-    """All steps, with a progress bar on one rank; loss and norm of each."""
+def train(arguments: argparse.Namespace, model: nn.Module, loader: DataLoader, mesh: ParallelMesh) -> float:
+    """All steps, with a progress bar and the records on one rank; the last loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=arguments.steps)
-    batches, records = batches_of(loader), []
-    bar = tqdm(range(arguments.steps), desc="training", disable=dist.get_rank() != 0)
-    start = time.monotonic()
-    for step in bar:
-        batch = {name: tensor.to(mesh.device) for name, tensor in next(batches).items()}
-        loss = model(**batch).loss
-        loss.backward()  # sums what is in parts over the tensor axis, and averages over the data axis
-        norm = clip_grad_norm_(model, arguments.max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        records.append({"loss": mean_over_replicas(loss.detach(), mesh), "norm": norm.item()})
-        speed = arguments.batch_size * (step + 1) / (time.monotonic() - start)
-        bar.set_postfix_str(
-            f"loss {records[-1]['loss']:.4f}, gradient norm {records[-1]['norm']:.3f}, {speed:.0f} words/s"
-        )
-    return records
+    batches, is_first = endless(loader), dist.get_rank() == 0
+    began = time.monotonic()
+    with metrics.JsonLines(arguments.metrics if is_first else None) as lines:
+        bar = tqdm(range(arguments.steps), desc="training", disable=not is_first)
+        for step in bar:
+            batch = {name: tensor.to(mesh.device) for name, tensor in next(batches).items()}
+            loss = model(**batch).loss
+            loss.backward()  # sums what is in parts over the tensor axis, and averages over the data axis
+            norm = clip_grad_norm_(model, arguments.max_norm).item()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            mean = mean_over_replicas(loss.detach(), mesh)
+            lines.write({"loss": mean, "norm": norm})
+            speed = arguments.batch_size * (step + 1) / (time.monotonic() - began)
+            bar.set_postfix_str(f"loss {mean:.4f}, gradient norm {norm:.3f}, {speed:.0f} words/s")
+    return mean
 
 
 def mean_over_replicas(loss: Tensor, mesh: ParallelMesh) -> float:
@@ -158,16 +137,18 @@ def evaluate(model: Any, words: Tensor, mesh: ParallelMesh) -> tuple[float, Tens
     return right.item() / len(words), filled
 
 
-def main() -> int:
-    arguments = parse_arguments()
-    launch_from_torch(seed=arguments.seed)
-    transformers.logging.set_verbosity_error()
-    coordinator = DistCoordinator()
+def finetune(arguments: argparse.Namespace) -> int:
+    """Train, and answer. Collective over the world.
+
+    Returns:
+        The exit status: 0, or 1 where the target is missed.
+
+    Raises:
+        Refused: something is wrong with the arguments or with the model for them; all of it was told.
+    """
+    began, coordinator = time.monotonic(), DistCoordinator()
     arguments.tp_size = coordinator.world_size if arguments.tp_size is None else arguments.tp_size
-    if tell_faults(argument_faults(arguments, coordinator.world_size), program=PROGRAM):
-        coordinator.destroy()
-        return BAD_ARGUMENTS
-    start = time.monotonic()
+    refuse(argument_faults(arguments, coordinator.world_size))
     mesh = ParallelMesh(tp=arguments.tp_size)
     shard_former = ShardFormer(
         ShardConfig(
@@ -179,9 +160,8 @@ def main() -> int:
     try:
         model, _ = shard_former.optimize(make_model(arguments).to(mesh.device))
     except ValueError as error:
-        tell_faults(str(error).split("\n"), program=PROGRAM)
-        coordinator.destroy()
-        return BAD_ARGUMENTS
+        refuse(str(error).split("\n"))
+        raise
     words = data.words(NUM_WORDS + NUM_TEST_WORDS, length=arguments.length, seed=arguments.seed)
     loader = shard_former.shard_dataset(
         data.samples(words[NUM_TEST_WORDS:]),  # type: ignore[arg-type]
@@ -190,21 +170,17 @@ def main() -> int:
         seed=arguments.seed,
         drop_last=True,
     )
-    records = train(arguments, model, loader, mesh)
-    if arguments.log_losses is not None and coordinator.is_master():
-        arguments.log_losses.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    loss = train(arguments, model, loader, mesh)
     accuracy, answered = evaluate(model, words[:NUM_TEST_WORDS], mesh)
-    shown = [f"{data.spelled(words[0])} -> {data.spelled(answered[0])}"]
+    coordinator.print_on_master(f"{data.spelled(words[0])} -> {data.spelled(answered[0])}")
     missed = arguments.target_accuracy is not None and accuracy < arguments.target_accuracy
     if missed:
-        shown.append(f"accuracy {accuracy:.4f} is below the target {arguments.target_accuracy}")
-    seconds = time.monotonic() - start
-    coordinator.print_on_master(
-        "\n".join([*shown, f"accuracy={accuracy:.4f} loss={records[-1]['loss']:.4f} seconds={seconds:.1f}"])
-    )
-    coordinator.destroy()
+        told = f"accuracy {accuracy:.4f} is below the target {arguments.target_accuracy}"
+        coordinator.print_on_master(told)
+    seconds = time.monotonic() - began
+    coordinator.print_on_master(f"accuracy={accuracy:.4f} loss={loss:.4f} seconds={seconds:.1f}")
     return 1 if missed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start(finetune, parse_arguments()))

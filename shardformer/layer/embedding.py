@@ -13,7 +13,7 @@ from ...cluster.collectives import gather_from, reduce_from
 from ...cluster.placement import Shard, place, placement_of
 from ...zero.embedding import Owner, embedding, needs_all_uses
 from .entry import ProductLayer, enter
-from .parallel_module import ParallelModule, native_faults, require_all, require_native
+from .parallel_module import ParallelModule, native_faults, require_all, require_native, take_hooks
 from .scaled_embedding import is_scaled, scale_of
 
 
@@ -98,6 +98,7 @@ class VocabParallelEmbedding1D(ParallelModule):
         self.weight: Parameter = native.weight  # type: ignore[assignment]
         place(self.weight, shard, process_group.rank())
         self.train(native.training)
+        take_hooks(self, native)
 
     @staticmethod
     def from_native_module(

@@ -1,6 +1,8 @@
 """Where whole inputs enter layers that are split by columns: their gradients are partial, and summed in backward."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -8,8 +10,24 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ...cluster.collectives import copy_beside
-from ...pipeline.split_backward import LaterProduct, WeightGradients, linear
+from ...pipeline.split_backward import LaterProduct, WeightGradients, can_be_ready, linear
+from ..sequence.regather import Regather
+from ..sequence.regions import RegionSequence, enter_beside
+from ..sequence.ring_products import gather_beside_product
 from .parallel_module import ParallelModule
+
+
+class _Given(NamedTuple):
+    """What a region's entry tells a layer of the tensor that it is about to be called with."""
+
+    whole: ref[Tensor]
+    version: int
+    kept: tuple[Tensor, Regather] | None  # what is kept of it for backward, where that is less
+    ready: list[Tensor]  # the product, where it was computed while the tensor was gathered
+
+    def is_about(self, x: Tensor) -> bool:
+        """Whether this is that tensor, as it was."""
+        return self.whole() is x and x._version == self.version
 
 
 class ProductLayer(ParallelModule):
@@ -20,15 +38,31 @@ class ProductLayer(ParallelModule):
     bias: Parameter | None
     output_dim = 0  # nn.Linear holds (O, I)
     weight_gradients: WeightGradients | None = None  # where backward holds them back, see split_backward.py
+    # Whether a region's input reaches this layer as it is, as far as is known: see `_early`.
+    takes_entered = True
     _later: LaterProduct | None = None
+    _given: _Given | None = None
 
     def compute_gradient_later(self) -> None:
         """Of the next call: let autograd compute the weight's gradient after all that is computed from here on."""
         is_needed = torch.is_grad_enabled() and self.weight.is_leaf and self.weight.requires_grad
         self._later = LaterProduct(self.weight) if is_needed else None
 
+    def expect(self, given: _Given) -> None:
+        """Be told of the tensor of the next call."""
+        self.takes_entered &= self._given is None  # else it was not called
+        self._given = given
+
+    def product_of(self, x: Tensor) -> Tensor:
+        """What the layer makes of its input, for `linear` to take as it is; no gradient."""
+        weight = self.weight.T if self.output_dim == 1 else self.weight
+        return torch.nn.functional.linear(x, weight, self.bias)
+
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         later, self._later = self._later, None
+        given, self._given = self._given, None
+        if given is not None and not given.is_about(x):
+            self.takes_entered, given = False, None
         return linear(
             x,
             self.weight,
@@ -36,10 +70,17 @@ class ProductLayer(ParallelModule):
             weight_gradients=self.weight_gradients,
             is_transposed=self.output_dim == 1,
             later=later,
+            kept=None if given is None else given.kept,
+            ready=None if given is None else given.ready,
         )
 
 
-def enter(xs: Sequence[Tensor], group: dist.ProcessGroup, layers: Sequence[ProductLayer]) -> list[Tensor]:
+def enter(
+    xs: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    layers: Sequence[ProductLayer],
+    sequence: RegionSequence | None = None,
+) -> list[Tensor]:
     """Let inputs pass `copy_to`: nothing in forward, an all-reduce in backward.
 
     While it is under way backward computes the weight gradients of the layers (arXiv:1909.08053, section 3, has the
@@ -49,10 +90,50 @@ def enter(xs: Sequence[Tensor], group: dist.ProcessGroup, layers: Sequence[Produ
         xs: replicated inputs.
         group: the tensor axis.
         layers: those that multiply with them.
+        sequence: the first input is a part of a sequence, which is gathered: an all-gather in forward, a
+            reduce-scatter in backward.
     """
 
     def hold_back() -> None:
         for layer in layers:
             layer.compute_gradient_later()
 
-    return copy_beside(xs, group, hold_back)
+    if sequence is None:
+        return copy_beside(xs, group, hold_back)
+    early = _early(layers, xs[0]) if sequence.style == "ring" else None
+    ready: list[Tensor] = []
+
+    def gather(part: Tensor, length: int) -> Tensor:
+        if sequence.style != "ring":
+            return sequence.begin_whole(part, length)()
+        whole, made = gather_beside_product(part, sequence, length, early and early.product_of)
+        if made is not None:
+            ready.append(made if xs[0].ndim == part.ndim else made.flatten(0, 1))
+        return whole
+
+    others: list[Tensor] = []
+    first = enter_beside(
+        xs[0], sequence, gather, lambda: others.extend(copy_beside(xs[1:], group, hold_back))
+    )
+    kept = _kept(xs[0], sequence) if sequence.style == "regather" else None
+    for layer in layers:
+        layer.expect(_Given(ref(first), first._version, kept, ready if layer is early else []))
+    return [first, *others]
+
+
+def _early(layers: Sequence[ProductLayer], x: Tensor) -> ProductLayer | None:
+    """The first layer whose product may be computed while its input is gathered, before the region's own code runs.
+
+    That code may hand a layer something else (in cross attention the other states, to keys): what was computed is
+    dropped then, and the layer is passed over from there on.
+    """
+    return next(
+        (layer for layer in layers if layer.takes_entered and can_be_ready(x, layer.weight)),
+        None,
+    )
+
+
+def _kept(part: Tensor, sequence: RegionSequence) -> tuple[Tensor, Regather]:
+    """What is kept of a region's input for backward, and how that is had again."""
+    by_sample = part if part.ndim > 2 else part.unflatten(0, (-1, sequence.part_length))
+    return by_sample.detach(), Regather(sequence, sequence.axis.length)

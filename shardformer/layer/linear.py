@@ -13,8 +13,11 @@ from torch.nn import Parameter
 from transformers.pytorch_utils import Conv1D
 
 from ...cluster.collectives import gather_from, reduce_from, scatter_to
-from ...cluster.placement import Shard, place
+from ...cluster.placement import Shard, Shared, place
 from ...cluster.random import SplitRandom
+from ...pipeline.split_backward import Keep
+from ..sequence.regions import RegionSequence, leave
+from ..sequence.ring_products import row_product
 from .entry import ProductLayer, enter
 from .parallel_module import require_native
 
@@ -130,6 +133,8 @@ class Linear1D_Row(_SplitLinear):
         split_input: inputs arrive whole, and each rank takes its own (backward all-gather).
         split_sizes, padded_sizes, stretches: of the input features, see `Linear1D_Col`. What comes in as a feature that
             was added is dropped, so the zeros that it is multiplied with get no gradient.
+        sequence: how whole outputs are spread: this rank's part comes out (forward reduce-scatter). The bias is added
+            to that, so its gradient is a part of a sum.
     """
 
     _is_real: Tensor | None
@@ -145,9 +150,11 @@ class Linear1D_Row(_SplitLinear):
         split_sizes: Sequence[int] | None = None,
         padded_sizes: Sequence[int] | None = None,
         stretches: int = 1,
+        sequence: RegionSequence | None = None,
     ) -> None:
         super().__init__(native, process_group, native_class=native_class)
         self.split_input = split_input
+        self.sequence = sequence
         self._split_random = split_random
         dim = 1 - self.output_dim
         shard = Shard(
@@ -162,6 +169,8 @@ class Linear1D_Row(_SplitLinear):
             "_is_real", None if bool(is_real.all()) else is_real.to(self.weight.device), persistent=False
         )
         place(self.weight, shard, process_group.rank())
+        if self.bias is not None and sequence is not None:
+            place(self.bias, Shared(size=process_group.size()), process_group.rank())
 
     @staticmethod
     def from_native_module(
@@ -171,15 +180,27 @@ class Linear1D_Row(_SplitLinear):
         return Linear1D_Row(module, process_group, **kwargs)
 
     def forward(self, x_BSI: Tensor) -> Tensor:
-        """(B, S, I/T) in, or (B, S, I) with `split_input`; (B, S, O) out, equal on all ranks."""
+        """(B, S, I/T) in, or (B, S, I) with `split_input`; (B, S, O) out, equal on all ranks, or a part of S."""
         if self.split_input:
             x_BSI = scatter_to(x_BSI, self.group, -1)
         if self._is_real is not None:
             x_BSI = x_BSI * self._is_real.to(x_BSI.dtype)
         if self._split_random is not None and self.training:
             self._split_random.leave()
-        out_BSO = reduce_from(self._product(x_BSI, None), self.group)
+        out_BSO = self._summed_product(x_BSI)
         return out_BSO if self.bias is None else out_BSO + self.bias
+
+    def _summed_product(self, x_BSI: Tensor) -> Tensor:
+        sequence = self.sequence
+        if sequence is None:
+            return reduce_from(self._product(x_BSI, None), self.group)
+        has_steps = sequence.style == "ring" or sequence.overlap
+        if has_steps and self.weight.is_leaf and not torch.is_autocast_enabled(x_BSI.device.type):
+            keep = Keep(
+                parameter=self.weight, is_transposed=self.output_dim == 1, store=self.weight_gradients
+            )
+            return row_product(x_BSI, self.weight, sequence, keep)
+        return leave(self._product(x_BSI, None), sequence)
 
 
 def _sizes(weight: Tensor, dim: int, sizes: Sequence[int] | None) -> tuple[int, ...]:

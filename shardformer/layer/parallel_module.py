@@ -2,17 +2,26 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
+from transformers import PreTrainedModel
 
 from ...lazy.tensor import LazyTensor
 
 # Where a module keeps what runs around its forward; accelerate puts a forward of its own on the instance.
 AROUND_FORWARD = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+# The hook that transformers puts on embeddings where layers are recomputed: what they return then requires a gradient.
+_REQUIRES_GRADIENT = tuple(
+    each
+    for each in PreTrainedModel.enable_input_require_grads.__code__.co_consts
+    if isinstance(each, CodeType)
+)
 
 
 class ParallelModule(nn.Module, ABC):
@@ -32,7 +41,8 @@ def native_faults(module: nn.Module, *kinds: type[nn.Module]) -> list[str]:
     """Why no parallel layer can take this module's place and compute the same; empty when one can.
 
     A parallel layer takes over weight and bias alone: what a subclass (an adapter, a quantized layer), a hook
-    or a special tensor does besides would silently be lost.
+    or a special tensor does besides would silently be lost. Embeddings take over transformers' own hook too, see
+    `take_hooks`.
 
     Args:
         module: what is to be replaced.
@@ -45,7 +55,9 @@ def native_faults(module: nn.Module, *kinds: type[nn.Module]) -> list[str]:
             "own would be lost. Split the plain model, or write a policy that knows this class"
         ]
     found = []
-    if "forward" in vars(module) or any(getattr(module, name) for name in AROUND_FORWARD):
+    hooks = [hook for name in AROUND_FORWARD for hook in getattr(module, name).values()]
+    taken_over = _own_hooks(module) if isinstance(module, nn.Embedding) else []
+    if "forward" in vars(module) or len(hooks) > len(taken_over):
         found.append(
             "has hooks or a forward of its own, which would be lost: register them after the model is split"
         )
@@ -56,6 +68,23 @@ def native_faults(module: nn.Module, *kinds: type[nn.Module]) -> list[str]:
                 "distribute the model after it is split, or not at all"
             )
     return found
+
+
+def _own_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Those that transformers put on a module to let what it returns require a gradient."""
+    return [
+        hook
+        for hook in module._forward_hooks.values()
+        if getattr(hook, "__code__", None) in _REQUIRES_GRADIENT
+    ]
+
+
+def take_hooks(parallel: nn.Module, native: nn.Embedding) -> None:
+    """Let a parallel embedding have the hooks of the native one, which are transformers' own (`native_faults`).
+
+    In the same dictionary, so that `model.disable_input_require_grads()` takes them off.
+    """
+    parallel._forward_hooks = native._forward_hooks
 
 
 def require_native(module: nn.Module, *kinds: type[nn.Module]) -> None:

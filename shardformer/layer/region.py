@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...cluster.collectives import reduce_from
 from ...cluster.placement import Shard, Shared, place
 from ...cluster.random import SplitRandom
+from ..sequence.regions import RegionSequence
 from .entry import ProductLayer, enter
 from .linear import Linear1D_Col
 
@@ -32,11 +33,12 @@ class Region:
         by_head: Mapping[str, int] | None = None,
         num_heads: int = 1,
         held_heads: Sequence[int] = (),
+        sequence: RegionSequence | None = None,
     ) -> nn.Module:
         """Let the module's first tensor pass `copy_to` (backward all-reduce) before its forward.
 
         Args:
-            module: called with the replicated tensor as its first argument.
+            module: called with the replicated tensor as its first argument, or with this rank's part of a sequence.
             process_group: the tensor axis.
             split_random: random state to switch to until the region's exit, where the region drops at random.
             second_input: the name of another replicated argument that passes `copy_to` too, where it is given.
@@ -44,6 +46,7 @@ class Region:
                 samples and heads, the heads innermost); this rank takes those of its heads. A length of 1 stays.
             num_heads: how many heads there are on all ranks.
             held_heads: those of this rank.
+            sequence: how the first tensor is spread, which is gathered (backward reduce-scatter) instead.
         """
         inputs = list(inspect.signature(module.forward).parameters)
         second = (second_input, inputs.index(second_input)) if second_input is not None else ()
@@ -65,7 +68,7 @@ class Region:
             first = min(tensors, key=place_of)
             # In one order on all ranks: backward all-reduces in that order too.
             entering = [key for key in (first, *second) if isinstance(given.get(key), Tensor)]
-            entered = enter([given[key] for key in entering], process_group, _entry_layers(module))
+            entered = enter([given[key] for key in entering], process_group, _entry_layers(module), sequence)
             given.update(zip(entering, entered, strict=True))
             for key in cut.keys() & given.keys():
                 if isinstance(given[key], Tensor):

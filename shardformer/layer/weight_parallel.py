@@ -155,7 +155,9 @@ def _begin_weight_gradient(
     x_NI = x.reshape(-1, x.shape[-1])
 
     def begin() -> Callable[[], Tensor]:
-        return layer.pool.begin_mean(layer, weight_gradient(x_NI, gradient_NO, layer.is_transposed))
+        return layer.pool.begin_mean(
+            layer, weight_gradient(x_NI, gradient_NO, is_transposed=layer.is_transposed)
+        )
 
     held = HeldGradient(layer.weight, begin, torch._C._current_graph_task_id())
     if layer.weight_gradients is not None and layer.weight_gradients.takes(held):

@@ -1,13 +1,14 @@
 """The axis over which a model's sequences are spread, and the sequence that it computes now."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from .order import SequenceOrder
+from .rings import DoubleRing
 
 _ATTRIBUTE = "_echelon_sequence_axis"
 
@@ -18,24 +19,29 @@ class SequenceAxis:
     Args:
         group: the ranks.
         order: which positions each of them holds.
+        rings: those of a double ring, for ring attention.
 
     Attributes:
         length: of the sequence that is being computed, without padding; 0 before the first.
+        ends_whole: whether the last layer puts it together.
     """
 
-    def __init__(self, group: dist.ProcessGroup, order: SequenceOrder) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, order: SequenceOrder, rings: DoubleRing | None = None
+    ) -> None:
         if order.size != group.size():
             raise AssertionError(f"an order for {order.size} ranks and a group of {group.size()}")
-        self.group, self.order, self.length = group, order, 0
+        self.group, self.order, self.rings, self.length = group, order, rings, 0
+        self.ends_whole = True
 
     @property
     def rank(self) -> int:
         """This rank's place in the group."""
         return self.group.rank()
 
-    def own(self, x: Tensor, dim: int) -> Tensor:
+    def own(self, x: Tensor, dim: int, *, padding: int = 0) -> Tensor:
         """This rank's part of a whole sequence."""
-        return self.order.own(x, dim, self.rank)
+        return self.order.own(x, dim, self.rank, padding=padding)
 
     @contextmanager
     def computing(self, length: int) -> Iterator[None]:
@@ -50,6 +56,12 @@ class SequenceAxis:
         """Let `axis_of` know of a layer, and of all that is in it, that it computes on a part of the sequence."""
         for each in module.modules():
             setattr(each, _ATTRIBUTE, self)
+
+
+def recomputing(layer: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What is around a layer's forward, and around that which backward runs again: sequences as long as at first."""
+    axis = axis_of(layer)
+    return nullcontext(), nullcontext() if axis is None else axis.computing(axis.length)
 
 
 def axis_of(module: Any) -> SequenceAxis | None:

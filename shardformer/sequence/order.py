@@ -32,11 +32,11 @@ class SequenceOrder:
         width = self.padded(length) // self._num_stretches
         return tuple(range(width * each, width * (each + 1)) for each in self._held(rank))
 
-    def own(self, x: Tensor, dim: int, rank: int) -> Tensor:
-        """A rank's part of a whole sequence that lies along `dim`, contiguous; padding is zeros."""
+    def own(self, x: Tensor, dim: int, rank: int, *, padding: int = 0) -> Tensor:
+        """A rank's part of a whole sequence that lies along `dim`, contiguous."""
         dim %= x.ndim
         missing = self.padded(x.shape[dim]) - x.shape[dim]
-        padded = pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
+        padded = pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing), value=padding) if missing else x
         pieces = padded.chunk(self._num_stretches, dim)
         return torch.cat([pieces[each] for each in self._held(rank)], dim).contiguous()
 

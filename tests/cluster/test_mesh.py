@@ -20,10 +20,6 @@ def layout(pp: int, dp: int | None, sp: int, tp: int) -> dict[str, tuple[int, in
     return {axis: (mesh.size(axis), mesh.rank(axis), mesh.global_ranks(axis)) for axis in AXES}
 
 
-def replica() -> list[int]:
-    return ParallelMesh(pp=2, dp=2, tp=2).replica_ranks()
-
-
 def data_axis() -> list[tuple[int, list[int], list[int]]]:
     found = []
     for mesh in (ParallelMesh(dp=2, sp=2), ParallelMesh(sp=2, tp=2), ParallelMesh(dp=2, tp=2)):
@@ -120,11 +116,6 @@ def test_tensor_ranks_are_neighbours_and_stages_are_farthest(pool: Pool) -> None
     assert ranks[5] == {"pp": (2, 1, [1, 5]), "dp": (2, 0, [5, 7]), "sp": (1, 0, [5]), "tp": (2, 1, [4, 5])}
     ranks = pool.run(8, layout, 1, 2, 2, 2)
     assert ranks[6] == {"pp": (1, 0, [6]), "dp": (2, 1, [2, 6]), "sp": (2, 1, [4, 6]), "tp": (2, 0, [6, 7])}
-
-
-def test_a_replica_is_all_ranks_of_one_data_coordinate(pool: Pool) -> None:
-    first, second = [0, 1, 4, 5], [2, 3, 6, 7]
-    assert pool.run(8, replica) == [first, first, second, second] * 2
 
 
 def test_a_subgroup_holds_the_coordinates_it_names(pool: Pool) -> None:

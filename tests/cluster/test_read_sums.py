@@ -1,5 +1,16 @@
 """Sums that ranks read from each other's memory."""
 
+import ctypes
+import gc
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -7,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.cluster import process_memory, read_sums
-from echelon.cluster.collectives import all_reduce, copy_to
+from echelon.cluster.collectives import all_reduce, begin_all_reduce, copy_to
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.traffic import Traffic
 
@@ -119,3 +130,89 @@ def check_ledger() -> None:
         ("tp", "all_reduce"): (1, 20000)
     }
     assert x.grad is not None and (x.grad == 2).all()
+
+
+def test_a_group_that_one_rank_drops_is_read_to_the_end_by_the_others(pool: Pool) -> None:
+    pool.run(2, check_dropped)
+
+
+def check_dropped() -> None:
+    """The second rank has begun the sum, and reads it when the first one has forgotten the group."""
+    group = dist.new_group([0, 1])
+    under_way = begin_all_reduce(torch.full((2**18,), 1.0 + dist.get_rank()), group)
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+    total = under_way()
+    dist.destroy_process_group(group)
+    del group, under_way
+    gc.collect()
+    rest = [torch.full((2**18,), -1e9) for _ in range(8)]  # where the memory was, if it is free
+    assert (total == 3).all()
+    assert len(rest) == 8
+
+
+SCRIPT = """
+import sys, time
+import torch
+import torch.distributed as dist
+from echelon.cluster.collectives import all_reduce, begin_all_reduce
+from echelon.cluster.launch import launch_from_torch
+
+launch_from_torch(backend="gloo")
+own = torch.full((2**18,), 1.0 + dist.get_rank())
+all_reduce(own, dist.group.WORLD)
+under_way = begin_all_reduce(own, dist.group.WORLD)
+if dist.get_rank() == 0:
+    time.sleep(2)
+print(under_way().unique().tolist())
+"""
+
+
+@pytest.mark.slow
+def test_a_process_ends_when_the_others_have_read_its_last_sum(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, str(script)],
+                    env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for rank in range(2)
+        ]
+        for process in processes:
+            stack.callback(process.kill)
+        told = [process.communicate(timeout=100) for process in processes]
+    assert told == [("[3.0]\n", "")] * 2
+
+
+def seconds_to_close(pid: int, others: ctypes.c_int64) -> float:
+    """How long a rank that has ended 3 sums waits for a process that has ended so many."""
+    places = {1: ctypes.addressof(others)}
+    sums = read_sums.ReadSums(process_memory.Neighbours({1: pid}), 0, ctypes.c_int64(3), places)
+    start = time.monotonic()
+    sums.close()
+    return time.monotonic() - start
+
+
+def test_who_ends_waits_for_the_count_of_others_but_not_for_ever_nor_for_the_dead() -> None:
+    count = ctypes.c_int64(2)
+    reader = threading.Timer(0.2, lambda: setattr(count, "value", 3))
+    reader.start()
+    assert 0.1 < seconds_to_close(os.getpid(), count) < 5
+    assert seconds_to_close(os.getpid(), count) < 0.1, "they have read it"
+    with patch.object(read_sums, "_PATIENCE_SECONDS", 0.1):
+        assert 0.1 <= seconds_to_close(os.getpid(), ctypes.c_int64(2)) < 5
+    dead = multiprocessing.get_context("fork").Process(target=int)
+    dead.start()
+    dead.join()
+    assert dead.pid is not None
+    assert seconds_to_close(dead.pid, ctypes.c_int64(2)) < 5

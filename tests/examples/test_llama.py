@@ -250,6 +250,7 @@ def test_all_bad_arguments_are_told_at_once(tmp_path: Path) -> None:
         *("--data", str(tmp_path / "nowhere"), "--max_bytes", "5", "--steps", "0", "--epochs", "1"),
         *("--metrics", str(tmp_path / "no" / "log.jsonl"), "--curve", str(tmp_path / "curve.jpg")),
         *("--precision", "fp8", "--pp_style", "sideways", "--warmup_fraction", "2"),
+        *("--gradient_checkpoint_ratio", "1.5"),
     )
     for fault in (
         "nowhere: there is no such file",
@@ -261,6 +262,7 @@ def test_all_bad_arguments_are_told_at_once(tmp_path: Path) -> None:
         "precision='fp8'",
         "there is no schedule 'sideways'",
         "--warmup_fraction 2.0 must be from 0 to 1",
+        "1.5 must be",  # not by the plugin's name too
     ):
         assert told.count(fault) == 1, fault
 

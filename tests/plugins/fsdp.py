@@ -265,6 +265,8 @@ def refuse_models(kind: str) -> str:
         "boosted inside": lambda: booster.boost(booster.boost(model)[0].unwrap()),
         "boosted optimizer": lambda: booster.boost(GPT2.build(), booster.boost(model, optimizer)[1]),
         "plain model": lambda: booster.save_model(model, "never"),
+        "no_sync of another": lambda: booster.no_sync(booster.boost(model)[0], optimizer),
+        "backward by another": lambda: booster.backward(torch.ones(()), optimizer),
         "pipeline": lambda: booster.execute_pipeline(iter([]), model),
         "mixed_precision": lambda: Booster(plugin=booster.plugin, mixed_precision="bf16"),
     }
@@ -273,6 +275,33 @@ def refuse_models(kind: str) -> str:
 
 def refuse_pipeline_under_ddp() -> str:
     return refused(lambda: Booster(plugin=TorchDDPPlugin()).execute_pipeline(iter([]), nn.Linear(1, 1)))
+
+
+def refuse_no_sync_under_ddp() -> str:
+    model = nn.Linear(1, 1)
+    booster = Booster(plugin=TorchDDPPlugin())
+    boosted, *_ = booster.boost(model)
+    return refused(lambda: booster.no_sync(boosted, torch.optim.SGD(model.parameters())))
+
+
+def step_without_scaled_gradients() -> tuple[dict[str, str], bool]:
+    """What calls say before a backward and after one past the booster; whether a whole step then changes a weight."""
+    booster, model, optimizer = boosted(GPT2, precision="fp16")
+    batch = make_batch(GPT2, num_samples=2, seed=0)
+    calls: dict[str, Callable[[], Any]] = {
+        "step()": optimizer.step,
+        "clip_grad_by_norm()": lambda: optimizer.clip_grad_by_norm(1.0),
+        "clip_grad_by_value()": lambda: optimizer.clip_grad_by_value(1.0),
+    }
+    told = {name: refused(call) for name, call in calls.items()}
+    model(**batch).loss.backward()
+    assert told == {name: refused(call) for name, call in calls.items()}
+    optimizer.zero_grad()
+    before = whole(next(model.unwrap().parameters()))
+    booster.backward(model(**batch).loss, optimizer)
+    optimizer.clip_grad_by_norm(1.0)
+    optimizer.step()
+    return told, not torch.equal(before, whole(next(model.unwrap().parameters())))
 
 
 class Numbers(torch.utils.data.Dataset):

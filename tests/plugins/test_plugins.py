@@ -109,6 +109,8 @@ MISUSES = {
     "criterion detaches": "ValueError: the criterion's loss has no graph",
     "criterion stops": "RuntimeError: the model or the criterion raised StopIteration",
     "plain optimizer": "ValueError: execute_pipeline takes the optimizer that booster.boost returned",
+    "no_sync of the plain optimizer": "ValueError: booster.no_sync takes the optimizer that booster.boost returned",
+    "no_sync of the plain model": "ValueError: booster.no_sync takes the model that booster.boost returned",
     "a list of batches": "give iter(dataloader)",
     "boost twice": "ValueError: the model is already boosted",
     "copy of the model": "copy model.unwrap()",

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from echelon.plugins.torch_fsdp import FSDPConfig
 from echelon.verify.models import ModelChoice
 from echelon.verify.reference import StepRecord
 
@@ -183,6 +184,8 @@ def test_bad_arguments_are_told_at_once(pool: Pool) -> None:
         ("boosted inside", "already boosted"),
         ("boosted optimizer", "the optimizer is already boosted"),
         ("plain model", "takes the model that booster.boost returned"),
+        ("no_sync of another", "booster.no_sync takes the optimizer that booster.boost returned"),
+        ("backward by another", "booster.backward takes the optimizer that booster.boost returned"),
         ("pipeline", "TorchFSDPPlugin has no pipeline"),
         ("mixed_precision", "give TorchFSDPPlugin precision='bf16'"),
     ],
@@ -193,6 +196,23 @@ def test_misuse_is_refused_on_every_rank(pool: Pool, kind: str, text: str) -> No
 
 def test_the_pipeline_is_refused_under_the_plugin_s_own_name(pool: Pool) -> None:
     assert "TorchDDPPlugin has no pipeline" in pool.run(1, fsdp.refuse_pipeline_under_ddp)[0]
+
+
+def test_a_step_without_scaled_gradients_is_told_and_a_later_one_works(pool: Pool) -> None:
+    for told, changed in pool.run(2, fsdp.step_without_scaled_gradients):
+        for call, text in told.items():
+            assert f"{call} in fp16 takes gradients of a scaled loss, and there are none" in text
+        assert changed
+
+
+@pytest.mark.parametrize("scale", ["x", None, True, float("nan"), float("inf"), -1])
+def test_a_first_scale_that_is_no_number_above_0_is_a_fault(scale: Any) -> None:
+    (fault,) = FSDPConfig(initial_scale=scale).faults(2)
+    assert fault == f"initial_scale={scale!r}: it must be above 0 and finite"
+
+
+def test_ddp_takes_its_own_optimizer_alone(pool: Pool) -> None:
+    assert "booster.no_sync takes the optimizer that" in pool.run(1, fsdp.refuse_no_sync_under_ddp)[0]
 
 
 def test_every_rank_gets_batches_of_its_own(pool: Pool) -> None:

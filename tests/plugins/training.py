@@ -251,6 +251,8 @@ def misuse(kind: str) -> str:
             iter([batch]), model, lambda *_: next(iter([])), optimizer
         ),
         "plain optimizer": lambda: booster.execute_pipeline(iter([batch]), model, loss_of, optimizer.inner),
+        "no_sync of the plain optimizer": lambda: booster.no_sync(model, optimizer.inner),
+        "no_sync of the plain model": lambda: booster.no_sync(model.unwrap(), optimizer),
         "a list of batches": lambda: booster.execute_pipeline([batch], model, loss_of, optimizer),  # type: ignore[arg-type]
         "boost twice": lambda: booster.boost(model, make_optimizer(model)),
         "copy of the model": lambda: copy.deepcopy(model),

@@ -1,5 +1,6 @@
-"""Which layers are recomputed. That gradients stay the same is tests/verify."""
+"""Which layers are recomputed. That gradients stay the same is tests/verify, but where transformers' own call asks."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,6 +14,13 @@ from echelon.shardformer.checkpoint_config import (
     checkpoint_layers,
     recomputable_layers,
 )
+from echelon.shardformer.layer import Linear1D_Row
+from echelon.verify.layout import Layout
+from echelon.verify.models import ModelChoice
+from echelon.verify.parity import Report, parity
+
+from ..pool import Pool
+from .compare import batch_for, build, loss_of, require_same_training, split
 
 
 def small_llama(num_layers: int = 5) -> LlamaForCausalLM:
@@ -85,3 +93,71 @@ def test_what_the_model_cannot_do_is_told() -> None:
     assert "asks for 3 layers of stage 0, which has 2" in found
     (found,) = checkpoint_faults({0: layers[:3], 1: [nn.Linear(2, 2)]}, config)
     assert "Linear cannot be recomputed" in found
+
+
+def enable(model: Any) -> nn.Module:
+    """Recompute all layers by transformers' own call, whose name before 5.23 warns of itself since."""
+    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+    assert any(module._forward_hooks for module in model.modules()), "embeddings have transformers' own hook"
+    return model
+
+
+def train_with_layers_marked_before(name: str) -> None:
+    """Split with transformers' hooks on the embeddings, and every layer runs twice."""
+    model = enable(build(name, use_cache=False))
+    copied, *_ = require_same_training(model, batch_for(model))
+    runs = counted_runs(copied)
+    loss_of(copied(**batch_for(copied))).backward()
+    assert set(runs.values()) == {2} and len(runs) == len(recomputable_layers(copied))
+
+
+def counted_runs(model: nn.Module) -> Counter[nn.Module]:
+    """How often from now on the first row-split layer of each layer computes."""
+    runs: Counter[nn.Module] = Counter()
+    for layer in recomputable_layers(model):
+        inside = next(each for each in layer.modules() if isinstance(each, Linear1D_Row))
+        inside.register_forward_pre_hook(lambda module, _: runs.update([module]))
+    return runs
+
+
+def keep_the_hook() -> None:
+    """What a frozen embedding returns requires a gradient until transformers is told otherwise."""
+    model: Any = split(enable(build("LlamaForCausalLM")))
+    embedding, ids = model.get_input_embeddings(), torch.arange(6).view(1, 6)
+    assert "Parallel" in type(embedding).__name__
+    model.requires_grad_(False)
+    assert embedding(ids).requires_grad
+    model.disable_input_require_grads()
+    assert not embedding(ids).requires_grad
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration"])
+def test_layers_that_transformers_marked_before_are_recomputed_with_the_same_gradients(
+    pool: Pool, name: str
+) -> None:
+    pool.run(2, train_with_layers_marked_before, name)
+
+
+def test_a_split_embedding_keeps_transformers_own_hook(pool: Pool) -> None:
+    pool.run(2, keep_the_hook)
+
+
+class MarkedBefore(ModelChoice):
+    """A model whose layers transformers has marked."""
+
+    def build(self, seed: int = 0) -> nn.Module:
+        return enable(super().build(seed))
+
+
+def marked(model_type: str, layout: Layout) -> Report:
+    return parity(MarkedBefore(model_type=model_type), layout, num_steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2, pp=2), Layout(tp=2, dp=2, zero=1)], ids=str)
+@pytest.mark.parametrize("model_type", ["llama", "t5"])
+def test_training_with_layers_marked_before_is_that_of_one_process(
+    pool: Pool, model_type: str, layout: Layout
+) -> None:
+    for report in pool.run(layout.world_size, marked, model_type, layout):
+        assert report.agrees, report.departure

@@ -1,0 +1,43 @@
+"""The contender that HybridParallelPlugin is, where every rank is given the whole batch. Which layouts are not here."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from stepped import OneBatch
+from torch import Tensor
+from workload import Workload, adamw
+
+from echelon import Booster, HybridParallelPlugin
+from echelon.checkpoint.gather import gather_whole
+from echelon.cluster.placement import placement_of
+
+
+class EchelonBatch(OneBatch):
+    """A layout of HybridParallelPlugin in float32, without a pipeline, called as a user would.
+
+    Args:
+        name: how it is called.
+        workload: what is computed.
+        layout: arguments of the plugin.
+    """
+
+    def __init__(self, name: str, workload: Workload, **layout: Any) -> None:
+        self.name = name
+        self._plugin = HybridParallelPlugin(precision="fp32", **layout)
+        booster = Booster(plugin=self._plugin)
+        model = workload.model()
+        boosted, optimizer, *_ = booster.boost(model, adamw(model))
+        super().__init__(
+            boosted,
+            optimizer,
+            backward=partial(booster.backward, optimizer=optimizer),
+            batch=workload.data(self._plugin.mesh.device),
+        )
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Gradients by name, gathered to the first rank. Communicates over the world."""
+        self._optimizer.reduce_gradients()
+        gradients = self._optimizer.gradients()
+        placements = {name: placement_of(self._model.held[name]) for name in gradients}
+        return gather_whole(gradients, placements, self._plugin.mesh)

@@ -1,0 +1,70 @@
+"""The bytes that a piece of work has alive, counted by the tensors that torch's operations make. Times are rounds.py.
+
+Resident memory would show what gloo and the allocator keep as well, and hooks of saved tensors miss what an autograd
+function keeps beside them. Here every storage that an operation makes is watched until it is freed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """A context that counts the storages made inside it which are still there.
+
+    Attributes:
+        now: bytes alive.
+        peak: the most that there were.
+        kept: those alive when the first backward inside began: what forward keeps for it, and its outputs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.kept: int | None = None
+        self._known: WeakKeyDictionary[torch.UntypedStorage, bool] = WeakKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and count what it makes; a DTensor's operation is counted on its local tensors."""
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented
+        if self.kept is None and torch._C._current_graph_task_id() >= 0:  # type: ignore[attr-defined]
+            self.kept = self.now
+        for given in tree_leaves((args, kwargs)):
+            self._meet(given, is_made=False)  # a view of what was there before makes nothing
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            self._meet(each, is_made=True)
+        return result
+
+    def _meet(self, value: Any, *, is_made: bool) -> None:
+        if not isinstance(value, Tensor) or (storage := value.untyped_storage()) in self._known:
+            return
+        self._known[storage] = is_made
+        if is_made:
+            nbytes = storage.nbytes()
+            self.now += nbytes
+            self.peak = max(self.peak, self.now)
+            finalize(storage, self._forget, nbytes)
+
+    def _forget(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+def training_bytes(compute: Callable[[], None]) -> tuple[int, int]:
+    """Bytes that a forward keeps for its backward, and the most that both need, the gradients that they make included.
+
+    Args:
+        compute: runs both, once.
+    """
+    with LiveBytes() as live:
+        compute()
+    if live.kept is None:
+        raise AssertionError("nothing ran backward")
+    return live.kept, live.peak

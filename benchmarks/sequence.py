@@ -1,0 +1,261 @@
+r"""Bytes kept for backward and step times by length of sequence, for every way to spread sequences over ranks.
+
+    python benchmarks/sequence.py --json sequence.json --plot sequence.png
+    python benchmarks/sequence.py --ranks 4 --sequence 2048
+
+Lengths are --sequence and its half, quarter and eighth. Every round runs one step of each contender, in a rotating
+order; a ratio is the median of the rounds' ratios. The last line is about the longest sequence on the most ranks: the
+fastest mode of Echelon over the fastest of torch, and the fewest bytes kept over the fewest of torch. With 1 among
+--ranks the longest sequence under ring attention that fits what one process needs is searched on each number of ranks,
+and simulated up to 64.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import report
+import torch
+import torch.distributed as dist
+from arguments import common_parser, parse, settings_of, workload_of
+from contender import Contender, agreement
+from launch import enter
+from live_bytes import training_bytes
+from processes import run, torchrun
+from rounds import time_rounds
+from sequence_contenders import NAMES, RING, contender_makers, missing
+from sequence_longest import error, fit, search, simulated
+from sequence_peers import why_not_itself
+from sequence_picture import draw
+from stepped import OneProcess
+from workload import Workload
+
+from echelon.cluster.launch import default_device
+
+_HALVINGS = 3
+_SIMULATED = (1, 2, 4, 8, 16, 32, 64)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = common_parser(__doc__)
+    parser.set_defaults(hidden=256, layers=4, vocabulary=1024, sequence=4096, batch=1, rounds=5, warmup=1)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="one run for each number")
+    parser.add_argument("--contenders", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument(
+        "--memory", type=float, help=argparse.SUPPRESS
+    )  # bytes, of a process that this script started
+    parser.add_argument("--alone", type=int, help=argparse.SUPPRESS)  # its number of ranks
+    return parse(parser)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    workload = workload_of(arguments, microbatches=1)
+    if arguments.alone is not None:
+        enter(arguments.alone, option="--ranks", matmul=arguments.matmul)
+        found = measure(workload, arguments)
+        if dist.get_rank() == 0:
+            report.write_json(arguments.json, found)
+        dist.destroy_process_group()
+        return
+    results: dict[str, Any] = {"machine": report.machine(), "settings": settings_of(arguments), "runs": {}}
+    memory = None
+    for num_ranks in sorted(set(arguments.ranks)):
+        found = results["runs"][num_ranks] = start(num_ranks, memory)
+        if num_ranks == 1:
+            memory = found["lengths"][-1]["bytes"][OneProcess.name]["peak"]
+    if memory is not None:
+        results["longest"] = longest_sequences(results["runs"], memory)
+    tell(results, f"{replace(workload, sequence=0)}".replace(" sequence 0,", ""), arguments)
+
+
+def start(num_ranks: int, memory: float | None) -> dict[str, Any]:
+    """What `measure` finds, in processes started for it with the same arguments.
+
+    Raises:
+        RuntimeError: they failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder) / "found.json"
+        words = [*torchrun(num_ranks), *sys.argv, "--alone", str(num_ranks), "--json", str(written)]
+        words += [] if memory is None else ["--memory", str(memory)]
+        run(f"{num_ranks} ranks", words)
+        return json.loads(written.read_text())
+
+
+def measure(workload: Workload, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Everything that is measured on the ranks of a run. Collective over the world."""
+    device, num_ranks = default_device(), dist.get_world_size()
+    lengths = [workload.sequence >> halvings for halvings in range(_HALVINGS, -1, -1)]
+    found: dict[str, Any] = {"missing": missing(num_ranks), "lengths": []}
+    if num_ranks > 1:
+        found["why_not_context_parallel"] = why_not_itself(device)
+    for length in lengths:
+        if length % (2 * num_ranks) == 0:  # torch's context parallelism does not pad
+            found["lengths"].append(measure_length(replace(workload, sequence=length), arguments, device))
+    if arguments.memory is not None and RING in found["lengths"][-1]["seconds"]:
+        found["longest"] = longest_here(workload, device, found["lengths"], arguments.memory)
+    return found
+
+
+def measure_length(workload: Workload, arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Agreement, times and bytes of every contender. Collective over the world."""
+    wanted = (*arguments.contenders, OneProcess.name)
+    contenders = [make() for name, make in contender_makers(workload, device).items() if name in wanted]
+    agreed = agreement(contenders, OneProcess(workload, device, works=True))
+    seconds = time_rounds(contenders, rounds=arguments.rounds, warmup=arguments.warmup, device=device)
+    return {
+        "length": workload.sequence,
+        "agreement": agreed,
+        "seconds": seconds,
+        "bytes": {contender.name: bytes_of(contender) for contender in contenders},
+    }
+
+
+def bytes_of(contender: Contender) -> dict[str, int]:
+    """What a contender keeps for backward, and needs at most; the largest of all ranks. Communicates."""
+    gc.collect()
+    largest = torch.tensor(training_bytes(contender.compute))
+    contender.forget()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    kept, peak = largest.tolist()
+    return {"kept": kept, "peak": peak}
+
+
+def longest_here(
+    workload: Workload, device: torch.device, rows: Sequence[Mapping[str, Any]], memory: float
+) -> int:
+    """The longest sequence whose peak under ring attention is at most this memory. Collective over the world."""
+    (short, low), (long, high) = ((row["length"], row["bytes"][RING]["peak"]) for row in (rows[-2], rows[-1]))
+    near = long + (memory - high) * (long - short) / (high - low)
+
+    def peak(length: int) -> float:
+        contender = contender_makers(replace(workload, sequence=length), device)[RING]()
+        contender.compute()  # what is made once and kept is not the sequence's
+        contender.forget()
+        return bytes_of(contender)["peak"]
+
+    return search(peak, start=int(near), unit=workload.sequence // 32, memory=memory)
+
+
+def longest_sequences(runs: Mapping[int, Mapping[str, Any]], memory: float) -> dict[str, Any]:
+    """Measured and simulated lengths by ranks, where ring attention was measured."""
+    names = {num_ranks: OneProcess.name if num_ranks == 1 else RING for num_ranks in runs}
+    peaks = {
+        (num_ranks, row["length"]): row["bytes"][names[num_ranks]]["peak"]
+        for num_ranks, found in runs.items()
+        for row in found["lengths"]
+        if names[num_ranks] in row["bytes"]
+    }
+    if len({num_ranks for num_ranks, _ in peaks}) < 2:
+        return {}
+    need = fit(peaks)
+    measured = {str(each): found["longest"] for each, found in runs.items() if "longest" in found}
+    return {
+        "memory": memory,
+        "measured": {"1": runs[1]["lengths"][-1]["length"], **measured},
+        "error": error(need, peaks),
+        **simulated(need, memory, _SIMULATED),
+    }
+
+
+def last_line(found: Mapping[str, Any]) -> dict[str, float]:
+    """The fastest and the leanest of Echelon over those of torch, of one length."""
+    seconds, kept = found["seconds"], {name: each["kept"] for name, each in found["bytes"].items()}
+    ours, theirs = ([name for name in seconds if name.startswith(each)] for each in ("echelon", "torch"))
+    if not (ours and theirs):
+        return {}
+    return {
+        "ratio_to_best_peer": report.ratio(
+            seconds[report.fastest(seconds, ours)], seconds[report.fastest(seconds, theirs)]
+        ),
+        "bytes_to_best_peer": min(kept[name] for name in ours) / min(kept[name] for name in theirs),
+    }
+
+
+def tell(results: dict[str, Any], title: str, arguments: argparse.Namespace) -> None:
+    """Print the tables and the last line; write the files that are asked for."""
+    note = report.conditions(results["machine"], arguments.rounds)
+    for num_ranks, found in results["runs"].items():
+        show(f"{title}, {num_ranks} rank{'s'[: num_ranks > 1]}", found["lengths"], note)
+        for name in found["missing"] if num_ranks > 1 else ():
+            print(f"{name}: not in this version")
+        if why := found.get("why_not_context_parallel"):
+            print(
+                f"torch's context_parallel itself does not compute here, its ring with another kernel does: {why}"
+            )
+    if found := results.get("longest"):
+        show_longest(found)
+    results["summary"] = last_line(results["runs"][max(results["runs"])]["lengths"][-1])
+    if arguments.json is not None:
+        report.write_json(arguments.json, results)
+    if arguments.plot is not None:
+        draw(arguments.plot, lines(results["runs"]), points(results.get("longest", {})))
+    print(" ".join(f"{name}={value:.3f}" for name, value in results["summary"].items()))
+
+
+def show(title: str, rows: Sequence[Mapping[str, Any]], note: str) -> None:
+    """Print what each contender keeps, and how long it takes, by length."""
+    header = ["contender", *(f"{row['length']} tokens" for row in rows), "peak MiB at the last"]
+    names = list(rows[-1]["seconds"])
+
+    def kept(row: Mapping[str, Any], name: str) -> str:
+        return f"{row['bytes'][name]['kept'] / 2**20:.1f} MiB, {median(row['seconds'][name]) * 1e3:.0f} ms"
+
+    cells = [
+        [name, *(kept(row, name) for row in rows), f"{rows[-1]['bytes'][name]['peak'] / 2**20:.1f}"]
+        for name in names
+    ]
+    report.show(f"{title}: kept for backward, median step", header, cells, note=note)
+
+
+def show_longest(found: Mapping[str, Any]) -> None:
+    """Print the longest sequences, and the formula that gives the simulated ones."""
+    need = found["need"]
+    rows = [
+        [each, str(found["measured"].get(each, "")), str(tokens)] for each, tokens in found["longest"].items()
+    ]
+    note = (
+        f"bytes = {need['constant']:.0f} + ({need['whole']:.0f} + {need['shared']:.0f} / ranks) · tokens, fitted to "
+        f"what was measured, at most {100 * found['error']:.1f} % off"
+    )
+    title = f"longest sequence under ring attention in {found['memory'] / 2**20:.0f} MiB"
+    report.show(title, ["ranks", "measured", "simulated"], rows, note=note)
+
+
+def lines(runs: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, list[dict[str, float]]]]:
+    """What is drawn of each run of several ranks: rows by contender."""
+    return {
+        num_ranks: {
+            name: [
+                {
+                    "length": row["length"],
+                    "kept": row["bytes"][name]["kept"],
+                    "median": median(row["seconds"][name]),
+                }
+                for row in found["lengths"]
+            ]
+            for name in found["lengths"][-1]["seconds"]
+        }
+        for num_ranks, found in runs.items()
+        if num_ranks > 1
+    }
+
+
+def points(longest: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """What is drawn of the longest sequences: tokens by ranks."""
+    named = {"simulated": longest.get("longest", {}), "measured": longest.get("measured", {})}
+    return {
+        name: {int(ranks): tokens for ranks, tokens in each.items()} for name, each in named.items() if each
+    }
+
+
+if __name__ == "__main__":
+    main()

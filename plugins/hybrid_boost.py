@@ -1,0 +1,106 @@
+"""What HybridParallelPlugin does to a model and its optimizer, once. What they are then is hybrid_module.py."""
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..cluster.faults import naming_failures
+from ..lazy import materialize
+from ..shardformer.checkpoint_config import checkpoint_faults, checkpoint_layers, recomputable_layers
+from ..shardformer.equal_ranks import require_equal_models
+from ..shardformer.shard_config import ShardConfig
+from ..shardformer.shard_former import sharder_or_faults
+from ..shardformer.sharder import ModelSharder
+from ..zero.optimizer import ShardedOptimizer
+from .hybrid_config import told
+from .hybrid_module import HybridParallelModule
+from .names import ParameterNames, managed_parameters
+from .optimizer_faults import optimizer_faults
+
+if TYPE_CHECKING:
+    from .hybrid_parallel import HybridParallelPlugin
+
+
+def boost(
+    model: nn.Module, optimizer: Optimizer | None, plugin: "HybridParallelPlugin"
+) -> HybridParallelModule:
+    """Split the model and wrap the optimizer, which the returned module holds. Collective over the world.
+
+    Raises:
+        ValueError: they do not fit what the plugin was asked for; all reasons at once.
+    """
+    config, mesh = plugin.config, plugin.mesh
+    sharder = _checked_sharder(model, optimizer, plugin)
+    with naming_failures("boost"):
+        require_equal_models(model)
+        names = ParameterNames.of(model)
+        model.to(mesh.device)
+        config.fused.choose_attention(model, mesh.device)
+        shared = sharder.shard() if sharder is not None else []
+        materialize(model)
+        boosted = HybridParallelModule(model, names, plugin)
+        wrapped = None
+        if optimizer is not None:
+            managed = managed_parameters(
+                boosted.held,
+                shared,
+                mesh=mesh,
+                stage_manager=plugin.stage_manager,
+                stages=boosted.engine.parameters,
+            )
+            wrapped = ShardedOptimizer(
+                optimizer,
+                managed,
+                mesh=mesh,
+                stage=config.zero_stage,
+                zero_size=config.zero_size,
+                overlap_communication=config.overlap_communication,
+                communication_dtype=config.wire_dtype,
+                cpu_offload=config.cpu_offload,
+                precision=config.precision,
+                max_norm=config.max_norm,
+                bucket_size=int(config.bucket_size_in_m * 2**20),
+            )
+        for parameter in model.parameters():  # what no optimizer manages: frozen, or none was given
+            if parameter.is_floating_point() and parameter.dtype != config.precision.dtype:
+                parameter.data = parameter.data.to(config.precision.dtype)
+        config.fused.fuse(model, config.precision.dtype)
+        if wrapped is not None:
+            wrapped.add_gradients_by_row(model)
+            if config.overlap_allgather:
+                wrapped.publisher.let_arrive_later(model)
+        boosted.optimizer = wrapped
+    return boosted
+
+
+def _checked_sharder(
+    model: nn.Module, optimizer: Optimizer | None, plugin: "HybridParallelPlugin"
+) -> ModelSharder | None:
+    """What will split the model, once nothing speaks against boosting it; None where nothing is split."""
+    config, mesh = plugin.config, plugin.mesh
+    faults = optimizer_faults(model, optimizer) + config.fused.model_faults(model, mesh.device)
+    sharder = None
+    if mesh.size("tp", "pp", "sp") > 1:
+        shard_config = ShardConfig(
+            tensor_parallel_process_group=mesh.group("tp"),
+            pipeline_stage_manager=plugin.stage_manager,
+            parallel_output=config.parallel_output,
+            make_vocab_size_divisible_by=config.make_vocab_size_divisible_by,
+            enable_sequence_parallelism=config.sequence.mode is not None,
+            sequence_parallelism_mode=config.sequence.mode,
+            sequence_parallel_process_group=mesh.group("sp"),
+            sequence_parallel_rings=plugin.rings,
+            enable_sequence_overlap=config.sequence.overlaps,
+            enable_sequence_regather=config.sequence.regathers,
+        )
+        sharder = sharder_or_faults(model, plugin.custom_policy, shard_config, faults)
+    checkpoint = config.pipeline.checkpoint
+    if checkpoint is not None and not faults:
+        layers = {0: recomputable_layers(model)} if sharder is None else sharder.layers_by_stage()
+        faults += checkpoint_faults(layers, checkpoint)
+        if not faults:
+            checkpoint_layers(layers, checkpoint)
+    if faults:
+        raise ValueError(told(faults))
+    return sharder

@@ -1,0 +1,291 @@
+"""What an InternEvo configuration says, as arguments of HybridParallelPlugin. How one is read is internevo_section.py.
+
+Its keys mean what they mean in InternEvo 0.5 (its launch.py and parallel_context.py); docs/coming-from-internevo.md
+lists them.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..shardformer.checkpoint_config import PipelineGradientCheckpointConfig
+from .hybrid_config import told
+from .internevo_section import Section, read_configuration
+
+_LOG = logging.getLogger("echelon")
+
+# What a mode asks of the plugin, besides the sizes. isp splits no layer over its `tensor` ranks: only the sequence.
+_REGIONS = {
+    "enable_sequence_parallelism": True,
+    "sequence_parallelism_mode": "split_gather",
+    "enable_sequence_overlap": True,
+}
+MODES: dict[str, dict[str, Any]] = {
+    "mtp": {},
+    "msp": _REGIONS,
+    "fsp": {**_REGIONS, "enable_sequence_regather": True},
+    "isp": {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"},
+}
+# Pipeline modes, with the schedule of one stage on a rank and of several.
+_SCHEDULES = {"1f1b": ("1f1b", "interleaved"), "zbh1": ("zbh1", None), "zbv": ("zbv", "zbv")}
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
+_PARALLEL = (
+    "zero1",
+    "tensor",
+    "pipeline",
+    "weight",
+    "sequence_parallel",
+    "sequence_2D",
+    "expert",
+    "expert_weight",
+)
+_SECTIONS = ("parallel", "hybrid_zero_optimizer", "model", "data", "grad_scaler", "loss", "num_chunks")
+# What is an object here (optimizer, schedulers, batches), or a matter of the script (files, alerts, backends).
+_NOT_OF_PLUGIN = (
+    *("JOB_NAME", "DO_ALERT", "model_type", "adam", "lr_scheduler", "beta2_scheduler", "ckpt", "monitor"),
+    *("alert_address", "enable_tb", "tensorboard", "tensorboard_folder", "resume_tb_folder", "batch_count"),
+    *("cudnn_deterministic", "cudnn_benchmark", "generation", "gradient_handler"),
+)
+_WEIGHT_TUNING = ("launch_allgather_before", "forward_overlap_per")
+_ZERO_TUNING = ("use_split_tensor_optim", "all_gather_size")
+
+
+def plugin_arguments(config: Mapping[str, Any] | str | Path, **others: Any) -> dict[str, Any]:
+    """The keyword arguments of HybridParallelPlugin for an InternEvo configuration.
+
+    What the configuration does not say is left to the plugin's defaults, but for `zero1` and `data.micro_num`, whose
+    absence has a meaning of its own in InternEvo: all ranks, and 1. Sections that are no matter of the plugin (`adam`,
+    `ckpt`, the model's sizes, …) are named once in an info line of the logger "echelon". No communication.
+
+    Args:
+        config: a configuration, the dictionary of its `parallel` section alone, or the path of a .py or .json file.
+        others: further sections by name, and arguments of the plugin, which go before those of the configuration.
+
+    Raises:
+        ValueError: with all that is not understood, or cannot be done, at once.
+    """
+    given = read_configuration(config)
+    sections = (*_PARALLEL, *_SECTIONS)
+    twice = [name for name in others if name in given]
+    faults = [f"{name} is given twice, in the configuration and besides: give one" for name in twice]
+    root = Section("", given | {name: value for name, value in others.items() if name in sections}, faults)
+    parallel = _parallel_section(root, faults)
+    model = root.subsection("model")
+    chunks = _num_chunks(root, model, faults)
+    found, left = _layout(parallel, chunks)
+    for arguments, names in (
+        _batches(root, pp_size=found["pp_size"], faults=faults),
+        _optimizer(root.subsection("hybrid_zero_optimizer")),
+        _loss_scale(root.subsection("grad_scaler")),
+        _model(model, is_given="model" in given or "model" in others),
+    ):
+        found |= arguments
+        left += names
+    _refuse_other_numbers(root)
+    left += root.rest(_NOT_OF_PLUGIN)
+    if faults:
+        raise ValueError(told([f"InternEvo's configuration: {fault}" for fault in faults]))
+    _tell(left)
+    return found | {name: value for name, value in others.items() if name not in sections}
+
+
+def _parallel_section(root: Section, faults: list[str]) -> Section:
+    """`parallel`, whose keys may stand in the configuration itself instead."""
+    bare = {name: value for name in _PARALLEL if (value := root.take(name)) is not None}
+    section = root.take("parallel")
+    if section is None:
+        return Section("", bare, faults)
+    faults += [f"{name} is given beside parallel, which has it: leave one out" for name in bare]
+    return Section("parallel", section, faults)
+
+
+def _num_chunks(root: Section, model: Section, faults: list[str]) -> int:
+    inside, beside = model.whole_number("num_chunks"), root.whole_number("num_chunks")
+    if None not in (inside, beside) and inside != beside:
+        faults.append(f"num_chunks={beside} and model.num_chunks={inside} differ: give one")
+    found = beside if inside is None else inside
+    return 1 if found is None else found
+
+
+def _layout(parallel: Section, chunks: int) -> tuple[dict[str, Any], list[str]]:
+    """The sizes of all axes and how they are used, and what was left alone."""
+    zero = parallel.subsection("zero1", number_is="size")
+    size = zero.whole_number("size")
+    zero.allow("fsdp", False, why="is not of this plugin: use TorchFSDPPlugin, or leave it out")
+    zero.rest()
+    found = {"zero_stage": 1, "zero_size": -1 if size is None or size <= 0 else size}
+    mode, arguments = _tensor(parallel)
+    found |= arguments
+    weight = parallel.subsection("weight", number_is="size")
+    found |= _weight(weight, mode)
+    left = weight.rest(_WEIGHT_TUNING)
+    found |= _pipeline(parallel.subsection("pipeline", number_is="size"), chunks)
+    spread = parallel.subsection("sequence_2D")
+    spread.allow(
+        "enable",
+        False,
+        why="cannot be had: use HybridParallelPlugin's own sequence_parallelism_mode, 'all_to_all' or 'ring_attn'",
+    )
+    left += spread.rest(None)
+    for key in ("expert", "expert_weight"):
+        experts = parallel.subsection(key, number_is="size")
+        experts.allow(
+            "size",
+            1,
+            why="cannot be had: each rank has all experts, split by tensor parallelism alone; use 1",
+        )
+        left += experts.rest(None)
+    return found, left + parallel.rest()
+
+
+def _tensor(parallel: Section) -> tuple[str, dict[str, Any]]:
+    tensor = parallel.subsection("tensor", number_is="size")
+    size, mode = tensor.whole_number("size"), tensor.text("mode") or "mtp"
+    tensor.rest()
+    size = 1 if size is None else size
+    if mode not in MODES:
+        tensor.refuse("mode", mode, f"must be one of {', '.join(map(repr, MODES))}")
+        mode = "mtp"
+    is_split = parallel.switch("sequence_parallel")
+    if is_split is not None and size > 1 and is_split != (mode != "mtp"):
+        parallel.refuse(
+            "sequence_parallel", is_split, f"contradicts tensor.mode={mode!r}, which decides: leave it out"
+        )
+    sizes = {"tp_size": 1, "sp_size": size} if mode == "isp" else {"tp_size": size}
+    return mode, sizes | (MODES[mode] if size > 1 else {})
+
+
+def _weight(weight: Section, mode: str) -> dict[str, Any]:
+    size = weight.whole_number("size")
+    overlap, memory_pool = weight.switch("overlap"), weight.switch("memory_pool")
+    if size is None or size == 1:
+        return {}
+    if mode != "isp":
+        weight.refuse(
+            "size", size, f"needs tensor=dict(mode='isp'), and the mode is {mode!r}: use 1, or that mode"
+        )
+    # InternEvo's defaults, which may not be the plugin's.
+    return {"wp_size": size, "wp_overlap": bool(overlap), "wp_memory_pool": bool(memory_pool)}
+
+
+def _pipeline(pipeline: Section, chunks: int) -> dict[str, Any]:
+    size, overlap = pipeline.whole_number("size"), pipeline.switch("interleaved_overlap")
+    mode = pipeline.text("mode") or "1F1B"
+    pipeline.rest()
+    found: dict[str, Any] = {"pp_size": 1 if size is None else size}
+    styles = _SCHEDULES.get(mode.lower())
+    if styles is None:
+        pipeline.refuse(
+            "mode", mode, f"must be one of {', '.join(repr(each.upper()) for each in _SCHEDULES)}"
+        )
+    elif (style := styles[chunks > 1]) is None or (style == "zbv" and chunks > 2):
+        pipeline.refuse("mode", mode, f"and num_chunks={chunks} do not go together: ZBH1 has 1 chunk, ZBV 2")
+    elif found["pp_size"] != 1:  # without a pipeline InternEvo looks at none of this
+        found["pp_style"] = style
+        if style == "interleaved":
+            found |= {"num_model_chunks": chunks} | ({} if overlap is None else {"overlap_p2p": overlap})
+    return found
+
+
+def _batches(root: Section, *, pp_size: int, faults: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Into how many microbatches a step is cut, and what was left alone; nothing where there is no `data`."""
+    given = root.take("data")
+    if given is None:
+        return {}, []
+    data = Section("data", given, faults)
+    count, accumulation = data.whole_number("micro_num"), data.whole_number("gradient_accumulation")
+    count = 1 if count is None else count
+    if pp_size == 1 and accumulation not in (None, count):
+        data.refuse("gradient_accumulation", accumulation, f"must be micro_num={count} without a pipeline")
+    return {"num_microbatches": count}, data.rest(None)
+
+
+def _optimizer(zero: Section) -> tuple[dict[str, Any], list[str]]:
+    overlap, older = zero.switch("overlap_sync_grad"), zero.switch("zero_overlap_communication")
+    if None not in (overlap, older) and overlap != older:
+        zero.refuse(
+            "zero_overlap_communication", older, f"is the older name of overlap_sync_grad={overlap}: give one"
+        )
+    bucket = zero.number(
+        "reduce_bucket_size"
+    )  # InternEvo compares it with numbers of elements, not with bytes
+    found = {
+        "overlap_communication": older if overlap is None else overlap,
+        "overlap_allgather": zero.switch("overlap_sync_param"),
+        "zero_bucket_size_in_m": None if bucket is None else bucket / 2**20,
+        "max_norm": zero.number("clip_grad_norm"),
+    }
+    return _said(found), zero.rest(_ZERO_TUNING)
+
+
+def _loss_scale(scaler: Section) -> tuple[dict[str, Any], list[str]]:
+    fp16 = scaler.subsection("fp16")
+    found: dict[str, Any] = {name: fp16.number(name) for name in ("initial_scale", "min_scale")}
+    found["growth_interval"] = fp16.whole_number("growth_interval")
+    fp16.rest()
+    found |= {name: scaler.number(name) for name in ("growth_factor", "backoff_factor", "max_scale")}
+    found["hysteresis"] = scaler.whole_number("hysteresis")
+    scaler.rest()
+    return _said(found), []
+
+
+def _model(model: Section, *, is_given: bool) -> tuple[dict[str, Any], list[str]]:
+    """Precision, recomputation and kernels; the rest of the section describes the model, which is an object here."""
+    found: dict[str, Any] = {"precision": _precision(model)} if is_given else {}
+    share = model.take("checkpoint")
+    if isinstance(share, (bool, int, float)) and 0 <= share <= 1:
+        if share:
+            recomputed = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=float(share))
+            found["gradient_checkpoint_config"] = recomputed
+    elif share is not None:
+        model.refuse("checkpoint", share, "must be a bool, or a number from 0 to 1")
+    found["parallel_output"] = model.switch("parallel_output")
+    found["enable_flash_attention"] = model.switch("use_flash_attn")
+    model.allow(
+        "embed_grad_scale", 1, why="would change gradients, and the model is yours: scale there, and use 1"
+    )
+    return _said(found), model.rest(None)
+
+
+def _precision(model: Section) -> str | None:
+    given = model.take("dtype")
+    name = "float16" if given is None else str(given).removeprefix("torch.")
+    if isinstance(given, (str, torch.dtype, type(None))) and name in _DTYPES:
+        return _DTYPES[name]
+    why = f"must be one of {', '.join(f'torch.{each}' for each in _DTYPES)}"
+    if name == "tf32":
+        why = "is float32 with other products: use torch.float32, and torch.set_float32_matmul_precision('high')"
+    model.refuse("dtype", given, why)
+    return None
+
+
+def _refuse_other_numbers(root: Section) -> None:
+    """Note what would give other losses than InternEvo if it were left alone."""
+    root.allow(
+        "use_fp32_norm", False, why="cannot be had: norms compute as the model does, with float32 masters"
+    )
+    loss = root.subsection("loss")
+    loss.allow(
+        "label_smoothing",
+        0,
+        why="is not the plugin's: give execute_pipeline a criterion that has it, and use 0 here",
+    )
+    loss.rest(("moe_loss_coeff", "op_type"))
+
+
+def _said(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that were given."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _tell(left: list[str]) -> None:
+    if left and not (dist.is_initialized() and dist.get_rank()):
+        _LOG.info(
+            "InternEvo's configuration: these are no arguments of the plugin (optimizer, model, data and files are "
+            "given to Echelon as objects): %s",
+            ", ".join(left),
+        )

@@ -1,0 +1,228 @@
+"""Attention by heads: each rank attends over whole sequences with its share of the heads (arXiv:2309.14509).
+
+Which attention a model calls is attention.py.
+"""
+
+# B batch, S sequence with padding, L without, N query heads, M key-value heads, D width of a head, P ranks;
+# n, m: heads of one rank; X what one rank's heads are wide together
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from ...cluster.collectives import all_to_all
+from ...cluster.random import SplitRandom
+from .axis import SequenceAxis
+from .native import AttentionView
+
+# Called as transformers calls attention; returns (B, Q, N, D) and the weights or None.
+Attend = Callable[..., tuple[Tensor, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadShare:
+    """Which heads each rank attends with: `keys` key-value heads, with `groups` query heads each.
+
+    Key-value heads are repeated `repeats` times, each for a part of its query heads, and both are filled up with heads
+    of zeros at the end, so that every rank has as many and every query head meets its key-value head.
+
+    Args:
+        size: ranks.
+        num_queries: query heads of all ranks.
+        num_keys: key-value heads of all ranks; they divide the query heads.
+        repeats: divides the number of query heads for one key-value head.
+    """
+
+    size: int
+    num_queries: int
+    num_keys: int
+    repeats: int = 1
+
+    @staticmethod
+    def least(num_queries: int, num_keys: int, size: int) -> "HeadShare":
+        """The one by which the fewest heads travel."""
+        groups = num_queries // num_keys
+        shares = [
+            HeadShare(size=size, num_queries=num_queries, num_keys=num_keys, repeats=repeats)
+            for repeats in range(1, groups + 1)
+            if groups % repeats == 0
+        ]
+        return min(shares, key=lambda share: share.queries + share.keys)
+
+    @property
+    def groups(self) -> int:
+        """Query heads for one key-value head, where the ranks attend."""
+        return self.num_queries // (self.num_keys * self.repeats)
+
+    @property
+    def keys(self) -> int:
+        """Key-value heads of one rank, zeros among them."""
+        return -(-self.num_keys * self.repeats // self.size)
+
+    @property
+    def queries(self) -> int:
+        """Query heads of one rank, zeros among them."""
+        return self.keys * self.groups
+
+    def own(self, x: Tensor, dim: int, rank: int) -> Tensor:
+        """Of what has one entry for each query head along `dim` those of one rank; a length of 1 is for all heads."""
+        if x.shape[dim] == 1:
+            return x
+        if x.shape[dim] != self.num_queries:
+            raise ValueError(
+                f"attention got {tuple(x.shape)} for {self.num_queries} query heads: along dim {dim} there must be as "
+                "many entries, or 1"
+            )
+        begin = min(rank * self.queries, self.num_queries)
+        found = x.narrow(dim, begin, min(self.queries, self.num_queries - begin))
+        return _filled(found, dim, self.queries)
+
+
+def heads_faults(num_heads: int, size: int, option: str) -> list[str]:
+    """Why query heads cannot be shared out over ranks; empty when they can.
+
+    Args:
+        num_heads: of a tensor-parallel rank.
+        size: ranks of the sequence axis.
+        option: what was asked for, in the user's words.
+    """
+    if num_heads < 1 or size <= num_heads:
+        return []
+    return [
+        f"{option}: sp_size={size} is more than the {num_heads} attention heads that a rank has, and all_to_all shares "
+        f"out heads: use sp_size={num_heads} or less, a smaller tp_size, or sequence_parallelism_mode='ring_attn'"
+    ]
+
+
+def attend_by_heads(
+    attend: Attend,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    axis: SequenceAxis,
+    *,
+    dropout: float = 0.0,
+    position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Attention over whole sequences, of which each rank gives and gets its part.
+
+    Two all-to-alls forward, of queries, keys and values together and of the result, and two backward.
+
+    Args:
+        attend: computes attention of whole sequences.
+        module: handed to it; its counts of heads, and what it holds for each head, are those of this rank's share.
+        query: (B, N, S/P, D), this rank's part of the sequence.
+        key, value: (B, M, S/P, D), where M divides N; the width of value may differ.
+        mask: for whole sequences, (B or 1, N or 1, L or 1, L), or (B, L).
+        axis: whose ranks must all call; its `length` is L.
+        dropout: probability; heads of different ranks drop different entries.
+        position_bias: (B or 1, N or 1, L or 1, L), added to the scores.
+        s_aux: (N,), one logit for each head that attends to nothing.
+        **kwargs: handed on as they are.
+
+    Returns:
+        (B, S/P, N, D).
+
+    Raises:
+        ValueError: a shape is not that of the axis' sequence.
+    """
+    _check(module, query, key, axis)
+    share = HeadShare.least(query.shape[1], key.shape[1], axis.group.size())
+    whole = _whole_sequences((query, key, value), share, axis)
+    if position_bias is not None:
+        kwargs["position_bias"] = _own_mask(position_bias, share, axis)
+    if s_aux is not None:
+        kwargs["s_aux"] = share.own(s_aux, 0, axis.rank)
+    own_mask = None if mask is None else _own_mask(mask, share, axis)
+    with _own_random(axis, query.device, dropout):
+        out_BLnD, _ = attend(_own_view(module, share, axis), *whole, own_mask, dropout=dropout, **kwargs)
+    padded = _filled(out_BLnD, 1, axis.order.padded(axis.length))
+    out = all_to_all(padded, axis.group, split_dim=1, gather_dim=2)
+    return out if out.shape[2] == share.num_queries else out[:, :, : share.num_queries]
+
+
+def _check(module: nn.Module, query: Tensor, key: Tensor, axis: SequenceAxis) -> None:
+    if axis.order.is_zigzag:
+        raise AssertionError("all-to-all puts parts side by side: each must be one stretch of the sequence")
+    own = axis.order.padded(axis.length) // axis.order.size
+    if query.shape[2] != own or key.shape[2] != own:
+        raise ValueError(
+            f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} positions, where this rank holds "
+            f"{own} of a sequence of {axis.length}: attention to other sequences or to a cache cannot be split over "
+            "ranks: use a sequence_parallelism_mode of the tensor axis, 'split_gather' or 'ring'"
+        )
+
+
+def _whole_sequences(parts: tuple[Tensor, ...], share: HeadShare, axis: SequenceAxis) -> Iterator[Tensor]:
+    """Queries, keys and values of this rank's heads for the whole sequence, (B, n or m, L, D), in one all-to-all."""
+    query, key, value = parts
+    if share.repeats > 1:
+        key, value = (each.repeat_interleave(share.repeats, 1) for each in (key, value))
+    counts = share.queries, share.keys, share.keys
+    padded = [
+        _filled(each, 1, share.size * count) for each, count in zip((query, key, value), counts, strict=True)
+    ]
+    # (P, S/P, B, X): written once, sent from there and used where it arrives, as (S, B, X).
+    sent = [each.unflatten(1, (share.size, -1)).permute(1, 3, 0, 2, 4).flatten(3) for each in padded]
+    arrived_SBX = all_to_all(torch.cat(sent, -1), axis.group, split_dim=0, gather_dim=1).squeeze(0)
+    if len(arrived_SBX) != axis.length:
+        arrived_SBX = arrived_SBX[: axis.length]
+    by_tensor = arrived_SBX.split([each.shape[-1] for each in sent], -1)
+    return (
+        each.unflatten(-1, (count, -1)).permute(1, 2, 0, 3)
+        for each, count in zip(by_tensor, counts, strict=True)
+    )
+
+
+def _filled(x: Tensor, dim: int, length: int) -> Tensor:
+    """With zeros at the end of `dim`, so that it is as long."""
+    missing = length - x.shape[dim]
+    return pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
+
+
+def _own_mask(mask: Tensor, share: HeadShare, axis: SequenceAxis) -> Tensor:
+    """A mask or bias for whole sequences, with this rank's heads where it tells heads apart."""
+    length = axis.length
+    if (
+        mask.ndim not in (2, 4)
+        or mask.shape[-1] != length
+        or (mask.ndim == 4 and mask.shape[2] not in (1, length))
+    ):
+        raise ValueError(
+            f"attention got a mask or bias of shape {tuple(mask.shape)} for sequences of length {length}: it must be "
+            f"(batch, heads or 1, {length} or 1, {length}), or (batch, {length})"
+        )
+    return share.own(mask, 1, axis.rank) if mask.ndim == 4 else mask
+
+
+def _own_view(module: nn.Module, share: HeadShare, axis: SequenceAxis) -> AttentionView:
+    """The module as attention with this rank's heads is to see it."""
+    own: dict[str, Any] = {}
+    if hasattr(module, "num_key_value_groups"):
+        own["num_key_value_groups"] = share.groups
+    if isinstance(sinks := getattr(module, "sinks", None), Tensor):
+        own["sinks"] = share.own(sinks, 0, axis.rank)
+    return AttentionView(module, **own)
+
+
+@contextmanager
+def _own_random(axis: SequenceAxis, device: torch.device, dropout: float) -> Iterator[None]:
+    """Inside, random numbers that differ from rank to rank, where they are needed."""
+    if not dropout:
+        yield
+        return
+    own = SplitRandom(axis.rank, device)
+    own.enter()
+    try:
+        yield
+    finally:
+        own.leave()

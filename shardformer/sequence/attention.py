@@ -1,0 +1,215 @@
+"""Attention of sequences that are spread over ranks, under names of transformers' interface.
+
+How it is computed is all_to_all.py and ring.py; for which models it can be, attention_faults.py.
+"""
+
+# B batch, S sequence with padding, N query heads, M key-value heads, D width of a head, P ranks
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from ...cluster.collectives import all_gather
+from ..attention import FLASH_ATTENTION_2, SDPA
+from .all_to_all import attend_by_heads
+from .axis import SequenceAxis, axis_of
+from .block_mask import Mask, Seen, block_mask
+from .native import KERNELS, kernel_of, mask_of
+from .ring import ring_attention
+
+ALL_TO_ALL, RING = "all_to_all", "ring_attn"
+
+# What attention is told, and what models hand to it besides: what the mask says too, and what is not about attention.
+_TOLD = frozenset(("scaling", "dropout", "is_causal"))
+_BY_HEADS = _TOLD | frozenset(
+    (
+        "softcap",
+        "sliding_window",
+        "position_bias",
+        "s_aux",
+        "deterministic",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+    )
+)
+_BESIDES = frozenset(
+    (
+        "sliding_window",
+        "deterministic",
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_router_logits",
+        "output_hidden_states",
+    )
+)
+# By mode, the arguments that do not change what is computed, or that attention knows what to do with.
+KNOWN = {ALL_TO_ALL: _BY_HEADS | _BESIDES, RING: _TOLD | _BESIDES}
+
+
+def set_sequence_attention(model: nn.Module, mode: str) -> None:
+    """Let the layers of a model that hold parts of sequences attend over all of them.
+
+    Args:
+        model: `SequenceAxis.note` was told of its layers; `sequence_attention_faults` found nothing against it.
+        mode: a key of KNOWN.
+    """
+    _register()
+    for part in _split_parts(model):
+        name = _attention_name(mode, part.config._attn_implementation)
+        part.set_attn_implementation({"": name})
+        if part.config._attn_implementation != name:
+            raise AssertionError(f"transformers did not take {name!r} for {type(part).__name__}")
+
+
+def all_to_all_attention(
+    kernel: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    """Attention as transformers calls it, by `attend_by_heads`; as ever where the module's sequences are whole.
+
+    Args:
+        kernel: with which it is computed.
+        module: the attention.
+        query: (B, N, S/P, D).
+        key, value: (B, M, S/P, D).
+        attention_mask: the kernel's, for whole sequences.
+        **kwargs: the kernel's.
+
+    Returns:
+        (B, S/P, N, D), and None for the weights where they are split.
+
+    Raises:
+        ValueError: something is given that would not mean the same.
+    """
+    attend, axis = kernel_of(module, kernel), axis_of(module)
+    if axis is None or axis.group.size() == 1:
+        return attend(module, query, key, value, attention_mask, **kwargs)
+    _check_known(module, kwargs, ALL_TO_ALL)
+    known = {name: value for name, value in kwargs.items() if name in _BY_HEADS}
+    if kernel == FLASH_ATTENTION_2 and (positions := kwargs.get("position_ids")) is not None:
+        known["position_ids"] = _whole_positions(positions, axis)  # they say where packed sequences begin
+    return attend_by_heads(attend, module, query, key, value, attention_mask, axis, **known), None
+
+
+def ring_attention_of(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    """Attention as transformers calls it, by `ring_attention`; by torch's own where the module's sequences are whole.
+
+    Args:
+        module: the attention; its `is_causal` holds where the argument is None.
+        query: (B, N, S/P, D).
+        key, value: (B, M, S/P, D), where M divides N.
+        attention_mask: for whole sequences, as `block_mask` makes it. Without one all are seen, or with `is_causal`
+            those before.
+        dropout: probability, 0 outside of training.
+        scaling: of the scores; None is D to the power of -1/2.
+        **kwargs: what need not be known.
+
+    Returns:
+        (B, S/P, N, D), and None for the weights.
+
+    Raises:
+        ValueError: something is given that would not mean the same.
+    """
+    _check_known(module, kwargs, RING)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    axis = axis_of(module)
+    if axis is None:
+        mask, causal = _whole_mask(attention_mask, is_causal=causal)
+        attend = kernel_of(module, SDPA)
+        return attend(module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal)
+    out = ring_attention(
+        query,
+        key,
+        value,
+        axis,
+        mask=attention_mask,
+        is_causal=causal,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        dropout=dropout,
+        inner=axis.rings,
+    )
+    return out, None
+
+
+def _attention_name(mode: str, kernel: str) -> str:
+    """What attention of a mode is called, for models that computed it with a kernel."""
+    return f"echelon_{mode}_{kernel}" if mode == ALL_TO_ALL else f"echelon_{mode}"
+
+
+def _register() -> None:
+    """Make the attentions known to transformers. Doing it again changes nothing."""
+    for kernel in KERNELS:
+        name = _attention_name(ALL_TO_ALL, kernel)
+        AttentionInterface.register(name, partial(all_to_all_attention, kernel))
+        AttentionMaskInterface.register(name, mask_of(kernel))
+    AttentionInterface.register(_attention_name(RING, ""), ring_attention_of)
+    AttentionMaskInterface.register(_attention_name(RING, ""), block_mask)
+
+
+def _split_parts(model: nn.Module) -> Iterator[PreTrainedModel]:
+    """The models with a config of their own, which names the attention, that layers with an axis are in."""
+    seen: set[int] = set()
+    inside: list[tuple[nn.Module, PreTrainedModel | None]] = [(model, None)]
+    while inside:
+        module, part = inside.pop()
+        part = module if isinstance(module, PreTrainedModel) else part
+        if axis_of(module) is not None and part is not None and id(part.config) not in seen:
+            seen.add(id(part.config))
+            yield part
+        inside.extend((child, part) for child in module.children())
+
+
+def _check_known(module: nn.Module, given: dict[str, Any], mode: str) -> None:
+    unknown = sorted(
+        name
+        for name, value in given.items()
+        if name not in KNOWN[mode] and value is not None and value is not False
+    )
+    if unknown:
+        raise ValueError(
+            f"{type(module).__name__} hands {', '.join(unknown)} to its attention, of which that of "
+            f"sequence_parallelism_mode={mode!r} knows nothing and which would silently be lost: use 'split_gather' or "
+            "'ring'"
+        )
+
+
+def _whole_mask(mask: Mask | Tensor | None, *, is_causal: bool) -> tuple[Tensor | None, bool]:
+    """A mask of a whole sequence as `sdpa` takes it, and whether it is causal besides."""
+    if isinstance(mask, Mask):
+        queries, keys = (range(length) for length in mask.lengths)
+        seen = mask.block(queries, keys)
+        if seen is Seen.NOTHING:
+            seen = torch.zeros(1, 1, *mask.lengths, dtype=torch.bool)
+        return (seen, False) if isinstance(seen, Tensor) else (None, seen is Seen.TRIANGLE)
+    return mask, is_causal
+
+
+def _whole_positions(positions: Tensor, axis: SequenceAxis) -> Tensor:
+    """Position ids of the whole sequence from this rank's; a collective of the axis."""
+    if positions.shape[-1] == axis.length:
+        return positions
+    gathered = all_gather(positions, axis.group, positions.ndim - 1)
+    return axis.order.whole(gathered.chunk(axis.order.size, -1), -1, axis.length)

@@ -1,0 +1,155 @@
+"""Why a model's attention cannot be that of attention.py, told before anything is split."""
+
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, cast
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from transformers import PreTrainedModel
+
+from .attention import KNOWN, RING
+from .native import EAGER, KERNELS
+
+_INSTEAD = "use sequence_parallelism_mode='split_gather' or 'ring'"
+_RING_INSTEAD = "use sequence_parallelism_mode='all_to_all', 'split_gather' or 'ring'"
+_MIXERS = (_ConvNd, _BatchNorm, nn.RNNBase)  # what is at one position comes from others too
+_MIXER_NAMES = re.compile("Attention|Mixer|Mamba|Recurrent|DeltaNet|SSM|Lightning|Rwkv")
+_CROSS = re.compile("cross_?att|encoder_attn|EncDecAttention", re.IGNORECASE)
+_CALL = re.compile(r"attention_interface\((.*?)\n\s*\)", re.DOTALL)
+_ARGUMENT = re.compile(r"^\s*(\w+)=", re.MULTILINE)
+
+
+def sequence_attention_faults(
+    model: nn.Module, mode: str, option: str, layers: Sequence[nn.Module] | None = None
+) -> list[str]:
+    """Why the layers of a model cannot hold parts of sequences and get the same; empty when they can.
+
+    Which heads there are is not asked here: see `heads_faults`.
+
+    Args:
+        model: a whole one.
+        mode: one of MODES.
+        option: what was asked for, in the user's words.
+        layers: those that are to hold parts; None is all that stand in a list and compute attention.
+    """
+    if layers is None:
+        layers = _attending(model)
+    parts = _parts(model, layers)
+    if not parts:
+        return [
+            f"{option}: no layers of {type(model).__name__} call attention through transformers' AttentionInterface, "
+            f"by which alone each can see the whole sequence: {_INSTEAD}, or leave {option} out"
+        ]
+    reasons = [reason for part in parts for reason in _part_reasons(part, mode)]
+    reasons += [reason for layer in layers for reason in _layer_reasons(layer, mode)]
+    return [f"{option}: {reason}" for reason in dict.fromkeys(reasons)]
+
+
+def _attending(model: nn.Module) -> list[nn.Module]:
+    """The entries of the outermost lists of modules of which some call attention through the interface."""
+    found: list[nn.Module] = []
+    inside = [model]
+    while inside:
+        for child in inside.pop().children():
+            if not isinstance(child, nn.ModuleList):
+                inside.append(child)
+            elif any(_is_attention(each) for each in child.modules()):
+                found.extend(child)
+    return found
+
+
+def _parts(model: nn.Module, layers: Sequence[nn.Module]) -> list[PreTrainedModel]:
+    """The innermost models that layers are in, one for each config."""
+    wanted, found = {id(layer) for layer in layers}, dict[int, PreTrainedModel]()
+    inside: list[tuple[nn.Module, PreTrainedModel | None]] = [(model, None)]
+    while inside:
+        module, part = inside.pop()
+        part = module if isinstance(module, PreTrainedModel) else part
+        if id(module) in wanted and part is not None:
+            found.setdefault(id(part.config), part)
+        inside.extend((child, part) for child in module.children())
+    return list(found.values())
+
+
+def _part_reasons(part: PreTrainedModel, mode: str) -> Iterator[str]:
+    name, config = type(part).__name__, part.config
+    kernel = config._attn_implementation
+    if kernel not in KERNELS:
+        yield (
+            f"{name} computes attention by {kernel!r}, and it can be one of {', '.join(KERNELS)}: build it with "
+            "attn_implementation='sdpa' or 'eager'"
+        )
+    if not part._can_set_attn_implementation():
+        yield f"{name} takes its attention once and for all when it is built: {_INSTEAD}"
+    if config.is_encoder_decoder:
+        yield f"{name} has a decoder that attends to another sequence than its own: {_INSTEAD}"
+    if getattr(config, "output_attentions", False):
+        yield f"{name} is to return attention weights, which no rank has: config.output_attentions=False"
+    if kernel == EAGER and getattr(config, "reorder_and_upcast_attn", False):
+        yield (
+            f"{name} computes attention of its own (config.reorder_and_upcast_attn): set that to False, or {_INSTEAD}"
+        )
+    caps = [
+        f"{key}={value}"
+        for key, value in vars(config).items()
+        if "attn" in key and "softcap" in key and value
+    ]
+    if mode == RING and caps:
+        yield f"{name} caps its attention scores ({', '.join(caps)}): {_RING_INSTEAD}"
+
+
+def _layer_reasons(layer: nn.Module, mode: str) -> Iterator[str]:
+    attentions = [each for each in layer.modules() if _is_attention(each)]
+    if not attentions:
+        yield f"{type(layer).__name__} computes no attention through transformers' AttentionInterface: {_INSTEAD}"
+    inside = {id(each) for attention in attentions for each in attention.modules()}
+    for path, module in layer.named_modules():
+        name = type(module).__name__
+        is_around = any(_is_attention(each) for each in module.modules())
+        named_so = _MIXER_NAMES.search(name) is not None and id(module) not in inside and not is_around
+        if isinstance(module, _MIXERS) or named_so:
+            yield f"{type(layer).__name__} mixes positions by {name}, which sees those of one rank alone: {_INSTEAD}"
+        if is_around and _CROSS.search(path.rpartition(".")[2]):
+            yield f"{type(layer).__name__} attends to another sequence than its own ({path}): {_INSTEAD}"
+        if "arange(" in _code(type(module)):
+            yield f"{name} counts positions by itself, and would count those of one rank alone: {_INSTEAD}"
+    for attention in attentions:
+        yield from _argument_reasons(attention, mode)
+
+
+def _argument_reasons(attention: nn.Module, mode: str) -> Iterator[str]:
+    """What the module hands to attention that would be lost there."""
+    name, instead = type(attention).__name__, _RING_INSTEAD if mode == RING else _INSTEAD
+    given = {
+        argument for call in _CALL.findall(_code(type(attention))) for argument in _ARGUMENT.findall(call)
+    }
+    known = KNOWN[mode] | {"query", "key", "value", "attention_mask", "output_attentions"}
+    if mode == RING:
+        known |= {"softcap"}  # of which the config says whether there is one
+        if getattr(attention, "sinks", None) is not None:
+            yield f"{name} has sinks, logits of its own beside the scores: {instead}"
+            given -= {"s_aux"}
+    if unknown := sorted(given - known):
+        yield f"{name} hands {', '.join(unknown)} to its attention, of which this one knows nothing: {instead}"
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """Whether a module calls attention through transformers' interface."""
+    return "get_interface(" in _code(type(module))
+
+
+def _code(kind: type[nn.Module]) -> str:
+    """The source of a class, empty for one of torch or without any."""
+    return "" if kind.__module__.partition(".")[0] == "torch" else _source(cast("Any", kind))
+
+
+@cache
+def _source(kind: Any) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""

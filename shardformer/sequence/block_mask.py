@@ -1,0 +1,256 @@
+"""Masks that are asked for block by block, so that nobody holds a whole one. What is done with them is kernels.py."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch.nn.functional import pad
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+# B batch, N heads, Q queries, K keys, S sequence
+
+# By the numbers of batch, head, query and key, which broadcast: whether that query sees that key.
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Seen(Enum):
+    """What queries see of keys, where that can be said in a word."""
+
+    NOTHING = auto()
+    ALL = auto()
+    TRIANGLE = auto()  # equal ranges: each query sees the keys up to itself
+    SOME = auto()  # never an answer: which, a tensor says
+
+
+class Mask(ABC):
+    """Which queries of a sequence see which of its keys.
+
+    Args:
+        lengths: of queries and of keys.
+
+    Attributes:
+        is_plain: no block makes it build a tensor, however large.
+    """
+
+    is_plain = False
+
+    def __init__(self, lengths: tuple[int, int]) -> None:
+        self.lengths = lengths
+        # Layers and microbatches in backward ask for the same blocks; to look at one twice costs a wait for a GPU.
+        self._known: dict[tuple[range, range], Seen] = {}
+
+    def block(self, queries: range, keys: range) -> Seen | Tensor:
+        """What these positions see of those: in a word, or (B or 1, N or 1, Q, K): booleans, or numbers to add."""
+        if (known := self._known.get((queries, keys))) is None:
+            known = self._known[queries, keys] = self._look(queries, keys)
+        return self._tensor(queries, keys) if known is Seen.SOME else known
+
+    @abstractmethod
+    def _look(self, queries: range, keys: range) -> Seen:
+        """The word for a block."""
+
+    @abstractmethod
+    def _tensor(self, queries: range, keys: range) -> Tensor:
+        """A block as a tensor."""
+
+
+class BlockMask(Mask):
+    """A function of positions, and perhaps padding: what transformers knows of a mask before it makes one.
+
+    Args:
+        function: on numbers of positions.
+        lengths: of queries and of keys.
+        padding_BS: False at the keys that nobody sees.
+        batch_size: rows.
+        device: where tensors are made.
+        takes_numbers: whether the function is made for single numbers only, and has to be mapped over tensors.
+    """
+
+    def __init__(
+        self,
+        function: MaskFunction,
+        lengths: tuple[int, int],
+        *,
+        padding_BS: Tensor | None = None,
+        batch_size: int = 1,
+        device: torch.device | str = "cpu",
+        takes_numbers: bool = False,
+    ) -> None:
+        super().__init__(lengths)
+        self._function = function
+        self._padding_BS = None if padding_BS is None or bool(padding_BS.all()) else padding_BS
+        self._batch_size, self._device, self._takes_numbers = batch_size, device, takes_numbers
+        self.is_plain = self._padding_BS is None and function in _PLAIN
+
+    def _look(self, queries: range, keys: range) -> Seen:
+        plain = _PLAIN[self._function](queries, keys) if self._function in _PLAIN else Seen.SOME
+        if plain is Seen.NOTHING or (plain is not Seen.SOME and self._padding_BS is None):
+            return plain
+        seen = self._tensor(queries, keys)
+        some, every = torch.stack([seen.any(), seen.all()]).tolist()
+        if (
+            some
+            and not every
+            and queries == keys
+            and bool((seen == seen.new_ones(seen.shape[-2:]).tril()).all())
+        ):
+            return Seen.TRIANGLE
+        return Seen.ALL if every else Seen.SOME if some else Seen.NOTHING
+
+    def _tensor(self, queries: range, keys: range) -> Tensor:
+        numbers = [
+            torch.arange(each.start, each.stop, device=self._device)
+            for each in (range(self._batch_size), range(1), queries, keys)
+        ]
+        function = _mapped(self._function) if self._takes_numbers else _broadcast(self._function)
+        seen = function(*numbers)
+        if self._padding_BS is not None:
+            seen = seen & self._padding_BS[:, None, None, keys.start : keys.stop]
+        return seen.expand(-1, -1, len(queries), len(keys))
+
+
+class GivenMask(Mask):
+    """A mask that was given as a whole tensor.
+
+    Args:
+        mask: (B or 1, N or 1, S or 1, S): booleans, True where a key is seen, or numbers to add to the scores.
+    """
+
+    def __init__(self, mask: Tensor, length: int) -> None:
+        super().__init__((length, length))
+        if faults := _given_faults(mask, length):
+            raise ValueError("; ".join(faults))
+        self._mask = mask
+
+    def _look(self, queries: range, keys: range) -> Seen:
+        block = self._tensor(queries, keys)
+        hidden = ~block if block.dtype == torch.bool else is_hidden(block)
+        unchanged = block if block.dtype == torch.bool else block == 0
+        nothing, every = torch.stack([hidden.all(), unchanged.all()]).tolist()
+        return Seen.NOTHING if nothing else Seen.ALL if every else Seen.SOME
+
+    def _tensor(self, queries: range, keys: range) -> Tensor:
+        rows = slice(None) if self._mask.shape[2] == 1 else slice(queries.start, queries.stop)
+        block = self._mask[:, :, rows, keys.start : keys.stop]
+        return block.expand(-1, -1, len(queries), -1)
+
+
+def is_hidden(bias: Tensor) -> Tensor:
+    """Where numbers that are added to scores hide a key: by minus infinity, or by the least number there is."""
+    return bias <= torch.finfo(bias.dtype).min
+
+
+def block_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> BlockMask:
+    """The mask function for transformers' `AttentionMaskInterface`, by whose arguments it is called.
+
+    Args:
+        batch_size: rows.
+        q_length, kv_length: how many queries and keys there are.
+        q_offset, kv_offset: positions of the first ones, 0 without a cache.
+        mask_function: which positions see which, besides padding.
+        attention_mask: (B, S), False at padding; what it is too short for is padding.
+        local_size: of the window that the mask function has, if it has one.
+        allow_is_causal_skip, allow_is_bidirectional_skip: whether the mask function, apart from that window, is
+            causal or sees all.
+        use_vmap: whether the mask function is made for single numbers.
+        device: where tensors are made.
+
+    Raises:
+        ValueError: there are keys in a cache.
+    """
+    if int(q_offset) or int(kv_offset):
+        raise ValueError(
+            f"queries begin at position {int(q_offset)} and keys at {int(kv_offset)}: ring attention computes whole "
+            "sequences, without a cache of keys: pass use_cache=False"
+        )
+    if local_size is None or kv_length < local_size:  # no window is so wide
+        if allow_is_causal_skip:
+            mask_function = causal_mask_function
+        elif allow_is_bidirectional_skip:
+            mask_function = bidirectional_mask_function
+    padding = None
+    if attention_mask is not None:
+        padding = pad(attention_mask.bool(), (0, max(0, kv_length - attention_mask.shape[-1])))[:, :kv_length]
+    return BlockMask(
+        mask_function,
+        (q_length, kv_length),
+        padding_BS=padding,
+        batch_size=batch_size,
+        device=device,
+        takes_numbers=use_vmap,
+    )
+
+
+def _causal(queries: range, keys: range) -> Seen:
+    if keys.start >= queries.stop:
+        return Seen.NOTHING
+    if keys.stop - 1 <= queries.start:
+        return Seen.ALL
+    return Seen.TRIANGLE if queries == keys else Seen.SOME
+
+
+# Mask functions whose blocks are known without looking at each position.
+_PLAIN: dict[MaskFunction, Callable[[range, range], Seen]] = {
+    causal_mask_function: _causal,
+    bidirectional_mask_function: lambda queries, keys: Seen.ALL,
+}
+
+
+def _broadcast(function: MaskFunction) -> MaskFunction:
+    """A function of tensors that broadcast, on the numbers along each dimension."""
+    return lambda batch, head, query, key: function(
+        batch[:, None, None, None],
+        head[None, :, None, None],
+        query[None, None, :, None],
+        key[None, None, None, :],
+    )
+
+
+def _mapped(function: MaskFunction) -> MaskFunction:
+    """A function of single numbers, on the numbers along each dimension."""
+    for dim in (3, 2, 1, 0):
+        function = torch.vmap(function, in_dims=tuple(0 if each == dim else None for each in range(4)))
+
+    def mapped(*numbers: Tensor) -> Tensor:
+        with TransformGetItemToIndex():  # vmap alone cannot index a tensor by a number of its own
+            return function(*numbers)
+
+    return mapped
+
+
+def _given_faults(mask: Tensor, length: int) -> list[str]:
+    found = []
+    if mask.ndim != 4 or mask.shape[-1] != length or mask.shape[-2] not in (1, length):
+        found.append(
+            f"an attention mask of shape {tuple(mask.shape)} for a sequence of {length}: give one of (batch, "
+            f"{length}), False at padding, or of (batch, 1, {length}, {length})"
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        found.append(
+            f"an attention mask of {mask.dtype} with {mask.ndim} dimensions: give booleans, True where a key is seen, "
+            "or floating-point numbers that are added to the scores"
+        )
+    if mask.requires_grad:
+        found.append(
+            "an attention mask that takes gradients: ring attention gives it none; use "
+            "sequence_parallelism_mode='all_to_all'"
+        )
+    return found

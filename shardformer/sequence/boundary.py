@@ -1,0 +1,157 @@
+"""Where sequences are taken apart and put together: at the first and the last layer of a stack.
+
+All that a model computes around its layers it computes on whole sequences, as ever: embeddings, masks, positions,
+pooling, losses. What the layers do with a part of one is the regions' business, or attention's.
+
+[Note: gradients over the sequence axis] Each of its ranks differentiates the same loss, and the optimizer takes the
+mean of what they accumulate. Behind the last layer all of them compute the same, and so is the mean. In front of it a
+rank accumulates what its own part adds, so there gradients are multiplied by the number of ranks, where the sequence
+was put together. On the tensor axis nobody takes a mean: what is whole has whole gradients on every rank.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map_only
+
+from ...cluster.renamed import all_gather_single
+from .axis import SequenceAxis
+from .part_random import CommonRandom, PartRandom, draws, samplewise
+
+_DIM = 1  # of the sequence in hidden states (B, S, H)
+# What layers are given besides hidden states with an entry for each position, and the dimension of those.
+_BY_POSITION = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
+# Whole for all layers: attention sees the whole sequence.
+_WHOLE = ("attention_mask", "past_key_values", "past_key_value")
+
+
+class Boundary:
+    """The two ends of one stack of layers.
+
+    Args:
+        axis: over which its sequences are spread. On the tensor axis only the stretches between regions are.
+        is_data: whether it is the sequence axis, see [Note: gradients over the sequence axis].
+    """
+
+    def __init__(self, axis: SequenceAxis, *, is_data: bool) -> None:
+        self.axis, self._is_data = axis, is_data
+
+    def enter(self, first: nn.Module, *, is_held: bool) -> None:
+        """Take sequences apart in front of the first layer, or in front of what stands for it on a later stage."""
+
+        def take_apart(
+            module: nn.Module, args: tuple, kwargs: dict[str, Any]
+        ) -> tuple[tuple, dict[str, Any]]:
+            hidden, put = _hidden(args, kwargs)
+            if hidden.ndim != _DIM + 2:
+                raise ValueError(
+                    "sequence parallelism takes hidden states of (batch, sequence, width), and a "
+                    f"{type(module).__name__} is given {tuple(hidden.shape)}: leave "
+                    "enable_sequence_parallelism out for this model"
+                )
+            self.axis.length = hidden.shape[_DIM]
+            return put(_Scatter.apply(hidden, self.axis, self._is_data)) if is_held else (args, kwargs)
+
+        first.register_forward_pre_hook(take_apart, with_kwargs=True)
+
+    def leave(self, last: nn.Module) -> None:
+        """Put them together behind the last layer, unless they are to stay spread up to the loss."""
+
+        def put_together(module: nn.Module, args: tuple, output: Any) -> Any:
+            if not self.axis.ends_whole:
+                return output
+            hidden = output[0] if isinstance(output, tuple) else output
+            whole = _Gather.apply(hidden, self.axis, self._is_data)
+            return (whole, *output[1:]) if isinstance(output, tuple) else whole
+
+        last.register_forward_hook(put_together)
+
+    def note(self, layer: nn.Module) -> None:
+        """Let a layer compute on parts: it is told of the axis, and what it is given by position is cut."""
+        self.axis.note(layer)
+        if not self._is_data:
+            return
+        names = list(inspect.signature(layer.forward).parameters)
+
+        def cut(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            named = dict(zip(names, args, strict=False))
+            first = next(iter(named), names[0])  # the hidden states
+            own = {
+                name: value if name == first else self._own(module, name, value)
+                for name, value in (*named.items(), *kwargs.items())
+            }
+            return (
+                tuple(own[name] for name in names[: len(args)]),
+                {name: own[name] for name in kwargs},
+            )
+
+        layer.register_forward_pre_hook(cut, with_kwargs=True)
+        if draws(layer):
+            for name in samplewise(layer):
+                CommonRandom.from_native_module(layer.get_submodule(name), self.axis.group, layer=layer)
+            PartRandom.from_native_module(layer, self.axis.group)
+
+    def _own(self, layer: nn.Module, name: str, value: Any) -> Any:
+        if name in _BY_POSITION:
+            return tree_map_only(Tensor, lambda x: self.axis.own(x, _BY_POSITION[name]), value)
+        if name not in _WHOLE and isinstance(value, Tensor) and self.axis.length in value.shape:
+            raise ValueError(
+                f"{type(layer).__name__} is given {name} of {tuple(value.shape)}, and nothing says how a sequence of "
+                f"{self.axis.length} is cut in it: use sequence_parallelism_mode='split_gather' for this model"
+            )
+        return value
+
+
+def _hidden(
+    args: tuple, kwargs: Mapping[str, Any]
+) -> tuple[Tensor, Callable[[Tensor], tuple[tuple, dict[str, Any]]]]:
+    """The hidden states among a layer's arguments, and the arguments with others in their place."""
+    if args:
+        return args[0], lambda hidden: ((hidden, *args[1:]), dict(kwargs))
+    name = next(name for name, value in kwargs.items() if isinstance(value, Tensor))
+    return kwargs[name], lambda hidden: ((), {**kwargs, name: hidden})
+
+
+class _Scatter(Function):
+    """A whole sequence in, this rank's part out; backward see [Note: gradients over the sequence axis]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: SequenceAxis, is_data: bool) -> Tensor:
+        ctx.axis, ctx.is_data, ctx.length = axis, is_data, axis.length
+        return axis.own(x, _DIM)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if not ctx.is_data:
+            return gather_whole_sequence(gradient, ctx.axis, ctx.length), None, None
+        nothing = torch.zeros_like(gradient)
+        parts = [gradient if rank == ctx.axis.rank else nothing for rank in range(ctx.axis.order.size)]
+        return ctx.axis.order.whole(parts, _DIM, ctx.length), None, None
+
+
+class _Gather(Function):
+    """This rank's part in, the whole sequence out; the adjoint of `_Scatter`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: SequenceAxis, is_data: bool) -> Tensor:
+        ctx.axis, ctx.is_data = axis, is_data
+        return gather_whole_sequence(x, axis, axis.length)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        own = ctx.axis.own(gradient, _DIM)
+        return own * ctx.axis.order.size if ctx.is_data else own, None, None
+
+
+def gather_whole_sequence(part: Tensor, axis: SequenceAxis, length: int) -> Tensor:
+    """The whole sequence from the parts of all ranks. One all-gather; no gradient."""
+    parts = part.new_empty((axis.order.size, *part.shape))
+    all_gather_single(parts.view(-1), part.contiguous().view(-1), group=axis.group)
+    return axis.order.whole(parts.unbind(0), _DIM, length)

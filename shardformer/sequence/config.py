@@ -1,0 +1,147 @@
+"""How sequences are spread, as it is asked for. How it is done is spread.py."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from .rings import DoubleRing
+
+# On the tensor axis: whole inside of the regions, where heads and features are split, and spread between them.
+TENSOR_MODES = ("split_gather", "ring")
+# On an axis of their own: spread in the whole layer, attention sees all of it.
+SEQUENCE_MODES = ("all_to_all", "ring_attn")
+MODES = (*TENSOR_MODES, *SEQUENCE_MODES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceParallelism:
+    """What is asked for.
+
+    Args:
+        mode: "split_gather" (arXiv:2205.05198) and "ring", its collectives cut into steps between the products, on the
+            tensor axis; "all_to_all" (arXiv:2309.14509) and "ring_attn" (arXiv:2310.01889) on the sequence axis. None
+            spreads nothing.
+        regathers: of "split_gather", keep each rank's part for backward and gather it again there.
+        overlaps: gather in backward while gradients are computed.
+        inner_ring_size: of "ring_attn", ranks of the inner one of two rings; None is one ring.
+    """
+
+    mode: str | None = None
+    regathers: bool = False
+    overlaps: bool = False
+    inner_ring_size: int | None = None
+
+    @staticmethod
+    def asked(
+        *, enable: bool, mode: str | None, sp_size: int | None, **settings: Any
+    ) -> "SequenceParallelism":
+        """What the switch and the mode of a user mean together, where no mode is one that fits the axes."""
+        usual = "split_gather" if sp_size in (None, 1) else "all_to_all"
+        return SequenceParallelism(mode=(usual if mode is None else mode) if enable else None, **settings)
+
+    def arguments(self) -> dict[str, Any]:
+        """What a plugin is told, in the words of users."""
+        return {
+            "enable_sequence_parallelism": self.mode is not None,
+            "sequence_parallelism_mode": self.mode,
+            "enable_sequence_overlap": self.overlaps,
+            "enable_sequence_regather": self.regathers,
+            "inner_ring_size": self.inner_ring_size,
+        }
+
+    def own_axis(self, *, sp_size: int | None, tp_size: int) -> int:
+        """The size of the sequence axis: 1 on the tensor axis, whose size may be given as that of sequences too."""
+        return 1 if sp_size is None or (self.is_on_tensor_axis and sp_size == tp_size) else sp_size
+
+    @property
+    def is_on_tensor_axis(self) -> bool:
+        """Whether it is the tensor axis that sequences are spread over."""
+        return self.mode in TENSOR_MODES
+
+    @property
+    def is_on_sequence_axis(self) -> bool:
+        """Whether it is an axis of their own."""
+        return self.mode in SEQUENCE_MODES
+
+    def faults(self, *, tp_size: int, sp_size: int) -> list[str]:
+        """All that is wrong with it over axes of these sizes, each with what would work."""
+        if self.mode is None:
+            return (
+                []
+                if sp_size == 1
+                else [
+                    f"sp_size={sp_size} without enable_sequence_parallelism=True, which says what these ranks are for: "
+                    "give it, and a sequence_parallelism_mode"
+                ]
+            )
+        if self.mode not in MODES:
+            return [f"sequence_parallelism_mode={self.mode!r} must be one of {', '.join(map(repr, MODES))}"]
+        found = []
+        if self.is_on_tensor_axis and tp_size == 1:
+            found.append(
+                f"sequence_parallelism_mode={self.mode!r} spreads sequences over the tensor axis, and tp_size is 1: "
+                "use tp_size of 2 or more, or 'all_to_all' or 'ring_attn' with an sp_size"
+            )
+        if self.is_on_tensor_axis and sp_size != 1:
+            found.append(
+                f"sp_size={sp_size} with sequence_parallelism_mode={self.mode!r}, which spreads sequences over the "
+                f"tensor axis: leave sp_size out, it is that of tp_size={tp_size}"
+            )
+        if self.is_on_sequence_axis and sp_size == 1:
+            found.append(
+                f"sequence_parallelism_mode={self.mode!r} spreads sequences over sp_size ranks, and sp_size is 1: use "
+                "2 or more"
+            )
+        return found + self._option_faults(sp_size)
+
+    def _option_faults(self, sp_size: int) -> list[str]:
+        found = [
+            f"{name}={value!r} must be True or False"
+            for name, value in (
+                ("enable_sequence_regather", self.regathers),
+                ("enable_sequence_overlap", self.overlaps),
+            )
+            if not isinstance(value, bool)
+        ]
+        if self.regathers and self.mode != "split_gather":
+            found.append(
+                f"enable_sequence_regather=True with sequence_parallelism_mode={self.mode!r}: only 'split_gather' "
+                "keeps inputs that could be gathered again"
+            )
+        if self.overlaps and not self.is_on_tensor_axis:
+            found.append(
+                f"enable_sequence_overlap=True with sequence_parallelism_mode={self.mode!r}, where no gather of the "
+                "backward stands beside products: leave it out"
+            )
+        inner = self.inner_ring_size
+        if inner is None:
+            return found
+        if self.mode != "ring_attn":
+            found.append(
+                f"inner_ring_size={inner!r} is for sequence_parallelism_mode='ring_attn', not {self.mode!r}"
+            )
+        elif isinstance(inner, bool) or not isinstance(inner, int) or inner < 1 or sp_size % inner:
+            found.append(
+                f"inner_ring_size={inner!r} must be a whole number that divides sp_size={sp_size}, the ranks of a node "
+                "for example"
+            )
+        return found
+
+
+WHOLE = SequenceParallelism()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceSplit:
+    """What is done to a model: a mode and the ranks.
+
+    Args:
+        settings: what was asked for.
+        group: the ranks over which sequences are spread.
+        rings: of "ring_attn", those of a double ring.
+    """
+
+    settings: SequenceParallelism
+    group: dist.ProcessGroup
+    rings: DoubleRing | None = None

@@ -1,0 +1,224 @@
+"""Kernels for attention to one block of keys, whose results can be put together. In which order is ring.py.
+
+Forward they give results and the logarithm of the sum of the exponentials of the scores (lse). Backward they are given
+those of *all* keys: then the probabilities that they compute again, exp(score − lse), are the true ones, and each
+block's part of the gradients is exact (arXiv:2205.14135, appendix B).
+"""
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .block_mask import Seen, is_hidden
+
+# B batch, N query heads, M key and value heads, Q queries, K keys, D head dim
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class View:
+    """How queries look at a block of keys.
+
+    Args:
+        seen: all of them, the triangle, or numbers to add to the scores, minus infinity at keys that are not seen.
+        scale: by which scores are multiplied.
+        dropout: the probability with which a key is left out.
+        seed: of the random numbers for that.
+    """
+
+    seen: Seen | Tensor
+    _: KW_ONLY
+    scale: float
+    dropout: float = 0.0
+    seed: int = 0
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One way to compute a block. All tensors are (B, N, positions, D); lse (B, N, Q) in float32 or wider.
+
+    Args:
+        takes: whether it can, by queries, values and view.
+        forward: by q, k, v and view, results and lse.
+        backward: by the results' gradient, q, k, v, the results and lse of all keys, and view, gradients of q, k, v.
+    """
+
+    takes: Callable[[Tensor, Tensor, View], bool]
+    forward: Callable[[Tensor, Tensor, Tensor, View], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, View], Gradients]
+
+
+def look(q: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    """What queries get of a block of keys alone, and the lse; 0 and minus infinity for those that see none of it."""
+    view = _added(view, q.dtype)
+    k, v = _for_each_query_head(q, k_BMKD), _for_each_query_head(q, v_BMKD)
+    out, lse = _kernel(q, v, view).forward(q, k, v, view)
+    if isinstance(view.seen, Tensor):  # fused kernels give an lse of 0 to who sees nothing
+        lse = lse.masked_fill((view.seen == -torch.inf).all(-1), -torch.inf)
+    return out, lse
+
+
+def look_back(
+    gradient: Tensor, q: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, out: Tensor, lse: Tensor, view: View
+) -> Gradients:
+    """A block's part of the gradients of q, k, v.
+
+    Args:
+        gradient: of the results.
+        q, k_BMKD, v_BMKD, view: as they were given to `look`.
+        out, lse: of all keys; the lse plus infinity for queries that see none.
+    """
+    view = _added(view, q.dtype)
+    k, v = _for_each_query_head(q, k_BMKD), _for_each_query_head(q, v_BMKD)
+    dq, dk, dv = _kernel(q, v, view).backward(gradient, q, k, v, out, lse, view)
+    return dq, _over_query_heads(dk, k_BMKD), _over_query_heads(dv, v_BMKD)
+
+
+def is_fused(q: Tensor, v: Tensor, view: View) -> bool:
+    """Whether a kernel computes this without holding all scores."""
+    return _kernel(q, v, view) is not _PLAIN
+
+
+def _kernel(q: Tensor, v: Tensor, view: View) -> Kernel:
+    return next(each for each in _KERNELS if each.takes(q, v, view))
+
+
+def _added(view: View, dtype: torch.dtype) -> View:
+    """The same view with numbers to add where it had booleans, or the least number for minus infinity."""
+    if not isinstance(view.seen, Tensor):
+        return view
+    hidden = ~view.seen if view.seen.dtype == torch.bool else is_hidden(view.seen)
+    bias = torch.zeros((), device=hidden.device) if view.seen.dtype == torch.bool else view.seen
+    bias = (
+        bias.to(torch.promote_types(dtype, torch.float32))
+        .expand(hidden.shape)
+        .masked_fill(hidden, -torch.inf)
+    )
+    return replace(view, seen=bias)
+
+
+def _for_each_query_head(q: Tensor, x_BMKD: Tensor) -> Tensor:
+    """Each key's or value's head once for every query head of its group."""
+    return (
+        x_BMKD
+        if q.shape[1] == x_BMKD.shape[1]
+        else x_BMKD.repeat_interleave(q.shape[1] // x_BMKD.shape[1], 1)
+    )
+
+
+def _over_query_heads(gradient_BNKD: Tensor, x_BMKD: Tensor) -> Tensor:
+    if gradient_BNKD.shape[1] == x_BMKD.shape[1]:
+        return gradient_BNKD
+    dtype = torch.promote_types(gradient_BNKD.dtype, torch.float32)
+    return gradient_BNKD.unflatten(1, (x_BMKD.shape[1], -1)).sum(2, dtype=dtype)
+
+
+def _plain_scores(q: Tensor, k: Tensor, view: View) -> Tensor:
+    """(B, N, Q, K) in float32 or wider."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(dtype) @ k.to(dtype).mT * view.scale
+    if isinstance(view.seen, Tensor):
+        return scores + view.seen
+    if view.seen is Seen.TRIANGLE:
+        return scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -torch.inf)
+    return scores
+
+
+def _kept(probabilities: Tensor, view: View) -> Tensor:
+    """What is left of probabilities after dropout, which is the same each time."""
+    if not view.dropout:
+        return probabilities
+    generator = torch.Generator(probabilities.device).manual_seed(view.seed)
+    kept = torch.empty_like(probabilities).bernoulli_(1 - view.dropout, generator=generator)
+    return probabilities * kept / (1 - view.dropout)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    scores = _plain_scores(q, k, view)
+    lse = scores.logsumexp(-1)
+    scores -= lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
+    return _kept(scores.exp_(), view) @ v.to(scores.dtype), lse
+
+
+def _plain_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: View
+) -> Gradients:
+    probabilities = (_plain_scores(q, k, view) - lse.unsqueeze(-1)).exp_()
+    dtype = probabilities.dtype
+    gradient, q, k, v, out = (each.to(dtype) for each in (gradient, q, k, v, out))
+    dv = _kept(probabilities, view).mT @ gradient
+    weighted = _kept(gradient @ v.mT, view) - (gradient * out).sum(-1, keepdim=True)
+    dscores = weighted * probabilities * view.scale
+    return dscores @ k, dscores.mT @ q, dv
+
+
+_PLAIN = Kernel(takes=lambda q, v, view: True, forward=_plain, backward=_plain_backward)
+
+
+def _cpu_flash(q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    is_causal, bias = _as_arguments(view)
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, is_causal, attn_mask=bias, scale=view.scale
+    )
+    return out, lse
+
+
+def _cpu_flash_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: View
+) -> Gradients:
+    is_causal, bias = _as_arguments(view)
+    found: Gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=view.scale
+    )
+    return found
+
+
+def _cuda_flash(q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    is_causal, _ = _as_arguments(view)
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=view.scale)
+    return out, lse
+
+
+def _cuda_flash_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: View
+) -> Gradients:
+    is_causal, _ = _as_arguments(view)
+    lengths = None, None, q.shape[2], k.shape[2]  # None: all rows of the batch are as long
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # and offset: read for dropout alone
+    found: Gradients = _aten._scaled_dot_product_flash_attention_backward(
+        gradient, q, k, v, out, lse.contiguous(), *lengths, 0.0, is_causal, seed, seed[0], scale=view.scale
+    )
+    return found
+
+
+def _as_arguments(view: View) -> tuple[bool, Tensor | None]:
+    return view.seen is Seen.TRIANGLE, view.seen if isinstance(view.seen, Tensor) else None
+
+
+def _cpu_flash_takes(q: Tensor, v: Tensor, view: View) -> bool:
+    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and not view.dropout
+
+
+def _cuda_flash_takes(q: Tensor, v: Tensor, view: View) -> bool:
+    return (
+        q.device.type == "cuda"
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[-1] == v.shape[-1] <= 256
+        and q.shape[-1] % 8 == 0
+        and not isinstance(view.seen, Tensor)
+        and not view.dropout
+    )
+
+
+# The first that can.
+_KERNELS = (
+    Kernel(takes=_cpu_flash_takes, forward=_cpu_flash, backward=_cpu_flash_backward),
+    Kernel(takes=_cuda_flash_takes, forward=_cuda_flash, backward=_cuda_flash_backward),
+    _PLAIN,
+)

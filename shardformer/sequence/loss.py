@@ -1,0 +1,147 @@
+"""Causal losses of sequences that stay spread behind the last layer, so that no rank holds logits of a whole one.
+
+The ranks of the sequence axis each have the loss of their own positions, labels shifted before they are cut. What is
+differentiated is told in [Note: gradients over the sequence axis] of boundary.py.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from ...pipeline.plan import StagePlan, is_within
+from ..forward_code import scales_alone
+from ..layer.loss import VocabParallelLogits, has_causal_loss
+from .axis import SequenceAxis
+from .boundary import gather_whole_sequence
+from .layer_parts import is_by_position
+
+_SPREAD_LOGITS = (
+    "these logits are of a part of the sequence on each rank; call outputs.logits.gather() on every rank, or give "
+    "parallel_output=False to the plugin"
+)
+
+
+@dataclass(frozen=True)
+class SequenceParallelLogits:
+    """In the place of `outputs.logits` after a training step with labels: those of this rank's positions.
+
+    Anything that computes with it fails rather than take a part for the whole. `gather()`, on every rank of the
+    sequence axis (and of the tensor axis), gives (B, S, V); `parallel_output=False` in the plugin always does.
+    """
+
+    part: Tensor | VocabParallelLogits
+    axis: SequenceAxis
+    length: int
+
+    def gather(self) -> Tensor:
+        """All logits, (B, S, V). All-gather over the sequence axis, and over the tensor axis where they are split."""
+        part = self.part.gather() if isinstance(self.part, VocabParallelLogits) else self.part
+        return gather_whole_sequence(part, self.axis, self.length)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"outputs.logits.{name}: {_SPREAD_LOGITS}")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError(f"outputs.logits[...]: {_SPREAD_LOGITS}")
+
+
+def stays_spread(model: nn.Module, plan: StagePlan, head: str | None) -> bool:
+    """Whether a model computes position by position behind its last layer, up to the causal loss of transformers.
+
+    Args:
+        model: a whole one.
+        plan: where its layers are.
+        head: the path of its language-model head, where it has one.
+    """
+    if head is None or not has_causal_loss(model) or not scales_alone(model, head):
+        return False
+    before = [*plan.kept_paths(model), head]
+    behind = [
+        module
+        for name, module in model.named_modules()
+        if next(module.parameters(recurse=False), None) is not None
+        and not any(is_within(name, path) for path in before)
+    ]
+    return all(map(is_by_position, behind))
+
+
+def keep_spread(model: nn.Module, axis: SequenceAxis) -> None:
+    """Let a model leave sequences spread behind its last layer in training calls with labels; `stays_spread` says so.
+
+    Args:
+        model: a split one that holds its head.
+        axis: of its last layer.
+    """
+    whole_loss: Any = model.loss_function
+    model.loss_function = partial(_causal_loss, axis=axis, inner=whole_loss)  # type: ignore[assignment]
+    signature = inspect.signature(model.forward)
+
+    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        given = signature.bind_partial(*args, **kwargs).arguments
+        is_judged = given.get("labels") is not None and not given.get("logits_to_keep")
+        axis.ends_whole = not (module.training and is_judged)
+
+    def after(module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> Any:
+        was_spread, axis.ends_whole = not axis.ends_whole, True
+        if not was_spread or outputs is None:  # None: the forward raised
+            return outputs
+        if isinstance(outputs, tuple):  # return_dict=False: the loss, then the logits
+            return (outputs[0], SequenceParallelLogits(outputs[1], axis, axis.length), *outputs[2:])
+        outputs.logits = SequenceParallelLogits(outputs.logits, axis, axis.length)
+        return outputs
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after, with_kwargs=True, always_call=True)
+
+
+def _causal_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    *,
+    axis: SequenceAxis,
+    inner: Callable[..., Tensor],
+    **kwargs: Any,
+) -> Tensor:
+    """transformers' causal loss (next token, mean or divided by a given count) of the whole sequence, on every rank."""
+    settings = {"vocab_size": vocab_size, "ignore_index": ignore_index, **kwargs}
+    if axis.ends_whole:
+        counts = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
+        return inner(logits=logits, labels=labels, **counts, **settings)
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    if num_items_in_batch is None:
+        num_items_in_batch = (shift_labels != ignore_index).sum()
+    own = axis.own(shift_labels, 1, padding=ignore_index)
+    share = inner(
+        logits=logits, labels=own, shift_labels=own, num_items_in_batch=num_items_in_batch, **settings
+    )
+    total: Tensor = _SumOfShares.apply(share, axis)
+    return total
+
+
+class _SumOfShares(Function):
+    """The loss from what each rank's positions add to it; its gradients count for as many ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, axis: SequenceAxis) -> Tensor:
+        ctx.size = axis.order.size
+        total = share.clone()
+        dist.all_reduce(total, group=axis.group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.size, None

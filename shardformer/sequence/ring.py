@@ -1,0 +1,188 @@
+"""Ring attention: keys and values travel round the ranks that hold parts of a sequence (arXiv:2310.01889).
+
+Each rank keeps its queries, and puts together what they get of each block of keys as it comes by; in backward keys and
+values go round again, and their gradients follow them home. Which keys a query sees is block_mask.py, how a block is
+computed kernels.py, how tensors travel cluster/ring.py.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from ...cluster.ring import Rings, round_trip, travel
+from .axis import SequenceAxis
+from .block_mask import BlockMask, GivenMask, Mask, Seen
+from .kernels import View, is_fused, look, look_back
+from .online_softmax import OnlineSoftmax
+from .order import SequenceOrder
+from .pieces import Piece, pieces
+from .rings import DoubleRing
+
+# B batch, S a rank's part of the sequence with padding, N query heads, M key and value heads, D head dim
+
+# Queries and keys of a piece where it has to be built which of them see which, or all of their scores.
+_TILE = 1024
+
+
+def ring_attention(
+    q_BNSD: Tensor,
+    k_BMSD: Tensor,
+    v_BMSD: Tensor,
+    axis: SequenceAxis,
+    *,
+    mask: Mask | Tensor | None,
+    is_causal: bool,
+    scale: float,
+    dropout: float = 0.0,
+    inner: DoubleRing | None = None,
+) -> Tensor:
+    """Attention of this rank's queries to the whole sequence. Every rank of the axis must call, forward and backward.
+
+    Forward each rank sends 2·B·S·M·D elements P−1 times, P the size of the axis; backward as many, and as many in
+    float32, the gradients. Queries that see nothing get 0 and give no gradient. Where it takes a mask as a tensor, or
+    scores because no fused kernel fits, those of 1,024 queries and 1,024 keys are held at a time.
+
+    Args:
+        q_BNSD, k_BMSD, v_BMSD: this rank's parts; M divides N. Values may be of another width.
+        axis: over which the sequence is spread.
+        mask: for the whole sequence; a tensor as `GivenMask` has it. None: all is seen, or the past if `is_causal`.
+        is_causal: read where there is no mask.
+        scale: by which scores are multiplied.
+        dropout: the probability with which a key is left out; the random numbers differ from rank to rank.
+        inner: the rings of a double ring; None is a single one.
+
+    Returns:
+        (B, S, N, D).
+
+    Raises:
+        ValueError: the mask is not for a sequence of this length.
+    """
+    _check(q_BNSD, k_BMSD, v_BMSD, axis)
+    call = _Call(
+        mask=_mask(mask, axis.length, is_causal=is_causal),
+        order=axis.order,
+        length=axis.length,
+        rank=axis.rank,
+        rings=(axis.group,) if inner is None else (inner.outer, inner.inner),
+        scale=scale,
+        dropout=dropout,
+        seed=int(torch.randint(2**62, ())) if dropout else 0,
+    )
+    kind = q_BNSD.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        q_BNSD, k_BMSD, v_BMSD = q_BNSD.to(dtype), k_BMSD.to(dtype), v_BMSD.to(dtype)
+    out: Tensor = _RingAttention.apply(q_BNSD.contiguous(), k_BMSD, v_BMSD, call)
+    return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """What forward and backward of one call share besides tensors; see `ring_attention`."""
+
+    mask: Mask
+    order: SequenceOrder
+    length: int
+    rank: int
+    rings: Rings
+    scale: float
+    dropout: float
+    seed: int
+
+    def pieces(self, q: Tensor, v: Tensor, source: int) -> Iterator[Piece]:
+        """Those of this rank's queries and the keys of another."""
+        is_whole = self.mask.is_plain and is_fused(
+            q, v, View(Seen.ALL, scale=self.scale, dropout=self.dropout)
+        )
+        return pieces(
+            self.mask,
+            self.order,
+            self.length,
+            rank=self.rank,
+            source=source,
+            size=sys.maxsize if is_whole else _TILE,
+        )
+
+    def view(self, piece: Piece) -> View:
+        """How the queries of a piece look at its keys."""
+        # By the place in the whole sequence, so that ranks whose random state is the same drop other keys.
+        seed = hash((self.seed, piece.queries.start, piece.keys.start)) % 2**63
+        return View(piece.seen, scale=self.scale, dropout=self.dropout, seed=seed)
+
+
+class _RingAttention(Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+        softmax = OnlineSoftmax(q, v.shape[-1])
+        with torch.autocast(q.device.type, enabled=False):
+            for source, both in travel(torch.cat([k, v], -1), call.rings):
+                keys, values = both.split([k.shape[-1], v.shape[-1]], -1)
+                for piece in call.pieces(q, v, source):
+                    at = piece.columns
+                    found = look(q[:, :, piece.rows], keys[:, :, at], values[:, :, at], call.view(piece))
+                    softmax.add(piece.rows, *found)
+        out_BSND = softmax.out_BNQD.transpose(1, 2).to(q.dtype).contiguous()
+        ctx.save_for_backward(q, k, v, out_BSND, softmax.lse_BNQ)
+        ctx.call = call
+        return out_BSND
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_BSND: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out_BSND, lse = ctx.saved_tensors
+        call: _Call = ctx.call
+        gradient, out = gradient_BSND.contiguous().transpose(1, 2), out_BSND.transpose(1, 2)
+        # Who sees nothing has probabilities of 0: exp(score − infinity).
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+        widths = [k.shape[-1], v.shape[-1]]
+
+        def visit(source: int, both: Tensor) -> Tensor:
+            keys, values = both.split(widths, -1)
+            dboth = torch.zeros_like(both, dtype=lse.dtype)
+            dkeys, dvalues = dboth.split(widths, -1)
+            for piece in call.pieces(q, v, source):
+                rows, at = piece.rows, piece.columns
+                parts = q[:, :, rows], keys[:, :, at], values[:, :, at], out[:, :, rows], lse[:, :, rows]
+                found = look_back(gradient[:, :, rows], *parts, call.view(piece))
+                for total, each in zip(
+                    (dq[:, :, rows], dkeys[:, :, at], dvalues[:, :, at]), found, strict=True
+                ):
+                    total.add_(each)
+            return dboth
+
+        with torch.autocast(q.device.type, enabled=False):
+            dk, dv = round_trip(torch.cat([k, v], -1), call.rings, visit).split(widths, -1)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+
+
+def _mask(mask: Mask | Tensor | None, length: int, *, is_causal: bool) -> Mask:
+    if isinstance(mask, Tensor):
+        return GivenMask(mask, length)
+    if mask is None:
+        function = causal_mask_function if is_causal else bidirectional_mask_function
+        return BlockMask(function, (length, length))
+    if mask.lengths != (length, length):
+        raise ValueError(
+            f"a mask for {mask.lengths[0]} queries and {mask.lengths[1]} keys for a sequence of {length}: ring "
+            "attention is that of a sequence to itself, without a cache of keys (use_cache=False)"
+        )
+    return mask
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, axis: SequenceAxis) -> None:
+    own = axis.order.padded(axis.length) // axis.order.size
+    if not q.shape[2] == k.shape[2] == v.shape[2] == own:
+        raise AssertionError(
+            f"parts of {q.shape[2]} queries, {k.shape[2]} keys and {v.shape[2]} values: of a sequence of {axis.length} "
+            f"on {axis.order.size} ranks each holds {own}"
+        )
+    if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
+        raise AssertionError(f"{k.shape[1]} heads of keys, {v.shape[1]} of values, {q.shape[1]} of queries")

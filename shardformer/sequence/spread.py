@@ -1,0 +1,129 @@
+"""Which layers of a model compute on parts of sequences. What happens at the ends of a stack is boundary.py."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from ...pipeline.cut import held_stages, takes
+from ...pipeline.plan import Stack, StagePlan
+from ...pipeline.stand_in import StandIn
+from .all_to_all import heads_faults
+from .attention import ALL_TO_ALL, set_sequence_attention
+from .attention_faults import sequence_attention_faults
+from .axis import SequenceAxis
+from .boundary import Boundary
+from .config import SequenceParallelism, SequenceSplit
+from .order import SequenceOrder
+
+
+def spread_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> None:
+    """Let the layers of each stack compute on parts of sequences, by hooks. After the cut, before layers are split.
+
+    Args:
+        model: a cut model; `spread_faults` found nothing against it.
+        plan: where its layers are.
+        split: how.
+    """
+    is_data = split.settings.is_on_sequence_axis
+    for stack in plan.stacks(model):
+        layers = [model.get_submodule(path) for path in stack.paths]
+        is_zigzag = split.settings.mode == "ring_attn" and any(map(_is_causal, layers))
+        order = SequenceOrder(size=split.group.size(), is_zigzag=is_zigzag)
+        boundary = Boundary(SequenceAxis(split.group, order, split.rings), is_data=is_data)
+        for first in _in_first_place(model, stack):
+            boundary.enter(first, is_held=not isinstance(first, StandIn))
+        for layer in layers:
+            if not isinstance(layer, StandIn):
+                boundary.note(layer)
+        if not isinstance(layers[-1], StandIn):
+            boundary.leave(layers[-1])
+    if is_data:
+        assert split.settings.mode is not None
+        set_sequence_attention(model, split.settings.mode)
+        if takes(model, "use_cache"):
+            model.register_forward_pre_hook(_without_cache, with_kwargs=True)
+    model.register_forward_pre_hook(_refuse_collecting, with_kwargs=True)
+
+
+def reckoning(plan: StagePlan) -> StagePlan:
+    """The plan by which later stages know how long sequences are: what arrives is a part of one."""
+    encoder = None if plan.encoder is None else reckoning(plan.encoder)
+    return replace(plan, are_entries_reckoned=True, encoder=encoder)
+
+
+def spread_faults(
+    model: nn.Module, plan: StagePlan | None, settings: SequenceParallelism, *, tp_size: int, sp_size: int
+) -> list[str]:
+    """Why the layers of a whole model cannot compute on parts of sequences; empty when they can."""
+    kind, option = type(model).__name__, f"sequence_parallelism_mode={settings.mode!r}"
+    if plan is None:
+        return [
+            f"{option}: the policy of this {kind} has no stage_plan, which says where its layers are: add one"
+        ]
+    found = []
+    if plan.between:
+        found.append(
+            f"{option}: the layers of {kind} work on windows of an image, and no sequence goes through all of them: "
+            "leave enable_sequence_parallelism out"
+        )
+    if plan.applied:
+        found.append(
+            f"{option}: the layers of {kind} run several times each, and nothing tells the first run from the others: "
+            "leave enable_sequence_parallelism out"
+        )
+    if plan.collects(model):
+        found.append(
+            f"{option}: {kind} reads the outputs of all layers, which are parts: leave enable_sequence_parallelism out"
+        )
+    config = getattr(model, "config", None)
+    found += [
+        f"{option}: {name}=True in the model's config returns what layers compute, which are parts: set it to False"
+        for name in _COLLECTING
+        if getattr(config, name, False)
+    ]
+    if found or not settings.is_on_sequence_axis:
+        return found
+    assert settings.mode is not None
+    layers = [model.get_submodule(path) for path in plan.layer_paths(model)]
+    found = sequence_attention_faults(model, settings.mode, option, layers)
+    heads = getattr(config, "num_attention_heads", 0) // tp_size
+    return found + (heads_faults(heads, sp_size, option) if settings.mode == ALL_TO_ALL else [])
+
+
+# Settings by which a model returns what its layers hand on or compute within.
+_COLLECTING = ("output_hidden_states", "output_router_logits")
+
+
+def _in_first_place(model: nn.Module, stack: Stack) -> list[nn.Module]:
+    """What stands at the first layer's place, on each of this rank's stages."""
+    found: list[nn.Module] = []
+    for stage in held_stages(model).values():
+        with stage.seated():
+            found.append(model.get_submodule(stack.paths[0]))
+    return list(dict.fromkeys(found))
+
+
+def _without_cache(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forgo the keys and values of former calls, of which each rank would keep those of a part."""
+    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+        raise ValueError(
+            "use_cache=True, as in generate(), under a sequence_parallelism_mode of the sequence axis, where each rank "
+            "would keep the keys and values of a part: save the model, and generate with it in one process or under tp"
+        )
+    return args, {**kwargs, "use_cache": False}
+
+
+def _is_causal(layer: nn.Module) -> bool:
+    return any(getattr(module, "is_causal", False) is True for module in layer.modules())
+
+
+def _refuse_collecting(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    for name in _COLLECTING:
+        asked = kwargs.get(name)
+        if getattr(getattr(model, "config", None), name, False) if asked is None else asked:
+            raise ValueError(
+                f"{name}=True in this call returns what the layers compute, which under sequence parallelism is a part "
+                "of the sequence on each rank: leave it out"
+            )

@@ -1,0 +1,59 @@
+"""Tensors that travel round rings."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.cluster.mesh import ParallelMesh
+from echelon.cluster.ring import Shift, round_trip, travel
+
+from ..pool import Pool
+
+
+def rings_of(mesh: ParallelMesh, sizes: Sequence[int]) -> list[dist.ProcessGroup]:
+    """Rings of these sizes within one another, the outermost first."""
+    if len(sizes) == 1:
+        return [mesh.group("sp")]
+    outer, inner = sizes
+    rings = [
+        mesh.subgroup("sp", [range(each, outer * inner, inner) for each in range(inner)]),
+        mesh.subgroup("sp", [range(each * inner, (each + 1) * inner) for each in range(outer)]),
+    ]
+    return [ring for ring in rings if ring is not None]
+
+
+def test_every_tensor_comes_by_once_and_brings_home_what_all_found(pool: Pool) -> None:
+    for sizes in ((1,), (3,), (4,), (2, 2)):
+        pool.run(torch.Size(sizes).numel(), go_round, sizes)
+
+
+def go_round(sizes: Sequence[int]) -> None:
+    mesh = ParallelMesh(sp=torch.Size(sizes).numel())
+    rings, size, rank = rings_of(mesh, sizes), mesh.size("sp"), mesh.rank("sp")
+    own = torch.full((3,), float(rank))
+    seen = list(travel(own, rings))
+    assert seen[0][0] == rank
+    assert sorted(place for place, _ in seen) == list(range(size))
+    assert all((x == place).all() for place, x in seen)
+
+    def visit(place: int, x: Tensor) -> Tensor:
+        assert (x == place).all()
+        return torch.tensor([1.0, 10.0**rank, x[0] + 1])
+
+    found = round_trip(own, rings, visit)
+    assert found.tolist() == [size, sum(10.0**each for each in range(size)), size * (rank + 1)]
+    assert (own == rank).all()
+
+
+def test_messages_of_two_kinds_do_not_meet(pool: Pool) -> None:
+    pool.run(2, shift_two)
+
+
+def shift_two() -> None:
+    group, rank = ParallelMesh(sp=2).group("sp"), dist.get_rank()
+    shifts = [Shift(torch.full((2,), 10.0 * tag + rank), group, tag=tag) for tag in (0, 1)]
+    if rank:
+        shifts.reverse()  # whoever is waited for first
+    assert sorted(shift.wait()[0].item() for shift in shifts) == [1 - rank, 11 - rank]

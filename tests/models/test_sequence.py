@@ -1,0 +1,98 @@
+"""Models whose sequences are spread over ranks, in every mode and beside every axis, beside one process.
+
+Rows run under `KEEP_MATRIX`, see tests/matrix.py. Most are `slow`.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from echelon.verify.layout import Layout
+from echelon.verify.models import ModelChoice
+from echelon.verify.parity import parity
+
+from ..pool import Pool
+
+MODEL_TYPES = ("llama", "gpt2", "bert")
+TENSOR_LAYOUTS = (
+    Layout(tp=2),
+    Layout(tp=4),
+    Layout(tp=2, pp=2),
+    Layout(tp=2, dp=2, zero=1),
+)
+SEQUENCE_LAYOUTS = (
+    Layout(sp=2),
+    Layout(sp=4),
+    Layout(sp=2, tp=2),
+    Layout(sp=2, pp=2),
+    Layout(sp=2, dp=2, zero=1),
+)
+# Layouts that try one thing more each.
+FURTHER = (
+    Layout(tp=2, sequence="split_gather", options=("enable_sequence_regather",)),
+    Layout(tp=2, sequence="split_gather", options=("enable_sequence_overlap",)),
+    Layout(
+        tp=2,
+        pp=2,
+        sequence="split_gather",
+        schedule="zbh1",
+        options=("enable_sequence_regather", "enable_sequence_overlap"),
+    ),
+    Layout(tp=2, sequence="ring", options=("enable_sequence_overlap",)),
+    Layout(tp=2, sequence="split_gather", recompute=1.0),
+    Layout(tp=2, pp=2, sequence="ring", schedule="interleaved", chunks=2, recompute=0.5),
+    Layout(tp=2, sequence="split_gather", precision="bf16"),
+    Layout(sp=2, sequence="all_to_all", recompute=1.0),
+    Layout(sp=2, pp=2, sequence="all_to_all", schedule="zbv", recompute=0.5),
+    Layout(sp=2, dp=2, zero=2, sequence="all_to_all", max_norm=0.1),
+    Layout(sp=2, sequence="all_to_all", precision="fp16"),
+    Layout(sp=2, sequence="ring_attn", recompute=1.0),
+    Layout(sp=2, pp=2, sequence="ring_attn", schedule="interleaved", chunks=2),
+    Layout(sp=2, zero=2, sequence="ring_attn", max_norm=0.1),
+    Layout(sp=2, sequence="ring_attn", precision="bf16"),
+    Layout(sp=4, sequence="ring_attn", inner_ring=2),
+    Layout(sp=3, sequence="ring_attn"),
+)
+QUICK = {
+    ("llama", "tp2·pp2·split_gather·fp32"),
+    ("gpt2", "tp2·ring·fp32"),
+    ("bert", "tp2·sp2·all_to_all·fp32"),
+    ("gpt2", "pp2·sp2·ring_attn·fp32"),
+    ("llama", "dp2·sp2·ring_attn·zero1·fp32"),
+    ("llama", "tp2·pp2·zbh1·split_gather·enable_sequence_regather·enable_sequence_overlap·fp32"),
+}
+
+
+def layouts() -> list[Layout]:
+    return [
+        *(replace(layout, sequence=mode) for mode in ("split_gather", "ring") for layout in TENSOR_LAYOUTS),
+        *(
+            replace(layout, sequence=mode)
+            for mode in ("all_to_all", "ring_attn")
+            for layout in SEQUENCE_LAYOUTS
+        ),
+        *FURTHER,
+    ]
+
+
+def rows() -> list[object]:
+    return [
+        pytest.param(
+            ModelChoice(model_type=model_type),
+            layout,
+            id=f"{model_type}-{layout}",
+            marks=() if (model_type, str(layout)) in QUICK else pytest.mark.slow,
+        )
+        for model_type in MODEL_TYPES
+        for layout in layouts()
+    ]
+
+
+def test_every_quick_row_is_one() -> None:
+    assert {(model_type, str(layout)) for model_type in MODEL_TYPES for layout in layouts()} >= QUICK
+
+
+@pytest.mark.parametrize(("choice", "layout"), rows())
+def test_a_model_trains_as_one_process_does(pool: Pool, choice: ModelChoice, layout: Layout) -> None:
+    reports = pool.run(layout.world_size, parity, choice, layout, timeout=120.0)
+    assert reports[0].departure is None

@@ -1,0 +1,294 @@
+"""InternEvo configurations become arguments of the plugin, or are refused with all that is wrong."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from echelon import PipelineGradientCheckpointConfig
+from echelon.plugins.internevo import plugin_arguments
+
+ISSUE = {
+    "zero1": {"size": 8, "fsdp": False},
+    "tensor": {"size": 2, "mode": "isp"},
+    "pipeline": {"size": 1, "interleaved_overlap": True},
+    "weight": {"size": 4, "overlap": True, "memory_pool": True},
+}
+ISP = {
+    "tp_size": 1,
+    "pp_size": 1,
+    "sp_size": 2,
+    "enable_sequence_parallelism": True,
+    "sequence_parallelism_mode": "all_to_all",
+    "wp_size": 4,
+    "wp_overlap": True,
+    "wp_memory_pool": True,
+    "zero_stage": 1,
+    "zero_size": 8,
+}
+NO_LAYOUT = {"tp_size": 1, "pp_size": 1, "zero_stage": 1, "zero_size": -1}
+# A file as InternEvo's are: constants, imports, sections that use them, and much that is of no plugin.
+FILE = """
+import os
+from pathlib import Path
+
+JOB_NAME = "small"
+SEQ_LEN = 2048
+_half = 0.5
+
+
+def folder(name):
+    return os.path.join("data", name)
+
+
+ckpt = dict(enable_save_ckpt=False, auto_resume=False)
+data = dict(seq_len=SEQ_LEN, micro_num=4, micro_bsz=2, train_folder=folder("train"), gradient_accumulation=4)
+grad_scaler = dict(
+    fp16=dict(initial_scale=2**14, min_scale=1, growth_interval=500),
+    growth_factor=4, backoff_factor=_half, max_scale=2**24, hysteresis=3,
+)
+hybrid_zero_optimizer = dict(
+    overlap_sync_grad=True, overlap_sync_param=False, reduce_bucket_size=512 * 1024 * 1024, clip_grad_norm=1.0,
+    use_split_tensor_optim=True,
+)
+loss = dict(label_smoothing=0)
+adam = dict(lr=1e-4, adam_beta1=0.9)
+model_type = "INTERNLM2"
+use_fp32_norm = False
+model = dict(
+    checkpoint=0.25, num_chunks=2, num_layers=32, hidden_size=4096, parallel_output=True, embed_grad_scale=1,
+    dtype="torch.bfloat16", use_flash_attn=True,
+)
+parallel = dict(
+    zero1=dict(size=-1),
+    tensor=dict(size=4, mode="fsp"),
+    pipeline=dict(size=2, interleaved_overlap=True, mode="1F1B"),
+    weight=dict(size=1, overlap=True, memory_pool=True),
+)
+cudnn_deterministic = False
+"""
+OF_FILE = {
+    "tp_size": 4,
+    "enable_sequence_parallelism": True,
+    "sequence_parallelism_mode": "split_gather",
+    "enable_sequence_regather": True,
+    "enable_sequence_overlap": True,
+    "pp_size": 2,
+    "pp_style": "interleaved",
+    "num_model_chunks": 2,
+    "overlap_p2p": True,
+    "num_microbatches": 4,
+    "zero_stage": 1,
+    "zero_size": -1,
+    "overlap_communication": True,
+    "overlap_allgather": False,
+    "zero_bucket_size_in_m": 512,
+    "max_norm": 1.0,
+    "precision": "bf16",
+    "gradient_checkpoint_config": PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.25),
+    "parallel_output": True,
+    "enable_flash_attention": True,
+    "initial_scale": 2**14,
+    "min_scale": 1,
+    "growth_interval": 500,
+    "growth_factor": 4,
+    "backoff_factor": 0.5,
+    "max_scale": 2**24,
+    "hysteresis": 3,
+}
+
+
+def test_the_parallel_section_alone_is_taken() -> None:
+    assert plugin_arguments(ISSUE) == ISP
+    assert plugin_arguments({"parallel": ISSUE}) == ISP
+
+
+def test_a_python_file_is_taken_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "config.py"
+    path.write_text(FILE)
+    with caplog.at_level(logging.INFO, logger="echelon"):
+        assert plugin_arguments(str(path)) == OF_FILE
+    (record,) = caplog.records
+    left = "hybrid_zero_optimizer.use_split_tensor_optim, model.num_layers, model.hidden_size, ckpt, adam, model_type"
+    for name in (*left.split(", "), "data.seq_len", "data.micro_bsz", "cudnn_deterministic"):
+        assert name in record.getMessage()
+    assert "SEQ_LEN" not in record.getMessage()
+
+
+def test_a_json_file_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"parallel": ISSUE, "model": {"dtype": "torch.half"}, "JOB_NAME": "small"}))
+    assert plugin_arguments(path) == ISP | {"precision": "fp16"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("mtp", {"tp_size": 2}),
+        (
+            "msp",
+            {
+                "tp_size": 2,
+                "enable_sequence_parallelism": True,
+                "sequence_parallelism_mode": "split_gather",
+                "enable_sequence_overlap": True,
+            },
+        ),
+        (
+            "fsp",
+            {
+                "tp_size": 2,
+                "enable_sequence_parallelism": True,
+                "sequence_parallelism_mode": "split_gather",
+                "enable_sequence_overlap": True,
+                "enable_sequence_regather": True,
+            },
+        ),
+        (
+            "isp",
+            {"sp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"},
+        ),
+    ],
+)
+def test_modes_say_what_is_split(mode: str, expected: dict[str, Any]) -> None:
+    assert plugin_arguments({"tensor": {"size": 2, "mode": mode}}) == NO_LAYOUT | expected
+    alone = {name: 1 for name in expected if name in ("tp_size", "sp_size")}
+    assert plugin_arguments({"tensor": {"size": 1, "mode": mode}}) == NO_LAYOUT | alone
+
+
+@pytest.mark.parametrize(
+    ("given", "zero_size"),
+    [({}, -1), ({"zero1": -1}, -1), ({"zero1": 0}, -1), ({"zero1": {"size": 1}}, 1), ({"zero1": 8}, 8)],
+)
+def test_zero1_up_to_0_is_the_whole_group(given: dict[str, Any], zero_size: int) -> None:
+    assert plugin_arguments({"parallel": given}) == NO_LAYOUT | {"zero_size": zero_size}
+
+
+def test_sections_may_be_numbers() -> None:
+    found = plugin_arguments({"zero1": 8, "tensor": 4, "pipeline": 2})
+    assert found == {"tp_size": 4, "pp_size": 2, "pp_style": "1f1b", "zero_stage": 1, "zero_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "chunks", "expected"),
+    [
+        ({"size": 2}, 1, {"pp_style": "1f1b"}),
+        ({"size": 2, "mode": "ZBH1"}, 1, {"pp_style": "zbh1"}),
+        ({"size": 2, "mode": "ZBV"}, 1, {"pp_style": "zbv"}),
+        ({"size": 2, "mode": "ZBV"}, 2, {"pp_style": "zbv"}),
+        ({"size": 2, "mode": "1F1B"}, 3, {"pp_style": "interleaved", "num_model_chunks": 3}),
+        (
+            {"size": 2, "interleaved_overlap": False},
+            2,
+            {"pp_style": "interleaved", "num_model_chunks": 2, "overlap_p2p": False},
+        ),
+        ({"size": 1, "interleaved_overlap": True}, 2, {}),
+    ],
+)
+def test_pipelines_have_their_schedule(pipeline: dict, chunks: int, expected: dict[str, Any]) -> None:
+    sizes = NO_LAYOUT | {"pp_size": pipeline["size"]}
+    assert plugin_arguments({"pipeline": pipeline, "num_chunks": chunks}) == sizes | expected
+    inside = {"parallel": {"pipeline": pipeline}, "model": {"num_chunks": chunks, "dtype": torch.float32}}
+    assert plugin_arguments(inside) == sizes | expected | {"precision": "fp32"}
+
+
+def test_absent_numbers_of_microbatches_are_1_as_in_internevo() -> None:
+    assert plugin_arguments({"data": {"micro_bsz": 8}}) == NO_LAYOUT | {"num_microbatches": 1}
+    found = plugin_arguments({"pipeline": 2, "data": {"micro_num": 8, "gradient_accumulation": 1}})
+    assert found["num_microbatches"] == 8
+
+
+def test_sections_and_arguments_can_be_given_besides() -> None:
+    besides = {"hybrid_zero_optimizer": {"overlap_sync_grad": False, "overlap_sync_param": True}}
+    found = plugin_arguments(ISSUE, **besides, num_chunks=1, zero_size=4, dp_size=2)
+    expected = {"overlap_communication": False, "overlap_allgather": True, "zero_size": 4, "dp_size": 2}
+    assert found == ISP | expected
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    wrong = {
+        "parallel": {
+            "zero1": {"size": "8", "fsdp": True},
+            "tensor": {"size": 2, "mode": "msp", "overlap": True},
+            "pipeline": {"size": 2, "mode": "gpipe"},
+            "weight": {"size": 2},
+            "sequence_parallel": False,
+            "sequence_2D": {"enable": True, "head_size": 2},
+            "expert": {"size": 4},
+        },
+        "hybrid_zero_optimizer": {"clip_grad_norm": "1", "overlap_sync_gard": True},
+        "model": {"dtype": "torch.tf32", "checkpoint": 2, "embed_grad_scale": 0.1, "num_chunk": 2},
+        "data": 4,
+        "grad_scaler": {"fp16": {"growth_factor": 2}},
+        "loss": {"label_smoothing": 0.1},
+        "use_fp32_norm": True,
+        "paralel": {},
+    }
+    with pytest.raises(ValueError) as told:
+        plugin_arguments(wrong)
+    first, *lines = str(told.value).splitlines()
+    assert first == f"{len(lines)} faults:"
+    expected = """
+        parallel.zero1.size='8' must be a whole number
+        parallel.zero1.fsdp=True is not of this plugin: use TorchFSDPPlugin
+        parallel.tensor.overlap is not understood: known are size, mode
+        parallel.sequence_parallel=False contradicts tensor.mode='msp'
+        parallel.weight.size=2 needs tensor=dict(mode='isp')
+        parallel.pipeline.mode='gpipe' must be one of '1F1B', 'ZBH1', 'ZBV'
+        parallel.sequence_2D.enable=True cannot be had
+        parallel.expert.size=4 cannot be had
+        data=4 must be a dict
+        hybrid_zero_optimizer.clip_grad_norm='1' must be a number
+        hybrid_zero_optimizer.overlap_sync_gard is not understood: write overlap_sync_grad
+        grad_scaler.fp16.growth_factor is not understood: known are initial_scale, min_scale, growth_interval
+        model.dtype='torch.tf32' is float32 with other products
+        model.checkpoint=2 must be a bool, or a number from 0 to 1
+        model.embed_grad_scale=0.1 would change gradients
+        model.num_chunk is not understood: write num_chunks
+        use_fp32_norm=True cannot be had
+        loss.label_smoothing=0.1 is not the plugin's
+        paralel is not understood: write parallel
+    """
+    for line, start in zip(lines, expected.strip().splitlines(), strict=True):
+        assert line.startswith(f"- InternEvo's configuration: {start.strip()}")
+
+
+@pytest.mark.parametrize(
+    ("config", "others", "told"),
+    [
+        ({"parallel": {}, "zero1": 8}, {}, "zero1 is given beside parallel"),
+        (ISSUE, {"weight": 2}, "weight is given twice"),
+        ({"num_chunks": 2, "model": {"num_chunks": 3}}, {}, "num_chunks=2 and model.num_chunks=3 differ"),
+        ({"pipeline": {"size": 2, "mode": "ZBH1"}, "num_chunks": 2}, {}, "ZBH1 has 1 chunk"),
+        ({"pipeline": {"size": 2, "mode": "ZBV"}, "num_chunks": 3}, {}, "ZBV 2"),
+        (
+            {"data": {"micro_num": 4, "gradient_accumulation": 2}},
+            {},
+            "gradient_accumulation=2 must be micro_num=4",
+        ),
+        ({"tensor": {"mode": "tp"}}, {}, "tensor.mode='tp' must be one of 'mtp', 'msp', 'fsp', 'isp'"),
+        ({"tensor": {"mode": ["isp"]}}, {}, r"tensor.mode=\['isp'\] must be a str"),
+        (
+            {"hybrid_zero_optimizer": {"overlap_sync_grad": True, "zero_overlap_communication": False}},
+            {},
+            "is the older name of overlap_sync_grad=True",
+        ),
+        ("config.yaml", {}, "'config.yaml' must end in one of .py"),
+        ("none.py", {}, "'none.py' is no file"),
+        (7, {}, "is a dict or the path of a file, and not 7"),
+    ],
+)
+def test_contradictions_are_refused(config: Any, others: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        plugin_arguments(config, **others)
+
+
+@pytest.mark.parametrize(("text", "told"), [("{", "is no JSON"), ("[1]", "must hold an object")])
+def test_other_json_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=told):
+        plugin_arguments(path)

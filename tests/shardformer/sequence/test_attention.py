@@ -1,0 +1,128 @@
+"""Attention of split sequences as models of transformers call it."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaModel
+
+from echelon.shardformer.sequence.attention import set_sequence_attention
+from echelon.shardformer.sequence.axis import SequenceAxis
+from echelon.shardformer.sequence.order import SequenceOrder
+
+from ...pool import Pool
+
+B, LENGTH = 2, 7
+
+
+def small_llama(kernel: str) -> LlamaModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation=kernel,
+        use_cache=False,
+    )
+    model = LlamaModel(config)
+    model.embed_tokens = None  # it is given what would be embedded
+    return model
+
+
+class _Cut(torch.autograd.Function):
+    """This rank's part of what all ranks have; the gradients of all parts are put together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: SequenceAxis) -> Tensor:
+        ctx.axis, ctx.length = axis, axis.length
+        return axis.own(x, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gathered(gradient, ctx.axis, ctx.length), None
+
+
+class _Join(torch.autograd.Function):
+    """The whole from all parts; each rank takes its own part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, axis: SequenceAxis) -> Tensor:
+        ctx.axis = axis
+        return gathered(part, axis, axis.length)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.axis.own(gradient, 1), None
+
+
+def gathered(part: Tensor, axis: SequenceAxis, length: int) -> Tensor:
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(axis.order.size)]
+    dist.all_gather(parts, part.contiguous(), group=axis.group)
+    return axis.order.whole(parts, 1, length)
+
+
+def split_by_hand(model: LlamaModel, *, is_zigzag: bool) -> SequenceAxis:
+    """Let a model's layers compute on this rank's part of the sequence."""
+    group = dist.group.WORLD
+    assert group is not None
+    axis = SequenceAxis(group, SequenceOrder(size=group.size(), is_zigzag=is_zigzag))
+
+    def cut(module: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        (hidden_BSH,) = args
+        if module is model.layers[0]:
+            axis.length = hidden_BSH.shape[1]
+            hidden_BSH = _Cut.apply(hidden_BSH, axis)
+        kwargs["position_embeddings"] = tuple(axis.own(each, 1) for each in kwargs["position_embeddings"])
+        kwargs["position_ids"] = axis.own(kwargs["position_ids"], 1)
+        return (hidden_BSH,), kwargs
+
+    for layer in model.layers:
+        axis.note(layer)
+        layer.register_forward_pre_hook(cut, with_kwargs=True)
+    model.layers[-1].register_forward_hook(lambda layer, args, output: _Join.apply(output, axis))
+    return axis
+
+
+def run(model: LlamaModel, inputs: Tensor, mask: Tensor | None) -> Tensor:
+    out = model(inputs_embeds=inputs, attention_mask=mask).last_hidden_state
+    (out * torch.linspace(0, 1, out.numel()).view_as(out).cos()).sum().backward()
+    return out.detach()
+
+
+def compare(mode: str, kernel: str) -> None:
+    """A model whose layers are split and one whose are not."""
+    whole = small_llama(kernel)
+    split = copy.deepcopy(whole)
+    split_by_hand(split, is_zigzag=mode == "ring_attn")
+    set_sequence_attention(split, mode)
+    padding = torch.ones(B, LENGTH, dtype=torch.long)
+    padding[1, 4:] = 0
+    for mask in (None, padding):
+        found, expected = (
+            torch.randn(B, LENGTH, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            for _ in range(2)
+        )
+        torch.testing.assert_close(run(split, found, mask), run(whole, expected, mask))
+        assert found.grad is not None and expected.grad is not None
+        torch.testing.assert_close(found.grad, expected.grad)
+        for (name, one), other in zip(split.named_parameters(), whole.parameters(), strict=True):
+            assert one.grad is not None and other.grad is not None
+            if "layers." in name:
+                dist.all_reduce(one.grad)
+            torch.testing.assert_close(one.grad, other.grad, msg=lambda text, name=name: f"{name}: {text}")
+            one.grad = other.grad = None
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+def test_a_llama_attends_by_heads(pool: Pool, kernel: str) -> None:
+    pool.run(2, compare, "all_to_all", kernel)
+
+
+def test_a_llama_attends_round_the_ring(pool: Pool) -> None:
+    pool.run(2, compare, "ring_attn", "sdpa")
