@@ -99,8 +99,8 @@ def _checked_sharder(
     config, mesh = plugin.config, plugin.mesh
     faults = optimizer_faults(model, optimizer) + config.fused.model_faults(model, mesh.device)
     if config.wp > 1:
-        layers = weight_layers(model, plugin.custom_policy)
-        faults += weight_model_faults(model, layers, native=native_classes(model))
+        sharing = weight_layers(model, plugin.custom_policy)
+        faults += weight_model_faults(model, sharing, native=native_classes(model))
     sharder = None
     if mesh.size("tp", "pp", "sp") > 1:
         shard_config = ShardConfig(
