@@ -10,20 +10,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from .attention_arguments import BESIDES
+
 XFORMERS = "xformers"
 DEVICES = ("cuda",)  # for which xFormers has kernels
 
-# What models hand to any attention besides: what the mask says too, and what is not about attention.
-_HARMLESS = frozenset(
-    (
-        "sliding_window",
-        "position_ids",
-        "cache_position",
-        "use_cache",
-        "output_router_logits",
-        "output_hidden_states",
-    )
-)
 _ALIGNMENT = 8  # rows of a bias begin at multiples of so many entries
 
 
@@ -64,7 +55,7 @@ def xformers_attention(
         ValueError: it is given something that it cannot compute with.
     """
     given = {name for name, value in kwargs.items() if value is not None and value is not False}
-    if unknown := sorted(given - _HARMLESS):
+    if unknown := sorted(given - BESIDES):
         raise ValueError(
             f"{type(module).__name__} hands {', '.join(unknown)} to its attention, of which xFormers knows nothing and "
             "which would silently be lost: leave enable_xformers out for this model"

@@ -193,6 +193,11 @@ def _split_faults(model: nn.Module, config: ShardConfig) -> list[str]:
     """Why a model cannot be split by a config, whatever its policy."""
     if not config.has_groups:
         return [_NO_GROUPS]
+    if config.sequence.is_on_sequence_axis:
+        return [
+            f"sequence_parallelism_mode={config.sequence.mode!r} without a booster, where nobody takes the mean of "
+            "gradients over the sequence axis: use HybridParallelPlugin, or 'split_gather' or 'ring'"
+        ]
     if is_split(model):
         return ["the model is already split: give the plain model, once"]
     return []

@@ -16,6 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ...cluster.collectives import all_gather
 from ..attention import FLASH_ATTENTION_2, SDPA
+from ..attention_arguments import BESIDES
 from .all_to_all import attend_by_heads
 from .axis import SequenceAxis, axis_of
 from .block_mask import Mask, Seen, block_mask
@@ -39,17 +40,7 @@ _BY_HEADS = _TOLD | frozenset(
         "max_length_k",
     )
 )
-_BESIDES = frozenset(
-    (
-        "sliding_window",
-        "deterministic",
-        "position_ids",
-        "cache_position",
-        "use_cache",
-        "output_router_logits",
-        "output_hidden_states",
-    )
-)
+_BESIDES = BESIDES | {"deterministic"}
 # By mode, the arguments that do not change what is computed, or that attention knows what to do with.
 KNOWN = {ALL_TO_ALL: _BY_HEADS | _BESIDES, RING: _TOLD | _BESIDES}
 

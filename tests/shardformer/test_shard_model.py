@@ -53,8 +53,10 @@ def with_groups(tp: int, dp: int) -> ShardFormer:
 
 def train(class_name: str, tp: int, dp: int, settings: dict[str, Any], made: str) -> str | None:
     model = build(class_name, **settings)
-    if made == "sizes":
-        shard_former = formed(tensor_parallel_size=tp, data_parallel_size=dp)
+    if made != "groups":
+        sequences = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": made}
+        asked = {} if made == "sizes" else sequences
+        shard_former = formed(tensor_parallel_size=tp, data_parallel_size=dp, **asked)
         split = shard_former.shard_model(deepcopy(model))
     else:
         shard_former = with_groups(tp, dp)
@@ -68,6 +70,8 @@ def train(class_name: str, tp: int, dp: int, settings: dict[str, Any], made: str
     [
         ("LlamaForCausalLM", 2, 1, {"num_key_value_heads": 1}, "sizes"),
         ("Qwen3ForCausalLM", 2, 2, QWEN3, "groups"),
+        ("LlamaForCausalLM", 2, 1, {"num_key_value_heads": 1}, "split_gather"),
+        pytest.param("Qwen3ForCausalLM", 2, 2, QWEN3, "ring", marks=pytest.mark.slow),
         pytest.param("Qwen3ForCausalLM", 2, 1, QWEN3, "groups", marks=pytest.mark.slow),
         pytest.param("LlamaForCausalLM", 2, 2, {"num_key_value_heads": 1}, "sizes", marks=pytest.mark.slow),
         # Copies among some of the ranks alone.
