@@ -52,6 +52,7 @@ def begin_step(away: Tensor, arriving: Tensor, group: dist.ProcessGroup) -> Call
     def end() -> Tensor:
         while works:  # each once: gloo would wait for a further tensor
             works.pop().wait()
+        operations.clear()  # whose tensors had to live until here
         return arriving
 
     return end

@@ -124,13 +124,15 @@ def enter(
 def _early(layers: Sequence[ProductLayer], x: Tensor) -> ProductLayer | None:
     """The first layer whose product may be computed while its input is gathered, before the region's own code runs.
 
-    That code may hand a layer something else (in cross attention the other states, to keys): what was computed is
-    dropped then, and the layer is passed over from there on.
+    That code may hand a layer something else (in cross attention the other states, to keys; latents): what was computed
+    is dropped then, and the layer is passed over from there on.
     """
-    return next(
-        (layer for layer in layers if layer.takes_entered and can_be_ready(x, layer.weight)),
-        None,
+    fitting = (
+        layer
+        for layer in layers
+        if layer.takes_entered and layer.weight.shape[1 - layer.output_dim] == x.shape[-1]
     )
+    return next((layer for layer in fitting if can_be_ready(x, layer.weight)), None)
 
 
 def _kept(part: Tensor, sequence: RegionSequence) -> tuple[Tensor, Regather]:

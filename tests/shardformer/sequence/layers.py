@@ -8,9 +8,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AlbertConfig, BertConfig, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig
+from transformers import (
+    AlbertConfig,
+    BertConfig,
+    DeepseekV3Config,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    OPTConfig,
+)
 from transformers.models.albert.modeling_albert import AlbertLayerGroup
 from transformers.models.bert.modeling_bert import BertLayer
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3DecoderLayer,
+    DeepseekV3RotaryEmbedding,
+)
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
@@ -24,6 +36,7 @@ from echelon.shardformer.sequence.regions import RegionSequence
 from echelon.shardformer.table import Table
 from echelon.shardformer.tables.albert import ALBERT
 from echelon.shardformer.tables.bert import BERT
+from echelon.shardformer.tables.deepseek import DEEPSEEK_V3
 from echelon.shardformer.tables.gpt2 import GPT2
 from echelon.shardformer.tables.llama import LLAMA
 from echelon.shardformer.tables.mixtral import MIXTRAL
@@ -90,6 +103,23 @@ def mixtral(**settings: Any) -> Built:
     return MixtralDecoderLayer(config, 0), MIXTRAL, config
 
 
+def deepseek(**settings: Any) -> Built:
+    config = DeepseekV3Config(
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=12,
+        kv_lora_rank=12,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        attn_implementation="eager",
+        **settings,
+    )
+    return DeepseekV3DecoderLayer(config, 0), DEEPSEEK_V3, config
+
+
 def albert(**settings: Any) -> Built:
     config = AlbertConfig(
         hidden_size=HIDDEN,
@@ -103,9 +133,19 @@ def albert(**settings: Any) -> Built:
 
 _NO_DROPOUT_GPT2 = {"resid_pdrop": 0.0, "attn_pdrop": 0.0}
 _NO_DROPOUT_BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_ROTARY = {
+    "llama": LlamaRotaryEmbedding,
+    "mixtral": LlamaRotaryEmbedding,
+    "deepseek": DeepseekV3RotaryEmbedding,
+}
 LAYERS: dict[str, Callable[..., Built]] = {"llama": llama, "gpt2": gpt2, "bert": bert}
-# One that flattens, one with experts, one whose attention uses its input whole besides.
-FURTHER: dict[str, Callable[..., Built]] = {"opt": opt, "mixtral": mixtral, "albert": albert}
+# One that flattens, one with experts, one that multiplies latents, one whose attention uses its input whole besides.
+FURTHER: dict[str, Callable[..., Built]] = {
+    "opt": opt,
+    "mixtral": mixtral,
+    "deepseek": deepseek,
+    "albert": albert,
+}
 
 
 def built(name: str, **settings: Any) -> Built:
@@ -122,10 +162,10 @@ def inputs_of(name: str, config: Any, length: int) -> dict[str, Any]:
     seen = torch.ones(length, length, dtype=torch.bool).tril().expand(BATCH, 1, length, length).clone()
     seen[1, :, :, length - length // 3 :] = False
     mask = torch.zeros(BATCH, 1, length, length).masked_fill(~seen, torch.finfo(torch.float32).min)
-    if name not in ("llama", "mixtral"):
+    if name not in _ROTARY:
         return {"attention_mask": mask}
     positions = torch.arange(length)[None]
-    rotary = LlamaRotaryEmbedding(config)
+    rotary = _ROTARY[name](config)
     return {"attention_mask": mask, "position_embeddings": rotary(torch.zeros(1), positions)}
 
 

@@ -28,10 +28,29 @@ def layers(style: Any, overlap: bool, lengths: tuple[int, ...]) -> None:
                 require_same(name, world_sequence(style, overlap=overlap), length)
 
 
-@pytest.mark.parametrize(("style", "overlap"), STYLES)
+def rows(*ranks: tuple[int, Any], quick: tuple[tuple[int, Any], ...]) -> list[Any]:
+    """Every style on these numbers of ranks, most of them slow; with what else is given beside the ranks."""
+    return [
+        pytest.param(
+            number,
+            given,
+            style,
+            overlap,
+            marks=() if (number, style) in quick or (number, (style, overlap)) in quick else pytest.mark.slow,
+        )
+        for number, given in ranks
+        for style, overlap in STYLES
+    ]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "lengths"),
-    [(2, (13,)), pytest.param(3, (3, 13), marks=pytest.mark.slow), (4, (5,))],
+    ("ranks", "lengths", "style", "overlap"),
+    rows(
+        (2, (13,)),
+        (3, (3, 13)),
+        (4, (3, 12, 13)),
+        quick=((2, "gather"), (2, "regather"), (2, "ring"), (3, "ring")),
+    ),
 )
 def test_a_layer_on_parts_of_a_sequence_computes_what_the_whole_one_does(
     pool: Pool, ranks: int, lengths: tuple[int, ...], style: Any, overlap: bool
@@ -39,18 +58,20 @@ def test_a_layer_on_parts_of_a_sequence_computes_what_the_whole_one_does(
     pool.run(ranks, layers, style, overlap, lengths)
 
 
-def further_layers(style: Any, overlap: bool) -> None:
-    for name in FURTHER:
+def further_layers(style: Any, overlap: bool, names: tuple[str, ...]) -> None:
+    for name in names:
         with named(name):
             require_same(name, world_sequence(style, overlap=overlap), 13)
 
 
-@pytest.mark.parametrize(("style", "overlap"), STYLES)
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("ranks", "names", "style", "overlap"),
+    rows((2, tuple(FURTHER)), (4, tuple(FURTHER)), quick=((2, ("gather", False)), (2, "ring"))),
+)
 def test_layers_that_flatten_or_hold_what_is_not_spread(
-    pool: Pool, ranks: int, style: Any, overlap: bool
+    pool: Pool, ranks: int, names: tuple[str, ...], style: Any, overlap: bool
 ) -> None:
-    pool.run(ranks, further_layers, style, overlap)
+    pool.run(ranks, further_layers, style, overlap, names)
 
 
 def recomputed(layer: nn.Module, x: Tensor, **inputs: Any) -> Any:
@@ -78,7 +99,7 @@ def holding(layer: nn.Module, x: Tensor, **inputs: Any) -> Any:
     return layer(x, **inputs)
 
 
-@pytest.mark.parametrize(("style", "overlap"), STYLES)
+@pytest.mark.parametrize(("style", "overlap"), [("gather", False), ("regather", True), ("ring", False)])
 def test_backward_may_compute_forward_again_and_weight_gradients_later(
     pool: Pool, style: Any, overlap: bool
 ) -> None:

@@ -48,7 +48,7 @@ def sent(name: str, style: Any, overlap: bool) -> float:
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(each, marks=pytest.mark.slow) for each in (3, 4))])
 def test_a_layer_sends_as_much_with_spread_sequences_as_without(pool: Pool, ranks: int, name: str) -> None:
     for style, factor in SENT.items():
         for overlap in (False, True):
