@@ -15,6 +15,7 @@ from echelon.checkpoint.gather import gather_whole
 from echelon.checkpoint.model_file import load_model_file, save_model_file
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.placement import Shard, placement_of
+from echelon.lazy import LazyInitContext, materialize
 from echelon.pipeline.stage_manager import PipelineStageManager
 from echelon.plugins.ledger import Ledger
 from echelon.plugins.names import ParameterNames, managed_parameters
@@ -167,6 +168,22 @@ def test_models_train_as_one_process_does_under_every_stage(
     pool: Pool, ranks: int, wp: int, zero_size: int
 ) -> None:
     pool.run(ranks, check_training, wp, (0, 1, 2), zero_size)
+
+
+def build_lazily() -> None:
+    """A rank makes its pieces, of a model that has no memory before."""
+    expected = Trained("GPT2LMHeadModel", wp=2, stage=0).model
+    with LazyInitContext():
+        model = build_model("GPT2LMHeadModel")
+    make_weight_parallel(model, recomputable_layers(model), dist.group.WORLD)
+    materialize(model)
+    for (name, own), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert placement_of(own) == placement_of(other), name
+        assert torch.equal(own, other), name
+
+
+def test_a_lazy_model_is_made_in_pieces(pool: Pool) -> None:
+    pool.run(2, build_lazily)
 
 
 def measure(stage: int, wp: int) -> tuple[dict[str, int], dict[tuple[str, str], float], int, int]:
