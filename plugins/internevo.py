@@ -117,11 +117,10 @@ def _layout(parallel: Section, chunks: int) -> tuple[dict[str, Any], list[str]]:
     size = zero.whole_number("size")
     zero.allow("fsdp", False, why="is not of this plugin: use TorchFSDPPlugin, or leave it out")
     zero.rest()
-    found = {"zero_stage": 1, "zero_size": -1 if size is None or size <= 0 else size}
-    mode, arguments = _tensor(parallel)
-    found |= arguments
+    mode, found = _tensor(parallel)
     weight = parallel.subsection("weight", number_is="size")
     found |= _weight(weight, mode)
+    found |= {"zero_stage": 1, "zero_size": _zero_size(size, found.get("wp_size", 1))}
     left = weight.rest(_WEIGHT_TUNING)
     found |= _pipeline(parallel.subsection("pipeline", number_is="size"), chunks)
     spread = parallel.subsection("sequence_2D")
@@ -140,6 +139,13 @@ def _layout(parallel: Section, chunks: int) -> tuple[dict[str, Any], list[str]]:
         )
         left += experts.rest(None)
     return found, left + parallel.rest()
+
+
+def _zero_size(size: int | None, wp_size: int) -> int:
+    """`zero1` counts ranks that hold the same weights, and the plugin all neighbours among whom those are."""
+    if size is None or size <= 0:
+        return -1
+    return size if size == 1 else size * wp_size
 
 
 def _tensor(parallel: Section) -> tuple[str, dict[str, Any]]:

@@ -113,9 +113,12 @@ def says_tuple(module: nn.Module) -> bool:
     return bool(tuples) or any(isinstance(value, ast.Tuple) for value in returned)
 
 
-def own_names(module: nn.Module) -> set[str]:
-    """The attributes that a module's forward reads, of whatever object."""
-    nodes = (node for statement in _statements(module) for node in _nodes(statement))
+def own_names(module: nn.Module, *, behind_loops: bool = False) -> set[str]:
+    """The attributes that a module's forward reads, of whatever object; all of it, or what is behind its last loop."""
+    statements = _statements(module)
+    loops = [each.end_lineno or 0 for each in statements if isinstance(each, ast.For)]
+    first = max(loops, default=0) if behind_loops else 0
+    nodes = (node for statement in statements if statement.lineno > first for node in _nodes(statement))
     return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 

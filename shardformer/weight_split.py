@@ -20,6 +20,7 @@ from .layer.weight_parallel import KINDS, WeightParallelLinear
 from .layer.weight_pool import WeightPool
 from .policy import Policy
 from .shard_former import policy_for
+from .table import table_for
 
 
 def weight_faults(*, wp_size: int, tp_size: int, data_size: int) -> list[str]:
@@ -66,6 +67,12 @@ def weight_layers(model: nn.Module, policy: Policy | None = None) -> list[nn.Mod
     plan = policy.stage_plan()
     paths = [] if plan is None else plan.layer_paths(model)
     return list(dict.fromkeys(model.get_submodule(path) for path in paths))
+
+
+def native_classes(model: nn.Module) -> tuple[str, ...]:
+    """Names of further classes that compute what nn.Linear does, as the table of a model's type says."""
+    table = table_for(getattr(getattr(model, "config", None), "model_type", ""))
+    return () if table is None else table.native
 
 
 def weight_model_faults(

@@ -11,7 +11,10 @@ Outcomes = Mapping[
 ]  # by head and layout: whether the layout trained as one process does
 
 # What a model can be trained with besides a layout, in the words of the matrix.
-FEATURES = ("lazy initialization", "flash attention", "xFormers", "fused operators", "fused norm")
+FEATURES = (
+    *("lazy initialization", "flash attention", "xFormers", "fused operators", "fused norm"),
+    *("split_gather", "ring", "all_to_all", "ring_attn"),  # modes of sequence parallelism
+)
 PASSED, FAILED, REFUSED = "yes", "no", "refused: "  # the last with the reason behind it
 
 

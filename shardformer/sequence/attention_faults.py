@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
-from .attention import KNOWN, RING
+from .attention import ALL_TO_ALL, KNOWN, RING
 from .native import EAGER, KERNELS
 
 _INSTEAD = "use sequence_parallelism_mode='split_gather' or 'ring'"
@@ -20,6 +20,7 @@ _MIXERS = (_ConvNd, _BatchNorm, nn.RNNBase)  # what is at one position comes fro
 _MIXER_NAMES = re.compile("Attention|Mixer|Mamba|Recurrent|DeltaNet|SSM|Lightning|Rwkv")
 _CROSS = re.compile("cross_?att|encoder_attn|EncDecAttention", re.IGNORECASE)
 _CALL = re.compile(r"attention_interface\((.*?)\n\s*\)", re.DOTALL)
+_DEFAULT = re.compile(r"get_interface\([^,]*,\s*(\w+)")
 _ARGUMENT = re.compile(r"^\s*(\w+)=", re.MULTILINE)
 
 
@@ -133,6 +134,13 @@ def _argument_reasons(attention: nn.Module, mode: str) -> Iterator[str]:
         if getattr(attention, "sinks", None) is not None:
             yield f"{name} has sinks, logits of its own beside the scores: {instead}"
             given -= {"s_aux"}
+    others = set(_DEFAULT.findall(_code(type(attention)))) - {"eager_attention_forward"}
+    config: Any = attention.config
+    if mode == ALL_TO_ALL and others and config._attn_implementation == EAGER:
+        yield (
+            f"{name} computes attention by {', '.join(sorted(others))}, which cannot be found by that name: build it "
+            "with attn_implementation='sdpa'"
+        )
     if unknown := sorted(given - known):
         yield f"{name} hands {', '.join(unknown)} to its attention, of which this one knows nothing: {instead}"
 

@@ -78,6 +78,11 @@ def layer_part_faults(table: Table, layer: nn.Module) -> list[str]:
     return found
 
 
+def is_by_position_behind_loops(module: nn.Module) -> bool:
+    """Whether the code of a module's forward, behind its last loop or all of it, knows of no other position."""
+    return is_readable(module) and not any(map(_MIXING.fullmatch, own_names(module, behind_loops=True)))
+
+
 def _mixing(module: nn.Module) -> str:
     """What a module's code does that may mix positions; nothing where none of it can."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).__name__ in _CHECKED:

@@ -21,7 +21,7 @@ from ..forward_code import scales_alone
 from ..layer.loss import VocabParallelLogits, has_causal_loss
 from .axis import SequenceAxis
 from .boundary import gather_whole_sequence
-from .layer_parts import is_by_position
+from .layer_parts import is_by_position, is_by_position_behind_loops
 
 _SPREAD_LOGITS = (
     "these logits are of a part of the sequence on each rank; call outputs.logits.gather() on every rank, or give "
@@ -70,7 +70,9 @@ def stays_spread(model: nn.Module, plan: StagePlan, head: str | None) -> bool:
         if next(module.parameters(recurse=False), None) is not None
         and not any(is_within(name, path) for path in before)
     ]
-    return all(map(is_by_position, behind))
+    outer = plan.layers.split(".")[:-1]  # the modules around the list of layers, the innermost last
+    around = [model.get_submodule(".".join(outer[: depth + 1])) for depth in range(len(outer))]
+    return all(map(is_by_position, behind)) and all(map(is_by_position_behind_loops, around))
 
 
 def keep_spread(model: nn.Module, axis: SequenceAxis) -> None:

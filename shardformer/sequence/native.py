@@ -1,8 +1,7 @@
 """The attention that a module computes where nothing is split, by the name that transformers has for it."""
 
 import sys
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,18 +55,19 @@ def mask_of(name: str) -> Callable[..., Any]:
 
 
 def _function_of(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Any]]:
-    for file in _files(module):
-        functions = getattr(file, "ALL_ATTENTION_FUNCTIONS", None)  # a file may have some of its own
-        found: Any = getattr(file, "eager_attention_forward", None)
-        if name != EAGER:
-            found = functions[name] if isinstance(functions, AttentionInterface) else None
-        if found is not None:
-            result: Callable[..., tuple[Tensor, Any]] = found
-            return result
-    raise AssertionError(f"{type(module).__module__} has no attention by {name!r}")
+    if name == EAGER:
+        found = _first(module, "eager_attention_forward")
+    else:
+        register_xformers()
+        functions = _first(module, "ALL_ATTENTION_FUNCTIONS")  # a file may have some of its own
+        found = (functions if isinstance(functions, AttentionInterface) else AttentionInterface())[name]
+    if found is None:
+        raise AssertionError(f"{type(module).__module__} has no attention by {name!r}")
+    function: Callable[..., tuple[Tensor, Any]] = found
+    return function
 
 
-def _files(module: nn.Module) -> Iterator[ModuleType]:
-    """Where the module's class and those it is made from are written."""
-    for each in type(module).__mro__:
-        yield sys.modules[each.__module__]
+def _first(module: nn.Module, name: str) -> Any:
+    """What has a name in the file that the module's class is written in, or those that it is made from; else None."""
+    files = (sys.modules[each.__module__] for each in type(module).__mro__)
+    return next((found for file in files if (found := getattr(file, name, None)) is not None), None)

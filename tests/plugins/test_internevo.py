@@ -27,7 +27,7 @@ ISP = {
     "wp_overlap": True,
     "wp_memory_pool": True,
     "zero_stage": 1,
-    "zero_size": 8,
+    "zero_size": 32,  # neighbours: every fourth of them holds the same weights, and 8 do in all
 }
 NO_LAYOUT = {"tp_size": 1, "pp_size": 1, "zero_stage": 1, "zero_size": -1}
 # A file as InternEvo's are: constants, imports, sections that use them, and much that is of no plugin.
@@ -165,6 +165,14 @@ def test_modes_say_what_is_split(mode: str, expected: dict[str, Any]) -> None:
 )
 def test_zero1_up_to_0_is_the_whole_group(given: dict[str, Any], zero_size: int) -> None:
     assert plugin_arguments({"parallel": given}) == NO_LAYOUT | {"zero_size": zero_size}
+
+
+def test_zero1_counts_ranks_with_the_same_weights() -> None:
+    tensor = {"size": 2, "mode": "isp"}
+    sizes = {-1: -1, 0: -1, 1: 1, 2: 8, 4: 16}
+    for size, zero_size in sizes.items():
+        assert plugin_arguments({"zero1": size, "tensor": tensor, "weight": 4})["zero_size"] == zero_size
+    assert plugin_arguments({"zero1": 2, "tensor": tensor})["zero_size"] == 2
 
 
 def test_sections_may_be_numbers() -> None:

@@ -160,7 +160,12 @@ REFUSALS = {
         "pp_style: there is no schedule 'zigzag'",
     ),
     "refuse_without_microbatches": ("needs num_microbatches",),
-    "refuse_unavailable": ("enable_sequence_parallelism=True", "sp_size=2"),
+    "refuse_sequences_on_two_axes": (
+        "over the tensor axis, and tp_size is 1",
+        "sp_size=2 with sequence_parallelism_mode='split_gather'",
+        "inner_ring_size=2 is for sequence_parallelism_mode='ring_attn'",
+    ),
+    "refuse_ranks_without_sequences": ("sp_size=2 without enable_sequence_parallelism=True",),
     "refuse_missing_packages": (
         "needs the package xformers",
         "needs num_microbatches",

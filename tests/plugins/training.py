@@ -320,10 +320,20 @@ def refuse_without_microbatches() -> str:
     return refused(lambda: HybridParallelPlugin(pp_size=2, precision="fp32"))
 
 
-def refuse_unavailable() -> str:
+def refuse_sequences_on_two_axes() -> str:
     return refused(
-        lambda: HybridParallelPlugin(precision="fp32", enable_sequence_parallelism=True, sp_size=2)
+        lambda: HybridParallelPlugin(
+            precision="fp32",
+            enable_sequence_parallelism=True,
+            sequence_parallelism_mode="split_gather",
+            sp_size=2,
+            inner_ring_size=2,
+        )
     )
+
+
+def refuse_ranks_without_sequences() -> str:
+    return refused(lambda: HybridParallelPlugin(precision="fp32", sp_size=2))
 
 
 def refuse_missing_packages() -> str:

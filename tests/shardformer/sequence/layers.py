@@ -71,9 +71,8 @@ def opt(**settings: Any) -> Built:
         ffn_dim=48,
         num_attention_heads=4,
         word_embed_proj_dim=HIDDEN,
-        dropout=0.0,
         attn_implementation="eager",
-        **settings,
+        **{"dropout": 0.0, **settings},
     )
     return OPTDecoderLayer(config, 0), OPT, config
 
@@ -165,22 +164,32 @@ def require_same(
     length: int,
     *,
     run: Callable[..., Any] = lambda layer, x, **inputs: layer(x, **inputs),
-    batch: int = BATCH,
+    backward: Callable[[nn.Module, Tensor], None] = lambda layer, loss: loss.backward(),
+    change: Callable[[nn.Module], None] = lambda layer: None,
 ) -> nn.Module:
-    """Output, gradient of the input and of every parameter are those of the native layer."""
+    """Output, gradient of the input and of every parameter are those of the native layer.
+
+    Args:
+        name: of the layer.
+        sequence: how it is spread.
+        length: of the sequence.
+        run: the spread layer.
+        backward: of the spread layer, from its loss.
+        change: both layers before they run.
+    """
     made = built(name)
     native, layer = made[0], spread(made, sequence)
+    change(native)
+    change(layer)
     inputs = inputs_of(name, made[2], length)
-    if batch < BATCH:
-        inputs["attention_mask"] = inputs["attention_mask"][:batch]
     sequence.axis.length = length
-    x, weights = numbers(batch, length, HIDDEN), numbers(batch, length, HIDDEN, seed=2)
+    x, weights = numbers(BATCH, length, HIDDEN), numbers(BATCH, length, HIDDEN, seed=2)
     whole_x, part_x = x.clone().requires_grad_(), sequence.axis.own(x, 1).requires_grad_()
     expected = first_of(native(whole_x, **inputs))
     output = first_of(run(layer, part_x, **inputs))
     torch.testing.assert_close(whole(output, sequence), expected, rtol=1e-5, atol=1e-5)
     (expected * weights).sum().backward()
-    (output * sequence.axis.own(weights, 1)).sum().backward()
+    backward(layer, (output * sequence.axis.own(weights, 1)).sum())
     torch.testing.assert_close(whole(part_x.grad, sequence), whole_x.grad, rtol=1e-4, atol=1e-4)
     require_same_gradients(layer, native)
     return layer

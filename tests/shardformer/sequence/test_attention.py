@@ -1,17 +1,27 @@
 """Attention of split sequences as models of transformers call it."""
 
 import copy
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaModel
+from transformers import AttentionInterface, LlamaConfig, LlamaModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-from echelon.shardformer.sequence.attention import set_sequence_attention
+from echelon.shardformer.sequence.attention import (
+    all_to_all_attention,
+    ring_attention_of,
+    set_sequence_attention,
+)
 from echelon.shardformer.sequence.axis import SequenceAxis
+from echelon.shardformer.sequence.block_mask import block_mask
 from echelon.shardformer.sequence.order import SequenceOrder
+from echelon.shardformer.sequence.rings import DoubleRing
 
 from ...pool import Pool
 
@@ -126,3 +136,99 @@ def test_a_llama_attends_by_heads(pool: Pool, kernel: str) -> None:
 
 def test_a_llama_attends_round_the_ring(pool: Pool) -> None:
     pool.run(2, compare, "ring_attn", "sdpa")
+
+
+class Attention(nn.Module):
+    """What attention functions look at."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__()
+        self.num_key_value_groups, self.is_causal, self.config = 2, True, config
+
+
+def tensors(length: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(B, heads, length, 8, generator=generator) for heads in (4, 2, 2)]
+
+
+def attend_with_flash() -> None:
+    """Flash attention knows where packed sequences begin by the positions of all, and its version by the config."""
+    seen: dict[str, Any] = {}
+
+    def stand_in(
+        module: Any, query: Tensor, *given: Any, position_ids: Tensor, **rest: Any
+    ) -> tuple[Tensor, None]:
+        seen.update(kernel=module.config._attn_implementation, positions=position_ids, length=query.shape[2])
+        return query.transpose(1, 2).contiguous(), None
+
+    group = dist.group.WORLD
+    assert group is not None
+    axis = SequenceAxis(group, SequenceOrder(size=2))
+    axis.length = LENGTH
+    module = Attention(LlamaConfig(attn_implementation="eager"))
+    axis.note(module)
+    module.config._attn_implementation_internal = "echelon_all_to_all_flash_attention_2"
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    q, k, v = (axis.own(each, 2) for each in tensors(LENGTH))
+    padding = torch.ones(B, LENGTH, dtype=torch.bool)
+    with patch.dict(AttentionInterface._global_mapping, flash_attention_2=stand_in):
+        out, _ = all_to_all_attention(
+            "flash_attention_2", module, q, k, v, padding, position_ids=axis.own(positions, 1)
+        )
+    assert seen["kernel"] == "flash_attention_2" and seen["length"] == LENGTH
+    assert torch.equal(seen["positions"], positions)
+    kept = LENGTH - 4 if axis.rank else 4  # the rest is padding
+    assert torch.equal(out[:, :kept], q.transpose(1, 2)[:, :kept])
+    for function in (partial(all_to_all_attention, "sdpa"), ring_attention_of):
+        with pytest.raises(ValueError, match="Attention hands indices to its attention"):
+            function(module, q, k, v, None, indices=positions)
+    with pytest.raises(ValueError, match="hands s_aux, softcap to its attention"):
+        ring_attention_of(module, q, k, v, None, softcap=50.0, s_aux=torch.zeros(4))
+
+
+def test_flash_attention_gets_whole_positions_and_what_is_unknown_is_refused(pool: Pool) -> None:
+    pool.run(2, attend_with_flash)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"mask_function": bidirectional_mask_function, "allow_is_causal_skip": False},
+        {"attention_mask": torch.tensor([[True] * 5, [True, True, True, False, False]])},
+    ],
+    ids=["causal", "all", "padded"],
+)
+def test_whole_sequences_are_attended_to_as_ever(given: dict[str, Any]) -> None:
+    module = Attention()
+    q, k, v = tensors(5)
+    masks = dict(batch_size=B, q_length=5, kv_length=5)
+    blocks = block_mask(**masks, **given)
+    plain = sdpa_mask(
+        **masks, **{"mask_function": causal_mask_function, **given, "allow_is_causal_skip": False}
+    )
+    expected, _ = sdpa_attention_forward(module, q, k, v, plain, scaling=0.3)
+    found, _ = ring_attention_of(module, q, k, v, blocks, scaling=0.3)
+    torch.testing.assert_close(found, expected)
+    found, _ = all_to_all_attention("sdpa", module, q, k, v, plain, scaling=0.3)
+    assert torch.equal(found, expected)
+
+
+def attend_with_rings() -> None:
+    """What ring attention is called with."""
+    group = dist.group.WORLD
+    assert group is not None
+    rings = DoubleRing(group, group)
+    axis = SequenceAxis(group, SequenceOrder(size=2), rings)
+    axis.length = LENGTH
+    module = Attention()
+    axis.note(module)
+    with patch("echelon.shardformer.sequence.attention.ring_attention") as called:
+        ring_attention_of(module, *tensors(4), None)
+    assert called.call_args.kwargs["inner"] is rings
+    assert called.call_args.kwargs["is_causal"] is True
+    assert called.call_args.kwargs["scale"] == 8**-0.5
+
+
+def test_the_axis_says_in_which_rings(pool: Pool) -> None:
+    pool.run(2, attend_with_rings)
