@@ -169,7 +169,9 @@ class PipelineEngine:
             )
         self._check_replicas([(replica, code) for _, code, _, replica in found])
         self._check_batch(batch, {rank: samples for rank, (_, _, samples, _) in enumerate(found)})
-        return batch, [samples for _, _, samples, _ in found]
+        every = [samples for _, _, samples, _ in found]
+        self._check_sharing_ranks(every)
+        return batch, every
 
     def _check_replicas(self, codes: list[tuple[int, int]]) -> None:
         differing = {}
@@ -198,6 +200,18 @@ class PipelineEngine:
         is_cut = self._mesh.size("pp") > 1
         if is_cut and isinstance(batch, Mapping) and (faults := setting_faults(batch, "the batch")):
             raise ValueError("\n".join(faults))
+
+    def _check_sharing_ranks(self, samples: Sequence[int]) -> None:
+        """Ranks that share out weights gather them in every microbatch: they must run equally many."""
+        cutting = self._config.pipeline.cutting
+        counts = {count: len(microbatch_lengths(count, **cutting)) for count in sorted(set(samples))}
+        if self._mesh.size("weight") > 1 and len(set(counts.values())) > 1:
+            told = ", ".join(f"{number} for {count} samples" for count, number in counts.items())
+            raise ValueError(
+                f"with wp_size={self._mesh.size('weight')} every rank must run equally many microbatches, and the "
+                f"ranks' batches make {told}: give num_microbatches instead of microbatch_size, or drop_last=True in "
+                "the dataloader"
+            )
 
     def to_compute(self, batch: Any) -> Any:
         """A batch on this rank's device, floating tensors in the model's precision."""

@@ -20,7 +20,8 @@ from .layer.weight_parallel import KINDS, WeightParallelLinear
 from .layer.weight_pool import WeightPool
 from .policy import Policy
 from .shard_former import policy_for
-from .table import table_for
+from .table import Table, table_for
+from .table_policy import TablePolicy
 
 
 def weight_faults(*, wp_size: int, tp_size: int, data_size: int) -> list[str]:
@@ -50,7 +51,7 @@ def weight_faults(*, wp_size: int, tp_size: int, data_size: int) -> list[str]:
     return found
 
 
-def weight_layers(model: nn.Module, policy: Policy | None = None) -> list[nn.Module]:
+def weight_layers(model: nn.Module, policy: Policy | Table | None = None) -> list[nn.Module]:
     """The layers of a whole model: those that transformers recomputes, or where there are none those of its stages.
 
     Args:
@@ -62,7 +63,7 @@ def weight_layers(model: nn.Module, policy: Policy | None = None) -> list[nn.Mod
     """
     if found := recomputable_layers(model):
         return found
-    policy = policy or policy_for(model)
+    policy = TablePolicy(policy) if isinstance(policy, Table) else policy or policy_for(model)
     policy.set_model(model)
     plan = policy.stage_plan()
     paths = [] if plan is None else plan.layer_paths(model)

@@ -1,11 +1,13 @@
 """What is used after what, learnt from how it was. What is done with it is weight_pool.py."""
 
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 Thing = TypeVar("Thing")
 
 
-class Use(NamedTuple, Generic[Thing]):
+@dataclass(frozen=True)
+class Use(Generic[Thing]):
     """One use of a thing.
 
     Args:

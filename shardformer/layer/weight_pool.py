@@ -50,7 +50,7 @@ class Buffers:
         self.lent = 0
         self._reuse = reuse
         self._length = 0
-        self._free: dict[torch.dtype, list[Tensor]] = {}
+        self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
 
     def expect(self, length: int) -> None:
         """Somebody will borrow so many elements."""
@@ -59,8 +59,7 @@ class Buffers:
     def take(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """So many elements or more, of any value."""
         self.lent += 1
-        free = self._free.get(dtype)
-        if free:
+        if free := self._free.get((dtype, device)):
             return free.pop()
         self.made += 1
         return torch.empty(max(length, self._length) if self._reuse else length, dtype=dtype, device=device)
@@ -69,7 +68,7 @@ class Buffers:
         """The borrower will not use it any more, but for what is in the current stream already."""
         self.lent -= 1
         if self._reuse:
-            self._free.setdefault(buffer.dtype, []).append(buffer)
+            self._free.setdefault((buffer.dtype, buffer.device), []).append(buffer)
 
 
 @dataclass(kw_only=True, eq=False)

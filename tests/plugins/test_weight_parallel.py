@@ -11,20 +11,25 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from echelon import Booster, HybridParallelPlugin
 from echelon.checkpoint.gather import gather_whole
 from echelon.checkpoint.model_file import load_model_file, save_model_file
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.placement import Shard, placement_of
+from echelon.lazy import LazyInitContext, materialize
 from echelon.pipeline.stage_manager import PipelineStageManager
 from echelon.plugins.ledger import Ledger
 from echelon.plugins.names import ParameterNames, managed_parameters
 from echelon.shardformer.checkpoint_config import recomputable_layers
 from echelon.shardformer.weight_split import make_weight_parallel
+from echelon.verify.batch import loss_of as batch_loss
+from echelon.verify.batch import make_batch
 from echelon.zero.optimizer import ShardedOptimizer
 from echelon.zero.precision import PrecisionConfig
 
 from ..pool import Pool
 from ..shardformer.compare import build, integers
+from .training import BERT
 
 # Odd widths: neither 2 nor 4 ranks divide all of them.
 MODELS: dict[str, dict[str, Any]] = {
@@ -169,6 +174,39 @@ def test_models_train_as_one_process_does_under_every_stage(
     pool.run(ranks, check_training, wp, (0, 1, 2), zero_size)
 
 
+def run_unevenly() -> None:
+    model = BERT.build()
+    booster = Booster(
+        plugin=HybridParallelPlugin(wp_size=2, precision="fp32", num_microbatches=None, microbatch_size=2)
+    )
+    wrapped, optimizer, *_ = booster.boost(model, make_optimizer(model))
+    batch = make_batch(BERT, num_samples=4 + 2 * dist.get_rank(), seed=0)
+    booster.execute_pipeline(iter([batch]), wrapped, batch_loss, optimizer)
+
+
+def test_ranks_with_other_numbers_of_microbatches_are_refused(pool: Pool) -> None:
+    for error in pool.run_failing(2, run_unevenly):
+        assert isinstance(error, ValueError)
+        assert "with wp_size=2 every rank must run equally many microbatches" in str(error)
+        assert "2 for 4 samples, 3 for 6 samples" in str(error)
+
+
+def build_lazily() -> None:
+    """A rank makes its pieces, of a model that has no memory before."""
+    expected = Trained("GPT2LMHeadModel", wp=2, stage=0).model
+    with LazyInitContext():
+        model = build_model("GPT2LMHeadModel")
+    make_weight_parallel(model, recomputable_layers(model), dist.group.WORLD)
+    materialize(model)
+    for (name, own), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert placement_of(own) == placement_of(other), name
+        assert torch.equal(own, other), name
+
+
+def test_a_lazy_model_is_made_in_pieces(pool: Pool) -> None:
+    pool.run(2, build_lazily)
+
+
 def measure(stage: int, wp: int) -> tuple[dict[str, int], dict[tuple[str, str], float], int, int]:
     """What is held and sent in a step, and how many elements are shared out and are not."""
     trained = Trained("LlamaForCausalLM", wp=wp, stage=stage, bucket_size=10**6)
@@ -223,6 +261,8 @@ def save_and_load(folder: str, wp: int) -> None:
     dist.barrier()
     second = Trained("GPT2LMHeadModel", wp=wp, stage=1)
     load_model_file(path, second.held, second.placements, second.mesh, names=second.names.state)
+    for name, parameter in second.held.items():
+        assert torch.equal(parameter, first.held[name]), name
     second.optimizer.refresh_masters()
     second.optimizer.load_state_dict(deepcopy(first.optimizer.state_dict()))
     for own, other in zip(first.train(), second.train(), strict=True):
