@@ -16,26 +16,26 @@ def gather_whole(
 ) -> dict[str, Tensor]:
     """All tensors of the model, whole, on global rank 0; an empty dict elsewhere.
 
-    Collective over the world: all-gather over tp, then point-to-point over pp to the first stage. Equal
-    copies (over dp and sp, and tied ones on several stages) are taken once.
+    Collective over the world: all-gather over the axis of each placement, then point-to-point over pp to the
+    first stage. Equal copies (over dp and sp, and tied ones on several stages) are taken once.
 
     Args:
         locals_: this rank's piece of every tensor that its stage holds, by name, in one order on all ranks
-            of the tensor axis.
-        placements: how each is spread over the tensor axis.
+            of an axis.
+        placements: how each is spread over an axis.
         mesh: the mesh.
     """
-    whole = {name: _over_tensor_axis(local, placements[name], mesh) for name, local in locals_.items()}
+    whole = {name: _over_axis(local, placements[name], mesh) for name, local in locals_.items()}
     if any(mesh.rank(axis) for axis in ("dp", "sp", "tp")):
         return {}
     return _over_pipeline(whole, mesh)
 
 
-def _over_tensor_axis(local: Tensor, placement: Placement | None, mesh: ParallelMesh) -> Tensor:
-    if not isinstance(placement, Shard) or mesh.size("tp") == 1:
+def _over_axis(local: Tensor, placement: Placement | None, mesh: ParallelMesh) -> Tensor:
+    if not isinstance(placement, Shard) or placement.size == 1:
         return local.detach()
-    pieces = local.new_empty((mesh.size("tp"), *local.shape))
-    all_gather_single(pieces.view(-1), local.detach().contiguous().view(-1), group=mesh.group("tp"))
+    pieces = local.new_empty((placement.size, *local.shape))
+    all_gather_single(pieces.view(-1), local.detach().contiguous().view(-1), group=mesh.group(placement.axis))
     return placement.whole(pieces.unbind(0))
 
 

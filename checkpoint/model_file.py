@@ -53,7 +53,7 @@ def save_model_file(
     Args:
         path: the file. Its folder is made where missing.
         tensors: this rank's parameters and buffers by their Hugging Face names.
-        placements: how each is spread over the tensor axis.
+        placements: how each is spread over an axis.
         mesh: the mesh.
         use_safetensors: safetensors, or torch's own format.
 
@@ -85,7 +85,7 @@ def load_model_file(
     Args:
         path: a file of `save_model_file`, or any Hugging Face safetensors or torch file with these names.
         tensors: this rank's parameters and buffers by name; changed in place.
-        placements: how each is spread over the tensor axis.
+        placements: how each is spread over an axis.
         mesh: the mesh.
         names: those of the whole model.
 
@@ -118,7 +118,7 @@ def _piece(whole: Tensor, placement: Placement | None, mesh: ParallelMesh) -> Te
         return whole
     if placement.dim >= whole.ndim or whole.shape[placement.dim] != sum(placement.blocks):
         return None
-    return placement.local(whole, mesh.rank("tp"))
+    return placement.local(whole, mesh.rank(placement.axis))
 
 
 def _write(path: Path, tensors: dict[str, Tensor], use_safetensors: bool) -> None:

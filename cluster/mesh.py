@@ -18,10 +18,10 @@ DATA = ("dp", "sp")
 
 
 def mesh_faults(
-    *, world_size: int, pp: int = 1, dp: int | None = None, sp: int = 1, tp: int = 1
+    *, world_size: int, pp: int = 1, dp: int | None = None, sp: int = 1, tp: int = 1, wp: int = 1
 ) -> list[str]:
     """All that is wrong with the sizes of a mesh, each with what would work; empty when they fit."""
-    sizes = {"pp": pp, "dp": 1 if dp is None else dp, "sp": sp, "tp": tp}
+    sizes = {"pp": pp, "dp": 1 if dp is None else dp, "sp": sp, "tp": tp, "wp": wp}
     faults = [f"{axis}_size={size} must be at least 1" for axis, size in sizes.items() if size < 1]
     if faults:
         return faults
@@ -37,6 +37,12 @@ def mesh_faults(
             f"tp_size={tp} * pp_size={pp} * sp_size={sp} * dp_size={dp} = {inner * dp} is not the world size "
             f"{world_size}: start {inner * dp} processes"
             + (f", or use dp_size={world_size // inner}" if world_size % inner == 0 else "")
+        )
+    data = world_size // (pp * tp)
+    if not faults and data % wp:
+        faults.append(
+            f"wp_size={wp} does not divide the {data} ranks whose gradients are averaged (dp_size * sp_size): use one "
+            f"of wp_size={divisors(data)}"
         )
     return faults
 
@@ -64,32 +70,41 @@ def torch_mesh(device_type: str, shape: tuple[int, ...], dims: tuple[str, ...]) 
 class ParallelMesh:
     """All ranks of the default group arranged as pp × dp × sp × tp, tp innermost.
 
-    Besides these four there is the axis "data", dp and sp together: the ranks whose gradients are averaged.
+    Besides these four there are two more. "data" is dp and sp together: the ranks whose gradients are averaged.
+    "weight", where wp > 1, is so many neighbours of it, which share out the weights of linear layers.
 
     Building it is collective over the world: every rank calls it with the same sizes. Groups are made here
     or in `subgroup`, in one order on all ranks.
 
     Args:
         pp, sp, tp: sizes of the pipeline, sequence and tensor axes.
-        dp: size of the data axis; None takes what the world size leaves.
+        dp: the number of replicas; None takes what the world size leaves.
+        wp: size of the weight axis; it divides dp * sp.
 
     Raises:
         ValueError: the sizes do not multiply to the world size.
     """
 
-    def __init__(self, *, pp: int = 1, dp: int | None = None, sp: int = 1, tp: int = 1) -> None:
+    def __init__(self, *, pp: int = 1, dp: int | None = None, sp: int = 1, tp: int = 1, wp: int = 1) -> None:
         world_size = dist.get_world_size()
-        if faults := mesh_faults(world_size=world_size, pp=pp, dp=dp, sp=sp, tp=tp):
+        if faults := mesh_faults(world_size=world_size, pp=pp, dp=dp, sp=sp, tp=tp, wp=wp):
             raise ValueError("; ".join(faults))
         start_watch()
         self.device = default_device()
         shape = (pp, world_size // (pp * sp * tp), sp, tp)
         self._mesh = torch_mesh(self.device.type, shape, AXES)
+        self._weight_size = wp
         self._data_group: dist.ProcessGroup | None = None
+        self._weight_group: dist.ProcessGroup | None = None
         self._groups: dict[tuple, dist.ProcessGroup | None] = {}
         self._pipeline_groups: list[dist.ProcessGroup] = []
         if self._simplest("data") == "data":
             self._data_group = self._new_group("data", (range(self.size("data")),))
+        if wp > 1:  # of its own also where it is all of the data axis: what travels on it is counted apart
+            firsts = range(0, self.size("data"), wp)
+            self._weight_group = self._new_group(
+                self._simplest("data"), [range(first, first + wp) for first in firsts]
+            )
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -108,6 +123,8 @@ class ParallelMesh:
 
     def size(self, *axes: str) -> int:
         """The number of ranks along one axis, or along several together."""
+        if "weight" in axes:
+            return self._weight_size * self.size(*(axis for axis in axes if axis != "weight"))
         single = [each for axis in axes for each in (DATA if axis == "data" else (axis,))]
         return prod(self._mesh.size(AXES.index(axis)) for axis in single)
 
@@ -115,11 +132,19 @@ class ParallelMesh:
         """This process's coordinate along an axis."""
         if axis == "data":
             return self.rank("dp") * self.size("sp") + self.rank("sp")
+        if axis == "weight":
+            return self.rank("data") % self._weight_size
         return self._mesh.get_local_rank(axis)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one in `axis` alone, in the order of their coordinates."""
+        """The ranks that differ from this one in `axis` alone, in the order of their coordinates.
+
+        There is none for "weight" where wp is 1.
+        """
         axis = self._simplest(axis)
+        if axis == "weight":
+            assert self._weight_group is not None
+            return self._weight_group
         if axis == "data":
             assert self._data_group is not None
             return self._data_group
@@ -134,6 +159,7 @@ class ParallelMesh:
         along = {self.group(axis).group_name: axis for axis in AXES if self.size(axis) > 1}
         along |= {each.group_name: "pp" for each in self._pipeline_groups}
         along |= {} if self._data_group is None else {self._data_group.group_name: "data"}
+        along |= {} if self._weight_group is None else {self._weight_group.group_name: "weight"}
         along |= {each.group_name: axis for (axis, _), each in self._groups.items() if each is not None}
         return along.get(group.group_name, "world")
 

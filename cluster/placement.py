@@ -28,6 +28,7 @@ class Shard:
             gradient is partial on each of them.
         stretches: how many equal stretches the whole has, each with an equal part of `blocks`; a stretch is cut over
             its own neighbouring ranks alone (the heads that share a key-value head). 1 cuts over all ranks.
+        axis: of the mesh: "tp", or "weight" for what is whole wherever it is used.
     """
 
     size: int
@@ -36,6 +37,7 @@ class Shard:
     padded: tuple[int, ...] | None = None
     copies: int = 1
     stretches: int = 1
+    axis: str = "tp"
 
     def __post_init__(self) -> None:
         if self.size % self.copies:
@@ -134,5 +136,5 @@ def is_counted(parameter: Tensor, rank: int) -> bool:
 
 
 def placement_of(parameter: Tensor) -> Placement | None:
-    """How a parameter is spread over the tensor axis, or None where it is whole and its gradient too."""
+    """How a parameter is spread over an axis, or None where it is whole and its gradient too."""
     return getattr(parameter, _ATTRIBUTE, None)

@@ -9,7 +9,7 @@ Within one backward a layer's weight gradient may wait too, for the sum of input
 (`LaterProduct`; cluster/collectives.py, `copy_beside`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
@@ -26,19 +26,18 @@ from ..cluster.hooks import has_foreign_hooks
 # N rows of all other dimensions together, I input features, O output features
 
 
-class _Held(NamedTuple):
-    """What a weight's gradient is made of."""
+class HeldGradient(NamedTuple):
+    """A weight's gradient that waits.
+
+    Args:
+        parameter: the weight, or this rank's piece of it.
+        begin: computes the gradient, or begins to; what it returns gives it.
+        backward: autograd's number of the one that it is of.
+    """
 
     parameter: Parameter
-    rows: Callable[[], Tensor]  # the layer's input (N, I)
-    gradient_NO: Tensor
-    is_transposed: bool
-    backward: int  # autograd's number of the one that it is of
-
-    def product(self) -> Tensor:
-        """The gradient."""
-        x_NI = self.rows()
-        return x_NI.T.mm(self.gradient_NO) if self.is_transposed else self.gradient_NO.T.mm(x_NI)
+    begin: Callable[[], Callable[[], Tensor]]
+    backward: int
 
 
 class KeptInput(Protocol):
@@ -61,8 +60,8 @@ class WeightGradients:
     """Weight gradients that backwards held back, by stage and microbatch; one per rank."""
 
     def __init__(self) -> None:
-        self._by_place: dict[tuple[int, int], list[_Held]] = {}
-        self._holding: list[_Held] | None = None
+        self._by_place: dict[tuple[int, int], list[HeldGradient]] = {}
+        self._holding: list[HeldGradient] | None = None
 
     @contextmanager
     def holding(self, place: tuple[int, int]) -> Iterator[None]:
@@ -77,10 +76,9 @@ class WeightGradients:
         """Compute what was held back, and give it to the parameters as a backward would, hooks included."""
         held = self._by_place.pop(place)
         if held:
-            torch.autograd.backward(
-                [each.parameter for each in held],
-                [each.product() for each in held],
-            )
+            with torch.no_grad():
+                gradients = list(_each_beside_the_next(held))
+            torch.autograd.backward([each.parameter for each in held], gradients)
 
     @property
     def is_holding(self) -> bool:
@@ -91,12 +89,24 @@ class WeightGradients:
         """Drop all that is held, after a step that broke off."""
         self._by_place.clear()
 
-    def takes(self, held: _Held) -> bool:
+    def takes(self, held: HeldGradient) -> bool:
         """Hold this back, where that is asked for now. A weight that somebody has hooks for never is."""
         if self._holding is None or has_foreign_hooks(held.parameter):
             return False
         self._holding.append(held)
         return True
+
+
+def _each_beside_the_next(held: Iterable[HeldGradient]) -> Iterator[Tensor]:
+    """The gradients; each has time until the next has begun too."""
+    under_way: Callable[[], Tensor] | None = None
+    for each in held:
+        begun = each.begin()
+        if under_way is not None:
+            yield under_way()
+        under_way = begun
+    if under_way is not None:
+        yield under_way()
 
 
 class LaterProduct:
@@ -106,15 +116,19 @@ class LaterProduct:
     """
 
     def __init__(self, weight: Tensor) -> None:
-        self.held: list[_Held] = []
+        self.held: list[HeldGradient] = []
         self.weight: Tensor = _Later.apply(weight, self.held)
+
+    def put(self, held: HeldGradient) -> None:
+        """Let a gradient wait, and forget those of backwards that asked for gradients of inputs alone."""
+        self.held[:] = [each for each in self.held if each.backward == held.backward] + [held]
 
 
 class _Later(Function):
     """The weight itself; its gradient is made of what the layer's backward put aside."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, held: list[_Held]) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, held: list[HeldGradient]) -> Tensor:
         ctx.held = held
         ctx.set_materialize_grads(False)
         return weight.view_as(weight)
@@ -126,7 +140,7 @@ class _Later(Function):
             held = ctx.held.pop()
             # Not of one that asked for gradients of inputs alone, and never came here.
             if held.backward == torch._C._current_graph_task_id():
-                product = held.product()
+                product = held.begin()()
                 gradient = product if gradient is None else gradient + product
         return gradient, None
 
@@ -167,7 +181,7 @@ def linear(
         parameter=cast(Parameter, weight),
         is_transposed=is_transposed,
         store=weight_gradients,
-        later=None if later is None else later.held,
+        later=later,
         again=again,
     )
     through = weight if later is None else later.weight
@@ -198,7 +212,7 @@ class Keep:
     parameter: Parameter
     is_transposed: bool
     store: WeightGradients | None
-    later: list[_Held] | None = None
+    later: LaterProduct | None = None
     again: KeptInput | None = None
 
     def begin(self, kept: Tensor) -> None:
@@ -213,17 +227,18 @@ class Keep:
             kept: the input (..., I), or what was kept of it.
             gradient_NO: of the output.
         """
-        again, backward = self.again, torch._C._current_graph_task_id()
 
-        def rows() -> Tensor:
-            return kept.reshape(-1, kept.shape[-1]) if again is None else again.rows(kept)
+        def begin() -> Callable[[], Tensor]:
+            x_NI = kept.reshape(-1, kept.shape[-1]) if self.again is None else self.again.rows(kept)
+            product = weight_gradient(x_NI, gradient_NO, is_transposed=self.is_transposed)
+            return lambda: product
 
-        held = _Held(self.parameter, rows, gradient_NO, self.is_transposed, backward)
+        held = HeldGradient(self.parameter, begin, torch._C._current_graph_task_id())
         if self.store is not None and self.store.takes(held):
             return None
         if self.later is None:
-            return held.product()
-        self.later[:] = [each for each in self.later if each.backward == backward] + [held]
+            return begin()()
+        self.later.put(held)
         return None
 
 
@@ -244,7 +259,8 @@ class _SplitLinear(Function):
         ctx.keep = keep
         if keep.again is not None:
             keep.again.use()
-        return ready.pop() if ready else _product(x, weight, bias, keep.is_transposed)
+        out = ready.pop() if ready else _product(x, weight, bias, keep.is_transposed)
+        return torch.ops.aten._unsafe_view(out, out.shape)  # or what follows could not write to it in place
 
     @staticmethod
     @once_differentiable
@@ -262,6 +278,11 @@ class _SplitLinear(Function):
         if needs_bias:
             of_bias = gradient_NO.sum(0)
         return of_input, ctx.keep.gradient(kept, gradient_NO), of_bias, None, None, None
+
+
+def weight_gradient(x_NI: Tensor, gradient_NO: Tensor, *, is_transposed: bool) -> Tensor:
+    """The gradient of a linear layer's weight, (O, I), or (I, O) with `is_transposed`."""
+    return x_NI.T.mm(gradient_NO) if is_transposed else gradient_NO.T.mm(x_NI)
 
 
 class _HoldingLinear(nn.Linear):

@@ -12,6 +12,12 @@ from ..shardformer.equal_ranks import require_equal_models
 from ..shardformer.shard_config import ShardConfig
 from ..shardformer.shard_former import sharder_or_faults
 from ..shardformer.sharder import ModelSharder
+from ..shardformer.weight_split import (
+    make_weight_parallel,
+    native_classes,
+    weight_layers,
+    weight_model_faults,
+)
 from ..zero.optimizer import ShardedOptimizer
 from .hybrid_config import told
 from .hybrid_module import HybridParallelModule
@@ -32,12 +38,23 @@ def boost(
     """
     config, mesh = plugin.config, plugin.mesh
     sharder = _checked_sharder(model, optimizer, plugin)
+    layers = weight_layers(model, plugin.custom_policy) if config.wp > 1 else []
     with naming_failures("boost"):
         require_equal_models(model)
         names = ParameterNames.of(model)
         model.to(mesh.device)
         config.fused.choose_attention(model, mesh.device)
         shared = sharder.shard() if sharder is not None else []
+        if config.wp > 1:
+            make_weight_parallel(
+                model,
+                layers,
+                mesh.group("weight"),
+                native=native_classes(model),
+                overlap=config.wp_overlap,
+                memory_pool=config.wp_memory_pool,
+                gradient_dtype=config.wire_dtype,
+            )
         materialize(model)
         boosted = HybridParallelModule(model, names, plugin)
         wrapped = None
@@ -58,6 +75,7 @@ def boost(
                 overlap_communication=config.overlap_communication,
                 communication_dtype=config.wire_dtype,
                 cpu_offload=config.cpu_offload,
+                weight_size=config.wp,
                 precision=config.precision,
                 max_norm=config.max_norm,
                 bucket_size=int(config.bucket_size_in_m * 2**20),
@@ -80,6 +98,9 @@ def _checked_sharder(
     """What will split the model, once nothing speaks against boosting it; None where nothing is split."""
     config, mesh = plugin.config, plugin.mesh
     faults = optimizer_faults(model, optimizer) + config.fused.model_faults(model, mesh.device)
+    if config.wp > 1:
+        sharing = weight_layers(model, plugin.custom_policy)
+        faults += weight_model_faults(model, sharing, native=native_classes(model))
     sharder = None
     if mesh.size("tp", "pp", "sp") > 1:
         shard_config = ShardConfig(

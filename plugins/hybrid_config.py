@@ -21,6 +21,7 @@ from ..shardformer.checkpoint_config import PipelineGradientCheckpointConfig
 from ..shardformer.fused import FusedKernels
 from ..shardformer.policy import Policy
 from ..shardformer.sequence.config import WHOLE, SequenceParallelism
+from ..shardformer.weight_split import weight_faults
 from ..zero.faults import zero_size_faults
 from ..zero.precision import DTYPES, PrecisionConfig, precision_faults
 
@@ -140,6 +141,8 @@ class HybridConfig:
     Args:
         tp, pp, sp: sizes of the tensor, pipeline and sequence axes.
         sequence: how sequences are spread over the tensor or the sequence axis.
+        wp: over how many neighbours on the data axis the weights of linear layers are shared out.
+        wp_overlap, wp_memory_pool: see `shardformer.layer.weight_pool.WeightPool`.
         dp: size of the data axis; None is what the world size leaves.
         zero_stage: 0 plain data parallelism, 1 optimizer states split over it, 2 gradients too.
         zero_size: over how many replicas they are split; -1 or 0 is all of them.
@@ -161,6 +164,9 @@ class HybridConfig:
     sp: int = 1
     dp: int | None = None
     sequence: SequenceParallelism = WHOLE
+    wp: int = 1
+    wp_overlap: bool = True
+    wp_memory_pool: bool = True
     zero_stage: int = 0
     zero_size: int = -1
     overlap_communication: bool = True
@@ -189,7 +195,7 @@ class HybridConfig:
 
     def faults(self, world_size: int) -> list[str]:
         """All that is wrong with it in a world of this size, each with what would work."""
-        sizes = {"tp_size": self.tp, "pp_size": self.pp, "sp_size": self.sp}
+        sizes = {"tp_size": self.tp, "pp_size": self.pp, "sp_size": self.sp, "wp_size": self.wp}
         sizes |= {} if self.dp is None else {"dp_size": self.dp}
         sizes |= {
             "zero_stage": self.zero_stage,
@@ -200,7 +206,9 @@ class HybridConfig:
             return found
         found = mesh_faults(world_size=world_size, pp=self.pp, dp=self.dp, sp=self.sp, tp=self.tp)
         if not found:
-            found += zero_size_faults(self.zero_size, world_size // (self.pp * self.tp))
+            data_size = world_size // (self.pp * self.tp)
+            found += zero_size_faults(self.zero_size, data_size)
+            found += weight_faults(wp_size=self.wp, tp_size=self.tp, data_size=data_size)
         if self.zero_stage not in (0, 1, 2):
             found.append(
                 f"zero_stage={self.zero_stage} is not available: use 0 (plain data parallelism), 1 (states "
@@ -209,7 +217,10 @@ class HybridConfig:
         if self.communication_dtype not in (None, *DTYPES, *DTYPES.values()):
             allowed = ", ".join(map(str, (*map(repr, DTYPES), *DTYPES.values())))
             found.append(f"communication_dtype={self.communication_dtype!r} must be None or one of {allowed}")
-        switches = ("overlap_communication", "overlap_allgather", "cpu_offload")
+        switches = (
+            *("overlap_communication", "overlap_allgather", "cpu_offload"),
+            *("wp_overlap", "wp_memory_pool"),
+        )
         found += switch_faults({name: getattr(self, name) for name in switches})
         found += self._fused_faults()
         found += self.sequence.faults(tp_size=self.tp, sp_size=self.sp)

@@ -3,7 +3,7 @@
 Each of them lives in its own package; here stands only how they meet. See docs/design.md, "The way of a batch".
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from .base import Boosted, Plugin, require_process_group
 from .hybrid_boost import boost
 from .hybrid_config import HybridConfig, PipelineConfig, told
 from .hybrid_module import HybridParallelModule
+from .internevo import plugin_arguments
 from .ledger import Ledger
 
 
@@ -64,6 +65,10 @@ class HybridParallelPlugin(Plugin):
         enable_sequence_overlap: of "split_gather" and "ring", gather in backward while gradients are computed.
         enable_sequence_regather: of "split_gather", keep a part of what is gathered and gather it again in backward.
         inner_ring_size: of "ring_attn", ranks of the inner one of two rings, those of a node for example.
+        wp_size: neighbours on the data axis (dp and sp together) that share out the weights of linear layers, and
+            gather them layer by layer (InternEvo's isp, arXiv:2401.09149).
+        wp_overlap: gather the next layer's weights while one computes.
+        wp_memory_pool: gather into the same few buffers again and again.
         parallel_output: leave logits split over the vocabulary after training calls with labels (see
             `VocabParallelLogits`); the loss is computed from split logits in any case.
         make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times tp_size.
@@ -116,6 +121,9 @@ class HybridParallelPlugin(Plugin):
         sequence_parallelism_mode: str | None = None,
         inner_ring_size: int | None = None,
         enable_sequence_regather: bool = False,
+        wp_size: int = 1,
+        wp_overlap: bool = True,
+        wp_memory_pool: bool = True,
         parallel_output: bool = True,
         make_vocab_size_divisible_by: int = 64,
         initial_scale: float = 2**16,
@@ -147,6 +155,9 @@ class HybridParallelPlugin(Plugin):
             sp=sequence.own_axis(sp_size=sp_size, tp_size=tp_size),
             dp=dp_size,
             sequence=sequence,
+            wp=wp_size,
+            wp_overlap=wp_overlap,
+            wp_memory_pool=wp_memory_pool,
             zero_stage=zero_stage,
             zero_size=zero_size,
             overlap_communication=overlap_communication,
@@ -189,11 +200,24 @@ class HybridParallelPlugin(Plugin):
         if faults := self.config.faults(dist.get_world_size()):
             raise ValueError(told(faults))
         self.custom_policy = custom_policy
-        self.mesh = ParallelMesh(pp=pp_size, dp=dp_size, sp=self.config.sp, tp=tp_size)
+        self.mesh = ParallelMesh(pp=pp_size, dp=dp_size, sp=self.config.sp, tp=tp_size, wp=wp_size)
         self.rings = double_ring(self.mesh, inner_ring_size)
         self.stage_manager = PipelineStageManager(
             self.mesh, self.config.pipeline.placement(pp_size), self.config.pipeline.num_layers_per_stage
         )
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | str | Path, **others: Any) -> "HybridParallelPlugin":
+        """The plugin that an InternEvo configuration asks for; see docs/coming-from-internevo.md.
+
+        Args:
+            config: the configuration, its `parallel` section alone, or the path of a .py or .json file.
+            others: arguments of the plugin, which go before those of the configuration, or further sections.
+
+        Raises:
+            ValueError: all that is not understood, or cannot be done, at once.
+        """
+        return cls(**plugin_arguments(config, **others))
 
     @property
     def tp_size(self) -> int:

@@ -75,9 +75,15 @@ def managed_parameters(
                 sum_groups=tuple(groups),
                 counts=counts,
                 unit=units.get(parameter),
+                stride=_stride(placement_of(parameter)),
             )
         )
     return managed
+
+
+def _stride(placement: Placement | None) -> int:
+    """Every how-manieth rank of the data axis holds the same of a parameter."""
+    return placement.size if isinstance(placement, Shard) and placement.axis == "weight" else 1
 
 
 def _partial_groups(placement: Placement | None, mesh: ParallelMesh) -> list[dist.ProcessGroup]:

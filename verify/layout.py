@@ -23,6 +23,7 @@ class Layout:
         max_norm: clip gradients to this norm; 0 does not.
         recompute: the share of each stage's layers that is computed again in backward.
         sequence: the mode of sequence parallelism, None for whole sequences.
+        wp: neighbours on the data axis that share out the weights of linear layers.
         inner_ring: ranks of the inner one of two rings, 0 for one ring.
         options: names of further options of the plugin that are switched on.
     """
@@ -42,6 +43,7 @@ class Layout:
     recompute: float = 0.0
     sequence: str | None = None
     inner_ring: int = 0
+    wp: int = 1
     options: tuple[str, ...] = ()
 
     @property
@@ -98,6 +100,7 @@ class Layout:
             dp=self.dp,
             sp=self.sp,
             sequence=self.sequence_settings,
+            wp=self.wp,
             zero_stage=self.zero,
             zero_size=self.zero_size,
             overlap_allgather=self.overlap_allgather,
@@ -112,6 +115,7 @@ class Layout:
         schedule = [f"{self.schedule}{chunks}"] if self.pp > 1 and self.schedule != "1f1b" else []
         rest = [self.sequence or ""] * bool(self.sequence)
         rest += [f"inner{self.inner_ring}"] * bool(self.inner_ring)
+        rest += [f"wp{self.wp}"] * (self.wp > 1)
         rest += [f"zero{self.zero}"] * bool(self.zero)
         rest += [f"of{self.zero_size}"] * (self.zero_size > 0)
         rest += ["late"] * self.overlap_allgather

@@ -161,6 +161,7 @@ def _run_layout(
         pp_size=layout.pp,
         dp_size=layout.dp,
         sp_size=layout.sp,
+        wp_size=layout.wp,
         zero_stage=layout.zero,
         zero_size=layout.zero_size,
         overlap_allgather=layout.overlap_allgather,
@@ -239,11 +240,11 @@ def _unequal_copies(boosted: HybridParallelModule, optimizer: ShardedOptimizer) 
 
     Replicas, and what is whole on several tensor ranks or stages; parameters, and the masters behind them.
     """
-    tensor_rank, masters = boosted.plugin.mesh.rank("tp"), optimizer.masters()
+    mesh, masters = boosted.plugin.mesh, optimizer.masters()
     own = {}
     for name, parameter in boosted.held.items():
         placement = placement_of(parameter)
-        piece = tensor_rank // placement.copies if isinstance(placement, Shard) else 0
+        piece = mesh.rank(placement.axis) // placement.copies if isinstance(placement, Shard) else 0
         own[name, piece] = batch_hash([parameter.detach(), masters.get(name)])
     by_rank: list[dict[tuple[str, int], int]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(by_rank, own)

@@ -32,6 +32,16 @@ def zero_size_faults(zero_size: int, data_size: int) -> list[str]:
     ]
 
 
+def weight_size_faults(weight_size: int, data_size: int) -> list[str]:
+    """What is wrong with this many of so many data-parallel ranks sharing out weights."""
+    if weight_size >= 1 and data_size % weight_size == 0:
+        return []
+    return [
+        f"weight_size={weight_size} must divide the {data_size} data-parallel ranks: use one of "
+        f"{', '.join(map(str, divisors(data_size)))}"
+    ]
+
+
 def require_clip_norm(max_norm: float, norm_type: float) -> None:
     """Raise ValueError where gradients cannot be clipped to this norm."""
     checks = (

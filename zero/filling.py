@@ -1,6 +1,6 @@
 """Which parameters share a bucket. What a bucket is, is bucket.py."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -14,7 +14,7 @@ def fill_buckets(
     groups: Sequence[Sequence[ManagedParameter]],
     *,
     dtype: torch.dtype,
-    partition: Partition,
+    partitions: Mapping[int, Partition],
     bucket_size: int,
     loans: Loans | None = None,
     communication_dtype: torch.dtype = torch.float32,
@@ -22,14 +22,15 @@ def fill_buckets(
 ) -> list[Bucket]:
     """Buckets of at most `bucket_size` elements, or of one larger parameter. One broadcast per bucket.
 
-    None spans two parameter groups, devices or units, and parameters that are summed over other groups have
-    their own. Arguments as of `Bucket`.
+    None spans two parameter groups, devices, units or partitions, and parameters that are summed over other groups
+    have their own. Arguments as of `Bucket`, and `partitions` by the stride of their parameters.
     """
     buckets = []
     for index, group in enumerate(groups):
         alike: dict[Hashable, list[ManagedParameter]] = {}
         for managed in group:
-            alike.setdefault((managed.parameter.device, managed.unit, managed.needs_sum), []).append(managed)
+            key = (managed.parameter.device, managed.unit, managed.needs_sum, managed.stride)
+            alike.setdefault(key, []).append(managed)
         for members in alike.values():
             for part in _portions(members, bucket_size):
                 buckets.append(
@@ -37,7 +38,7 @@ def fill_buckets(
                         part,
                         group_index=index,
                         dtype=dtype,
-                        partition=partition,
+                        partition=partitions[part[0].stride],
                         loans=loans,
                         communication_dtype=communication_dtype,
                         is_offloaded=is_offloaded,

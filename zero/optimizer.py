@@ -27,6 +27,7 @@ from .faults import (
     require_finite_norm,
     require_untouched,
     sharding_faults,
+    weight_size_faults,
     zero_size_faults,
 )
 from .filling import fill_buckets
@@ -35,7 +36,7 @@ from .held import HeldBytes, held_bytes
 from .loan import Loans
 from .offload import choose_fused_kernels, wait_for_copies
 from .parameter import ManagedParameter
-from .partition import Partition
+from .partition import arriving_bytes, partitions_by_stride
 from .precision import DynamicScaler, PrecisionConfig
 from .publication import Publisher
 from .reduction import Reducer, require_one_layout
@@ -68,6 +69,8 @@ class ShardedOptimizer(OptimizerWrapper):
         data_axis: the axis of the mesh that gradients are averaged over.
         zero_size: over how many neighbouring ranks of that axis a stage above 0 shares out, a node for example; -1
             or 0 is all of them, 1 none. Gradients are averaged over the whole axis all the same.
+        weight_size: the stride of parameters that neighbours on that axis share out, see `ManagedParameter`; they are
+            averaged, and shared out, over the ranks that hold the same of them. 1 where there are none.
         overlap_communication: average gradients while backward runs. Without it `reduce_gradients` does, and at
             stage 2 a backward waits for each bucket.
         communication_dtype: the format in which gradients are averaged over the data axis.
@@ -96,13 +99,16 @@ class ShardedOptimizer(OptimizerWrapper):
         bucket_size: int = 12 * 1024**2,
         data_axis: str = "data",
         zero_size: int = -1,
+        weight_size: int = 1,
         overlap_communication: bool = True,
         communication_dtype: torch.dtype = torch.float32,
         cpu_offload: bool = False,
     ) -> None:
-        faults = sharding_faults(
-            stage=stage, max_norm=max_norm, norm_type=norm_type, bucket_size=bucket_size
-        ) + zero_size_faults(zero_size, mesh.size(data_axis))
+        faults = [
+            *sharding_faults(stage=stage, max_norm=max_norm, norm_type=norm_type, bucket_size=bucket_size),
+            *zero_size_faults(zero_size, mesh.size(data_axis)),
+            *weight_size_faults(weight_size, mesh.size(data_axis)),
+        ]
         if faults:
             raise ValueError("; ".join(faults))
         require_elementwise(optimizer)
@@ -111,15 +117,16 @@ class ShardedOptimizer(OptimizerWrapper):
         self._mesh = mesh
         self._max_norm = max_norm
         self._scaler = DynamicScaler(precision) if precision.precision == "fp16" else None
-        self._partition = Partition.of(mesh, data_axis, zero_size if stage else 1)
+        self._partitions = partitions_by_stride(mesh, data_axis, zero_size if stage else 1, weight_size)
+        whole = self._partitions[1]
         groups = managed_groups(optimizer, parameters)
-        require_one_layout(groups, group=self._partition.group, device=mesh.device)
+        require_one_layout(groups, group=whole.group, device=mesh.device)
         self._frozen = [managed for managed in parameters if not managed.parameter.requires_grad]
-        self._loans = Loans() if stage == 2 and self._partition.num_slices > 1 else None
+        self._loans = Loans() if stage == 2 and whole.num_slices > 1 else None
         self.buckets = fill_buckets(
             groups,
             dtype=precision.dtype,
-            partition=self._partition,
+            partitions=self._partitions,
             bucket_size=bucket_size,
             loans=self._loans,
             communication_dtype=communication_dtype,
@@ -128,7 +135,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self.reducer = Reducer(
             self.buckets,
             parameters,
-            partition=self._partition,
+            partition=whole,
             device=mesh.device,
             overlap=overlap_communication,
         )
@@ -324,7 +331,7 @@ class ShardedOptimizer(OptimizerWrapper):
         if not self.reducer.is_reduced:
             raise RuntimeError("gradients() needs reduced gradients: call reduce_gradients() or step() first")
         multiplier = self._gradients.multiplier
-        named = self._named(lambda bucket: self._partition.gathered(bucket.own_gradients) * multiplier)
+        named = self._named(lambda bucket: bucket.partition.gathered(bucket.own_gradients) * multiplier)
         present = self.reducer.present.tolist()
         return {
             slot.managed.name: named[slot.managed.name]
@@ -335,7 +342,7 @@ class ShardedOptimizer(OptimizerWrapper):
     @torch.no_grad()
     def masters(self) -> dict[str, Tensor]:
         """Copies of the float32 weights by name, whole. Collective over the data axis."""
-        return self._named(lambda bucket: self._partition.gathered(bucket.masters.to(self._mesh.device)))
+        return self._named(lambda bucket: bucket.partition.gathered(bucket.masters.to(self._mesh.device)))
 
     def _named(self, flat: Callable[[Bucket], Tensor]) -> dict[str, Tensor]:
         return {
@@ -357,7 +364,8 @@ class ShardedOptimizer(OptimizerWrapper):
         """The memory of parameters, gradients, masters and states on this rank."""
         frozen = [managed.parameter for managed in self._frozen]
         buffers = 0 if self._loans is None else self._loans.nbytes
-        return held_bytes(self.buckets, frozen, self.inner, buffers=buffers, arrivals=self._partition.nbytes)
+        arrivals = arriving_bytes(self._partitions.values())
+        return held_bytes(self.buckets, frozen, self.inner, buffers=buffers, arrivals=arrivals)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: the inner optimizer's state and groups, masters, loss scale and layout."""

@@ -23,6 +23,8 @@ class ManagedParameter:
             the optimizer's own matter.
         unit: what it gets its gradients together with, a pipeline stage for example: a backward that gives them
             to some parameters of a unit gives them to all of it. Buckets do not span units.
+        stride: every how-manieth rank of the data axis holds the same entries. Above 1 for a weight that so many
+            neighbours share out: its gradient comes as the mean over them already.
     """
 
     name: str
@@ -30,6 +32,7 @@ class ManagedParameter:
     sum_groups: tuple[ProcessGroup, ...] = ()
     counts: bool = True
     unit: Hashable = None
+    stride: int = 1
 
     @property
     def needs_sum(self) -> bool:

@@ -1,7 +1,9 @@
 """How the ranks of the data axis share out a flat buffer, and what they exchange for it."""
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -28,17 +30,24 @@ class Partition:
     copies: Exchange | None
 
     @staticmethod
-    def of(mesh: ParallelMesh, axis: str, num_slices: int) -> "Partition":
+    def of(mesh: ParallelMesh, axis: str, num_slices: int, *, stride: int = 1) -> "Partition":
         """The ranks along an axis of the mesh in parts of `num_slices` neighbours, each sharing out all.
 
         -1 or 0 neighbours are the whole axis. Collective over the world.
+
+        Args:
+            mesh, axis: the ranks.
+            num_slices: neighbours of a part, on the whole axis.
+            stride: only every so many ranks hold the same, and average and share it out among themselves; the ranks
+                of a part are then those of them that lie within `num_slices` neighbours of the axis.
         """
-        size = mesh.size(axis)
-        num_slices = size if num_slices in (-1, 0) else num_slices
-        along = [range(first, first + num_slices) for first in range(0, size, num_slices)]
-        across = [range(index, size, num_slices) for index in range(num_slices)]
+        size = mesh.size(axis) // stride
+        num_slices = size if num_slices in (-1, 0) else gcd(max(1, num_slices // stride), size)
+        lines = [range(first, mesh.size(axis), stride) for first in range(stride)]
+        along = [line[start : start + num_slices] for line in lines for start in range(0, size, num_slices)]
+        across = [line[index::num_slices] for line in lines for index in range(num_slices)]
         return Partition(
-            group=mesh.group(axis),
+            group=_group(mesh, axis, lines),
             slices=_exchange(mesh, axis, along) if num_slices > 1 else None,
             copies=_exchange(mesh, axis, across) if num_slices < size else None,
         )
@@ -59,9 +68,9 @@ class Partition:
         return self.copies is None or self.copies.group.rank() == 0
 
     @property
-    def nbytes(self) -> int:
-        """The memory that is kept for what arrives from other ranks."""
-        return sum(exchange.nbytes for exchange in (self.slices, self.copies) if exchange is not None)
+    def exchanges(self) -> set[Exchange]:
+        """What it exchanges by; two partitions may have one in common."""
+        return {exchange for exchange in (self.slices, self.copies) if exchange is not None}
 
     @property
     def ends_together(self) -> bool:
@@ -117,11 +126,34 @@ class Partition:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
 
 
-def _exchange(mesh: ParallelMesh, axis: str, parts: list[range]) -> Exchange:
-    """Among this rank's part. Collective over the world."""
+def partitions_by_stride(
+    mesh: ParallelMesh, axis: str, num_slices: int, weight_size: int
+) -> dict[int, Partition]:
+    """The partition of an axis for what all its ranks hold, and for what every `weight_size`-th does.
+
+    Collective over the world.
+    """
+    return {
+        stride: Partition.of(mesh, axis, num_slices, stride=stride) for stride in sorted({1, weight_size})
+    }
+
+
+def arriving_bytes(partitions: Iterable[Partition]) -> int:
+    """The memory that is kept for what arrives from other ranks."""
+    exchanges = {exchange for partition in partitions for exchange in partition.exchanges}
+    return sum(exchange.nbytes for exchange in exchanges)
+
+
+def _group(mesh: ParallelMesh, axis: str, parts: list[range]) -> dist.ProcessGroup:
+    """This rank's part. Collective over the world."""
     group = mesh.group(axis) if len(parts) == 1 else mesh.subgroup(axis, parts)
     assert group is not None  # every rank is in a part
-    return exchange_of(mesh, group)
+    return group
+
+
+def _exchange(mesh: ParallelMesh, axis: str, parts: list[range]) -> Exchange:
+    """Among this rank's part. Collective over the world."""
+    return exchange_of(mesh, _group(mesh, axis, parts))
 
 
 class _ThenAverage(NamedTuple):

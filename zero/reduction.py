@@ -28,7 +28,7 @@ class Reducer:
     Args:
         buckets: where they lie.
         parameters: what they hold, in the order of the model.
-        partition: the data axis.
+        partition: the data axis, whole.
         device: where flags are exchanged.
         overlap: begin averages while backward runs.
 
@@ -116,7 +116,7 @@ class Reducer:
                 self._is_launching = False
             self._end_meeting()
             self._order.close()
-            if self.passes and self._partition.ends_together:
+            if self.passes and any(bucket.partition.ends_together for bucket in self._buckets):
                 self._order.finish()  # or a backward that only one rank calls would wait for the others
 
     @contextmanager

@@ -146,8 +146,8 @@ def is_hidden(bias: Tensor) -> Tensor:
 
 def block_mask(
     batch_size: int,
-    q_length: int,
-    kv_length: int,
+    q_length: int = 0,
+    kv_length: int = 0,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: MaskFunction = causal_mask_function,
@@ -157,6 +157,7 @@ def block_mask(
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    cache_position: Tensor | None = None,
     **_: Any,
 ) -> BlockMask:
     """The mask function for transformers' `AttentionMaskInterface`, by whose arguments it is called.
@@ -172,10 +173,13 @@ def block_mask(
             causal or sees all.
         use_vmap: whether the mask function is made for single numbers.
         device: where tensors are made.
+        cache_position: positions of the queries, which older releases give in place of their length, offset and device.
 
     Raises:
         ValueError: there are keys in a cache.
     """
+    if cache_position is not None:
+        q_length, q_offset, device = len(cache_position), cache_position[0], cache_position.device
     if int(q_offset) or int(kv_offset):
         raise ValueError(
             f"queries begin at position {int(q_offset)} and keys at {int(kv_offset)}: ring attention computes whole "

@@ -1,11 +1,13 @@
 """Tensors that travel round rings."""
 
 from collections.abc import Sequence
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.cluster import ring
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.ring import Shift, round_trip, travel
 
@@ -45,6 +47,35 @@ def go_round(sizes: Sequence[int]) -> None:
     found = round_trip(own, rings, visit)
     assert found.tolist() == [size, sum(10.0**each for each in range(size)), size * (rank + 1)]
     assert (own == rank).all()
+
+
+def test_the_next_tensor_is_under_way_while_one_is_here(pool: Pool) -> None:
+    inner_ring = ["inner begins", "here", "inner ends", "here"]
+    expected = ["outer begins", *inner_ring, "outer ends", *inner_ring]
+    assert pool.run(4, events) == [expected] * 4
+
+
+def events() -> list[str]:
+    """What happens in which order while a tensor travels round two rings of two."""
+    mesh = ParallelMesh(sp=4)
+    rings = rings_of(mesh, (2, 2))
+    names = dict(zip(rings, ("outer", "inner"), strict=True))
+    found = []
+
+    class Told(Shift):
+        def __init__(self, x: Tensor, group: dist.ProcessGroup, *, tag: int = 0) -> None:
+            super().__init__(x, group, tag=tag)
+            self.name = names[group]
+            found.append(f"{self.name} begins")
+
+        def wait(self) -> Tensor:
+            found.append(f"{self.name} ends")
+            return super().wait()
+
+    with patch.object(ring, "Shift", Told):
+        for _ in travel(torch.zeros(1), rings):
+            found.append("here")
+    return found
 
 
 def test_messages_of_two_kinds_do_not_meet(pool: Pool) -> None:

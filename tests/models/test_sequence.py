@@ -1,4 +1,4 @@
-"""Models whose sequences are spread over ranks, in every mode and beside every axis, beside one process.
+"""Models whose sequences and weights are spread over ranks, in every mode and beside every axis, beside one process.
 
 Rows run under `KEEP_MATRIX`, see tests/matrix.py. Most are `slow`.
 """
@@ -52,6 +52,15 @@ FURTHER = (
     Layout(sp=2, sequence="ring_attn", precision="bf16"),
     Layout(sp=4, sequence="ring_attn", inner_ring=2),
     Layout(sp=3, sequence="ring_attn"),
+    # Weights of linear layers shared out, beside whole sequences and spread ones.
+    Layout(dp=2, wp=2),
+    Layout(dp=4, wp=2, zero=1),
+    Layout(dp=4, wp=2, zero=2, precision="bf16"),
+    Layout(dp=2, wp=2, pp=2, schedule="zbh1", recompute=0.5, zero=1),
+    Layout(sp=2, wp=2, sequence="all_to_all", max_norm=0.1),
+    Layout(sp=2, dp=2, wp=4, sequence="all_to_all", zero=1),
+    Layout(sp=4, wp=2, sequence="ring_attn", zero=1),
+    Layout(sp=2, pp=2, wp=2, sequence="all_to_all", precision="fp16"),
 )
 QUICK = {
     ("llama", "tp2·pp2·split_gather·fp32"),
@@ -59,6 +68,8 @@ QUICK = {
     ("bert", "tp2·sp2·all_to_all·fp32"),
     ("gpt2", "pp2·sp2·ring_attn·fp32"),
     ("llama", "dp2·sp2·ring_attn·zero1·fp32"),
+    ("bert", "dp2·sp2·all_to_all·wp4·zero1·fp32"),
+    ("gpt2", "dp2·wp2·fp32"),
     ("llama", "tp2·pp2·zbh1·split_gather·enable_sequence_regather·enable_sequence_overlap·fp32"),
 }
 

@@ -17,7 +17,17 @@ from echelon.verify.parity import parity
 
 from ..pool import Pool
 
-REFUSED: dict[str, set[str]] = {mode: set() for mode in MODES}
+# Layers that work on windows of images, or run several times, or know of all positions besides.
+NEVER = {"albert", "beit", "sam", "sam_vision_model", "swin", "swinv2"}
+# Attention to another sequence, and attention that computes by the model's own code alone.
+CROSS = {"bart", "blip-2", "marian", "mbart", "mt5", "pegasus", "t5", "umt5", "whisper"}
+OWN_ATTENTION = {"bloom", "falcon", "gpt_neo", "gptj"}
+REFUSED = {
+    "split_gather": NEVER,
+    "ring": NEVER,
+    "all_to_all": NEVER | CROSS | OWN_ATTENTION,
+    "ring_attn": NEVER | CROSS | OWN_ATTENTION | {"gemma2"},  # which caps its scores
+}
 QUICK = {("mixtral", "split_gather"), ("t5", "ring"), ("qwen3", "all_to_all"), ("vit", "ring_attn")}
 
 

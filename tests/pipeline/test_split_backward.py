@@ -48,6 +48,23 @@ def test_only_the_weights_of_linear_layers_wait() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+def test_what_follows_may_write_in_place() -> None:
+    """As the ReLU of SwinV2's position bias does."""
+    gradients = []
+    for is_held in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(inplace=True), nn.Linear(7, 3))
+        if is_held:
+            store = hold_weight_gradients(model)
+            with store.holding(PLACE):
+                loss_of(model, torch.ones(4, 2, 5)).backward()
+            store.compute(PLACE)
+        else:
+            loss_of(model, torch.ones(4, 2, 5)).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
 def test_places_do_not_mix() -> None:
     model, expected = make_model(), make_model()
     store = hold_weight_gradients(model)

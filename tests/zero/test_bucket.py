@@ -21,7 +21,9 @@ def check_views() -> None:
     model = small_model()
     before, objects = weights_of(model), list(model.parameters())
     partition = Partition.of(ParallelMesh(), "dp", 3)
-    (bucket,) = fill_buckets([managed(model)], dtype=torch.float32, partition=partition, bucket_size=1000)
+    (bucket,) = fill_buckets(
+        [managed(model)], dtype=torch.float32, partitions={1: partition}, bucket_size=1000
+    )
     assert [slot.start for slot in bucket.slots] == [0, 48, 64, 96]  # 35, 7, 21 and 3 elements
     assert bucket.parameters.numel() == bucket.gradients.numel() == 144  # 112 rounded up to 3 * ALIGNMENT
     assert all(own is other for own, other in zip(model.parameters(), objects, strict=True))
@@ -40,7 +42,7 @@ def check_filling() -> None:
     partition = Partition.of(ParallelMesh(), "dp", 1)
     members = managed(model)
     buckets = fill_buckets(
-        [members[:6], members[6:]], dtype=torch.float32, partition=partition, bucket_size=10
+        [members[:6], members[6:]], dtype=torch.float32, partitions={1: partition}, bucket_size=10
     )
     sizes = [[slot.stop - slot.start for slot in bucket.slots] for bucket in buckets]
     assert sizes == [[4, 4], [4], [20], [1, 9], [2]]

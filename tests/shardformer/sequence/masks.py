@@ -1,5 +1,6 @@
 """Masks as transformers makes them: whole, and as blocks."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +14,7 @@ from echelon.shardformer.sequence.block_mask import BlockMask, Seen, block_mask
 
 BATCH = 2
 
-# By name: the function of transformers that makes the mask, and what it is given besides. Padding may stand at either
-# end; positions that begin anew say where packed sequences do.
+# Padding may stand at either end; positions that begin anew say where packed sequences do.
 KINDS = (
     "causal",
     "bidirectional",
@@ -24,11 +24,12 @@ KINDS = (
     "packed",
     "window",
     "wide window",
-    "bidirectional window",
     "chunked",
     "chunked padded",
     "union",
     "empty row",
+    # Older releases have no such mask.
+    *(["bidirectional window"] if hasattr(masks, "create_bidirectional_sliding_window_mask") else []),
 )
 
 
@@ -51,40 +52,51 @@ def made(kind: str, length: int, implementation: str) -> Any:
     """A mask of a kind, by what is registered under a name."""
     config = MistralConfig(sliding_window=5 if kind != "wide window" else length + 1, attention_chunk_size=4)
     config._attn_implementation = implementation
-    embeds = torch.zeros(BATCH, length, 1)
-    common: dict[str, Any] = {"config": config, "inputs_embeds": embeds, "past_key_values": None}
-    causal = {"attention_mask": None, "position_ids": torch.arange(length)[None]}
+    positions = {"position_ids": torch.arange(length)[None]}
     match kind:
         case "causal":
-            return masks.create_causal_mask(**common, **causal)
+            return make("create_causal_mask", config, length, **positions)
         case "padded" | "padded left":
-            common["attention_mask"] = padding(length, at_end=kind == "padded")
-            return masks.create_causal_mask(**common)
+            seen = padding(length, at_end=kind == "padded")
+            return make("create_causal_mask", config, length, attention_mask=seen)
         case "bidirectional":
-            return masks.create_bidirectional_mask(**common, attention_mask=None)
+            return make("create_bidirectional_mask", config, length)
         case "bidirectional padded":
-            return masks.create_bidirectional_mask(**common, attention_mask=padding(length))
+            return make("create_bidirectional_mask", config, length, attention_mask=padding(length))
         case "packed":
-            causal["position_ids"] = packed_positions(length)
-            return masks.create_causal_mask(**common, **causal)
+            return make("create_causal_mask", config, length, position_ids=packed_positions(length))
         case "window" | "wide window":
-            return masks.create_sliding_window_causal_mask(**common, **causal)
+            return make("create_sliding_window_causal_mask", config, length, **positions)
         case "bidirectional window":
-            return masks.create_bidirectional_sliding_window_mask(**common, attention_mask=None)
+            return make("create_bidirectional_sliding_window_mask", config, length)
         case "chunked":
-            return masks.create_chunked_causal_mask(**common, **causal)
+            return make("create_chunked_causal_mask", config, length, **positions)
         case "chunked padded":
-            return masks.create_chunked_causal_mask(**common, attention_mask=padding(length, at_end=False))
+            seen = padding(length, at_end=False)
+            return make("create_chunked_causal_mask", config, length, attention_mask=seen)
         case "union":  # with a function of single numbers
             of_image = torch.arange(length) // 3 % 2 == 1
-            return masks.create_causal_mask(
-                **common, **causal, or_mask_function=lambda b, h, q, k: of_image[q] & of_image[k]
-            )
+            union = {"or_mask_function": lambda b, h, q, k: of_image[q] & of_image[k]}
+            return make("create_causal_mask", config, length, **positions, **union)
         case "empty row":
-            common["attention_mask"] = torch.zeros(BATCH, length, dtype=torch.long)
-            common["attention_mask"][1] = 1
-            return masks.create_bidirectional_mask(**common)
+            seen = torch.stack([torch.zeros(length, dtype=torch.long), torch.ones(length, dtype=torch.long)])
+            return make("create_bidirectional_mask", config, length, attention_mask=seen)
     raise AssertionError(kind)
+
+
+def make(function: str, config: MistralConfig, length: int, **given: Any) -> Any:
+    """Call a function of transformers, some of whose arguments have other names in older releases, or are fewer now."""
+    embeds = torch.zeros(BATCH, length, 1)
+    known: dict[str, Any] = {
+        "inputs_embeds": embeds,
+        "input_embeds": embeds,
+        "attention_mask": None,
+        "cache_position": torch.arange(length),
+        "past_key_values": None,
+    }
+    call = getattr(masks, function)
+    takes = inspect.signature(call).parameters
+    return call(config=config, **{**{name: known[name] for name in known if name in takes}, **given})
 
 
 def in_blocks(kind: str, length: int) -> BlockMask:

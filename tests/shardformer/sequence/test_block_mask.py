@@ -43,7 +43,7 @@ def test_blocks_are_those_of_the_mask_that_transformers_makes(kind: str) -> None
         (masks.sliding_window_causal_mask_function(2**41), {"local_size": 2**41}),
         (masks.bidirectional_mask_function, {"allow_is_causal_skip": False}),
         (
-            masks.sliding_window_bidirectional_mask_function(2**41),
+            lambda batch, head, query, key: (query - key).abs() <= 2**41,
             {"local_size": 2**41, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": True},
         ),
     ],
@@ -124,6 +124,13 @@ def test_a_mask_that_cannot_be_used_is_refused(mask: Tensor, words: str) -> None
         GivenMask(mask, 4)
 
 
+def test_older_releases_give_positions_for_lengths() -> None:
+    mask = block_mask(1, kv_length=8, cache_position=torch.arange(8))
+    assert mask.lengths == (8, 8)
+
+
 def test_a_cache_of_keys_is_refused() -> None:
+    with pytest.raises(ValueError, match="begin at position 7"):
+        block_mask(1, kv_length=8, cache_position=torch.tensor([7]))
     with pytest.raises(ValueError, match="use_cache=False"):
         block_mask(1, 1, 8, q_offset=7, mask_function=masks.causal_mask_function)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import causal_mask_function
 
 from echelon.cluster.mesh import ParallelMesh
@@ -20,7 +21,7 @@ from echelon.shardformer.sequence import kernels, ring
 from echelon.shardformer.sequence.axis import SequenceAxis
 from echelon.shardformer.sequence.block_mask import BlockMask, Mask, Seen
 from echelon.shardformer.sequence.order import SequenceOrder
-from echelon.shardformer.sequence.pieces import pieces
+from echelon.shardformer.sequence.pieces import Piece, pieces
 from echelon.shardformer.sequence.rings import double_ring
 
 from ...pool import Pool
@@ -193,6 +194,38 @@ def check_half() -> None:
         own = [axis.own(each, 2) for each in random_qkv(64)]
         out = ring.ring_attention(*own, axis, mask=None, is_causal=True, scale=SCALE)
     assert out.dtype == torch.bfloat16
+
+
+def test_dropout_comes_again_in_backward(pool: Pool) -> None:
+    found = pool.run(2, drop_out)
+    # Results are linear in the values: their sum is that of the values times its gradients.
+    assert_close(sum(out for out, _ in found), sum(home for _, home in found), rtol=1e-10, atol=0)
+
+
+def drop_out() -> tuple[Tensor, Tensor]:
+    """The sum of results, and that of values times gradients."""
+    axis = axis_on(ParallelMesh(sp=2), is_zigzag=False)
+    axis.length = 20
+    qkv = [axis.own(each, 2).requires_grad_() for each in random_qkv(20, dtype=torch.float64)]
+    attend = partial(ring.ring_attention, axis=axis, mask=None, is_causal=False, scale=SCALE)
+    drop = partial(attend, dropout=0.3)
+    runs = []
+    for call in (attend, drop, partial(checkpoint, drop, use_reentrant=False)):
+        torch.manual_seed(0)
+        with tiles_of(4):
+            out = call(*qkv)
+            runs.append((out, *torch.autograd.grad(out.sum(), qkv)))
+    for undropped, dropped, again in zip(*runs, strict=True):
+        assert torch.equal(dropped, again)
+        assert not torch.allclose(dropped, undropped, rtol=0.01)
+    return runs[1][0].sum().detach(), (qkv[2] * runs[1][3]).sum().detach()
+
+
+def test_ranks_of_one_random_state_drop_other_keys() -> None:
+    alike: dict[str, Any] = {"mask": None, "order": None, "length": 8, "rings": (), "scale": 1.0}
+    call = ring._Call(**alike, rank=0, dropout=0.5, seed=3)
+    at = [Piece(slice(4), slice(4), range(row, row + 4), range(4), Seen.ALL) for row in (0, 4)]
+    assert call.view(at[0]).seed != call.view(at[1]).seed == call.view(at[1]).seed
 
 
 def test_4096_positions_on_4_ranks_within_1e_5(pool: Pool) -> None:

@@ -1,0 +1,165 @@
+"""Which layers of a model share out their weights over the weight axis. Such a layer is layer/weight_parallel.py.
+
+[Note: layers that stay whole] The weights of plain linear layers are shared out, inside the model's layers alone: heads
+and embeddings stay whole, biases and norms too. A subclass of nn.Linear may compute something else and stays whole,
+unless a table says that it does not (`native`). So does a weight that something outside of such layers uses too, one
+that is tied to an embedding for example.
+"""
+
+from collections.abc import Collection, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import Parameter
+
+from ..cluster.mesh import divisors
+from .checkpoint_config import recomputable_layers
+from .layer.parallel_module import native_faults
+from .layer.weight_parallel import KINDS, WeightParallelLinear
+from .layer.weight_pool import WeightPool
+from .policy import Policy
+from .shard_former import policy_for
+from .table import table_for
+
+
+def weight_faults(*, wp_size: int, tp_size: int, data_size: int) -> list[str]:
+    """All that is wrong with these sizes, each with what would work.
+
+    Args:
+        wp_size: ranks that share out the weights of linear layers.
+        tp_size: ranks of the tensor axis.
+        data_size: ranks whose gradients are averaged, dp_size * sp_size.
+    """
+    if wp_size == 1:
+        return []
+    if wp_size < 1:
+        return [f"wp_size={wp_size} must be at least 1"]
+    found = []
+    if data_size % wp_size:
+        found.append(
+            f"wp_size={wp_size} does not divide the {data_size} ranks whose gradients are averaged (dp_size * "
+            f"sp_size): use one of wp_size={divisors(data_size)}"
+        )
+    if tp_size > 1:
+        found.append(
+            f"wp_size={wp_size} with tp_size={tp_size}: weight parallelism shares out whole weights, which tensor "
+            "parallelism has cut already. Use tp_size=1, and sp_size with sequence_parallelism_mode='all_to_all' where "
+            "activations are too large"
+        )
+    return found
+
+
+def weight_layers(model: nn.Module, policy: Policy | None = None) -> list[nn.Module]:
+    """The layers of a whole model: those that transformers recomputes, or where there are none those of its stages.
+
+    Args:
+        model: before it is cut.
+        policy: knows its stages; None is that of the model's type.
+
+    Raises:
+        ValueError: transformers knows of no layers, and there is no policy for the model's type.
+    """
+    if found := recomputable_layers(model):
+        return found
+    policy = policy or policy_for(model)
+    policy.set_model(model)
+    plan = policy.stage_plan()
+    paths = [] if plan is None else plan.layer_paths(model)
+    return list(dict.fromkeys(model.get_submodule(path) for path in paths))
+
+
+def native_classes(model: nn.Module) -> tuple[str, ...]:
+    """Names of further classes that compute what nn.Linear does, as the table of a model's type says."""
+    table = table_for(getattr(getattr(model, "config", None), "model_type", ""))
+    return () if table is None else table.native
+
+
+def weight_model_faults(
+    model: nn.Module, layers: Sequence[nn.Module], *, native: Collection[str] = ()
+) -> list[str]:
+    """Why the linear layers of a model cannot share out their weights; empty when they can.
+
+    Args:
+        model: the model.
+        layers: its layers.
+        native: names of further classes that compute what nn.Linear does, as in `Table`.
+    """
+    linear = _linear_layers(model, layers, native)
+    found = [
+        f"{path} {fault}"
+        for path, module in linear.items()
+        for fault in native_faults(module, *KINDS, type(module))
+    ]
+    if not linear:
+        kinds = sorted({type(module).__name__ for layer in layers for module in layer.modules()})
+        found.append(
+            "wp_size > 1 shares out the weights of nn.Linear and transformers' Conv1D in the model's layers, and there "
+            f"are none in its {len(layers)} layers (of {', '.join(kinds) or 'nothing'}): use wp_size=1, and "
+            "zero_stage to share out optimizer states and gradients"
+        )
+    return found
+
+
+def make_weight_parallel(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    group: dist.ProcessGroup,
+    *,
+    native: Collection[str] = (),
+    overlap: bool = True,
+    memory_pool: bool = True,
+    gradient_dtype: torch.dtype = torch.float32,
+) -> WeightPool:
+    """Put a `WeightParallelLinear` in the place of each linear layer inside these layers. Communicates nothing.
+
+    Called once the model is cut into stages, before an optimizer is wrapped; parameters stay the same objects. See
+    [Note: layers that stay whole].
+
+    Args:
+        model: of this rank.
+        layers: of the whole model; those that this rank does not hold are left alone.
+        group: the weight axis, `mesh.group("weight")`.
+        native: names of further classes that compute what nn.Linear does, as in `Table`.
+        overlap, memory_pool, gradient_dtype: see `WeightPool`.
+
+    Returns:
+        What gathers for all of them.
+    """
+    pool = WeightPool(group, overlap=overlap, memory_pool=memory_pool, gradient_dtype=gradient_dtype)
+    for module in _linear_layers(model, layers, native).values():
+        made = WeightParallelLinear(module, group, native_class=type(module), pool=pool)
+        for parent, name in _places(model, module):
+            setattr(parent, name, made)
+    return pool
+
+
+def _linear_layers(
+    model: nn.Module, layers: Sequence[nn.Module], native: Collection[str]
+) -> dict[str, nn.Module]:
+    """The linear layers whose weights are shared out, by path, in the order of the model."""
+    inside = {module for layer in layers for module in layer.modules() if _is_linear(module, native)}
+    users: dict[Parameter | None, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(parameter, set()).add(module)
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if module in inside and users.get(module._parameters.get("weight"), set()) <= inside
+    }
+
+
+def _is_linear(module: nn.Module, native: Collection[str]) -> bool:
+    return type(module) in KINDS or (isinstance(module, nn.Linear) and type(module).__name__ in native)
+
+
+def _places(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Where a module hangs, one place or several."""
+    return [
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if child is module
+    ]

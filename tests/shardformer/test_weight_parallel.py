@@ -1,0 +1,388 @@
+"""Weight-parallel linear layers alone, on 2 and 4 ranks, against plain ones with the inputs of all ranks."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
+
+import echelon.shardformer.layer.weight_pool as weight_pool
+from echelon.cluster.mesh import ParallelMesh
+from echelon.cluster.placement import Shard, placement_of
+from echelon.cluster.traffic import Traffic
+from echelon.pipeline.split_backward import hold_weight_gradients
+from echelon.shardformer.layer.weight_parallel import WeightParallelLinear
+from echelon.shardformer.layer.weight_pool import WeightPool
+from echelon.shardformer.weight_split import make_weight_parallel, weight_faults, weight_model_faults
+
+from ..pool import Pool
+from .compare import numbers
+
+B, S = 2, 5
+WIDTHS = (6, 7, 10, 9, 3)  # odd ones on purpose: rows that no number of ranks divides
+
+
+class Block(nn.Module):
+    """A linear layer and what is around it in a model."""
+
+    def __init__(self, inputs: int, outputs: int, *, transposed: bool) -> None:
+        super().__init__()
+        self.linear = Conv1D(outputs, inputs) if transposed else nn.Linear(inputs, outputs, bias=inputs != 7)
+        self.norm = nn.LayerNorm(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x)).tanh()
+
+
+def make_model() -> nn.Sequential:
+    """Four layers of both kinds, and a head that is none of them."""
+    torch.manual_seed(3)
+    blocks = [Block(*sizes, transposed=index == 2) for index, sizes in enumerate(pairwise(WIDTHS))]
+    return nn.Sequential(*blocks, nn.Linear(WIDTHS[-1], 4))
+
+
+def make_parallel(**arguments: Any) -> tuple[nn.Sequential, WeightPool]:
+    model = make_model()
+    return model, make_weight_parallel(model, list(model)[:-1], dist.group.WORLD, **arguments)
+
+
+def loss_of(model: Callable[[Tensor], Tensor], rank: int) -> Tensor:
+    return (model(numbers(B, S, WIDTHS[0], seed=rank)) * numbers(B, S, 4, seed=9)).sum()
+
+
+def mean_gradients(model: nn.Module, times: int = 1) -> dict[str, Tensor]:
+    """Over the ranks' inputs; a rank's own, where the layer holds the whole parameter."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    plain = make_model()
+    weights = [name for name, each in model.named_parameters() if placement_of(each) is not None]
+    for each in range(size):
+        (loss_of(plain, each) * times / size).backward()
+    mean = {name: each.grad for name, each in plain.named_parameters() if name in weights}
+    own = make_model()
+    (loss_of(own, rank) * times).backward()
+    return {name: mean.get(name, each.grad) for name, each in own.named_parameters()}
+
+
+def require_gradients(model: nn.Module, expected: dict[str, Tensor], names: Any = None) -> None:
+    """Pieces of what is cut, all of what is not."""
+    for name, parameter in model.named_parameters():
+        if names is not None and name not in names:
+            assert parameter.grad is None, name
+            continue
+        placement = placement_of(parameter)
+        wanted = expected[name]
+        if isinstance(placement, Shard):
+            wanted = placement.local(wanted, dist.get_rank())
+        torch.testing.assert_close(
+            parameter.grad, wanted, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def train(steps: int = 3) -> None:
+    """Steps in which everything is learnt, foretold, and used again."""
+    for settings in (
+        dict(overlap=True, memory_pool=True),
+        dict(overlap=True, memory_pool=False),
+        dict(overlap=False, memory_pool=True),
+    ):
+        model, pool = make_parallel(**settings)
+        size, rank = dist.get_world_size(), dist.get_rank()
+        for block in list(model)[:-1]:
+            rows = block.linear.weight.shape[0]
+            assert rows == -(-placement_of(block.linear.weight).blocks[0] // size)
+        for step in range(steps):
+            x = numbers(B, S, WIDTHS[0], seed=rank).requires_grad_()
+            plain_x = x.detach().clone().requires_grad_()
+            out, plain_out = model(x), make_model()(plain_x)
+            torch.testing.assert_close(out, plain_out, rtol=1e-6, atol=1e-6)
+            weigh = numbers(B, S, 4, seed=9)
+            (out * weigh).sum().backward()
+            (plain_out * weigh).sum().backward()
+            torch.testing.assert_close(x.grad, plain_x.grad, rtol=1e-5, atol=1e-5)
+            require_gradients(model, mean_gradients(model, step + 1))
+        require_bounded(pool, reuses=settings["memory_pool"], overlaps=settings["overlap"])
+
+
+def require_bounded(pool: WeightPool, *, reuses: bool, overlaps: bool) -> None:
+    """All is given back but what travels; what is kept are a few buffers."""
+    assert pool.buffers.lent == 0
+    most = 4 if overlaps else 2  # of weights and of gradients two each, or one
+    assert (pool.buffers.made <= most) is reuses
+
+
+def test_layers_compute_what_plain_ones_do(pool: Pool) -> None:
+    pool.run(2, train)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_layers_compute_what_plain_ones_do_on_more_ranks(pool: Pool, ranks: int) -> None:
+    pool.run(ranks, train)
+
+
+def check_ways() -> None:
+    """Backwards of other kinds; each twice, so that the second is foretold."""
+    for number in range(2):
+        for way in (
+            recomputed,
+            held_back,
+            with_frozen,
+            accumulated,
+            in_bf16,
+            of_inputs_alone,
+            evaluated_between,
+        ):
+            try:
+                way()
+            except Exception as error:
+                raise AssertionError(f"{way.__name__}, run {number}: {error}") from error
+
+
+def recomputed() -> None:
+    model, pool = make_parallel()
+
+    def forward(x: Tensor) -> Tensor:
+        for block in list(model)[:-1]:
+            x = checkpoint(block, x, use_reentrant=False)
+        return model[-1](x)
+
+    for step in range(3):
+        loss_of(forward, dist.get_rank()).backward()
+        require_gradients(model, mean_gradients(model, step + 1))
+    assert pool.buffers.lent == 0
+
+
+def held_back() -> None:
+    model, pool = make_parallel()
+    store = hold_weight_gradients(model)
+    for step in range(3):
+        before = {name: each.grad for name, each in model.named_parameters() if placement_of(each)}
+        before = {name: None if each is None else each.clone() for name, each in before.items()}
+        with store.holding((0, 0)):
+            loss_of(model, dist.get_rank()).backward()
+        for name, parameter in model.named_parameters():
+            if name in before and before[name] is None:
+                assert parameter.grad is None, name
+            elif name in before:
+                assert torch.equal(parameter.grad, before[name]), name
+        store.compute((0, 0))
+        require_gradients(model, mean_gradients(model, step + 1))
+    assert pool.buffers.lent == 0
+
+
+def with_frozen() -> None:
+    model, pool = make_parallel()
+    model[0].requires_grad_(False)
+    model[1].linear.weight.requires_grad_(False)
+    trained = [name for name, each in model.named_parameters() if each.requires_grad]
+    for step in range(3):
+        loss_of(model, dist.get_rank()).backward()
+        require_gradients(model, mean_gradients(model, step + 1), trained)
+    assert pool.buffers.lent == 0
+
+
+def accumulated() -> None:
+    """Two forwards before their backwards, as under a pipeline."""
+    model, pool = make_parallel()
+    for step in range(2):
+        losses = [loss_of(model, dist.get_rank()) for _ in range(2)]
+        for loss in losses:
+            loss.backward()
+        require_gradients(model, mean_gradients(model, 2 * (step + 1)))
+    assert pool.buffers.lent == 0
+
+
+def in_bf16() -> None:
+    """The weight travels as it is, the gradient as it is asked for."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model, _ = make_parallel(gradient_dtype=dtype)
+        model.bfloat16()
+        for parameter in model.parameters():
+            parameter.grad_dtype = None  # as in a bucket of the optimizer
+        x = numbers(B, S, WIDTHS[0], seed=dist.get_rank()).bfloat16()
+        model(x).float().square().sum().backward()
+        for block in list(model)[:-1]:
+            assert block.linear.weight.grad.dtype == dtype
+            assert block.linear.weight.grad.isfinite().all()
+
+
+def of_inputs_alone() -> None:
+    """Gradients that nobody takes neither stay in memory nor come to the next backward."""
+    model, pool = make_parallel()
+    for _ in range(2):
+        loss_of(model, dist.get_rank()).backward()
+    model.zero_grad()
+    for _ in range(3):
+        x = numbers(B, S, WIDTHS[0], seed=dist.get_rank()).requires_grad_()
+        torch.autograd.grad(model(x).sum(), x)
+    loss_of(model, dist.get_rank()).backward()
+    require_gradients(model, mean_gradients(model))
+    assert pool.buffers.made <= 4
+
+
+def evaluated_between() -> None:
+    """New weights are used, whatever was gathered ahead; a path that ends early is not waited for."""
+    model, pool = make_parallel()
+    for _ in range(2):
+        loss_of(model, dist.get_rank()).backward()
+        model.zero_grad()
+    with torch.no_grad():
+        model[:2](numbers(B, S, WIDTHS[0]))  # the third layer's weight is on its way now
+        for parameter in model.parameters():
+            parameter.mul_(2)
+        doubled = make_model()
+        for parameter in doubled.parameters():
+            parameter.mul_(2)
+        x = numbers(B, S, WIDTHS[2])
+        torch.testing.assert_close(model[2:](x), doubled[2:](x), rtol=1e-6, atol=1e-6)
+    assert pool.buffers.lent == 0
+
+
+def test_backwards_of_all_kinds_give_the_same(pool: Pool) -> None:
+    pool.run(2, check_ways)
+
+
+def transfers(ahead: bool) -> list[str]:
+    """What is begun, used and given out, in order, in a third step; for the first three layers."""
+    model, _ = make_parallel(overlap=ahead)
+    model = nn.Sequential(*list(model)[:3])
+    names = {block.linear: str(index) for index, block in enumerate(model)}
+    lengths = {block.linear.weight.numel() * dist.get_world_size(): names[block.linear] for block in model}
+    log: list[str] = []
+    gather, scatter = weight_pool.begin_all_gather, weight_pool.begin_sum_scatter
+
+    class Told:
+        def __init__(self, work: Any, what: str) -> None:
+            self.work, self.what = work, what
+
+        def wait(self) -> None:
+            log.append(f"wait {self.what}")
+            self.work.wait()
+
+    def tell(begin: Any, what: str, whole: int) -> Any:
+        def begun(first: Tensor, second: Tensor, group: Any) -> Told:
+            told = f"{what}{lengths[(first, second)[whole].numel()]}"
+            log.append(f"begin {told}")
+            return Told(begin(first, second, group), told)
+
+        return begun
+
+    for step in range(3):
+        if step == 2:
+            weight_pool.begin_all_gather = tell(gather, "w", 0)
+            weight_pool.begin_sum_scatter = tell(scatter, "g", 1)
+        try:
+            x = numbers(B, S, WIDTHS[0]).requires_grad_()
+            model(x).sum().backward()
+        finally:
+            weight_pool.begin_all_gather, weight_pool.begin_sum_scatter = gather, scatter
+    return log
+
+
+def test_weights_are_gathered_one_layer_ahead_and_gradients_waited_for_one_layer_later(pool: Pool) -> None:
+    forward = "begin w0, wait w0, begin w1, wait w1, begin w2, wait w2"
+    backward = (
+        "begin w2, wait w2, begin w1, begin g2, wait w1, begin w0, begin g1, wait g2, wait w0, begin g0, wait g0, "
+        "wait g1"
+    )
+    first, second = pool.run(2, transfers, True)
+    assert first == second
+    assert ", ".join(first) == f"{forward}, {backward}"
+    plain = "begin w0, wait w0, begin w1, wait w1, begin w2, wait w2"
+    for layer in (2, 1, 0):
+        plain += f", begin w{layer}, wait w{layer}, begin g{layer}, wait g{layer}"
+    assert [", ".join(each) for each in pool.run(2, transfers, False)] == [plain] * 2
+
+
+def count() -> tuple[dict[Any, Any], int]:
+    """The traffic of a step on the weight axis, and the elements of all weights that are shared out."""
+    mesh = ParallelMesh(wp=dist.get_world_size())
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), nn.Linear(64, 8))
+    make_weight_parallel(model, list(model)[:-1], mesh.group("weight"))
+    for _ in range(3):
+        with Traffic(mesh) as traffic:
+            model(torch.ones(2, 64, requires_grad=True)).sum().backward()
+    return {key: (each.calls, each.sent) for key, each in traffic.counts.items()}, 3 * 64 * 64
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_step_moves_every_weight_three_times(pool: Pool, ranks: int) -> None:
+    for counts, elements in pool.run(ranks, count):
+        share = 4 * elements * (ranks - 1) / ranks
+        assert counts == {
+            ("weight", "all_gather"): (6, 2 * share),
+            ("weight", "reduce_scatter"): (3, share),
+        }
+
+
+def test_a_layer_refuses_what_it_would_compute_otherwise(pool: Pool) -> None:
+    (error,) = pool.run_failing(1, under_autocast)
+    assert isinstance(error, RuntimeError)
+    assert "give the plugin precision='bf16'" in str(error)
+
+
+def under_autocast() -> None:
+    layer = WeightParallelLinear.from_native_module(nn.Linear(3, 4), dist.group.WORLD)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer(torch.ones(2, 3))
+
+
+def test_sizes_that_do_not_fit_are_told_with_what_would() -> None:
+    assert (
+        weight_faults(wp_size=1, tp_size=2, data_size=3)
+        == weight_faults(wp_size=2, tp_size=1, data_size=4)
+        == []
+    )
+    (fault,) = weight_faults(wp_size=0, tp_size=1, data_size=4)
+    assert fault == "wp_size=0 must be at least 1"
+    divides, tensor = weight_faults(wp_size=3, tp_size=2, data_size=4)
+    assert "use one of wp_size=[1, 2, 4]" in divides
+    assert tensor.startswith("wp_size=3 with tp_size=2: ")
+
+
+def test_models_without_plain_linear_layers_are_told() -> None:
+    class Own(nn.Linear):
+        pass
+
+    model = nn.Sequential(Own(2, 2), nn.LayerNorm(2))
+    (fault,) = weight_model_faults(model, [model[0]])
+    assert "there are none in its 1 layers (of Own)" in fault
+    assert weight_model_faults(model, [model[0]], native=("Own",)) == []
+    model = make_model()
+    assert weight_model_faults(model, list(model)) == []
+    model[0].linear.register_forward_hook(lambda *_: None)
+    (fault,) = weight_model_faults(model, list(model))
+    assert fault.startswith("0.linear has hooks")
+
+
+def split_tied() -> None:
+    """A weight of two layers is cut once; one that an embedding uses too is not."""
+    model = nn.ModuleDict(
+        dict(embedding=nn.Embedding(4, 4), layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(3)))
+    )
+    embedding, layers = model["embedding"], model["layers"]
+    layers[1].weight = layers[0].weight
+    layers[2].weight = embedding.weight
+    plain = deepcopy(model)
+    make_weight_parallel(model, list(layers), dist.group.WORLD)
+    assert [type(each) is nn.Linear for each in layers] == [False, False, True]
+    assert layers[0].weight is layers[1].weight and layers[0].weight.shape == (2, 4)
+    assert layers[2].weight is embedding.weight and embedding.weight.shape == (4, 4)
+    for whole in (plain, model):
+        x = whole["embedding"](torch.arange(4))
+        for layer in whole["layers"]:
+            x = layer(x).tanh()
+        x.square().sum().backward()
+    expected = plain["layers"][0].weight.grad.chunk(2)[dist.get_rank()]
+    torch.testing.assert_close(layers[0].weight.grad, expected)
+
+
+def test_tied_weights_are_cut_once_or_not_at_all(pool: Pool) -> None:
+    pool.run(2, split_tied)
