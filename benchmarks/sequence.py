@@ -31,7 +31,7 @@ from launch import enter
 from live_bytes import bytes_before_layers, training_bytes
 from processes import run, torchrun
 from rounds import time_rounds
-from sequence_contenders import NAMES, RING, contender_makers, missing
+from sequence_contenders import NAMES, RING, contender_makers
 from sequence_longest import error, fit, search, simulated
 from sequence_peers import why_not_itself
 from sequence_picture import draw
@@ -95,7 +95,7 @@ def measure(workload: Workload, arguments: argparse.Namespace) -> dict[str, Any]
     """Everything that is measured on the ranks of a run. Collective over the world."""
     device, num_ranks = default_device(), dist.get_world_size()
     lengths = [workload.sequence >> halvings for halvings in range(_HALVINGS, -1, -1)]
-    found: dict[str, Any] = {"missing": missing(num_ranks), "lengths": []}
+    found: dict[str, Any] = {"lengths": []}
     if num_ranks > 1:
         found["why_not_context_parallel"] = why_not_itself(device)
     for length in lengths:
@@ -197,8 +197,6 @@ def tell(results: dict[str, Any], title: str, arguments: argparse.Namespace) -> 
     note = report.conditions(results["machine"], arguments.rounds)
     for num_ranks, found in results["runs"].items():
         show(f"{title}, {num_ranks} rank{'s'[: num_ranks > 1]}", found["lengths"], note)
-        for name in found["missing"] if num_ranks > 1 else ():
-            print(f"{name}: not in this version")
         if why := found.get("why_not_context_parallel"):
             print(
                 f"torch's context_parallel itself does not compute here, its ring with another kernel does: {why}"
