@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -68,3 +68,34 @@ def training_bytes(compute: Callable[[], None]) -> tuple[int, int]:
     if live.kept is None:
         raise AssertionError("nothing ran backward")
     return live.kept, live.peak
+
+
+def bytes_before_layers(compute: Callable[[], None], *, embedding: nn.Module, first_layer: nn.Module) -> int:
+    """The most that is needed before the first layer begins, and after backward is through with it, in bytes.
+
+    Args:
+        compute: runs forward and backward, once.
+        embedding: its output is what layers begin with.
+        first_layer: is given that as its first argument.
+    """
+    with LiveBytes() as live:
+        most: list[int] = []
+
+        def arrive(*_: Any) -> None:
+            most.append(live.peak)
+
+        def begin_again(*_: Any) -> None:
+            live.peak = live.now
+
+        def watch(module: nn.Module, args: Any, output: Tensor) -> None:
+            output.register_hook(arrive)
+
+        handles = (
+            first_layer.register_forward_pre_hook(arrive),
+            first_layer.register_full_backward_hook(begin_again),
+            embedding.register_forward_hook(watch),
+        )
+        compute()
+        for handle in handles:
+            handle.remove()
+    return max(most)

@@ -26,11 +26,12 @@ import torch
 import torch.distributed as dist
 from arguments import common_parser, parse, settings_of, workload_of
 from contender import Contender, agreement
+from echelon_batch import EchelonBatch
 from launch import enter
-from live_bytes import training_bytes
+from live_bytes import bytes_before_layers, training_bytes
 from processes import run, torchrun
 from rounds import time_rounds
-from sequence_contenders import NAMES, RING, contender_makers, missing
+from sequence_contenders import NAMES, RING, contender_makers
 from sequence_longest import error, fit, search, simulated
 from sequence_peers import why_not_itself
 from sequence_picture import draw
@@ -94,7 +95,7 @@ def measure(workload: Workload, arguments: argparse.Namespace) -> dict[str, Any]
     """Everything that is measured on the ranks of a run. Collective over the world."""
     device, num_ranks = default_device(), dist.get_world_size()
     lengths = [workload.sequence >> halvings for halvings in range(_HALVINGS, -1, -1)]
-    found: dict[str, Any] = {"missing": missing(num_ranks), "lengths": []}
+    found: dict[str, Any] = {"lengths": []}
     if num_ranks > 1:
         found["why_not_context_parallel"] = why_not_itself(device)
     for length in lengths:
@@ -120,13 +121,22 @@ def measure_length(workload: Workload, arguments: argparse.Namespace, device: to
 
 
 def bytes_of(contender: Contender) -> dict[str, int]:
-    """What a contender keeps for backward, and needs at most; the largest of all ranks. Communicates."""
+    """What a contender keeps for backward, and needs at most; the largest of all ranks. Communicates.
+
+    Of Echelon's also what is needed before the layers.
+    """
     gc.collect()
-    largest = torch.tensor(training_bytes(contender.compute))
+    found = dict(zip(("kept", "peak"), training_bytes(contender.compute), strict=True))
     contender.forget()
+    if isinstance(contender, EchelonBatch):
+        llama = contender.model.unwrap().model
+        found["before"] = bytes_before_layers(
+            contender.compute, embedding=llama.embed_tokens, first_layer=llama.layers[0]
+        )
+        contender.forget()
+    largest = torch.tensor(list(found.values()))
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    kept, peak = largest.tolist()
-    return {"kept": kept, "peak": peak}
+    return dict(zip(found, largest.tolist(), strict=True))
 
 
 def longest_here(
@@ -146,23 +156,25 @@ def longest_here(
 
 
 def longest_sequences(runs: Mapping[int, Mapping[str, Any]], memory: float) -> dict[str, Any]:
-    """Measured and simulated lengths by ranks, where ring attention was measured."""
-    names = {num_ranks: OneProcess.name if num_ranks == 1 else RING for num_ranks in runs}
-    peaks = {
-        (num_ranks, row["length"]): row["bytes"][names[num_ranks]]["peak"]
+    """Measured and simulated lengths by ranks; nothing where ring attention did not run on two numbers of ranks."""
+    rows = {
+        (num_ranks, row["length"]): row["bytes"][RING]
         for num_ranks, found in runs.items()
         for row in found["lengths"]
-        if names[num_ranks] in row["bytes"]
+        if RING in row["bytes"]
     }
-    if len({num_ranks for num_ranks, _ in peaks}) < 2:
+    if len({num_ranks for num_ranks, _ in rows}) < 2:
         return {}
-    need = fit(peaks)
+    needs = {
+        name: fit({place: row[kind] for place, row in rows.items()})
+        for name, kind in (("at most", "peak"), ("before the layers", "before"))
+    }
     measured = {str(each): found["longest"] for each, found in runs.items() if "longest" in found}
     return {
         "memory": memory,
         "measured": {"1": runs[1]["lengths"][-1]["length"], **measured},
-        "error": error(need, peaks),
-        **simulated(need, memory, _SIMULATED),
+        "error": error(needs.values(), {place: row["peak"] for place, row in rows.items()}),
+        **simulated(needs, memory, _SIMULATED),
     }
 
 
@@ -185,8 +197,6 @@ def tell(results: dict[str, Any], title: str, arguments: argparse.Namespace) -> 
     note = report.conditions(results["machine"], arguments.rounds)
     for num_ranks, found in results["runs"].items():
         show(f"{title}, {num_ranks} rank{'s'[: num_ranks > 1]}", found["lengths"], note)
-        for name in found["missing"] if num_ranks > 1 else ():
-            print(f"{name}: not in this version")
         if why := found.get("why_not_context_parallel"):
             print(
                 f"torch's context_parallel itself does not compute here, its ring with another kernel does: {why}"
@@ -218,14 +228,14 @@ def show(title: str, rows: Sequence[Mapping[str, Any]], note: str) -> None:
 
 def show_longest(found: Mapping[str, Any]) -> None:
     """Print the longest sequences, and the formula that gives the simulated ones."""
-    need = found["need"]
     rows = [
         [each, str(found["measured"].get(each, "")), str(tokens)] for each, tokens in found["longest"].items()
     ]
-    note = (
-        f"bytes = {need['constant']:.0f} + ({need['whole']:.0f} + {need['shared']:.0f} / ranks) · tokens, fitted to "
-        f"what was measured, at most {100 * found['error']:.1f} % off"
-    )
+    needs = [
+        f"{name}: {need['constant']:.0f} + ({need['whole']:.0f} + {need['shared']:.0f} / ranks) · tokens"
+        for name, need in found["needs"].items()
+    ]
+    note = f"bytes {'; '.join(needs)}; fitted to what was measured, at most {100 * found['error']:.1f} % off"
     title = f"longest sequence under ring attention in {found['memory'] / 2**20:.0f} MiB"
     report.show(title, ["ranks", "measured", "simulated"], rows, note=note)
 

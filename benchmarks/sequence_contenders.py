@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -13,8 +12,6 @@ from sequence_peers import TorchContext
 from stepped import OneProcess
 from tensor_peers import TorchTensor
 from workload import Workload
-
-from echelon import HybridParallelPlugin
 
 RING = "echelon ring_attn"  # the one whose sequences can be as long as there are ranks
 
@@ -46,11 +43,8 @@ def contender_makers(workload: Workload, device: torch.device) -> dict[str, Call
     num_ranks = dist.get_world_size()
     if num_ranks == 1:
         return {OneProcess.name: lambda: OneProcess(workload, device, works=True)}
-    known = signature(HybridParallelPlugin).parameters
     ours = {
-        name: partial(EchelonBatch, name, workload, **layout)
-        for name, layout in layouts(num_ranks).items()
-        if layout.keys() <= known.keys()
+        name: partial(EchelonBatch, name, workload, **layout) for name, layout in layouts(num_ranks).items()
     }
     theirs: dict[str, Callable[[], Contender]] = {
         name: partial(TorchTensor, workload, device, kind=kind) for kind, name in TorchTensor.names.items()
@@ -58,9 +52,3 @@ def contender_makers(workload: Workload, device: torch.device) -> dict[str, Call
     if device.type == "cpu":
         theirs[TorchContext.name] = partial(TorchContext, workload, device)
     return ours | theirs
-
-
-def missing(num_ranks: int) -> list[str]:
-    """The modes that the plugin has no arguments for yet."""
-    known = signature(HybridParallelPlugin).parameters
-    return [name for name, layout in layouts(num_ranks).items() if not layout.keys() <= known.keys()]

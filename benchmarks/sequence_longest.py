@@ -1,7 +1,9 @@
 """The longest sequence that fits a memory: measured on the ranks of a run, and simulated for more of them.
 
-What a rank needs at most in a step is a line in the sequence's length, and what ranks share out is divided by their
-number: bytes = constant + (whole + shared / ranks) · length. The three are fitted to what was measured.
+At each point of a step what a rank needs is a line in the sequence's length, of which a part is shared out over the
+ranks: bytes = constant + (whole + shared / ranks) · length. The most is needed either between the layers and the loss,
+where nearly all is shared out, or in front of the layers, where every rank has whole sequences. Both are measured, and
+lines fitted to them.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -40,22 +42,31 @@ class Need:
 def fit(peaks: Peaks) -> Need:
     """The need that is nearest to measured peaks, in least squares of what they are off relative to themselves.
 
+    No part of it is below 0.
+
     Args:
         peaks: of at least two lengths, on at least two numbers of ranks.
     """
     rows = torch.tensor([[1, length, length / ranks] for ranks, length in peaks], dtype=torch.float64)
-    found = torch.tensor(list(peaks.values()), dtype=torch.float64)
-    scale = rows.amax(0)  # so that lengths and 1 weigh alike in the solution
-    solution = torch.linalg.lstsq(rows / scale / found[:, None], torch.ones_like(found)[:, None]).solution[
-        :, 0
-    ]
-    constant, whole, shared = (solution / scale).tolist()
+    found = torch.tensor(list(peaks.values()), dtype=torch.float64)[:, None]
+    weights = torch.zeros(3, dtype=torch.float64)
+    used = [0, 1, 2]
+    while used:
+        columns = rows[:, used]
+        scale = columns.amax(0)  # so that lengths and 1 weigh alike in the solution
+        solution = torch.linalg.lstsq(columns / scale / found, torch.ones_like(found)).solution[:, 0] / scale
+        if (solution >= 0).all():
+            weights[used] = solution
+            break
+        used.pop(int((solution * scale).argmin()))
+    constant, whole, shared = weights.tolist()
     return Need(constant=constant, whole=whole, shared=shared)
 
 
-def error(need: Need, peaks: Peaks) -> float:
-    """How far the need is from a measured peak at most, relative to it."""
-    return max(abs(need(*place) - peak) / peak for place, peak in peaks.items())
+def error(needs: Iterable[Need], peaks: Peaks) -> float:
+    """How far the largest of these needs is from a measured peak at most, relative to it."""
+    needs = list(needs)
+    return max(abs(max(need(*place) for need in needs) - peak) / peak for place, peak in peaks.items())
 
 
 def search(peak: Callable[[int], float], *, start: int, unit: int, memory: float) -> int:
@@ -77,6 +88,11 @@ def search(peak: Callable[[int], float], *, start: int, unit: int, memory: float
     return count * unit
 
 
-def simulated(need: Need, memory: float, num_ranks: Iterable[int]) -> dict[str, Any]:
-    """The need, and the longest sequence for each number of ranks, for the JSON."""
-    return {"need": asdict(need), "longest": {str(each): need.longest(each, memory) for each in num_ranks}}
+def simulated(needs: Mapping[str, Need], memory: float, num_ranks: Iterable[int]) -> dict[str, Any]:
+    """The needs by their names, and for each number of ranks the longest sequence that satisfies all, for the JSON."""
+    return {
+        "needs": {name: asdict(need) for name, need in needs.items()},
+        "longest": {
+            str(each): min(need.longest(each, memory) for need in needs.values()) for each in num_ranks
+        },
+    }

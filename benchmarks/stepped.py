@@ -54,6 +54,11 @@ class OneBatch(Stepped):
         self._batch = batch
         self._loss: Tensor | None = None
 
+    @property
+    def model(self) -> nn.Module:
+        """What is called with the batch."""
+        return self._model
+
     def compute(self) -> None:
         """Loss and gradients of the batch. Communicates over the world."""
         loss = self._model(**self._batch).loss

@@ -21,7 +21,18 @@ CONTENDERS = [
 @pytest.mark.slow
 def test_every_length_is_measured_on_every_number_of_ranks(run_quickly, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     path, picture = tmp_path / "sequence.json", tmp_path / "sequence.png"
-    options = ["--ranks", "1", "2", "--contenders", *CONTENDERS, "--json", str(path), "--plot", str(picture)]
+    options = [
+        "--ranks",
+        "1",
+        "2",
+        "4",
+        "--contenders",
+        *CONTENDERS,
+        "--json",
+        str(path),
+        "--plot",
+        str(picture),
+    ]
     printed = run_quickly("sequence.py", *options)
 
     number = r"\d+\.\d{3}"
@@ -36,6 +47,7 @@ def test_every_length_is_measured_on_every_number_of_ranks(run_quickly, tmp_path
         assert all(0 < each["kept"] <= each["peak"] for each in row["bytes"].values())
     assert found["longest"]["measured"]["1"] == 16
     assert found["longest"]["measured"]["2"] > 16
+    assert set(found["longest"]["needs"]) == {"at most", "before the layers"}
     assert list(found["longest"]["longest"]) == ["1", "2", "4", "8", "16", "32", "64"]
 
 
@@ -75,13 +87,46 @@ def test_a_need_is_found_from_its_peaks(load) -> None:  # type: ignore[no-untype
     need = longest.Need(constant=5e6, whole=300.0, shared=9000.0)
     peaks = {(ranks, length): need(ranks, length) for ranks in (1, 2, 4) for length in (512, 1024, 4096)}
     found = longest.fit(peaks)
-    assert longest.error(found, peaks) < 1e-9
-    assert longest.error(found, peaks | {(4, 4096): 1.1 * need(4, 4096)}) == pytest.approx(1 - 1 / 1.1)
-    memory = need(1, 4096)
-    assert longest.simulated(found, memory, (1, 64))["longest"] == {
-        "1": pytest.approx(4096, abs=1),
-        "64": pytest.approx(9300 * 4096 / (300 + 9000 / 64), abs=1),
+    assert longest.error([found], peaks) < 1e-9
+    assert longest.error([found], peaks | {(4, 4096): 1.1 * need(4, 4096)}) == pytest.approx(1 - 1 / 1.1)
+
+
+def test_no_part_of_a_need_is_below_0(load) -> None:  # type: ignore[no-untyped-def]
+    longest = load("sequence_longest")
+    peaks = {
+        (ranks, length): 1e6 + (9000 / ranks - 100) * length for ranks in (2, 4) for length in (512, 4096)
     }
+    found = longest.fit(peaks)
+    assert found.whole == 0
+    assert found.shared == pytest.approx(8700, rel=0.02)
+    assert 0 < longest.error([found], peaks) < 0.05
+
+
+def test_the_longest_sequence_satisfies_all_needs(load) -> None:  # type: ignore[no-untyped-def]
+    longest = load("sequence_longest")
+    needs = {
+        "most": longest.Need(constant=1000, whole=0, shared=10),
+        "first": longest.Need(constant=0, whole=2, shared=1),
+    }
+    found = longest.simulated(needs, 11_000, (1, 2, 8))
+    assert found["longest"] == {"1": 1000, "2": 2000, "8": int(11_000 / 2.125)}
+
+
+def test_bytes_before_the_layers_leave_out_those_within(load) -> None:  # type: ignore[no-untyped-def]
+    bytes_before_layers = load("live_bytes").bytes_before_layers
+    embedding, layer = (
+        torch.nn.Embedding(4, 10),
+        torch.nn.Sequential(torch.nn.Linear(10, 1000), torch.nn.Tanh()),
+    )
+    tokens = torch.zeros(25, dtype=torch.long)
+
+    def compute() -> None:
+        layer(embedding(tokens)).sum().backward()
+
+    before = bytes_before_layers(compute, embedding=embedding, first_layer=layer)
+    # The embedding's output or its gradient, 25 × 10 floats; the layer's gradients, 11 × 1000, are there by then.
+    assert 11_000 * 4 + 1000 <= before < 11_000 * 4 + 4000
+    assert not layer._forward_pre_hooks and not embedding._forward_hooks
 
 
 @pytest.mark.parametrize(("start", "memory"), [(64, 5000), (320, 5000), (4000, 5000), (320, 5199)])

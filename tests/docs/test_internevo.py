@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from echelon import HybridParallelPlugin
 from echelon.plugins.internevo import plugin_arguments
 
 from ..test_readme import code_blocks, run_script
@@ -48,7 +47,6 @@ def test_the_configuration_becomes_arguments(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.skipif(not hasattr(HybridParallelPlugin, "from_config"), reason="from_config is not there yet")
 @pytest.mark.slow
 def test_the_script_trains_on_four_ranks(tmp_path: Path) -> None:
     config_file(tmp_path)

@@ -2,13 +2,14 @@
 
 import json
 import logging
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from echelon import PipelineGradientCheckpointConfig
+from echelon import HybridParallelPlugin, PipelineGradientCheckpointConfig
 from echelon.plugins.internevo import plugin_arguments
 
 ISSUE = {
@@ -99,6 +100,10 @@ OF_FILE = {
     "max_scale": 2**24,
     "hysteresis": 3,
 }
+
+
+def test_the_arguments_are_those_of_the_plugin() -> None:
+    assert (ISP.keys() | OF_FILE.keys()) <= signature(HybridParallelPlugin).parameters.keys()
 
 
 def test_the_parallel_section_alone_is_taken() -> None:
