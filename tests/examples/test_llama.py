@@ -382,8 +382,21 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[f
             marks=pytest.mark.slow,
         ),
         pytest.param(2, "--plugin torch_ddp", marks=pytest.mark.slow),
+        *(
+            pytest.param(
+                4,
+                f"--precision fp32 --enable_sequence_parallelism --sequence_parallelism_mode {words}",
+                marks=pytest.mark.slow,
+            )
+            for words in (
+                "split_gather --enable_sequence_regather --tp_size 2 --pp_size 2",
+                "ring --enable_sequence_overlap --tp_size 4 --pp_size 1",
+                "all_to_all --sp_size 2 --tp_size 1 --pp_size 1 --wp_size 4 --zero_stage 1",
+                "ring_attn --sp_size 2 --pp_size 2",
+            )
+        ),
     ],
-    ids=["tp2pp2", "dp2zero1", "ddp2"],
+    ids=["tp2pp2", "dp2zero1", "ddp2", "split_gather", "ring", "all_to_all", "ring_attn"],
 )
 def test_the_first_losses_of_a_layout_are_those_of_one_process(
     tmp_path: Path, alone: tuple[list[float], list[float]], processes: int, words: str
