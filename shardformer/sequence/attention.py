@@ -19,7 +19,7 @@ from ..attention import FLASH_ATTENTION_2, SDPA
 from ..attention_arguments import BESIDES
 from .all_to_all import attend_by_heads
 from .axis import SequenceAxis, axis_of
-from .block_mask import Mask, Seen, block_mask
+from .block_mask import BlockMask, Mask, Seen, block_mask
 from .native import KERNELS, kernel_of, mask_of
 from .ring import ring_attention
 
@@ -157,7 +157,16 @@ def _register() -> None:
         AttentionInterface.register(name, partial(all_to_all_attention, kernel))
         AttentionMaskInterface.register(name, mask_of(kernel))
     AttentionInterface.register(_attention_name(RING, ""), ring_attention_of)
-    AttentionMaskInterface.register(_attention_name(RING, ""), block_mask)
+    AttentionMaskInterface.register(_attention_name(RING, ""), _blocks)
+
+
+def _blocks(*, cache_position: Tensor | None = None, **given: Any) -> BlockMask:
+    """`block_mask`, also as releases of transformers call it that tell the queries by their positions."""
+    if cache_position is not None:
+        given.update(
+            q_length=len(cache_position), q_offset=int(cache_position[0]), device=cache_position.device
+        )
+    return block_mask(**given)
 
 
 def _split_parts(model: nn.Module) -> Iterator[PreTrainedModel]:

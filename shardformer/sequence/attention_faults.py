@@ -20,7 +20,9 @@ _MIXERS = (_ConvNd, _BatchNorm, nn.RNNBase)  # what is at one position comes fro
 _MIXER_NAMES = re.compile("Attention|Mixer|Mamba|Recurrent|DeltaNet|SSM|Lightning|Rwkv")
 _CROSS = re.compile("cross_?att|encoder_attn|EncDecAttention", re.IGNORECASE)
 _CALL = re.compile(r"attention_interface\((.*?)\n\s*\)", re.DOTALL)
-_DEFAULT = re.compile(r"get_interface\([^,]*,\s*(\w+)")
+# transformers before 5.1 looked attention up by itself.
+_INTERFACE = re.compile(r"ALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)")
+_DEFAULT = re.compile(r"(?:get_interface\([^,]*,\s*|attention_interface: Callable = )(\w*eager\w*)")
 _ARGUMENT = re.compile(r"^\s*(\w+)=", re.MULTILINE)
 
 
@@ -147,7 +149,7 @@ def _argument_reasons(attention: nn.Module, mode: str) -> Iterator[str]:
 
 def _is_attention(module: nn.Module) -> bool:
     """Whether a module calls attention through transformers' interface."""
-    return "get_interface(" in _code(type(module))
+    return _INTERFACE.search(_code(type(module))) is not None
 
 
 def _code(kind: type[nn.Module]) -> str:

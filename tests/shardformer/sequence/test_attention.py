@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig, LlamaModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function
 
 from echelon.shardformer.sequence.attention import (
     all_to_all_attention,
@@ -190,23 +190,26 @@ def test_flash_attention_gets_whole_positions_and_what_is_unknown_is_refused(poo
     pool.run(2, attend_with_flash)
 
 
+TRIANGLE = torch.ones(5, 5, dtype=torch.bool).tril()
+PADDING = torch.tensor([[True] * 5, [True, True, True, False, False]])
+
+
 @pytest.mark.parametrize(
-    "given",
+    ("given", "plain"),
     [
-        {},
-        {"mask_function": bidirectional_mask_function, "allow_is_causal_skip": False},
-        {"attention_mask": torch.tensor([[True] * 5, [True, True, True, False, False]])},
+        ({}, TRIANGLE[None, None]),
+        (
+            {"mask_function": bidirectional_mask_function, "allow_is_causal_skip": False},
+            torch.ones(1, 1, 5, 5, dtype=torch.bool),
+        ),
+        ({"attention_mask": PADDING}, TRIANGLE & PADDING[:, None, None]),
     ],
     ids=["causal", "all", "padded"],
 )
-def test_whole_sequences_are_attended_to_as_ever(given: dict[str, Any]) -> None:
+def test_whole_sequences_are_attended_to_as_ever(given: dict[str, Any], plain: Tensor) -> None:
     module = Attention()
     q, k, v = tensors(5)
-    masks = dict(batch_size=B, q_length=5, kv_length=5)
-    blocks = block_mask(**masks, **given)
-    plain = sdpa_mask(
-        **masks, **{"mask_function": causal_mask_function, **given, "allow_is_causal_skip": False}
-    )
+    blocks = block_mask(batch_size=B, q_length=5, kv_length=5, **given)
     expected, _ = sdpa_attention_forward(module, q, k, v, plain, scaling=0.3)
     found, _ = ring_attention_of(module, q, k, v, blocks, scaling=0.3)
     torch.testing.assert_close(found, expected)

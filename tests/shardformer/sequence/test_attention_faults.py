@@ -2,6 +2,7 @@
 
 import pytest
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 from echelon.shardformer.sequence.attention_faults import sequence_attention_faults
 from echelon.verify.models import ModelChoice
@@ -9,7 +10,14 @@ from echelon.verify.models import ModelChoice
 OPTION = "sequence_parallelism_mode"
 
 
+# In older releases of transformers the attention of these has not come to the interface.
+CAME_LATER = ("t5", "swin")
+IS_OLDER = "qwen3_5_text" not in CONFIG_MAPPING
+
+
 def faults(mode: str, model_type: str, **settings: object) -> list[str]:
+    if model_type not in CONFIG_MAPPING or (IS_OLDER and model_type in CAME_LATER):
+        pytest.skip("this release of transformers has no such model, or computes its attention otherwise")
     model = ModelChoice(model_type=model_type, settings=tuple(settings.items())).build_on_meta()
     return sequence_attention_faults(model, mode, OPTION)
 
