@@ -213,17 +213,17 @@ def tell(results: dict[str, Any], title: str, arguments: argparse.Namespace) -> 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]], note: str) -> None:
     """Print what each contender keeps, and how long it takes, by length."""
-    header = ["contender", *(f"{row['length']} tokens" for row in rows), "peak MiB at the last"]
+    header = ["contender", *(f"{row['length']} tokens" for row in rows), "peak MiB"]
     names = list(rows[-1]["seconds"])
 
     def kept(row: Mapping[str, Any], name: str) -> str:
-        return f"{row['bytes'][name]['kept'] / 2**20:.1f} MiB, {median(row['seconds'][name]) * 1e3:.0f} ms"
+        return f"{row['bytes'][name]['kept'] / 2**20:.1f}, {median(row['seconds'][name]) * 1e3:.0f}"
 
     cells = [
         [name, *(kept(row, name) for row in rows), f"{rows[-1]['bytes'][name]['peak'] / 2**20:.1f}"]
         for name in names
     ]
-    report.show(f"{title}: kept for backward, median step", header, cells, note=note)
+    report.show(f"{title}: MiB kept for backward, ms of the median step", header, cells, note=note)
 
 
 def show_longest(found: Mapping[str, Any]) -> None:
@@ -235,9 +235,9 @@ def show_longest(found: Mapping[str, Any]) -> None:
         f"{name}: {need['constant']:.0f} + ({need['whole']:.0f} + {need['shared']:.0f} / ranks) · tokens"
         for name, need in found["needs"].items()
     ]
-    note = f"bytes {'; '.join(needs)}; fitted to what was measured, at most {100 * found['error']:.1f} % off"
     title = f"longest sequence under ring attention in {found['memory'] / 2**20:.0f} MiB"
-    report.show(title, ["ranks", "measured", "simulated"], rows, note=note)
+    report.show(title, ["ranks", "measured", "simulated"], rows)
+    print(f"bytes {'; '.join(needs)}; fitted to what was measured, at most {100 * found['error']:.1f} % off")
 
 
 def lines(runs: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, list[dict[str, float]]]]:
