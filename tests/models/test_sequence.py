@@ -82,7 +82,6 @@ def layouts() -> list[Layout]:
             for mode in ("all_to_all", "ring_attn")
             for layout in SEQUENCE_LAYOUTS
         ),
-        *FURTHER,
     ]
 
 
