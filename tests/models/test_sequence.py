@@ -6,12 +6,15 @@ Rows run under `KEEP_MATRIX`, see tests/matrix.py. Most are `slow`.
 from dataclasses import replace
 
 import pytest
+from transformers import CONFIG_MAPPING
 
+from echelon.shardformer import model_types
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 from echelon.verify.parity import parity
 
 from ..pool import Pool
+from .test_sequence_modes import REFUSED
 
 MODEL_TYPES = ("llama", "gpt2", "bert")
 TENSOR_LAYOUTS = (
@@ -85,7 +88,14 @@ def layouts() -> list[Layout]:
     ]
 
 
+def layouts_of(model_type: str) -> list[Layout]:
+    """Three types in every layout, all others in those of the modes that they do not refuse."""
+    usual = [each for each in layouts() if model_type not in REFUSED[str(each.sequence)]]
+    return [*usual, *FURTHER] if model_type in MODEL_TYPES else usual
+
+
 def rows() -> list[object]:
+    others = [each for each in filter(CONFIG_MAPPING.__contains__, model_types()) if each not in MODEL_TYPES]
     return [
         pytest.param(
             ModelChoice(model_type=model_type),
@@ -93,13 +103,13 @@ def rows() -> list[object]:
             id=f"{model_type}-{layout}",
             marks=() if (model_type, str(layout)) in QUICK else pytest.mark.slow,
         )
-        for model_type in MODEL_TYPES
-        for layout in layouts()
+        for model_type in (*MODEL_TYPES, *others)
+        for layout in layouts_of(model_type)
     ]
 
 
 def test_every_quick_row_is_one() -> None:
-    assert {(model_type, str(layout)) for model_type in MODEL_TYPES for layout in layouts()} >= QUICK
+    assert {(name, str(layout)) for name in MODEL_TYPES for layout in layouts_of(name)} >= QUICK
 
 
 @pytest.mark.parametrize(("choice", "layout"), rows())
