@@ -93,7 +93,7 @@ def spread_faults(
 
 
 # Settings by which a model returns what its layers hand on or compute within.
-_COLLECTING = ("output_hidden_states", "output_router_logits")
+_COLLECTING = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 def _in_first_place(model: nn.Module, stack: Stack) -> list[nn.Module]:

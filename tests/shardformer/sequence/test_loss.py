@@ -82,8 +82,9 @@ def refuse() -> None:
     ids = batch()["input_ids"]
     with pytest.raises(ValueError, match="keep the keys and values of a part"):
         model.unwrap().generate(ids, max_new_tokens=2)
-    with pytest.raises(ValueError, match="output_hidden_states=True in this call"):
-        model(input_ids=ids, output_hidden_states=True)
+    for name in ("output_hidden_states", "output_attentions"):
+        with pytest.raises(ValueError, match=f"{name}=True in this call"):
+            model(input_ids=ids, **{name: True})
     with pytest.raises(ValueError, match="'split_gather' or 'ring'"):
         boosted(build("T5ForConditionalGeneration"), mode="ring_attn")
     mesh = ParallelMesh(sp=2)
