@@ -24,10 +24,15 @@ class _Given(NamedTuple):
     version: int
     kept: tuple[Tensor, Regather] | None  # what is kept of it for backward, where that is less
     ready: list[Tensor]  # the product, where it was computed while the tensor was gathered
+    bias: Tensor | None  # that is in it
 
     def is_about(self, x: Tensor) -> bool:
         """Whether this is that tensor, as it was."""
         return self.whole() is x and x._version == self.version
+
+    def is_product_with(self, bias: Tensor | None) -> bool:
+        """Whether what is ready, if it is, is what the layer is to make; it may be asked to leave its bias away."""
+        return not self.ready or bias is self.bias
 
 
 class ProductLayer(ParallelModule):
@@ -61,7 +66,7 @@ class ProductLayer(ParallelModule):
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         later, self._later = self._later, None
         given, self._given = self._given, None
-        if given is not None and not given.is_about(x):
+        if given is not None and not (given.is_about(x) and given.is_product_with(bias)):
             self.takes_entered, given = False, None
         return linear(
             x,
@@ -117,7 +122,7 @@ def enter(
     )
     kept = _kept(xs[0], sequence) if sequence.style == "regather" else None
     for layer in layers:
-        layer.expect(_Given(ref(first), first._version, kept, ready if layer is early else []))
+        layer.expect(_Given(ref(first), first._version, kept, ready if layer is early else [], layer.bias))
     return [first, *others]
 
 

@@ -137,6 +137,35 @@ def test_a_region_may_change_what_entered_it_before_it_multiplies(pool: Pool) ->
     pool.run(2, changed_inputs)
 
 
+def without_bias(layer: nn.Module) -> None:
+    """Let the first layer of the MLP leave its bias to what follows, as compiled code has it do."""
+    widening, activation = layer.get_submodule("intermediate.dense"), layer.get_submodule("intermediate")
+    bias = widening.bias
+    widening.register_forward_pre_hook(lambda module, args: module.register_parameter("bias", None))
+    widening.register_forward_hook(lambda module, args, output: module.register_parameter("bias", bias))
+    activation.intermediate_act_fn = _Biased(widening, activation.intermediate_act_fn)
+
+
+class _Biased(nn.Module):
+    def __init__(self, linear: nn.Module, activation: nn.Module) -> None:
+        super().__init__()
+        self.activation = activation
+        vars(self)["linear"] = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias: Tensor = vars(self)["linear"].bias
+        output: Tensor = self.activation(x + bias)
+        return output
+
+
+def left_bias() -> None:
+    require_same("bert", world_sequence("ring"), 13, change=without_bias)
+
+
+def test_a_product_computed_early_has_no_bias_that_is_added_later(pool: Pool) -> None:
+    pool.run(2, left_bias)
+
+
 def no_sum(rows: Tensor, group: dist.ProcessGroup) -> Any:
     return lambda: rows[group.rank()].contiguous()
 
