@@ -14,9 +14,9 @@ from echelon.shardformer.sequence import boundary, loss
 from echelon.shardformer.sequence.axis import SequenceAxis
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
-from echelon.verify.parity import parity
 
 from ..pool import Pool
+from .test_mutations import departure_with
 
 LLAMA, GPT2, BERT = (ModelChoice(model_type=name) for name in ("llama", "gpt2", "bert"))
 
@@ -61,13 +61,6 @@ def labels_are_cut_before_they_are_shifted() -> Iterator[None]:
 
     with patch.object(SequenceAxis, "own", late):
         yield
-
-
-def departure_with(
-    broken: Callable[[], AbstractContextManager[Any]], choice: ModelChoice, layout: Layout
-) -> str:
-    with broken():
-        return parity(choice, layout, num_steps=1).departure or ""
 
 
 @pytest.mark.slow
