@@ -152,7 +152,8 @@ def longest_here(
         contender.forget()
         return bytes_of(contender)["peak"]
 
-    return search(peak, start=int(near), unit=workload.sequence // 32, memory=memory)
+    unit = max(2 * dist.get_world_size(), workload.sequence // 32)  # shorter steps would be padded
+    return search(peak, start=int(near), unit=unit, memory=memory)
 
 
 def longest_sequences(runs: Mapping[int, Mapping[str, Any]], memory: float) -> dict[str, Any]:

@@ -10,12 +10,7 @@ import torch
 # Of the import of torch.distributed.tensor.parallel's peers, see test_zero.py.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
-CONTENDERS = [
-    "echelon split_gather",
-    "echelon ring_attn",
-    "torch DTensor, sequence-parallel",
-    "torch context parallel",
-]
+CONTENDERS = ["echelon ring_attn", "torch context parallel"]
 
 
 @pytest.mark.slow
