@@ -123,7 +123,10 @@ class _Scatter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: SequenceAxis, is_data: bool) -> Tensor:
         ctx.axis, ctx.is_data, ctx.length = axis, is_data, axis.length
-        return axis.own(x, _DIM)
+        missing = axis.order.padded(axis.length) - axis.length
+        # Not zeros: a norm of a constant divides by its epsilon, which in 16 bits is infinite, and 0 times that is nan.
+        padding = x[:, -1:].expand(-1, missing, -1)
+        return axis.own(torch.cat([x, padding], _DIM) if missing else x, _DIM)
 
     @staticmethod
     @once_differentiable
