@@ -7,6 +7,7 @@ from rich.table import Table
 
 from ..shardformer.sequence.config import WHOLE, SequenceParallelism
 from ..shardformer.shard_former import policy_for
+from ..shardformer.weight_split import native_classes, weight_layers, weight_model_faults
 from ..verify.compare import Measure
 from ..verify.layout import Layout
 from ..verify.models import ModelChoice
@@ -85,7 +86,12 @@ def argument_faults(choice: ModelChoice, layout: Layout, num_steps: int) -> list
     if layout_faults or model_faults:
         return faults + model_faults
     return faults + split_faults(
-        choice, tp=layout.tp, num_stages=layout.num_stages, sp=layout.sp, sequence=layout.sequence_settings
+        choice,
+        tp=layout.tp,
+        num_stages=layout.num_stages,
+        sp=layout.sp,
+        wp=layout.wp,
+        sequence=layout.sequence_settings,
     )
 
 
@@ -95,19 +101,23 @@ def split_faults(
     tp: int = 1,
     num_stages: int = 1,
     sp: int = 1,
+    wp: int = 1,
     sequence: SequenceParallelism = WHOLE,
 ) -> list[str]:
     """Why this model cannot be split this way."""
-    if tp == num_stages == 1 and sequence.mode is None:
+    if tp == num_stages == wp == 1 and sequence.mode is None:
         return []
     model = choice.build_on_meta()
+    weights = weight_model_faults(model, weight_layers(model), native=native_classes(model)) if wp > 1 else []
+    if tp == num_stages == 1 and sequence.mode is None:
+        return weights
     try:
         policy = policy_for(model)
     except ValueError as error:
         return [str(error)]
     policy.set_model(model)
     found = policy.faults(tp_size=tp, num_stages=num_stages)
-    return found or policy.sequence_faults(sequence, tp_size=tp, sp_size=sp)
+    return weights + (found or policy.sequence_faults(sequence, tp_size=tp, sp_size=sp))
 
 
 def run_local(

@@ -156,8 +156,10 @@ def make_booster(arguments: argparse.Namespace, world_size: int) -> Booster:
     if arguments.plugin == "low_level_zero":
         named = {LOW_LEVEL_ZERO_NAMES.get(name, name): value for name, value in options.items()}
         return Booster(plugin=LowLevelZeroPlugin(**named))
-    num_parts = arguments.sp_size or 1
-    tp_size, pp_size = default_sizes(world_size // max(num_parts, 1), arguments.tp_size, arguments.pp_size)
+    shares_out = (arguments.wp_size or 1) > 1  # over ranks that have neither a part of a layer nor other ones
+    given = [arguments.tp_size, arguments.pp_size]
+    given = [1 if size is None and shares_out else size for size in given]
+    tp_size, pp_size = default_sizes(world_size // max(arguments.sp_size or 1, 1), *given)
     ratio = getattr(arguments, "gradient_checkpoint_ratio", 0)
     if 0 < ratio <= 1:  # the script that has this flag tells of another number, and refuses it
         options["gradient_checkpoint_config"] = PipelineGradientCheckpointConfig(

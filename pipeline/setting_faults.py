@@ -20,10 +20,16 @@ def setting_faults(settings: Mapping[str, Any], source: str) -> list[str]:
         for name in _COLLECTING
         if settings.get(name)
     ]
-    found += [
-        f"{name}={value!r} in {source} leaves out layers at random, and the stages of a pipeline would not leave out "
-        "the same: set it to 0 or use pp_size=1"
+    return found + layer_drop_faults(
+        settings, source, who="the stages of a pipeline", instead="use pp_size=1"
+    )
+
+
+def layer_drop_faults(settings: Mapping[str, Any], source: str, *, who: str, instead: str) -> list[str]:
+    """Why these settings would let ranks that must run the same layers run others; empty when they do not."""
+    return [
+        f"{name}={value!r} in {source} leaves out layers at random, and {who} would not leave out the same: set it to "
+        f"0 or {instead}"
         for name, value in settings.items()
         if name.endswith("layerdrop") and value
     ]
-    return found

@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..pipeline.cut import held_stages
+from ..pipeline.cut import held_stages, takes
 from ..pipeline.split_backward import hold_weight_gradients
+from ..shardformer.equal_ranks import require_equal_inputs
 from ..zero.optimizer import ShardedOptimizer
 from .engine import PipelineEngine
 from .names import ParameterNames
@@ -54,8 +55,17 @@ class HybridParallelModule(nn.Module):
 
         Raises:
             RuntimeError: under a pipeline.
+            ValueError: ranks that compute one model have other inputs than their first one; on all of them.
         """
         self.plugin._refuse_pipeline("model(**batch)")
+        mesh = self.plugin.mesh
+        for axis in ("tp", "sp"):
+            if mesh.size(axis) > 1:
+                require_equal_inputs(args, kwargs, mesh.group(axis), axis)
+        if self.training and takes(
+            self.module, "use_cache"
+        ):  # a cache hides from transformers that texts are packed
+            kwargs = {"use_cache": False, **kwargs}
         args, kwargs = self.engine.to_compute(args), self.engine.to_compute(kwargs)
         return self.module(*args, **kwargs)
 

@@ -8,8 +8,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .sequence.axis import recomputing
-
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineGradientCheckpointConfig:
@@ -101,6 +99,4 @@ def checkpoint_layers(
         count = config.num_layers(stage, len(held))
         for index, layer in enumerate(held):
             layer.gradient_checkpointing = index < count  # type: ignore[assignment]
-            layer._gradient_checkpointing_func = partial(  # type: ignore[assignment]
-                checkpoint, use_reentrant=False, context_fn=partial(recomputing, layer)
-            )
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]

@@ -73,11 +73,8 @@ def compare_inputs(model: nn.Module, group: ProcessGroup) -> None:
     drops = _drops(model)
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        # Tensors alone: a cache or an encoder's output differs in its last bits, and is made of inputs.
-        own: list[Any] = [[each for each in args if isinstance(each, Tensor)]]
-        own += [[name, each] for name, each in kwargs.items() if isinstance(each, Tensor)]
         random = _random_hash(module) if module.training and drops else 0
-        found = gather_integers((batch_hash(own), int(module.training), random), group)
+        found = gather_integers((_hash_of_inputs(args, kwargs), int(module.training), random), group)
         if differing := _differing(found, 0):
             raise ValueError(
                 f"the inputs of rank(s) {differing} of the tensor axis differ from those of its first rank, and all of "
@@ -97,6 +94,28 @@ def compare_inputs(model: nn.Module, group: ProcessGroup) -> None:
             )
 
     model.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def require_equal_inputs(args: tuple, kwargs: dict[str, Any], group: ProcessGroup, axis: str) -> None:
+    """Raise ValueError on every rank of a group unless all call a model with the same tensors. All-gather of a number.
+
+    Args:
+        args, kwargs: of the call.
+        group: ranks that compute one model.
+        axis: what they are, in the words of the mesh.
+    """
+    found = gather_integers((_hash_of_inputs(args, kwargs),), group)
+    if differing := _differing(found, 0):
+        raise ValueError(
+            f"the inputs of rank(s) {differing} of axis {axis} differ from those of its first rank, and all of them "
+            "compute one model: give them equal batches (booster.plugin.prepare_dataloader does)"
+        )
+
+
+def _hash_of_inputs(args: tuple, kwargs: dict[str, Any]) -> int:
+    # Tensors alone: a cache or an encoder's output differs in its last bits, and is made of inputs.
+    own: list[Any] = [[each for each in args if isinstance(each, Tensor)]]
+    return batch_hash(own + [[name, each] for name, each in kwargs.items() if isinstance(each, Tensor)])
 
 
 def _sample(tensor: Tensor) -> Tensor | int:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from ..cluster.mesh import divisors
+from ..pipeline.setting_faults import layer_drop_faults
 from .checkpoint_config import recomputable_layers
 from .layer.parallel_module import native_faults
 from .layer.weight_parallel import KINDS, WeightParallelLinear
@@ -92,6 +93,13 @@ def weight_model_faults(
         for path, module in linear.items()
         for fault in native_faults(module, *KINDS, type(module))
     ]
+    config = getattr(model, "config", None)
+    found += layer_drop_faults(
+        {} if config is None else config.to_dict(),
+        "the model's config",
+        who="the ranks that share out weights",
+        instead="use wp_size=1",
+    )
     if not linear:
         kinds = sorted({type(module).__name__ for layer in layers for module in layer.modules()})
         found.append(

@@ -62,7 +62,10 @@ class Buffers:
         if free := self._free.get((dtype, device)):
             return free.pop()
         self.made += 1
-        return torch.empty(max(length, self._length) if self._reuse else length, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # it is lent in training too
+            return torch.empty(
+                max(length, self._length) if self._reuse else length, dtype=dtype, device=device
+            )
 
     def give_back(self, buffer: Tensor) -> None:
         """The borrower will not use it any more, but for what is in the current stream already."""

@@ -23,6 +23,7 @@ _CALL = re.compile(r"attention_interface\((.*?)\n\s*\)", re.DOTALL)
 # transformers before 5.1 looked attention up by itself.
 _INTERFACE = re.compile(r"ALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)")
 _DEFAULT = re.compile(r"(?:get_interface\([^,]*,\s*|attention_interface: Callable = )(\w*eager\w*)")
+_READS_MASK = re.compile(r"attention_mask\s*(\.|\[|\+|\*)")
 _ARGUMENT = re.compile(r"^\s*(\w+)=", re.MULTILINE)
 
 
@@ -143,6 +144,8 @@ def _argument_reasons(attention: nn.Module, mode: str) -> Iterator[str]:
             f"{name} computes attention by {', '.join(sorted(others))}, which cannot be found by that name: build it "
             "with attn_implementation='sdpa'"
         )
+    if _READS_MASK.search(_code(type(attention))):
+        yield f"{name} computes with the mask itself, which is that of the whole sequence: {_INSTEAD}"
     if unknown := sorted(given - known):
         yield f"{name} hands {', '.join(unknown)} to its attention, of which this one knows nothing: {instead}"
 

@@ -1,7 +1,7 @@
 """The axis over which a model's sequences are spread, and the sequence that it computes now."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -56,12 +56,6 @@ class SequenceAxis:
         """Let `axis_of` know of a layer, and of all that is in it, that it computes on a part of the sequence."""
         for each in module.modules():
             setattr(each, _ATTRIBUTE, self)
-
-
-def recomputing(layer: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What is around a layer's forward, and around that which backward runs again: sequences as long as at first."""
-    axis = axis_of(layer)
-    return nullcontext(), nullcontext() if axis is None else axis.computing(axis.length)
 
 
 def axis_of(module: Any) -> SequenceAxis | None:

@@ -62,14 +62,14 @@ class Boundary:
     def leave(self, last: nn.Module) -> None:
         """Put them together behind the last layer, unless they are to stay spread up to the loss."""
 
-        def put_together(module: nn.Module, args: tuple, output: Any) -> Any:
+        def end(module: nn.Module, args: tuple, output: Any) -> Any:
             if not self.axis.ends_whole:
                 return output
             hidden = output[0] if isinstance(output, tuple) else output
-            whole = _Gather.apply(hidden, self.axis, self._is_data)
+            whole = put_together(hidden, self.axis, self.axis.length, is_data=self._is_data)
             return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
-        last.register_forward_hook(put_together)
+        last.register_forward_hook(end)
 
     def note(self, layer: nn.Module) -> None:
         """Let a layer compute on parts: it is told of the axis, and what it is given by position is cut."""
@@ -132,7 +132,7 @@ class _Scatter(Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         if not ctx.is_data:
-            return gather_whole_sequence(gradient, ctx.axis, ctx.length), None, None
+            return _gathered(gradient, ctx.axis, ctx.length), None, None
         nothing = torch.zeros_like(gradient)
         parts = [gradient if rank == ctx.axis.rank else nothing for rank in range(ctx.axis.order.size)]
         return ctx.axis.order.whole(parts, _DIM, ctx.length), None, None
@@ -142,19 +142,31 @@ class _Gather(Function):
     """This rank's part in, the whole sequence out; the adjoint of `_Scatter`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: SequenceAxis, is_data: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: SequenceAxis, length: int, is_data: bool) -> Tensor:
         ctx.axis, ctx.is_data = axis, is_data
-        return gather_whole_sequence(x, axis, axis.length)
+        return _gathered(x, axis, length)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         own = ctx.axis.own(gradient, _DIM)
-        return own * ctx.axis.order.size if ctx.is_data else own, None, None
+        return own * ctx.axis.order.size if ctx.is_data else own, None, None, None
 
 
-def gather_whole_sequence(part: Tensor, axis: SequenceAxis, length: int) -> Tensor:
-    """The whole sequence from the parts of all ranks. One all-gather; no gradient."""
+def put_together(part: Tensor, axis: SequenceAxis, length: int, *, is_data: bool) -> Tensor:
+    """The whole sequence, (B, S, …), from the parts of all ranks. One all-gather, none in backward.
+
+    Args:
+        part: this rank's.
+        axis: of the ranks.
+        length: of the sequence.
+        is_data: see [Note: gradients over the sequence axis].
+    """
+    whole: Tensor = _Gather.apply(part, axis, length, is_data)
+    return whole
+
+
+def _gathered(part: Tensor, axis: SequenceAxis, length: int) -> Tensor:
     parts = part.new_empty((axis.order.size, *part.shape))
     all_gather_single(parts.view(-1), part.contiguous().view(-1), group=axis.group)
     return axis.order.whole(parts.unbind(0), _DIM, length)

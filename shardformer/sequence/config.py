@@ -25,20 +25,35 @@ class SequenceParallelism:
         regathers: of "split_gather", keep each rank's part for backward and gather it again there.
         overlaps: gather in backward while gradients are computed.
         inner_ring_size: of "ring_attn", ranks of the inner one of two rings; None is one ring.
+        misuse: what `asked` found wrong with the switch.
     """
 
     mode: str | None = None
     regathers: bool = False
     overlaps: bool = False
     inner_ring_size: int | None = None
+    misuse: tuple[str, ...] = ()
 
     @staticmethod
     def asked(
         *, enable: bool, mode: str | None, sp_size: int | None, **settings: Any
     ) -> "SequenceParallelism":
         """What the switch and the mode of a user mean together, where no mode is one that fits the axes."""
+        if not isinstance(enable, bool):
+            misuse = (f"enable_sequence_parallelism={enable!r} must be True or False",)
+            return SequenceParallelism(misuse=misuse, **settings)
+        if not enable:
+            misuse = (
+                ()
+                if mode is None
+                else (
+                    f"sequence_parallelism_mode={mode!r} without enable_sequence_parallelism=True, which turns it on: "
+                    "give both, or none",
+                )
+            )
+            return SequenceParallelism(misuse=misuse, **settings)
         usual = "split_gather" if sp_size in (None, 1) else "all_to_all"
-        return SequenceParallelism(mode=(usual if mode is None else mode) if enable else None, **settings)
+        return SequenceParallelism(mode=usual if mode is None else mode, **settings)
 
     def arguments(self) -> dict[str, Any]:
         """What a plugin is told, in the words of users."""
@@ -66,15 +81,10 @@ class SequenceParallelism:
 
     def faults(self, *, tp_size: int, sp_size: int) -> list[str]:
         """All that is wrong with it over axes of these sizes, each with what would work."""
+        if self.misuse:
+            return list(self.misuse)
         if self.mode is None:
-            return (
-                []
-                if sp_size == 1
-                else [
-                    f"sp_size={sp_size} without enable_sequence_parallelism=True, which says what these ranks are for: "
-                    "give it, and a sequence_parallelism_mode"
-                ]
-            )
+            return self._unused_faults(sp_size)
         if self.mode not in MODES:
             return [f"sequence_parallelism_mode={self.mode!r} must be one of {', '.join(map(repr, MODES))}"]
         found = []
@@ -94,6 +104,20 @@ class SequenceParallelism:
                 "2 or more"
             )
         return found + self._option_faults(sp_size)
+
+    def _unused_faults(self, sp_size: int) -> list[str]:
+        """What is asked of sequences that stay whole."""
+        options = {
+            f"sp_size={sp_size}": sp_size != 1,
+            f"enable_sequence_overlap={self.overlaps!r}": bool(self.overlaps),
+            f"enable_sequence_regather={self.regathers!r}": bool(self.regathers),
+            f"inner_ring_size={self.inner_ring_size!r}": self.inner_ring_size is not None,
+        }
+        return [
+            f"{option} without enable_sequence_parallelism=True, which turns it on: give both, or none"
+            for option, is_given in options.items()
+            if is_given
+        ]
 
     def _option_faults(self, sp_size: int) -> list[str]:
         found = [

@@ -20,7 +20,7 @@ from ...pipeline.plan import StagePlan, is_within
 from ..forward_code import scales_alone
 from ..layer.loss import VocabParallelLogits, has_causal_loss
 from .axis import SequenceAxis
-from .boundary import gather_whole_sequence
+from .boundary import put_together
 from .layer_parts import is_by_position, is_by_position_behind_loops
 
 _SPREAD_LOGITS = (
@@ -42,9 +42,9 @@ class SequenceParallelLogits:
     length: int
 
     def gather(self) -> Tensor:
-        """All logits, (B, S, V). All-gather over the sequence axis, and over the tensor axis where they are split."""
+        """All logits, (B, S, V), with gradients. All-gather over the sequence axis, and the tensor axis if split."""
         part = self.part.gather() if isinstance(self.part, VocabParallelLogits) else self.part
-        return gather_whole_sequence(part, self.axis, self.length)
+        return put_together(part, self.axis, self.length, is_data=True)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"outputs.logits.{name}: {_SPREAD_LOGITS}")
@@ -88,8 +88,8 @@ def keep_spread(model: nn.Module, axis: SequenceAxis) -> None:
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         given = signature.bind_partial(*args, **kwargs).arguments
-        is_judged = given.get("labels") is not None and not given.get("logits_to_keep")
-        axis.ends_whole = not (module.training and is_judged)
+        keeps_all = (kept := given.get("logits_to_keep")) is None or (isinstance(kept, int) and kept == 0)
+        axis.ends_whole = not (module.training and given.get("labels") is not None and keeps_all)
 
     def after(module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> Any:
         was_spread, axis.ends_whole = not axis.ends_whole, True

@@ -16,6 +16,7 @@ from .axis import SequenceAxis
 from .boundary import Boundary
 from .config import SequenceParallelism, SequenceSplit
 from .order import SequenceOrder
+from .recompute import remember_lengths
 
 
 def spread_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> None:
@@ -26,7 +27,7 @@ def spread_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) ->
         plan: where its layers are.
         split: how.
     """
-    is_data = split.settings.is_on_sequence_axis
+    is_data, held = split.settings.is_on_sequence_axis, list[nn.Module]()
     for stack in plan.stacks(model):
         layers = [model.get_submodule(path) for path in stack.paths]
         is_zigzag = split.settings.mode == "ring_attn" and any(map(_is_causal, layers))
@@ -37,6 +38,7 @@ def spread_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) ->
         for layer in layers:
             if not isinstance(layer, StandIn):
                 boundary.note(layer)
+                held.append(layer)
         if not isinstance(layers[-1], StandIn):
             boundary.leave(layers[-1])
     if is_data:
@@ -45,6 +47,7 @@ def spread_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) ->
         if takes(model, "use_cache"):
             model.register_forward_pre_hook(_without_cache, with_kwargs=True)
     model.register_forward_pre_hook(_refuse_collecting, with_kwargs=True)
+    model.register_forward_pre_hook(lambda module, args: remember_lengths(held))
 
 
 def reckoning(plan: StagePlan) -> StagePlan:
@@ -88,7 +91,7 @@ def spread_faults(
     assert settings.mode is not None
     layers = [model.get_submodule(path) for path in plan.layer_paths(model)]
     found = sequence_attention_faults(model, settings.mode, option, layers)
-    heads = getattr(config, "num_attention_heads", 0) // tp_size
+    heads = -(-getattr(config, "num_attention_heads", 0) // tp_size)
     return found + (heads_faults(heads, sp_size, option) if settings.mode == ALL_TO_ALL else [])
 
 

@@ -165,7 +165,16 @@ REFUSALS = {
         "sp_size=2 with sequence_parallelism_mode='split_gather'",
         "inner_ring_size=2 is for sequence_parallelism_mode='ring_attn'",
     ),
-    "refuse_ranks_without_sequences": ("sp_size=2 without enable_sequence_parallelism=True",),
+    "refuse_ranks_without_sequences": (
+        "sp_size=2 without enable_sequence_parallelism=True",
+        "enable_sequence_overlap=True without",
+        "inner_ring_size=3 without",
+    ),
+    "refuse_a_mode_that_is_off": (
+        "sequence_parallelism_mode='split_gather' without enable_sequence_parallelism=True",
+        "wp_size=2 with tp_size=2",
+    ),
+    "refuse_a_switch_that_is_none": ("enable_sequence_parallelism='no' must be True or False",),
     "refuse_missing_packages": (
         "needs the package xformers",
         "needs num_microbatches",

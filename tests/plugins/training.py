@@ -333,7 +333,29 @@ def refuse_sequences_on_two_axes() -> str:
 
 
 def refuse_ranks_without_sequences() -> str:
-    return refused(lambda: HybridParallelPlugin(precision="fp32", sp_size=2))
+    return refused(
+        lambda: HybridParallelPlugin(
+            precision="fp32", sp_size=2, enable_sequence_overlap=True, inner_ring_size=3
+        )
+    )
+
+
+def refuse_a_mode_that_is_off() -> str:
+    return refused(
+        lambda: HybridParallelPlugin(
+            tp_size=2, precision="fp32", sequence_parallelism_mode="split_gather", wp_size=2
+        )
+    )
+
+
+def refuse_a_switch_that_is_none() -> str:
+    return refused(
+        lambda: HybridParallelPlugin(
+            tp_size=2,
+            precision="fp32",
+            enable_sequence_parallelism="no",  # type: ignore[arg-type]
+        )
+    )
 
 
 def refuse_missing_packages() -> str:
