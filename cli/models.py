@@ -1,5 +1,6 @@
 """`echelon models`: which models are proven under which layouts, as a table."""
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
@@ -8,8 +9,12 @@ import typer
 from rich.table import Table
 
 from ..shardformer import model_types
+from ..shardformer.sequence.config import MODES
 from ..verify.matrix import FEATURES, ModelRow, kept_matrix, layouts_of, refusals, rows_of
 from .console import table_console
+
+SHARED_WEIGHTS = "shared-out weights"
+SPREAD = (*MODES, SHARED_WEIGHTS)
 
 
 def models(
@@ -57,12 +62,12 @@ def page(kept: dict[str, Any]) -> str:
         '"yes": every head trains under the layout as in one process: loss, every gradient, the norm and every updated',
         "weight, over three AdamW steps with microbatches of unequal size, in fp32 where nothing else is said.",
         '"3 of 4": so many heads do. Nothing: not tried. By "table": `shardformer/tables`; by "plan": derived from',
-        "transformers' own. TP and PP are two ranks of the one axis, SP is the sequence axis.",
+        "transformers' own. TP and PP are two ranks of the one axis.",
         "",
         "Features are tried with the usual head, by the same comparison with a process that has none of them: flash",
         "attention, xFormers, fused operators and fused norm under tp2 on CPUs. [fused.md](fused.md) says what",
-        'computes there; in the place of the xFormers package stood one of its signature. "–": refused, or nothing to',
-        "be done, for a reason below the table.",
+        "computes there; in the place of the xFormers package stood one of its signature. The modes of sequence",
+        'parallelism on two ranks: [sequence.md](sequence.md). "–": refused, or nothing to be done, for a reason below.',
         "",
         "| model type | by | heads | " + " | ".join(columns) + " |",
         "|---|---|---|" + "---|" * len(columns),
@@ -73,21 +78,51 @@ def page(kept: dict[str, Any]) -> str:
         + " |"
         for row in rows
     ]
+    spread = [row for row in rows if any(map(_spread_by, row.cells))]
+    lines += [
+        "",
+        "## Sequences and weights over ranks, beside other axes",
+        "",
+        "The usual head on two to four ranks, by the same comparison, beside tensor, pipeline and data parallelism",
+        "with ZeRO; of Llama, GPT-2 and BERT with recomputation, other schedules and 16 bits too. In how many layouts",
+        "it agrees, of those that were tried.",
+        "",
+        "| model type | " + " | ".join(SPREAD) + " |",
+        "|---|" + "---|" * len(SPREAD),
+    ]
+    lines += [
+        f"| {row.model_type} | " + " | ".join(_spread_cell(row, by) for by in SPREAD) + " |" for row in spread
+    ]
     reasons = [
         f"- {feature}: {', '.join(types)}: {reason}." for (feature, reason), types in refusals(rows).items()
     ]
-    return "\n".join([*lines, *([""] if reasons else []), *reasons]) + "\n"
+    return "\n".join([*lines, *(["", "## Reasons", ""] if reasons else []), *reasons]) + "\n"
 
 
 def _columns(rows: Sequence[ModelRow]) -> dict[str, Callable[[ModelRow], str]]:
     """What each column of the matrix says of a row, by its heading."""
-    axes = {"tp2·fp32": "TP", "pp2·fp32": "PP", "sp2·fp32": "SP"}
-    layouts = [layout for layout in layouts_of(rows) if layout not in axes]
+    axes = {"tp2·fp32": "TP", "pp2·fp32": "PP"}
+    layouts = [layout for layout in layouts_of(rows) if layout not in axes and not _spread_by(layout)]
     return {
         **{heading: partial(ModelRow.cell, layout=layout) for layout, heading in axes.items()},
         **{feature: partial(ModelRow.feature_cell, feature=feature) for feature in FEATURES},
         **{layout.removesuffix("·fp32"): partial(ModelRow.cell, layout=layout) for layout in layouts},
     }
+
+
+def _spread_by(layout: str) -> str:
+    """The mode by which a layout spreads sequences, or that it shares out weights; nothing where it does neither."""
+    parts = layout.split("·")
+    if any(re.fullmatch(r"wp\d+", part) for part in parts):
+        return SHARED_WEIGHTS
+    return next((mode for mode in MODES if mode in parts), "")
+
+
+def _spread_cell(row: ModelRow, by: str) -> str:
+    """In how many layouts of a kind a model agrees, of how many; nothing where it was not tried."""
+    found = [row.cells[layout] for layout in row.cells if _spread_by(layout) == by]
+    tried, agreed = (sum(each[place] for each in found) for place in (0, 1))
+    return f"{agreed} of {tried}" if tried else ""
 
 
 def _versions(kept: dict[str, Any]) -> str:
