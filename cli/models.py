@@ -67,7 +67,8 @@ def page(kept: dict[str, Any]) -> str:
         "Features are tried with the usual head, by the same comparison with a process that has none of them: flash",
         "attention, xFormers, fused operators and fused norm under tp2 on CPUs. [fused.md](fused.md) says what",
         "computes there; in the place of the xFormers package stood one of its signature. The modes of sequence",
-        'parallelism on two ranks: [sequence.md](sequence.md). "–": refused, or nothing to be done, for a reason below.',
+        'parallelism are tried on two ranks: [sequence.md](sequence.md). "–": refused, or nothing to be done; the',
+        "reasons stand at the end.",
         "",
         "| model type | by | heads | " + " | ".join(columns) + " |",
         "|---|---|---|" + "---|" * len(columns),
@@ -78,8 +79,18 @@ def page(kept: dict[str, Any]) -> str:
         + " |"
         for row in rows
     ]
+    lines += _spread_lines(rows)
+    reasons = [
+        f"- {feature}: {', '.join(types)}: {reason}." for (feature, reason), types in refusals(rows).items()
+    ]
+    return "\n".join([*lines, *(["", "## Reasons", ""] if reasons else []), *reasons]) + "\n"
+
+
+def _spread_lines(rows: Sequence[ModelRow]) -> list[str]:
+    """The part of the page about layouts that spread sequences or share out weights."""
     spread = [row for row in rows if any(map(_spread_by, row.cells))]
-    lines += [
+    cells = {row.model_type: " | ".join(_spread_cell(row, by) for by in SPREAD) for row in spread}
+    heading = [
         "",
         "## Sequences and weights over ranks, beside other axes",
         "",
@@ -90,13 +101,7 @@ def page(kept: dict[str, Any]) -> str:
         "| model type | " + " | ".join(SPREAD) + " |",
         "|---|" + "---|" * len(SPREAD),
     ]
-    lines += [
-        f"| {row.model_type} | " + " | ".join(_spread_cell(row, by) for by in SPREAD) + " |" for row in spread
-    ]
-    reasons = [
-        f"- {feature}: {', '.join(types)}: {reason}." for (feature, reason), types in refusals(rows).items()
-    ]
-    return "\n".join([*lines, *(["", "## Reasons", ""] if reasons else []), *reasons]) + "\n"
+    return [*heading, *(f"| {name} | {own} |" for name, own in cells.items())] if spread else []
 
 
 def _columns(rows: Sequence[ModelRow]) -> dict[str, Callable[[ModelRow], str]]:

@@ -41,7 +41,7 @@ def test_a_cell_says_for_how_many_heads_a_layout_agrees() -> None:
     assert layouts_of(rows) == ["tp2", "dp2", "pp2"]
     assert [first.cell(layout) for layout in ("tp2", "pp2", "dp2", "tp4")] == ["yes", "1 of 2", "no", ""]
     assert (second.heads, second.cell("tp2"), second.cell("pp2")) == (("causal",), "no", "")
-    empty = " | " * (3 + len(FEATURES))  # no layout here is one of the axes
+    empty = " | " * (2 + len(FEATURES))  # no layout here is one of the axes
     text = page({"rows": outcomes, "torch": "1", "transformers": "2"})
     assert f"| a | plan | base; causal; token | {empty}yes | no | 1 of 2 |" in text
     assert page({"rows": {"llama": outcomes["b"]}, "torch": "1", "transformers": "2"}).splitlines()[-1] == (
@@ -60,9 +60,22 @@ def test_a_feature_is_proven_refused_with_its_reason_or_not_tried() -> None:
         "transformers": "2",
     }
     lines = page(kept).splitlines()
-    assert "| llama | table | causal | yes | no |  |  | yes | no |  | – |" in lines
-    assert "| bert | table |  |  |  |  |  |  |  |  | – |" in lines
+    assert "| llama | table | causal | yes | no |  | yes | no |  | – |  |  |  |  |" in lines
+    assert "| bert | table |  |  |  |  |  |  |  | – |  |  |  |  |" in lines
     assert lines[-1] == "- fused norm: bert, llama: it has none."
+
+
+def test_layouts_that_spread_sequences_are_counted_by_mode() -> None:
+    outcomes = {
+        "tp2·ring·fp32": True,
+        "tp4·ring·fp32": False,
+        "sp2·ring_attn·fp32": True,
+        "sp2·wp2·all_to_all·fp32": True,
+    }
+    kept = {"rows": {"llama": {"causal": outcomes}, "bert": {}}, "torch": "1", "transformers": "2"}
+    lines = page(kept).splitlines()
+    assert lines[-1] == "| llama |  | 1 of 2 |  | 1 of 1 | 1 of 1 |"
+    assert not any("ring·" in line for line in lines)
 
 
 def test_the_command_prints_a_row_for_each_type() -> None:
