@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from itertools import count
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
@@ -98,6 +99,9 @@ class _Sent(Swap):
             work.wait()
 
 
+_TAGS: WeakKeyDictionary[dist.ProcessGroup, "count[int]"] = WeakKeyDictionary()
+
+
 class Reading(Way):
     """Ranks tell each other where slices lie, and read them, see process_memory.py."""
 
@@ -106,7 +110,8 @@ class Reading(Way):
     def __init__(self, group: dist.ProcessGroup, neighbours: Neighbours) -> None:
         self._group = group
         self._neighbours = neighbours
-        self._tags = count(step=2)
+        # Of all that a group has had: what one left under way, with a model that is gone, must not meet another's.
+        self._tags = _TAGS.setdefault(group, count(step=2))
 
     def room(self, length: int) -> int:
         """One piece: nothing arrives before it is asked for."""

@@ -89,6 +89,17 @@ def stepped(*, reads: bool = True) -> tuple[nn.Sequential, ShardedOptimizer, dic
 
 
 @pytest.mark.parametrize("reads", [True, False], ids=["read", "sent"])
+def test_what_a_model_left_under_way_does_not_meet_that_of_the_next(pool: Pool, reads: bool) -> None:
+    pool.run(2, check_the_next_model, reads, timeout=30.0)
+
+
+def check_the_next_model(reads: bool) -> None:
+    for _ in range(2):
+        stepped(reads=reads)
+    check_steps(1, "fp32", reads)
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["read", "sent"])
 def test_one_rank_alone_may_look_and_write_before_the_others(pool: Pool, reads: bool) -> None:
     pool.run(2, check_alone, reads)
 
