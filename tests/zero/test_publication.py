@@ -94,8 +94,14 @@ def test_what_a_model_left_under_way_does_not_meet_that_of_the_next(pool: Pool, 
 
 
 def check_the_next_model(reads: bool) -> None:
-    for _ in range(2):
-        stepped(reads=reads)
+    model = Peeking()
+    optimizer = late(model, reads=reads)
+    for step in range(3):
+        optimizer.backward(loss_of(model, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    weights_of(model)  # all have what they were sent, and nobody has been told so
+    del model, optimizer
     check_steps(1, "fp32", reads)
 
 
