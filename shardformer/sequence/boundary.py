@@ -26,8 +26,8 @@ from .part_random import CommonRandom, PartRandom, draws, samplewise
 _DIM = 1  # of the sequence in hidden states (B, S, H)
 # What layers are given besides hidden states with an entry for each position, and the dimension of those.
 _BY_POSITION = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
-# Whole for all layers: attention sees the whole sequence.
-_WHOLE = ("attention_mask", "past_key_values", "past_key_value")
+# Whole for all layers: attention sees the whole sequence, and the loss takes its own part.
+_WHOLE = ("attention_mask", "past_key_values", "past_key_value", "shift_labels")
 
 
 class Boundary:

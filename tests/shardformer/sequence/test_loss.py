@@ -58,6 +58,8 @@ def train_and_evaluate(tp: int) -> None:
     torch.testing.assert_close(outputs.logits.gather(), expected.logits)
     given = {"num_items_in_batch": torch.tensor(5)}
     torch.testing.assert_close(model(**batch(), **given).loss, whole(**batch(), **given).loss)
+    shifted = {"shift_labels": batch()["labels"].roll(-2, 1)}
+    torch.testing.assert_close(model(**batch(), **shifted).loss, whole(**batch(), **shifted).loss)
     asked = model(**batch(), logits_to_keep=LENGTH)  # a forward that cuts positions itself
     torch.testing.assert_close(asked.logits.gather() if tp > 1 else asked.logits, expected.logits)
     kept = torch.tensor([0, LENGTH - 1])
