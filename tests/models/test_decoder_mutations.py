@@ -97,7 +97,7 @@ def gate_and_up_in_one_block() -> str | None:
 
 
 def a_column_that_is_a_region_without_its_entry() -> str | None:
-    with patch.object(region, "enter", lambda xs, group, layers: xs):
+    with patch.object(region, "enter", lambda xs, *_: xs):
         return departure("opt")
 
 
