@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..cluster.faults import naming_failures
@@ -57,29 +57,7 @@ def boost(
             )
         materialize(model)
         boosted = HybridParallelModule(model, names, plugin)
-        wrapped = None
-        if optimizer is not None:
-            managed = managed_parameters(
-                boosted.held,
-                shared,
-                mesh=mesh,
-                stage_manager=plugin.stage_manager,
-                stages=boosted.engine.parameters,
-            )
-            wrapped = ShardedOptimizer(
-                optimizer,
-                managed,
-                mesh=mesh,
-                stage=config.zero_stage,
-                zero_size=config.zero_size,
-                overlap_communication=config.overlap_communication,
-                communication_dtype=config.wire_dtype,
-                cpu_offload=config.cpu_offload,
-                weight_size=config.wp,
-                precision=config.precision,
-                max_norm=config.max_norm,
-                bucket_size=int(config.bucket_size_in_m * 2**20),
-            )
+        wrapped = None if optimizer is None else _sharded(optimizer, boosted, shared)
         for parameter in model.parameters():  # what no optimizer manages: frozen, or none was given
             if parameter.is_floating_point() and parameter.dtype != config.precision.dtype:
                 parameter.data = parameter.data.to(config.precision.dtype)
@@ -90,6 +68,34 @@ def boost(
                 wrapped.publisher.let_arrive_later(model)
         boosted.optimizer = wrapped
     return boosted
+
+
+def _sharded(
+    optimizer: Optimizer, boosted: HybridParallelModule, shared: list[dict[int, Tensor]]
+) -> ShardedOptimizer:
+    """The optimizer of a split model; `shared` as `managed_parameters` takes it. Collective over the world."""
+    config, mesh = boosted.plugin.config, boosted.plugin.mesh
+    managed = managed_parameters(
+        boosted.held,
+        shared,
+        mesh=mesh,
+        stage_manager=boosted.plugin.stage_manager,
+        stages=boosted.engine.parameters,
+    )
+    return ShardedOptimizer(
+        optimizer,
+        managed,
+        mesh=mesh,
+        stage=config.zero_stage,
+        zero_size=config.zero_size,
+        overlap_communication=config.overlap_communication,
+        communication_dtype=config.wire_dtype,
+        cpu_offload=config.cpu_offload,
+        weight_size=config.wp,
+        precision=config.precision,
+        max_norm=config.max_norm,
+        bucket_size=int(config.bucket_size_in_m * 2**20),
+    )
 
 
 def _checked_sharder(

@@ -42,6 +42,11 @@ def weight_size_faults(weight_size: int, data_size: int) -> list[str]:
     ]
 
 
+def size_faults(zero_size: int, weight_size: int, *, num_ranks: int) -> list[str]:
+    """Why a data axis of so many ranks cannot be shared out so."""
+    return [*zero_size_faults(zero_size, num_ranks), *weight_size_faults(weight_size, num_ranks)]
+
+
 def require_clip_norm(max_norm: float, norm_type: float) -> None:
     """Raise ValueError where gradients cannot be clipped to this norm."""
     checks = (

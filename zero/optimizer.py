@@ -27,8 +27,7 @@ from .faults import (
     require_finite_norm,
     require_untouched,
     sharding_faults,
-    weight_size_faults,
-    zero_size_faults,
+    size_faults,
 )
 from .filling import fill_buckets
 from .groups import hold_pieces, managed_groups
@@ -104,11 +103,8 @@ class ShardedOptimizer(OptimizerWrapper):
         communication_dtype: torch.dtype = torch.float32,
         cpu_offload: bool = False,
     ) -> None:
-        faults = [
-            *sharding_faults(stage=stage, max_norm=max_norm, norm_type=norm_type, bucket_size=bucket_size),
-            *zero_size_faults(zero_size, mesh.size(data_axis)),
-            *weight_size_faults(weight_size, mesh.size(data_axis)),
-        ]
+        faults = sharding_faults(stage=stage, max_norm=max_norm, norm_type=norm_type, bucket_size=bucket_size)
+        faults += size_faults(zero_size, weight_size, num_ranks=mesh.size(data_axis))
         if faults:
             raise ValueError("; ".join(faults))
         require_elementwise(optimizer)
