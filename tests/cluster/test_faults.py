@@ -307,7 +307,10 @@ def run_script_by_hand(folder: Path, how: str, rank: int) -> str:
     [
         (run_script, "raise", 2, "rank 2 failed: LookupError: no such file; "),
         (run_script, "kill", 2, "rank 2 died: its process is gone; "),
-        (run_script_by_hand, "raise", 0, "rank 0 failed: LookupError: no such file; "),
+        pytest.param(
+            *(run_script_by_hand, "raise", 0, "rank 0 failed: LookupError: no such file; "),
+            marks=pytest.mark.slow,
+        ),
         (run_script_by_hand, "kill", 0, "the store is gone, which rank 0 or its launcher holds; "),
     ],
 )
