@@ -17,8 +17,8 @@ from ..pool import Pool
 LAYOUTS = (Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2), Layout(tp=2, dp=2, zero=1))
 QUICK_LAYOUT = Layout(tp=2, pp=2)
 # Experts, latent attention, and gathered projections beside plain ones; one that older releases know too.
-_NEWEST = ("exaone_moe", "minicpm3")
-QUICK = tuple(filter(CONFIG_MAPPING.__contains__, _NEWEST)) or ("apertus",)
+_NEWEST = ("exaone_moe", "minicpm3", "qwen3_5_text")
+QUICK = tuple(filter(CONFIG_MAPPING.__contains__, _NEWEST[:2])) or ("apertus",)  # the last takes 11 s
 TYPES = (
     *_NEWEST,
     "apertus",
