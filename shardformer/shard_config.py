@@ -112,9 +112,9 @@ class ShardConfig:
         """The same with its ranks, None where sequences stay whole."""
         settings = self.sequence
         group = self.active_group if settings.is_on_tensor_axis else self.sequence_parallel_process_group
-        return (
-            None if settings.mode is None or group is None else SequenceSplit(settings=settings, group=group)
-        )
+        if settings.mode is None or group is None:
+            return None
+        return SequenceSplit(settings=settings, group=group, rings=self.sequence_parallel_rings)
 
     @property
     def num_stages(self) -> int:

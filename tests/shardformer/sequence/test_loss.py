@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from echelon import Booster, HybridParallelPlugin, ShardConfig, ShardFormer
 from echelon.cluster.mesh import ParallelMesh
 from echelon.shardformer import policy_for
+from echelon.shardformer.sequence.axis import axis_of
 from echelon.shardformer.sequence.loss import SequenceParallelLogits, stays_spread
 
 from ...pool import Pool
@@ -138,6 +139,13 @@ def give_other_batches(axis: str) -> None:
         model(input_ids=ids)
 
 
+def spread_over_two_rings() -> None:
+    model = boosted(build("LlamaForCausalLM"), sp=4, inner_ring_size=2)
+    axis = axis_of(model.unwrap().model.layers[0])
+    assert axis is not None and axis.rings is not None
+    assert (axis.rings.inner.size(), axis.rings.outer.size()) == (2, 2)
+
+
 def leave_whole() -> None:
     whole = build("LlamaForCausalLM").train()
     model = boosted(deepcopy(whole), parallel_output=False).train()
@@ -165,6 +173,10 @@ def refuse() -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_logits_of_a_part_have_the_loss_of_the_whole(pool: Pool, tp: int) -> None:
     pool.run(2 * tp, train_and_evaluate, tp)
+
+
+def test_a_double_ring_reaches_attention(pool: Pool) -> None:
+    pool.run(4, spread_over_two_rings)
 
 
 def test_logits_are_whole_where_that_is_asked_for(pool: Pool) -> None:
