@@ -16,8 +16,9 @@ from torch import Tensor
 
 Rings = Sequence[dist.ProcessGroup]
 
-# Two kinds of messages are under way between two ranks at a time: what is visited, and what visits bring home.
-_OUTWARD, _HOMEWARD = 0, 1
+# Kinds of messages that are under way between two ranks at a time: what is visited, what visits bring home, single
+# steps. Those of slices.py count from 0, those of read_sums.py from 2**20.
+_OUTWARD, _HOMEWARD, _STEP = range(2**21, 2**21 + 3)
 
 
 def travel(x: Tensor, rings: Rings) -> Iterator[tuple[int, Tensor]]:
@@ -78,6 +79,11 @@ def _steps(x: Tensor, ring: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
         yield step, x
         if under_way is not None:
             x = under_way.wait()
+
+
+def begin_step(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Begin one step round a ring; what is returned waits and gives what the rank before sent. See `Shift`."""
+    return Shift(x, group, tag=_STEP).wait
 
 
 class Shift:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from ...cluster.begun import begin_all_gather, begin_sum_scatter
 from ...cluster.exchange import Waitable
-from ...cluster.flat_transfer import begin_all_gather, begin_sum_scatter
 from ...cluster.placement import Shard, placement_of
 from ...pipeline.split_backward import LaterProduct
 from .use_order import Use, UseOrder

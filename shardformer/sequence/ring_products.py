@@ -16,7 +16,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad
 
-from ...cluster.begun import begin_gather, begin_step
+from ...cluster.begun import begin_gather
+from ...cluster.ring import begin_step
 from ...pipeline.split_backward import Keep
 from .regions import RegionSequence
 
@@ -102,7 +103,7 @@ def _round_the_ring(part: Tensor, sequence: RegionSequence, length: int) -> Iter
     group, width = sequence.axis.group, part.shape[1]
     size, rank, held = group.size(), group.rank(), part.contiguous()
     for step in range(size):
-        end = begin_step(held, torch.empty_like(held), group) if step < size - 1 else None
+        end = begin_step(held, group) if step < size - 1 else None
         start = (rank - step) % size * width
         yield _true(held, start, length)
         held = held if end is None else end()
@@ -138,5 +139,5 @@ def _sum_round_the_ring(x_BSI: Tensor, weight_OI: Tensor, sequence: RegionSequen
         stretch = x_BSI[:, start : start + width]
         own = pad(linear(stretch, weight_OI), (0, 0, 0, width - stretch.shape[1]))
         total = own if end is None else end().add_(own)
-        end = begin_step(total, torch.empty_like(total), group) if step < size - 1 else None
+        end = begin_step(total, group) if step < size - 1 else None
     return total

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echelon.cluster import begun
+from echelon.cluster import begun, ring
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.traffic import Traffic
 from echelon.shardformer.sequence import ring_products
@@ -117,7 +117,7 @@ class Log(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[str] = []
-        self._waiting, self._step = begun._waiting, begun.begin_step
+        self._waiting, self._step = begun._waiting, ring.begin_step
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (name := _NAMES.get(func._schema.name.split("::")[1])) is not None:
