@@ -6,12 +6,21 @@ The placement travels with the parameter object, so a tied weight is split once 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 _ATTRIBUTE = "_echelon_placement"
+
+
+class Stretch(NamedTuple):
+    """Consecutive entries along the dimension that is cut: where they begin in the whole and in a piece; how many."""
+
+    whole: int
+    piece: int
+    length: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +93,21 @@ class Shard:
         ]
         held = [block.narrow(self.dim, 0, length) for block, length in zip(blocks, self.blocks, strict=True)]
         return torch.cat(held, self.dim)
+
+    def stretches_of(self, rank: int) -> list[Stretch]:
+        """What of the whole a rank's piece holds, in the order of the piece; padding is in none of them."""
+        own, index = divmod(rank // self.copies, self._pieces_of_stretch)
+        count = len(self.blocks) // self.stretches
+        found, in_piece = [], 0
+        for number, (length, padded) in enumerate(zip(self.blocks, self._padded_blocks(), strict=True)):
+            share = padded // self._pieces_of_stretch
+            if number // count != own:
+                continue
+            held = min(length, (index + 1) * share) - index * share
+            if held > 0:
+                found.append(Stretch(sum(self.blocks[:number]) + index * share, in_piece, held))
+            in_piece += share
+        return found
 
     @property
     def _pieces_of_stretch(self) -> int:
