@@ -1,0 +1,223 @@
+"""safetensors files: written tensor by tensor with their hashes, read by boxes. What lies where is the caller's.
+
+The format is https://huggingface.co/docs/safetensors: a length, a JSON header, and the tensors end to end.
+"""
+
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+
+from .box import Box
+
+ALGORITHM = "xxh3_128"
+
+_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+class Entry(NamedTuple):
+    """A tensor of a file."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class FileRecord(NamedTuple):
+    """What a manifest says of a file.
+
+    Args:
+        bytes: its length.
+        hash: of all of it; None for a file of tensors.
+        header: hash of what stands in front of the tensors, of a file of tensors.
+        tensors: hash of each tensor's bytes, likewise.
+    """
+
+    bytes: int
+    hash: str | None = None
+    header: str | None = None
+    tensors: Mapping[str, str] | None = None
+
+
+class TensorFileWriter:
+    """Writes a file tensor by tensor; nothing but the one at hand is in memory.
+
+    Args:
+        path: the file, which is made anew.
+        entries: what will be written.
+    """
+
+    def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
+        self.path = path
+        # Wide formats first: so each begins at a multiple of its own width.
+        self.order = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+        header = _header(self.order)
+        self._left = list(reversed(self.order))
+        self._hashes: dict[str, str] = {}
+        self._header_hash = xxhash.xxh3_128(header).hexdigest()
+        self._size = len(header) + sum(entry.nbytes for entry in entries)
+        self._file = open(path, "wb")  # noqa: SIM115 (closed by `finish` or `abandon`)
+        self._file.write(header)
+
+    def write(self, tensor: Tensor) -> None:
+        """Write the next one of `order`.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        entry = self._left.pop()
+        if (tuple(tensor.shape), tensor.dtype) != (entry.shape, entry.dtype):
+            raise AssertionError(f"{entry} was to be written, not {tensor.dtype} {tuple(tensor.shape)}")
+        content = bytes_of(tensor)
+        self._hashes[entry.name] = xxhash.xxh3_128(content).hexdigest()
+        self._file.write(content)
+
+    def finish(self) -> FileRecord:
+        """Have all on the disk."""
+        if self._left:
+            raise AssertionError(f"{self.path} lacks {[entry.name for entry in self._left]}")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return FileRecord(bytes=self._size, header=self._header_hash, tensors=self._hashes)
+
+    def abandon(self) -> None:
+        """Close it as it is."""
+        try:
+            self._file.close()
+        except OSError:  # what was left to write cannot be, either
+            self._file.raw.close() if not self._file.raw.closed else None
+
+
+class TensorFile:
+    """A file to be read by boxes; `Stored`. It is mapped: what is not read takes no memory.
+
+    Raises:
+        ValueError: it is no safetensors file, or is cut short; names it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.header_size, self._entries = _read_header(path)
+        self.size = max(
+            [self.header_size, *(start + entry.nbytes for entry, start in self._entries.values())]
+        )
+        if (found := path.stat().st_size) != self.size:
+            raise ValueError(f"{path} has {found} bytes, and its header speaks of {self.size}: it is damaged")
+        self._bytes = torch.from_file(str(path), shared=False, size=self.size, dtype=torch.uint8)
+
+    @property
+    def names(self) -> Collection[str]:
+        """All tensors."""
+        return self._entries.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one."""
+        return self._entries[name][0].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The format of one."""
+        return self._entries[name][0].dtype
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """A box of one, in memory of its own."""
+        return self.mapped(name)[box.within(Box.whole(self.shape(name)))].clone()
+
+    def mapped(self, name: str) -> Tensor:
+        """One as it lies in the file, of which nothing is read before it is used. Not to be written to."""
+        entry, start = self._entries[name]
+        content = self._bytes[start : start + entry.nbytes]
+        if start % entry.dtype.itemsize:  # as other writers leave it
+            content = content.clone()
+        return content.view(entry.dtype).view(entry.shape)
+
+    def damage(self, record: FileRecord) -> list[str]:
+        """What is not as a manifest says it: names of tensors, or "the header"."""
+        header = self._bytes[: self.header_size].numpy()
+        if xxhash.xxh3_128(header).hexdigest() != record.header:
+            return ["the header"]
+        hashes = record.tensors or {}
+        return [name for name in self._entries if self._hash(name) != hashes.get(name)]
+
+    def _hash(self, name: str) -> str:
+        entry, start = self._entries[name]
+        return xxhash.xxh3_128(self._bytes[start : start + entry.nbytes].numpy()).hexdigest()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's bytes; without a copy where it is on the CPU and lies end to end."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A format by torch's name: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _header(order: Sequence[Entry]) -> bytes:
+    listing: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for entry in order:
+        end = start + entry.nbytes
+        listing[entry.name] = {
+            "dtype": _NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(listing, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _read_header(path: Path) -> tuple[int, dict[str, tuple[Entry, int]]]:
+    """The bytes in front of the tensors, and what they say: each tensor, and where in the file it begins."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            raise ValueError(f"{path} is no safetensors file, or its first bytes are damaged")
+        text = file.read(length)
+    try:
+        listing = json.loads(text)
+        listing.pop("__metadata__", None)
+        return 8 + length, {name: _entry(name, each, 8 + length) for name, each in listing.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} has no header of safetensors, or a damaged one: {error!r}") from error
+
+
+def _entry(name: str, listed: Mapping[str, Any], first: int) -> tuple[Entry, int]:
+    entry = Entry(name, tuple(listed["shape"]), _DTYPES[listed["dtype"]])
+    start, end = listed["data_offsets"]
+    if start < 0 or end - start != entry.nbytes:
+        raise ValueError(f"{entry} does not take bytes {start} to {end}")
+    return entry, first + start
