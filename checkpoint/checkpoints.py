@@ -12,7 +12,7 @@ from .held_model import HeldModel
 from .loading import fit
 from .model_files import SAFETENSORS, TORCH, FileNames, plan_model
 from .model_save import require_seen, write_model_file, write_model_folder
-from .open_model import open_model
+from .pretrained import open_pretrained
 from .saving import Save, Saver
 from .step_load import Resume, Resumed, choose_step, load_step
 from .step_save import gather_step
@@ -69,7 +69,7 @@ class Checkpoints:
         with failing_alike("load_model"):
             self._saver.settle()
             group = self._mesh.side_group()
-            stored = alike(lambda: open_model(path, model), group)
+            stored = alike(lambda: open_pretrained(path, model.module), group)
             fit(model.tensors, stored, names=model.names, strict=strict, what=str(path), group=group).load()
             model.loaded()
 

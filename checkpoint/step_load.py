@@ -11,7 +11,7 @@ from ..cluster.mesh import ParallelMesh
 from .consent import alike, on_all_ranks, on_first_rank
 from .held_model import HeldModel
 from .loading import fit
-from .open_model import open_model
+from .pretrained import open_pretrained
 from .random_states import file_name, nearest_rank, restore_random_state
 from .step_folder import damage_of, manifest_of, recover, step_path, steps_in
 from .step_save import MODEL, OPTIMIZER, RANDOM, TRAINING
@@ -107,7 +107,7 @@ def load_step(
     training = on_first_rank(lambda: read_values(path / TRAINING), group)
     if faults := _absent(path, training, trained, lr_scheduler, dataloader):
         raise ValueError("; ".join(faults))
-    stored = alike(lambda: open_model(path / MODEL, model), group)
+    stored = alike(lambda: open_pretrained(path / MODEL), group)
     what = str(path / MODEL)
     weights = fit(model.tensors, stored, names=model.names, strict=strict, what=what, group=group)
     states = None if trained is None else fit_trained(trained, path / OPTIMIZER, group)
