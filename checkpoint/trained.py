@@ -83,9 +83,11 @@ class SavedStates:
     def write(self, folder: Path, group: dist.ProcessGroup) -> dict[str, FileRecord]:
         """Write it into a folder that is there, and return this rank's files. Collective over the group."""
         records = save_states(self.held, folder, group=group)
-        if group.rank() == 0:
-            records[GROUPS] = write_values(folder / GROUPS, self.described)
-        return records
+        described = alike(lambda: self._describe(folder) if group.rank() == 0 else {}, group)
+        return records | described
+
+    def _describe(self, folder: Path) -> dict[str, FileRecord]:
+        return {GROUPS: write_values(folder / GROUPS, self.described)}
 
 
 def states_to_save(trained: Trained, group: dist.ProcessGroup) -> SavedStates:

@@ -42,7 +42,7 @@ def test_a_failure_beside_training_is_told_and_kept(caplog: pytest.LogCaptureFix
         with pytest.raises(OSError, match="no space left"):
             save.wait()
     assert isinstance(save.failure, OSError)
-    assert "somewhere was not saved: no space left" in caplog.text
+    assert "saving to somewhere failed: no space left" in caplog.text
 
 
 def test_a_full_disk_ends_neither_training_nor_the_next_save(caplog: pytest.LogCaptureFixture) -> None:
