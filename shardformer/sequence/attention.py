@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from ...cluster.collectives import all_gather
 from ..attention import FLASH_ATTENTION_2, SDPA
 from ..attention_arguments import BESIDES
 from .all_to_all import attend_by_heads
@@ -211,5 +210,4 @@ def _whole_positions(positions: Tensor, axis: SequenceAxis) -> Tensor:
     """Position ids of the whole sequence from this rank's; a collective of the axis."""
     if positions.shape[-1] == axis.length:
         return positions
-    gathered = all_gather(positions, axis.group, positions.ndim - 1)
-    return axis.order.whole(gathered.chunk(axis.order.size, -1), -1, axis.length)
+    return axis.gathered(positions, -1, axis.length)

@@ -19,7 +19,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
-from ...cluster.renamed import all_gather_single
 from .axis import SequenceAxis
 from .part_random import CommonRandom, PartRandom, draws, samplewise
 
@@ -132,7 +131,7 @@ class _Scatter(Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         if not ctx.is_data:
-            return _gathered(gradient, ctx.axis, ctx.length), None, None
+            return ctx.axis.gathered(gradient, _DIM, ctx.length), None, None
         nothing = torch.zeros_like(gradient)
         parts = [gradient if rank == ctx.axis.rank else nothing for rank in range(ctx.axis.order.size)]
         return ctx.axis.order.whole(parts, _DIM, ctx.length), None, None
@@ -144,7 +143,7 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: SequenceAxis, length: int, is_data: bool) -> Tensor:
         ctx.axis, ctx.is_data = axis, is_data
-        return _gathered(x, axis, length)
+        return axis.gathered(x, _DIM, length)
 
     @staticmethod
     @once_differentiable
@@ -164,9 +163,3 @@ def put_together(part: Tensor, axis: SequenceAxis, length: int, *, is_data: bool
     """
     whole: Tensor = _Gather.apply(part, axis, length, is_data)
     return whole
-
-
-def _gathered(part: Tensor, axis: SequenceAxis, length: int) -> Tensor:
-    parts = part.new_empty((axis.order.size, *part.shape))
-    all_gather_single(parts.view(-1), part.contiguous().view(-1), group=axis.group)
-    return axis.order.whole(parts.unbind(0), _DIM, length)
