@@ -43,9 +43,7 @@ class Boundary:
     def enter(self, first: nn.Module, *, is_held: bool) -> None:
         """Take sequences apart in front of the first layer, or in front of what stands for it on a later stage."""
 
-        def take_apart(
-            module: nn.Module, args: tuple, kwargs: dict[str, Any]
-        ) -> tuple[tuple, dict[str, Any]]:
+        def begin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             hidden, put = _hidden(args, kwargs)
             if hidden.ndim != _DIM + 2:
                 raise ValueError(
@@ -54,9 +52,11 @@ class Boundary:
                     "enable_sequence_parallelism out for this model"
                 )
             self.axis.length = hidden.shape[_DIM]
-            return put(_Scatter.apply(hidden, self.axis, self._is_data)) if is_held else (args, kwargs)
+            if not is_held:
+                return args, kwargs
+            return put(take_apart(hidden, self.axis, is_data=self._is_data))
 
-        first.register_forward_pre_hook(take_apart, with_kwargs=True)
+        first.register_forward_pre_hook(begin, with_kwargs=True)
 
     def leave(self, last: nn.Module) -> None:
         """Put them together behind the last layer, unless they are to stay spread up to the loss."""
@@ -150,6 +150,20 @@ class _Gather(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         own = ctx.axis.own(gradient, _DIM)
         return own * ctx.axis.order.size if ctx.is_data else own, None, None, None
+
+
+def take_apart(whole: Tensor, axis: SequenceAxis, *, is_data: bool) -> Tensor:
+    """This rank's part of the sequence that is being computed, (B, S, …), padded with its last position.
+
+    Nothing in forward; backward an all-gather, where `is_data` nothing: see [Note: gradients over the sequence axis].
+
+    Args:
+        whole: equal on all ranks.
+        axis: of the ranks.
+        is_data: whether it is the sequence axis.
+    """
+    part: Tensor = _Scatter.apply(whole, axis, is_data)
+    return part
 
 
 def put_together(part: Tensor, axis: SequenceAxis, length: int, *, is_data: bool) -> Tensor:
