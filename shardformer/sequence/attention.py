@@ -5,7 +5,7 @@ How it is computed is all_to_all.py and ring.py; for which models it can be, att
 
 # B batch, S sequence with padding, N query heads, M key-value heads, D width of a head, P ranks
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -52,7 +52,7 @@ def set_sequence_attention(model: nn.Module, mode: str) -> None:
         mode: a key of KNOWN.
     """
     _register()
-    for part in _split_parts(model):
+    for part in models_around(model, lambda module: axis_of(module) is not None):
         name = _attention_name(mode, part.config._attn_implementation)
         part.set_attn_implementation({"": name})
         if part.config._attn_implementation != name:
@@ -144,6 +144,19 @@ def ring_attention_of(
     return out, None
 
 
+def models_around(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> list[PreTrainedModel]:
+    """The innermost models that the wanted modules are in, one for each config, which names the attention."""
+    found: dict[int, PreTrainedModel] = {}
+    inside: list[tuple[nn.Module, PreTrainedModel | None]] = [(model, None)]
+    while inside:
+        module, part = inside.pop()
+        part = module if isinstance(module, PreTrainedModel) else part
+        if part is not None and is_wanted(module):
+            found.setdefault(id(part.config), part)
+        inside.extend((child, part) for child in module.children())
+    return list(found.values())
+
+
 def _attention_name(mode: str, kernel: str) -> str:
     """What attention of a mode is called, for models that computed it with a kernel."""
     return f"echelon_{mode}_{kernel}" if mode == ALL_TO_ALL else f"echelon_{mode}"
@@ -166,19 +179,6 @@ def _blocks(*, cache_position: Tensor | None = None, **given: Any) -> BlockMask:
             q_length=len(cache_position), q_offset=int(cache_position[0]), device=cache_position.device
         )
     return block_mask(**given)
-
-
-def _split_parts(model: nn.Module) -> Iterator[PreTrainedModel]:
-    """The models with a config of their own, which names the attention, that layers with an axis are in."""
-    seen: set[int] = set()
-    inside: list[tuple[nn.Module, PreTrainedModel | None]] = [(model, None)]
-    while inside:
-        module, part = inside.pop()
-        part = module if isinstance(module, PreTrainedModel) else part
-        if axis_of(module) is not None and part is not None and id(part.config) not in seen:
-            seen.add(id(part.config))
-            yield part
-        inside.extend((child, part) for child in module.children())
 
 
 def _check_known(module: nn.Module, given: dict[str, Any], mode: str) -> None:
