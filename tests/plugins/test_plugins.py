@@ -37,6 +37,20 @@ def test_a_plain_loop_gives_the_same_losses(pool: Pool, plugin: str) -> None:
     assert pool.run(2, training.train_by_calls, plugin)[0] == pytest.approx(expected, abs=tolerance)
 
 
+def test_calls_in_training_keep_no_keys_and_values_unless_they_ask(pool: Pool) -> None:
+    assert pool.run(1, kept_caches) == [{"training": False, "asked": True, "answering": True}]
+
+
+def kept_caches() -> dict[str, bool]:
+    model, _ = training.boosted(training.hybrid(), LLAMA)
+    ids = torch.arange(6).view(2, 3)
+    return {
+        "training": model.train()(input_ids=ids).past_key_values is not None,
+        "asked": model(input_ids=ids, use_cache=True).past_key_values is not None,
+        "answering": model.eval()(input_ids=ids).past_key_values is not None,
+    }
+
+
 def test_evaluation_with_other_batch_sizes_between_training_steps(pool: Pool) -> None:
     by_rank = pool.run(4, training.evaluate_between_steps)
     for step, num_samples in enumerate((4, 5, 3)):
