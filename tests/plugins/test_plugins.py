@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 from echelon.cluster.dataloader import shared_loader
