@@ -11,13 +11,14 @@ from .consent import alike, failing_alike, on_first_rank
 from .held_model import HeldModel
 from .loading import load_into
 from .model_files import SAFETENSORS, TORCH, FileNames, plan_model
-from .model_save import require_seen, write_model_file, write_model_folder
+from .model_save import write_model_file, write_model_folder
 from .open_model import open_model
+from .placing import finish_placing, replace_file, write_together
 from .saving import Save, Saver
 from .step_load import Resume, Resumed, choose_step, load_step
 from .step_save import gather_step
-from .trained import Trained, load_trained, states_to_save
-from .values import read_values, write_values
+from .trained import STATES, Trained, load_trained, states_to_save
+from .values import read_values, saved_bytes
 
 MEBI = 2**20
 
@@ -69,6 +70,7 @@ class Checkpoints:
         with failing_alike("load_model"):
             self._saver.settle()
             group = self._mesh.side_group()
+            on_first_rank(lambda: finish_placing(path), group)
             stored = alike(lambda: open_model(path, model), group)
             load_into(model.tensors, stored, names=model.names, strict=strict, what=str(path), group=group)
             model.loaded()
@@ -83,9 +85,7 @@ class Checkpoints:
                 states = states.copied()
 
             def write() -> None:
-                on_first_rank(lambda: path.mkdir(parents=True, exist_ok=True), group)
-                alike(lambda: require_seen(path), group)
-                states.write(path, group)
+                write_together(path, lambda folder: states.write(folder, group), STATES, group)
 
             return self._run(write, path, use_async=use_async)
 
@@ -93,18 +93,16 @@ class Checkpoints:
         """See `Booster.load_optimizer`."""
         with failing_alike("load_optimizer"):
             self._saver.settle()
-            load_trained(trained, path, self._mesh.side_group())
+            group = self._mesh.side_group()
+            on_first_rank(lambda: finish_placing(path), group)
+            load_trained(trained, path, group)
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, path: Path) -> None:
         """See `Booster.save_lr_scheduler`."""
-
-        def write() -> None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_values(path, lr_scheduler.state_dict())
-
         with failing_alike("save_lr_scheduler"):
             self._saver.settle()
-            on_first_rank(write, self._mesh.side_group())
+            group = self._mesh.side_group()
+            on_first_rank(lambda: replace_file(path, saved_bytes(lr_scheduler.state_dict())), group)
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, path: Path) -> None:
         """See `Booster.load_lr_scheduler`."""

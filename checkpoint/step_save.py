@@ -12,7 +12,7 @@ from ..cluster.mesh import ParallelMesh
 from .consent import alike, on_all_ranks, on_first_rank
 from .held_model import HeldModel
 from .model_files import SAFETENSORS, ModelFiles, Records, plan_model
-from .model_save import require_seen
+from .placing import require_seen
 from .random_states import file_name, random_state, sizes
 from .step_folder import begin_step, commit_step, keep_newest
 from .tensor_file import write_small

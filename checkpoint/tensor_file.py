@@ -8,7 +8,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 import xxhash
@@ -17,6 +17,7 @@ from torch import Tensor
 from .box import Box
 
 ALGORITHM = "xxh3_128"
+_CHUNK = 2**24
 
 _NAMES = {
     torch.bool: "BOOL",
@@ -159,17 +160,23 @@ class TensorFile:
             content = content.clone()
         return content.view(entry.dtype).view(entry.shape)
 
-    def damage(self, record: FileRecord) -> list[str]:
-        """What is not as a manifest says it: names of tensors, or "the header"."""
-        header = _buffer(self._bytes[: self.header_size])
+
+def damage_of_tensors(path: Path, record: FileRecord) -> list[str]:
+    """What of a file is not as a manifest says it: names of tensors, or "the header". Read a stretch at a time.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        header = _header_bytes(file)
         if xxhash.xxh3_128(header).hexdigest() != record.header:
             return ["the header"]
         hashes = record.tensors or {}
-        return [name for name in self._entries if self._hash(name) != hashes.get(name)]
-
-    def _hash(self, name: str) -> str:
-        entry, start = self._entries[name]
-        return xxhash.xxh3_128(_buffer(self._bytes[start : start + entry.nbytes])).hexdigest()
+        return [
+            entry.name
+            for entry, start in _entries_of(path, header).values()
+            if _hash_from(file, start, entry.nbytes) != hashes.get(entry.name)
+        ]
 
 
 def order_in_file(entries: Sequence[Entry]) -> list[Entry]:
@@ -221,17 +228,36 @@ def _header(order: Sequence[Entry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def _hash_from(file: BinaryIO, start: int, length: int) -> str:
+    """Of some bytes of a file, which are read one after the other and not mapped."""
+    digest = xxhash.xxh3_128()
+    file.seek(start)
+    while length and (content := file.read(min(length, _CHUNK))):
+        digest.update(content)
+        length -= len(content)
+    return digest.hexdigest()
+
+
+def _header_bytes(file: BinaryIO) -> bytes:
+    """The bytes in front of the tensors; fewer than they say where the file is shorter."""
+    first = file.read(8)
+    length = min(int.from_bytes(first, "little"), os.fstat(file.fileno()).st_size)
+    return first + file.read(length)
+
+
 def _read_header(path: Path) -> tuple[int, dict[str, tuple[Entry, int]]]:
-    """The bytes in front of the tensors, and what they say: each tensor, and where in the file it begins."""
+    """How many bytes stand in front of the tensors, and what they say; see `_entries_of`."""
     with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > path.stat().st_size:
-            raise ValueError(f"{path} is no safetensors file, or its first bytes are damaged")
-        text = file.read(length)
+        header = _header_bytes(file)
+    return len(header), _entries_of(path, header)
+
+
+def _entries_of(path: Path, header: bytes) -> dict[str, tuple[Entry, int]]:
+    """The tensors of a file, and where in it each begins, in their order there."""
     try:
-        listing = json.loads(text)
+        listing = json.loads(header[8:])
         listing.pop("__metadata__", None)
-        return 8 + length, {name: _entry(name, each, 8 + length) for name, each in listing.items()}
+        return {name: _entry(name, each, len(header)) for name, each in listing.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} has no header of safetensors, or a damaged one: {error!r}") from error
 

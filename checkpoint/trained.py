@@ -13,12 +13,14 @@ from torch.optim import Optimizer
 
 from .consent import alike, on_all_ranks, on_first_rank
 from .held import HeldTensor
-from .states import StateFiles, load_states, save_states
+from .placing import Replaced
+from .states import INDEX, StateFiles, load_states, save_states
 from .tensor_file import FileRecord
 from .values import read_values, write_values
 
 GROUPS = "groups.pt"
 MASTER = "master"
+STATES = Replaced(entries=(INDEX,), others=(GROUPS, "rank-*.safetensors"))
 # How a step is computed, which this run decides and not the one that saved.
 _OWN_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
