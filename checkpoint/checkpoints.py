@@ -9,15 +9,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..cluster.mesh import ParallelMesh
 from .consent import alike, failing_alike, on_first_rank
 from .held_model import HeldModel
-from .loading import load_into
+from .loading import fit
 from .model_files import SAFETENSORS, TORCH, FileNames, plan_model
 from .model_save import write_model_file, write_model_folder
-from .open_model import open_model
 from .placing import finish_placing, replace_file, write_together
+from .pretrained import open_pretrained
 from .saving import Save, Saver
 from .step_load import Resume, Resumed, choose_step, load_step
 from .step_save import gather_step
-from .trained import STATES, Trained, load_trained, states_to_save
+from .trained import STATES, Trained, fit_trained, states_to_save
 from .values import read_values, saved_bytes
 
 MEBI = 2**20
@@ -71,8 +71,8 @@ class Checkpoints:
             self._saver.settle()
             group = self._mesh.side_group()
             on_first_rank(lambda: finish_placing(path), group)
-            stored = alike(lambda: open_model(path, model), group)
-            load_into(model.tensors, stored, names=model.names, strict=strict, what=str(path), group=group)
+            stored = alike(lambda: open_pretrained(path, model.module), group)
+            fit(model.tensors, stored, names=model.names, strict=strict, what=str(path), group=group).load()
             model.loaded()
 
     def save_optimizer(self, trained: Trained, path: Path, *, use_async: bool) -> Save:
@@ -95,7 +95,7 @@ class Checkpoints:
             self._saver.settle()
             group = self._mesh.side_group()
             on_first_rank(lambda: finish_placing(path), group)
-            load_trained(trained, path, group)
+            fit_trained(trained, path, group).load()
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, path: Path) -> None:
         """See `Booster.save_lr_scheduler`."""
