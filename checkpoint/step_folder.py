@@ -31,6 +31,11 @@ def step_path(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08}"
 
 
+def unfinished_path(directory: Path, step: int) -> Path:
+    """The folder in which a step is written."""
+    return directory / f".{step_path(directory, step).name}.writing"
+
+
 def begin_step(directory: Path, step: int) -> Path:
     """Make the folder in which a step is written, and remove what earlier saves left unfinished.
 
@@ -42,7 +47,7 @@ def begin_step(directory: Path, step: int) -> Path:
     recover(directory)
     for left in directory.glob(".step-*"):
         shutil.rmtree(left)
-    folder = directory / f".{step_path(directory, step).name}.writing"
+    folder = unfinished_path(directory, step)
     folder.mkdir()
     return folder
 
