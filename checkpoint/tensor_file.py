@@ -14,6 +14,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from ..lazy.files import OpenFile
 from .box import Box
 
 ALGORITHM = "xxh3_128"
@@ -119,7 +120,7 @@ class TensorFileWriter:
 
 
 class TensorFile:
-    """A file to be read by boxes; `Stored`. It is mapped: what is not read takes no memory.
+    """A file to be read by boxes; `Stored`. What is not read takes no memory; see [Note: mapping] in lazy/files.py.
 
     Raises:
         ValueError: it is no safetensors file, or is cut short; names it.
@@ -133,7 +134,7 @@ class TensorFile:
         )
         if (found := path.stat().st_size) != self.size:
             raise ValueError(f"{path} has {found} bytes, and its header speaks of {self.size}: it is damaged")
-        self._bytes = torch.from_file(str(path), shared=False, size=self.size, dtype=torch.uint8)
+        self._file = OpenFile(path)
 
     @property
     def names(self) -> Collection[str]:
@@ -153,9 +154,9 @@ class TensorFile:
         return self.mapped(name)[box.within(Box.whole(self.shape(name)))].clone()
 
     def mapped(self, name: str) -> Tensor:
-        """One as it lies in the file, of which nothing is read before it is used. Not to be written to."""
+        """One as it lies in the file: in memory are the parts that were used, for as long as it is held."""
         entry, start = self._entries[name]
-        content = self._bytes[start : start + entry.nbytes]
+        content = self._file.mapped(start, entry.nbytes)
         if start % entry.dtype.itemsize:  # as other writers leave it
             content = content.clone()
         return content.view(entry.dtype).view(entry.shape)
