@@ -1,6 +1,10 @@
 """safetensors files: written tensor by tensor with their hashes, read by boxes. What lies where is the caller's.
 
 The format is https://huggingface.co/docs/safetensors: a length, a JSON header, and the tensors end to end.
+
+[Note: writing early] Linux keeps what is written in memory until it is told to bring it to the disk, and then the
+writer waits while its core is idle. So it is told so every few MiB, and the disk works while the next tensors are
+hashed and written. That these pages need not be kept afterwards is what the call means by itself.
 """
 
 import json
@@ -19,6 +23,7 @@ from .box import Box
 
 ALGORITHM = "xxh3_128"
 _CHUNK = 2**24
+_EARLY_BYTES = 2**25
 
 _NAMES = {
     torch.bool: "BOOL",
@@ -88,6 +93,7 @@ class TensorFileWriter:
         self._size = len(header) + sum(entry.nbytes for entry in entries)
         self._file = open(path, "wb")  # noqa: SIM115 (closed by `finish` or `abandon`)
         self._file.write(header)
+        self._written, self._on_its_way = len(header), 0
 
     def write(self, tensor: Tensor) -> None:
         """Write the next one of `order`.
@@ -101,6 +107,9 @@ class TensorFileWriter:
         content = bytes_of(tensor)
         self._hashes[entry.name] = xxhash.xxh3_128(content).hexdigest()
         self._file.write(content)
+        self._written += entry.nbytes
+        if self._written - self._on_its_way >= _EARLY_BYTES:
+            self._write_early()
 
     def finish(self) -> FileRecord:
         """Have all on the disk."""
@@ -110,6 +119,14 @@ class TensorFileWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         return FileRecord(bytes=self._size, header=self._header_hash, tensors=self._hashes)
+
+    def _write_early(self) -> None:
+        """Let the disk begin; see [Note: writing early]."""
+        self._file.flush()
+        if hasattr(os, "posix_fadvise"):
+            length = self._written - self._on_its_way
+            os.posix_fadvise(self._file.fileno(), self._on_its_way, length, os.POSIX_FADV_DONTNEED)
+        self._on_its_way = self._written
 
     def abandon(self) -> None:
         """Close it as it is."""

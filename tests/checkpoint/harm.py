@@ -51,8 +51,9 @@ def flip_every_file(directory: Path, positions: int) -> int:
     group = run.booster.plugin.mesh.side_group()
     newest = directory / "step-00000002"
     draw, count = random.Random(1), 0
-    for path in sorted(each for each in newest.rglob("*") if each.is_file()):
-        size = path.stat().st_size
+    files = [(path, path.stat().st_size) for path in sorted(newest.rglob("*")) if path.is_file()]
+    dist.barrier()
+    for path, size in files:
         for at in sorted({draw.randrange(size) for _ in range(positions)}):
             with _changed(path, lambda path, at=at: _flip(path, at)), told(LOADING) as lines:  # type: ignore[misc]
                 assert choose_step(directory, "auto", group) == directory / "step-00000001"

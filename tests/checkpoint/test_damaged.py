@@ -12,6 +12,7 @@ def test_one_flipped_bit_is_named_with_file_and_tensor(pool: Pool, tmp_path: Pat
     assert pool.run(2, harm.flip_every_file, tmp_path, 1)[0] >= 15
 
 
+@pytest.mark.slow
 def test_what_is_missing_cut_or_of_another_format_is_passed_over(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, harm.whole_harms, tmp_path)
 

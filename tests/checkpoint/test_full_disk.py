@@ -8,7 +8,7 @@ from ..pool import Pool, RankDied
 from . import full_disks
 
 
-@pytest.mark.parametrize(("where", "use_async"), [(0, False), (1, True)])
+@pytest.mark.parametrize(("where", "use_async"), [pytest.param(0, False, marks=pytest.mark.slow), (1, True)])
 def test_a_full_disk_is_told_and_training_goes_on(
     pool: Pool, tmp_path: Path, where: int, use_async: bool
 ) -> None:
