@@ -49,6 +49,8 @@ def explore(folder: Path, kind: Kind, chosen: Literal["all", "quick"]) -> None:
     assert run_ranks(2, prepare, folder, kind) == [0, 0]
     calls = [json.loads((folder / f"calls-{rank}.json").read_text()) for rank in range(2)]
     committed = 1 + max(index for index, call in enumerate(calls[0]) if is_commit(call, kind))
+    for own in (calls[0][:committed], calls[1]):
+        require_on_disk(own)
     deaths = [Death(rank, 1 + index) for rank in range(2) for index in range(len(calls[rank]))]
     if chosen == "quick":
         near = [Death(0, committed + by) for by in (-1, 0, 1)]
@@ -187,6 +189,17 @@ def is_commit(call: str, kind: Kind) -> bool:
     """Whether the save holds from this call on."""
     words = call.split()
     return words[0] in ("rename", "replace") and Path(words[-1]).name == COMMITTED[kind]
+
+
+def require_on_disk(calls: list[str]) -> None:
+    """Whether every file that was written was brought to the disk after its last write; a crash of power needs it."""
+    last = {}
+    for call in calls:
+        what, path = call.split()[:2]
+        if what in ("open", "write", "fsync"):
+            last[path] = what
+    late = [path for path, what in last.items() if what != "fsync"]
+    assert late == [], f"written and not on the disk when the save holds: {late}"
 
 
 def deaths_told(folder: Path) -> list[Any]:
