@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from .forked import KILLED, run_ranks
 from .runs import Run, config_of
@@ -58,7 +59,8 @@ def explore(folder: Path, kind: Kind, chosen: Literal["all", "quick"]) -> None:
     for death in deaths:
         shutil.copytree(folder / "base", place_of(folder, death))
         ends = run_ranks(2, doomed, place_of(folder, death), kind, death)
-        assert ends == [KILLED, KILLED], f"{kind}, {death}: {ends}"
+        # The other one may have ended before, where the last one cleans up.
+        assert ends[death.rank] == KILLED and set(ends) <= {KILLED, 0}, f"{kind}, {death}: {ends}"
     survived = {death: death.rank == 0 and death.number > committed for death in deaths}
     assert run_ranks(1, look, folder, kind, survived, seconds=280) == [0]
     (folder / "found.json").write_text(json.dumps([calls[death.rank][death.number - 1] for death in deaths]))
@@ -101,6 +103,7 @@ def doomed(place: Path, kind: Kind, death: Death) -> None:
 
 def look(folder: Path, kind: Kind, survived: Mapping[Death, bool]) -> None:
     """Load what each death left, in one process; then save, which has to remove what was left."""
+    disable_progress_bar()
     run = small_run(seed=7)
     old, new = torch.load(folder / "old.pt"), torch.load(folder / "new.pt")
     assert not torch.equal(old["model.norm.weight"], new["model.norm.weight"])
