@@ -70,7 +70,7 @@ class StepToSave:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         if keep_last is not None:
-            on_first_rank(lambda: keep_newest(directory, keep_last), group)
+            on_first_rank(lambda: keep_newest(directory, keep_last, self.step), group)
 
     def _begin(self, directory: Path) -> None:
         folder = begin_step(directory, self.step)
