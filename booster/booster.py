@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from ..checkpoint.saving import Save
+from ..checkpoint.step_load import Resume, Resumed
 from ..plugins.base import Boosted, Plugin
 from ..plugins.torch_ddp import TorchDDPPlugin
 
@@ -85,14 +87,177 @@ class Booster:
         """Inside the block gradients accumulate without being reduced over the data-parallel ranks."""
         return self.plugin.no_sync(model, optimizer)
 
-    def save_model(self, model: nn.Module, checkpoint: str | Path, *, use_safetensors: bool = True) -> None:
-        """Write the whole model to one file that Hugging Face reads, on rank 0. Collective over the world."""
-        self.plugin.save_model(model, Path(checkpoint), use_safetensors=use_safetensors)
+    def save_model(
+        self,
+        model: nn.Module,
+        checkpoint: str | Path,
+        shard: bool = False,
+        size_per_shard: float = 1024,
+        use_safetensors: bool = True,
+        use_async: bool = False,
+    ) -> Save:
+        """Write the model in files that Hugging Face reads, each rank its share of them. Collective over the world.
 
-    def load_model(self, model: nn.Module, checkpoint: str | Path) -> None:
-        """Read a whole model's file into this rank's part of a boosted model. Every rank calls.
+        No rank gathers the model: the one that writes a tensor is sent the pieces of it.
+
+        Args:
+            model: what `boost` returned.
+            checkpoint: the file, or with `shard` the folder, in which `from_pretrained` finds the config, too.
+            shard: write a folder, with files of at most `size_per_shard` and their index.
+            size_per_shard: in MiB.
+            use_safetensors: safetensors, or torch's own format (`.bin`), where a file is in memory until written.
+            use_async: copy what is to be written, and return while it is being written.
+
+        Returns:
+            The save; `wait()` lets one with `use_async` end, and raises what went wrong.
+
+        Raises:
+            OSError: it could not be written; on every rank. What was there stands.
+        """
+        return self.plugin.checkpoints.save_model(
+            self.plugin.held_model(model),
+            Path(checkpoint),
+            shard=shard,
+            size_per_shard=size_per_shard,
+            use_safetensors=use_safetensors,
+            use_async=use_async,
+        )
+
+    def load_model(self, model: nn.Module, checkpoint: str | Path, strict: bool = True) -> None:
+        """Read a file, or a folder, of any Hugging Face model into a boosted one; each rank reads what it holds.
+
+        Collective over the world. Masters of an optimizer follow.
+
+        Args:
+            model: what `boost` returned.
+            checkpoint: what `save_model` or `save_pretrained` wrote.
+            strict: refuse tensors that are missing or extra; else those stay as they are, and are left out.
 
         Raises:
             ValueError: tensors are missing or do not fit; lists all of them, and changes nothing.
+            FileNotFoundError: there is nothing of that name.
         """
-        self.plugin.load_model(model, Path(checkpoint))
+        self.plugin.checkpoints.load_model(self.plugin.held_model(model), Path(checkpoint), strict=strict)
+
+    def save_optimizer(self, optimizer: Optimizer, checkpoint: str | Path, use_async: bool = False) -> Save:
+        """Write an optimizer's state into a folder, each rank what it holds. Collective over the world.
+
+        Whatever layout loads it: tensors are stored in the coordinates of whole parameters.
+
+        Args:
+            optimizer: what `boost` returned.
+            checkpoint: the folder.
+            use_async: as of `save_model`.
+
+        Raises:
+            OSError: it could not be written; on every rank.
+        """
+        return self.plugin.checkpoints.save_optimizer(
+            self.plugin.trained(optimizer), Path(checkpoint), use_async=use_async
+        )
+
+    def load_optimizer(self, optimizer: Optimizer, checkpoint: str | Path) -> None:
+        """Let an optimizer go on from what `save_optimizer` wrote under any layout. Collective over the world.
+
+        Raises:
+            ValueError: it is of another optimizer, other parameters or other groups; all of it.
+        """
+        self.plugin.checkpoints.load_optimizer(self.plugin.trained(optimizer), Path(checkpoint))
+
+    def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
+        """Write a scheduler's state to a file, on the first rank. Collective over the world."""
+        self.plugin.checkpoints.save_lr_scheduler(lr_scheduler, Path(checkpoint))
+
+    def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
+        """Let a scheduler go on from what `save_lr_scheduler` wrote. Collective over the world."""
+        self.plugin.checkpoints.load_lr_scheduler(lr_scheduler, Path(checkpoint))
+
+    def save_checkpoint(
+        self,
+        directory: str | Path,
+        step: int,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: LRScheduler | None = None,
+        dataloader: DataLoader | None = None,
+        user: Any = None,
+        keep_last: int | None = None,
+        use_async: bool = False,
+        size_per_shard: float = 1024,
+    ) -> Save:
+        """Write all that a run needs to go on, under any layout, as `directory/step-…`. Collective over the world.
+
+        The folder appears under its name once all of it is on the disk. Weights in it are a Hugging Face folder,
+        `step-…/model`. Files that cannot be written do not end training: the first rank tells it through `logging`, the
+        save knows it on every rank, and the checkpoints that are there stand.
+
+        Args:
+            directory: of all checkpoints of the run, seen by all ranks.
+            step: its number.
+            model, optimizer, lr_scheduler: as `boost` returned them.
+            dataloader: of `plugin.prepare_dataloader`, whose position is saved.
+            user: plain values to be saved with it, equal on all ranks.
+            keep_last: then keep so many of the newest checkpoints alone; None keeps all.
+            use_async: copy what is to be written, and write while training goes on; the next save, or load, waits.
+            size_per_shard: of files of weights, in MiB.
+
+        Returns:
+            The save: `failure`, `done`, and `wait()`, which raises what went wrong.
+
+        Raises:
+            ValueError: what is given cannot be saved; on every rank.
+        """
+        return self.plugin.checkpoints.save_step(
+            Path(directory),
+            step,
+            model=self.plugin.held_model(model),
+            trained=None if optimizer is None else self.plugin.trained(optimizer),
+            lr_scheduler=lr_scheduler,
+            dataloader=dataloader,
+            user=user,
+            keep_last=keep_last,
+            size_per_shard=size_per_shard,
+            use_async=use_async,
+        )
+
+    def load_checkpoint(
+        self,
+        directory: str | Path,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: LRScheduler | None = None,
+        dataloader: DataLoader | None = None,
+        resume: Resume = "auto",
+        strict: bool = True,
+    ) -> Resumed | None:
+        """Go on from a checkpoint of any layout, once every file equals its hash. Collective over the world.
+
+        Random generators go on where they were under the same layout, and under another one where those of the nearest
+        rank were.
+
+        Args:
+            directory: of all checkpoints of the run.
+            model, optimizer, lr_scheduler, dataloader: what goes on, as it was given to `save_checkpoint`.
+            resume: "auto" for the newest that is sound, told where a damaged one is passed over; the number of a step;
+                None where `directory` is the folder of the step itself.
+            strict: as of `load_model`.
+
+        Returns:
+            Which one it is; None where "auto" found none at all.
+
+        Raises:
+            ValueError: it is damaged, with which file and tensor, or does not fit; on every rank, before anything
+                changed.
+            FileNotFoundError: there is no such step.
+        """
+        return self.plugin.checkpoints.load_step(
+            Path(directory),
+            model=self.plugin.held_model(model),
+            trained=None if optimizer is None else self.plugin.trained(optimizer),
+            lr_scheduler=lr_scheduler,
+            dataloader=dataloader,
+            resume=resume,
+            strict=strict,
+        )

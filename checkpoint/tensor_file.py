@@ -78,8 +78,7 @@ class TensorFileWriter:
 
     def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
         self.path = path
-        # Wide formats first: so each begins at a multiple of its own width.
-        self.order = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+        self.order = order_in_file(entries)
         header = _header(self.order)
         self._left = list(reversed(self.order))
         self._hashes: dict[str, str] = {}
@@ -162,7 +161,7 @@ class TensorFile:
 
     def damage(self, record: FileRecord) -> list[str]:
         """What is not as a manifest says it: names of tensors, or "the header"."""
-        header = self._bytes[: self.header_size].numpy()
+        header = _buffer(self._bytes[: self.header_size])
         if xxhash.xxh3_128(header).hexdigest() != record.header:
             return ["the header"]
         hashes = record.tensors or {}
@@ -170,18 +169,40 @@ class TensorFile:
 
     def _hash(self, name: str) -> str:
         entry, start = self._entries[name]
-        return xxhash.xxh3_128(self._bytes[start : start + entry.nbytes].numpy()).hexdigest()
+        return xxhash.xxh3_128(_buffer(self._bytes[start : start + entry.nbytes])).hexdigest()
+
+
+def order_in_file(entries: Sequence[Entry]) -> list[Entry]:
+    """Wide formats first: so each begins at a multiple of its own width."""
+    return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """A tensor's bytes; without a copy where it is on the CPU and lies end to end."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return _buffer(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
+
+
+def _buffer(flat: Tensor) -> memoryview:
+    return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy's is a buffer from Python 3.12 on, for mypy
+
+
+def write_small(path: Path, content: bytes) -> FileRecord:
+    """Write a file that is no file of tensors, and have it on the disk."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(bytes=len(content), hash=xxhash.xxh3_128(content).hexdigest())
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """A format by torch's name: "float32"."""
     return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The format of torch's name."""
+    return next(dtype for dtype in _NAMES if dtype_name(dtype) == name)
 
 
 def _header(order: Sequence[Entry]) -> bytes:

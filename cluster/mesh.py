@@ -15,6 +15,7 @@ from .launch import default_device
 AXES = ("pp", "dp", "sp", "tp")
 # The ranks that add to the gradients of the same parameters: replicas, and in each the parts of a sequence.
 DATA = ("dp", "sp")
+_PATIENCE = timedelta(hours=6)
 
 
 def mesh_faults(
@@ -98,6 +99,7 @@ class ParallelMesh:
         self._weight_group: dist.ProcessGroup | None = None
         self._groups: dict[tuple, dist.ProcessGroup | None] = {}
         self._pipeline_groups: list[dist.ProcessGroup] = []
+        self._side_group: dist.ProcessGroup | None = None
         if self._simplest("data") == "data":
             self._data_group = self._new_group("data", (range(self.size("data")),))
         if wp > 1:  # of its own also where it is all of the data axis: what travels on it is counted apart
@@ -162,6 +164,15 @@ class ParallelMesh:
         along |= {} if self._weight_group is None else {self._weight_group.group_name: "weight"}
         along |= {each.group_name: axis for (axis, _), each in self._groups.items() if each is not None}
         return along.get(group.group_name, "world")
+
+    def side_group(self) -> dist.ProcessGroup:
+        """All ranks, over the CPU, for what goes on beside training. Collective over the world the first time.
+
+        A rank may be kept waiting for as long as another writes to a disk; one that ended is noticed at once.
+        """
+        if self._side_group is None:
+            self._side_group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        return self._side_group
 
     def pipeline_groups(self, count: int) -> list[dist.ProcessGroup]:
         """As many different groups over the ranks of axis pp, in their order. Collective over the world.

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,13 +14,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
+from ..checkpoint.checkpoints import Checkpoints
+from ..checkpoint.held_model import HeldModel
+from ..checkpoint.trained import Trained
 from ..cluster.dataloader import shared_loader
+from ..cluster.mesh import ParallelMesh
 
 Boosted = tuple[nn.Module, Optimizer | None, Callable | None, DataLoader | None, LRScheduler | None]
 
 
 class Plugin(ABC):
-    """One way of training over several processes. `Booster` calls it; scripts read its sizes."""
+    """One way of training over several processes. `Booster` calls it; scripts read its sizes.
+
+    Attributes:
+        mesh: all ranks.
+    """
+
+    mesh: ParallelMesh
 
     @abstractmethod
     def configure(
@@ -54,12 +64,17 @@ class Plugin(ABC):
         """One batch through the pipeline; see `HybridParallelPlugin.execute_pipeline`."""
 
     @abstractmethod
-    def save_model(self, model: nn.Module, path: Path, *, use_safetensors: bool) -> None:
-        """Write the whole model to one file. Collective over the world."""
+    def held_model(self, model: nn.Module) -> HeldModel:
+        """What this rank holds of a boosted model, to be saved or loaded."""
 
     @abstractmethod
-    def load_model(self, model: nn.Module, path: Path) -> None:
-        """Read a whole model's file into this rank's part. Every rank calls."""
+    def trained(self, optimizer: Optimizer) -> Trained:
+        """What this rank steps by a boosted optimizer, to be saved or loaded."""
+
+    @cached_property
+    def checkpoints(self) -> Checkpoints:
+        """The savers and loaders of all that this plugin boosts."""
+        return Checkpoints(self.mesh)
 
     @property
     @abstractmethod

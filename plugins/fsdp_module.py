@@ -3,17 +3,15 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Parameter
 
 from ..shardformer.checkpoint_config import recomputable_layers
-from .torch_plugin import named_tensors
 
 
 class TorchFSDPModel(nn.Module):
@@ -76,40 +74,6 @@ class TorchFSDPModel(nn.Module):
         for held, whole in self._whole_parameters():
             held.unsharded_accumulated_grad = None
             whole.grad = None
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Parameters, as DTensors, and persistent buffers by their names in the whole model; a tied one once."""
-        return named_tensors(self.module)
-
-    def gather(self, device: torch.device, *, keep: bool) -> dict[str, Tensor]:
-        """All tensors whole and on the CPU, where `keep` says so; else an empty dict.
-
-        An all-gather per parameter over its shard group, one after the other: no device holds two whole ones.
-
-        Args:
-            device: where the ranks exchange tensors.
-            keep: whether this rank wants them.
-        """
-        found = {}
-        for name, tensor in self.tensors().items():
-            whole = tensor.detach()
-            if isinstance(whole, DTensor):
-                whole = cast(DTensor, whole.to(device)).full_tensor()
-            if keep:
-                found[name] = whole.cpu()
-        return found
-
-    def take(self, whole: Mapping[str, Tensor]) -> None:
-        """Copy this rank's pieces of whole tensors, by name, into its own. Nothing communicates."""
-        for name, tensor in self.tensors().items():
-            own, source = tensor.detach(), whole[name]
-            if isinstance(own, DTensor):
-                # Without a source rank every rank cuts its piece out of its own copy.
-                source = distribute_tensor(
-                    source, own.device_mesh, own.placements, src_data_rank=None
-                ).to_local()
-                own = own.to_local()
-            own.copy_(source)
 
     def _sharded_modules(self) -> Iterator[FSDPModule]:
         yield from (module for module in self.module.modules() if isinstance(module, FSDPModule))

@@ -31,9 +31,9 @@ class FSDPOptimizer(ScaledOptimizer):
         model: TorchFSDPModel,
         names: Mapping[Parameter, str],
     ) -> None:
-        super().__init__(optimizer, scaler)
-        self.model = model
         pieces = dict(model.module.named_parameters())
+        super().__init__(optimizer, scaler, {piece: name for name, piece in pieces.items()})
+        self.model = model
         for group in optimizer.param_groups:
             group["params"] = [pieces[names[parameter]] for parameter in group["params"]]
 

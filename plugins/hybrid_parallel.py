@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from ..checkpoint.model_file import load_model_file, save_model_file
+from ..checkpoint.held_model import HeldModel
+from ..checkpoint.trained import Trained
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
-from ..cluster.placement import Placement, placement_of
 from ..pipeline.runner import Criterion
 from ..pipeline.schedules import UserSchedule
 from ..pipeline.stage_manager import PipelineStageManager
@@ -32,6 +32,7 @@ from .base import Boosted, Plugin, require_process_group
 from .hybrid_boost import boost
 from .hybrid_config import HybridConfig, PipelineConfig, told
 from .hybrid_module import HybridParallelModule
+from .hybrid_saved import held_tensors, trained_shards
 from .internevo import plugin_arguments
 from .ledger import Ledger
 
@@ -353,21 +354,21 @@ class HybridParallelPlugin(Plugin):
         """A context that counts bytes and calls by axis and kind; it knows the held memory of `optimizer` too."""
         return Ledger(self.mesh, optimizer)
 
-    def save_model(self, model: nn.Module, path: Path, *, use_safetensors: bool) -> None:
-        """Write the whole model to one file. Collective over the world."""
-        assert isinstance(model, HybridParallelModule)
-        with naming_failures("save_model"):
-            tensors = model.tensors()
-            save_model_file(path, tensors, _placements(tensors), self.mesh, use_safetensors=use_safetensors)
+    def held_model(self, model: nn.Module) -> HeldModel:
+        """What this rank holds of a boosted model."""
+        boosted = self._boosted(model, None, "saving and loading")
+        return HeldModel(
+            module=boosted.module,
+            names=boosted.state_names,
+            tensors=held_tensors(boosted.tensors(), self.mesh),
+            loaded=lambda: None if boosted.optimizer is None else boosted.optimizer.refresh_masters(),
+        )
 
-    def load_model(self, model: nn.Module, path: Path) -> None:
-        """Read a whole model's file into this rank's part; masters follow. Every rank calls."""
-        assert isinstance(model, HybridParallelModule)
-        with naming_failures("load_model"):
-            tensors = model.tensors()
-            load_model_file(path, tensors, _placements(tensors), self.mesh, names=model.state_names)
-            if model.optimizer is not None:
-                model.optimizer.refresh_masters()
+    def trained(self, optimizer: Optimizer) -> Trained:
+        """What this rank steps by a boosted optimizer."""
+        if not isinstance(optimizer, ShardedOptimizer):
+            raise ValueError("saving and loading takes the optimizer that booster.boost returned")
+        return trained_shards(optimizer, self.mesh)
 
     def _refuse_pipeline(self, call: str) -> None:
         if self.pp_size > 1:
@@ -376,7 +377,3 @@ class HybridParallelPlugin(Plugin):
                 "booster.execute_pipeline(data_iter, model, criterion, optimizer) instead, which works at "
                 "pp_size=1 too"
             )
-
-
-def _placements(tensors: dict[str, Tensor]) -> dict[str, Placement | None]:
-    return {name: placement_of(tensor) for name, tensor in tensors.items()}

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..checkpoint.model_file import TensorNames
+from ..checkpoint.names import TensorNames
 from ..cluster.mesh import ParallelMesh
 from ..cluster.placement import Placement, Shard, Shared, is_counted, placement_of
 from ..pipeline.stage_manager import PipelineStageManager

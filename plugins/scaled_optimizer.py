@@ -1,5 +1,6 @@
 """ScaledOptimizer: a torch optimizer behind torch's loss scale. Scaling over pipelines is zero/."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,13 +20,17 @@ class ScaledOptimizer(Optimizer):
     Attributes:
         optim: the inner optimizer.
         scaler: the loss scale.
+        names: of the parameters, in the plain model.
         last_norm: what `clip_grad_by_norm` found last, None before: torch measures no norm by itself.
         skipped_steps: how many steps an overflow skipped; without a loss scale none is.
     """
 
-    def __init__(self, optimizer: Optimizer, scaler: "torch.amp.GradScaler") -> None:
+    def __init__(
+        self, optimizer: Optimizer, scaler: "torch.amp.GradScaler", names: Mapping[Parameter, str]
+    ) -> None:
         self.optim = optimizer
         self.scaler = scaler
+        self.names = names
         self.last_norm: float | None = None
         self.skipped_steps = 0
         self._is_scaled = False  # whether gradients of a scaled loss have come since the last step
@@ -106,6 +111,24 @@ class ScaledOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the inner optimizer's state."""
         self.optim.load_state_dict(state_dict)
+
+    def scaler_state(self) -> dict[str, Any] | None:
+        """The loss scale and what it has seen, under the names that the other plugins have; None without one."""
+        if not self.scaler.is_enabled():
+            return None
+        state = self.scaler.state_dict()
+        return {
+            "scale": state["scale"],
+            "steps_without_overflow": state["_growth_tracker"],
+            "overflows_in_a_row": 0,
+            "overflows_since_growth": 0,
+        }
+
+    def load_scaler_state(self, saved: Mapping[str, Any] | None) -> None:
+        """Go on from what `scaler_state` returned; of another precision's run nothing is taken."""
+        if saved is not None and self.scaler.is_enabled():
+            taken = {"scale": saved["scale"], "_growth_tracker": saved["steps_without_overflow"]}
+            self.scaler.load_state_dict(self.scaler.state_dict() | taken)
 
     def _parameters(self) -> list[Parameter]:
         return [parameter for group in self.optim.param_groups for parameter in group["params"]]

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from ..checkpoint.model_file import TensorNames, load_model_file, save_model_file
+from ..checkpoint.held_model import HeldModel
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..lazy import materialize
@@ -21,7 +20,8 @@ from .base import Boosted, require_process_group
 from .hybrid_config import told
 from .optimizer_faults import split_faults
 from .scaled_optimizer import ScaledOptimizer
-from .torch_plugin import TorchPlugin, named_tensors, require_boosted
+from .torch_plugin import TorchPlugin, require_boosted
+from .torch_saved import held_module
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -92,7 +92,8 @@ class TorchDDPPlugin(TorchPlugin):
             model = materialize(model).to(self.mesh.device)
             boosted = TorchDDPModel(model, self.mesh, self._dtype, self._ddp_kwargs)
         scaler = torch.amp.GradScaler(self.mesh.device.type, enabled=self._dtype is torch.float16)
-        wrapped = None if optimizer is None else ScaledOptimizer(optimizer, scaler)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        wrapped = None if optimizer is None else ScaledOptimizer(optimizer, scaler, names)
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
@@ -102,18 +103,11 @@ class TorchDDPPlugin(TorchPlugin):
         assert isinstance(model, TorchDDPModel)
         return model.ddp.no_sync() if model.ddp is not None else nullcontext()
 
-    def save_model(self, model: nn.Module, path: Path, *, use_safetensors: bool) -> None:
-        """Write the model to one file. Collective over the world."""
-        assert isinstance(model, TorchDDPModel)
-        tensors = named_tensors(model.module)
-        save_model_file(path, tensors, dict.fromkeys(tensors), self.mesh, use_safetensors=use_safetensors)
-
-    def load_model(self, model: nn.Module, path: Path) -> None:
-        """Read the model from one file. Every rank calls."""
-        assert isinstance(model, TorchDDPModel)
-        tensors = named_tensors(model.module)
-        names = TensorNames.of(model.module)
-        load_model_file(path, tensors, dict.fromkeys(tensors), self.mesh, names=names)
+    def held_model(self, model: nn.Module) -> HeldModel:
+        """All of a boosted model."""
+        if not isinstance(model, TorchDDPModel):
+            raise ValueError("saving and loading takes the model that booster.boost returned")
+        return held_module(model.module)
 
 
 class TorchDDPModel(nn.Module):

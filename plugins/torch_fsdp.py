@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from ..checkpoint.model_file import TensorNames, load_model_file, save_model_file
+from ..checkpoint.held_model import HeldModel
 from ..cluster.faults import naming_failures
 from ..cluster.hooks import has_foreign_hooks
 from ..cluster.mesh import ParallelMesh, divisors
@@ -32,6 +31,7 @@ from .hybrid_config import switch_faults, told
 from .optimizer_faults import optimizer_faults
 from .scaled_optimizer import ScaledOptimizer
 from .torch_plugin import TorchPlugin, require_boosted
+from .torch_saved import held_module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,23 +191,11 @@ class TorchFSDPPlugin(TorchPlugin):
             require_boosted(optimizer, "booster.no_sync")
         return _boosted(model, "no_sync").no_sync()
 
-    def save_model(self, model: nn.Module, path: Path, *, use_safetensors: bool) -> None:
-        """Write the whole model, in float32, to one file. Collective over the world."""
-        boosted = _boosted(model, "save_model")
-        with naming_failures("save_model"):
-            whole = boosted.gather(self.mesh.device, keep=self.mesh.global_rank == 0)
-            save_model_file(path, whole, dict.fromkeys(whole), self.mesh, use_safetensors=use_safetensors)
-
-    def load_model(self, model: nn.Module, path: Path) -> None:
-        """Read a whole model's file into this rank's pieces. Every rank calls, and holds the model for the while."""
-        boosted = _boosted(model, "load_model")
-        whole = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in boosted.tensors().items()
-        }
-        with naming_failures("load_model"):
-            names = TensorNames.of(boosted.module)
-            load_model_file(path, whole, dict.fromkeys(whole), self.mesh, names=names)
-        boosted.take(whole)
+    def held_model(self, model: nn.Module) -> HeldModel:
+        """This rank's rows of a boosted model, in float32."""
+        boosted = _boosted(model, "saving and loading")
+        boosted.free_whole_parameters()
+        return held_module(boosted.module)
 
 
 def boost_faults(model: nn.Module, optimizer: Optimizer | None) -> list[str]:

@@ -6,10 +6,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..checkpoint.trained import Trained
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
 from .base import Plugin
 from .scaled_optimizer import ScaledOptimizer
+from .torch_saved import trained_parameters
 
 
 class TorchPlugin(Plugin):
@@ -36,6 +38,10 @@ class TorchPlugin(Plugin):
     def data_rank(self) -> tuple[int, int]:
         """This rank, of all."""
         return self.mesh.rank("dp"), self.mesh.size("dp")
+
+    def trained(self, optimizer: Optimizer) -> Trained:
+        """What this rank steps by a boosted optimizer."""
+        return trained_parameters(require_boosted(optimizer, "saving and loading"))
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
         """Compute gradients, averaged over the ranks while backward runs.
@@ -78,11 +84,3 @@ def require_boosted(optimizer: Optimizer, call: str) -> ScaledOptimizer:
             f"{call} takes the optimizer that booster.boost returned, and not a {type(optimizer).__name__} of torch's"
         )
     return optimizer
-
-
-def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name; a tied one once."""
-    tensors: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        tensors.setdefault(id(tensor), (name, tensor))
-    return dict(tensors.values())

@@ -45,6 +45,7 @@ class Slot:
         weight, gradient: views of the whole buffers in the parameter's shape; there is no gradient while a bucket
             of passing gradients has none.
         piece: the part of it in this rank's slice of masters, None where the slice holds nothing of it.
+        piece_start: where that begins among the parameter's entries.
         piece_gradient: the part of the slice's gradients that belongs to `piece`, where that is.
         version: the parameter's version counter when its master was last known to agree with it.
         has_passed: whether a gradient of it is in the slice and gone from the whole buffer.
@@ -56,6 +57,7 @@ class Slot:
     weight: Tensor
     gradient: Tensor | None
     piece: Parameter | None
+    piece_start: int
     piece_gradient: Tensor | None
     version: int
     has_passed: bool = False
@@ -332,6 +334,7 @@ class Bucket:
             weight=weight,
             gradient=None if self.gradients is None else _view(self.gradients, parameter, start),
             piece=Parameter(self.masters[begin - first : end - first]) if owned else None,
+            piece_start=begin - start,
             piece_gradient=self.stepped_gradients[begin - first : end - first] if owned else None,
             version=parameter._version,
         )

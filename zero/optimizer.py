@@ -367,6 +367,10 @@ class ShardedOptimizer(OptimizerWrapper):
         """This rank's part: the inner optimizer's state and groups, masters, loss scale and layout."""
         return local_state(self.inner, self.buckets, self._scaler) | {"skipped_steps": self.skipped_steps}
 
+    def scaler_state(self) -> dict[str, Any] | None:
+        """The loss scale of fp16 and what it has seen; None under other precisions."""
+        return None if self._scaler is None else self._scaler.state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from this rank's `state_dict` of the same layout. Collective over the data axis.
 

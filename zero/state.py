@@ -42,7 +42,7 @@ def load_local_state(
     inner.load_state_dict({key: state[key] for key in ("state", "param_groups")})
     for bucket, masters in zip(buckets, state["masters"], strict=True):
         bucket.masters.copy_(masters)
-    if scaler is not None:
+    if scaler is not None and state["scaler"] is not None:  # else it was saved under another precision
         scaler.load_state_dict(state["scaler"])
 
 

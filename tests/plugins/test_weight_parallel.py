@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from echelon import Booster, HybridParallelPlugin
 from echelon.checkpoint.gather import gather_whole
-from echelon.checkpoint.model_file import load_model_file, save_model_file
+from echelon.checkpoint.checkpoints import Checkpoints
+from echelon.checkpoint.held_model import HeldModel
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.placement import Shard, placement_of
 from echelon.lazy import LazyInitContext, materialize
 from echelon.pipeline.stage_manager import PipelineStageManager
+from echelon.plugins.hybrid_saved import held_tensors
 from echelon.plugins.ledger import Ledger
 from echelon.plugins.names import ParameterNames, managed_parameters
 from echelon.shardformer.checkpoint_config import recomputable_layers
@@ -79,6 +81,14 @@ class Trained:
             assert norm is not None
             self.optimizer.zero_grad()
             yield loss.item(), gradients, norm, self.whole(self.optimizer.masters())
+
+    def saved(self) -> HeldModel:
+        return HeldModel(
+            module=self.model,
+            names=self.names.state,
+            tensors=held_tensors(self.held, self.mesh),
+            loaded=self.optimizer.refresh_masters,
+        )
 
     def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return gather_whole(tensors, {name: self.placements[name] for name in tensors}, self.mesh)
@@ -250,7 +260,9 @@ def save_and_load(folder: str, wp: int) -> None:
     path = Path(folder) / "model.safetensors"
     first = Trained("GPT2LMHeadModel", wp=wp, stage=1)
     list(first.train())
-    save_model_file(path, first.held, first.placements, first.mesh, use_safetensors=True)
+    Checkpoints(first.mesh).save_model(
+        first.saved(), path, shard=False, size_per_shard=1, use_safetensors=True, use_async=False
+    )
     masters = first.whole(first.optimizer.masters())
     if dist.get_rank() == 0:
         saved = load_file(path)
@@ -260,10 +272,9 @@ def save_and_load(folder: str, wp: int) -> None:
             assert tensor.shape == build_model("GPT2LMHeadModel").get_parameter(name).shape
     dist.barrier()
     second = Trained("GPT2LMHeadModel", wp=wp, stage=1)
-    load_model_file(path, second.held, second.placements, second.mesh, names=second.names.state)
+    Checkpoints(second.mesh).load_model(second.saved(), path, strict=True)
     for name, parameter in second.held.items():
         assert torch.equal(parameter, first.held[name]), name
-    second.optimizer.refresh_masters()
     second.optimizer.load_state_dict(deepcopy(first.optimizer.state_dict()))
     for own, other in zip(first.train(), second.train(), strict=True):
         assert own[0] == other[0] and own[2] == other[2]

@@ -1,0 +1,202 @@
+"""What a plugin saves and loads: models, optimizers, and all of a run. How is told by the other files."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..cluster.mesh import ParallelMesh
+from .consent import alike, failing_alike, on_first_rank
+from .held_model import HeldModel
+from .loading import load_into
+from .model_files import SAFETENSORS, TORCH, FileNames, plan_model
+from .model_save import require_seen, write_model_file, write_model_folder
+from .open_model import open_model
+from .saving import Save, Saver
+from .step_load import Resume, Resumed, choose_step, load_step
+from .step_save import gather_step
+from .trained import Trained, load_trained, states_to_save
+from .values import read_values, write_values
+
+MEBI = 2**20
+
+
+class Checkpoints:
+    """The savers and loaders of one plugin. Every rank calls them alike; a save ends before the next one begins.
+
+    Args:
+        mesh: all ranks.
+    """
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self._mesh = mesh
+        self._saver = Saver()
+
+    def save_model(
+        self,
+        model: HeldModel,
+        path: Path,
+        *,
+        shard: bool,
+        size_per_shard: float,
+        use_safetensors: bool,
+        use_async: bool,
+    ) -> Save:
+        """See `Booster.save_model`."""
+        if size_per_shard <= 0:
+            raise ValueError(f"size_per_shard={size_per_shard} is in MiB, and must be above 0")
+        with failing_alike("save_model"):
+            self._saver.settle()
+            group = self._mesh.side_group()
+            names = SAFETENSORS if use_safetensors else TORCH
+            files = plan_model(
+                model.tensors,
+                model.names.needed,
+                names if shard else FileNames(path.name, "", ""),
+                max_bytes=size_per_shard * MEBI if shard else float("inf"),
+                model=model.module if shard else None,
+                is_torch=not use_safetensors,
+                group=group,
+            )
+            if use_async:
+                files = files.copied()
+            write = write_model_folder if shard else write_model_file
+            return self._run(lambda: write(files, path, group), path, use_async=use_async)
+
+    def load_model(self, model: HeldModel, path: Path, *, strict: bool) -> None:
+        """See `Booster.load_model`."""
+        with failing_alike("load_model"):
+            self._saver.settle()
+            group = self._mesh.side_group()
+            stored = alike(lambda: open_model(path, model), group)
+            load_into(model.tensors, stored, names=model.names, strict=strict, what=str(path), group=group)
+            model.loaded()
+
+    def save_optimizer(self, trained: Trained, path: Path, *, use_async: bool) -> Save:
+        """See `Booster.save_optimizer`."""
+        with failing_alike("save_optimizer"):
+            self._saver.settle()
+            group = self._mesh.side_group()
+            states = states_to_save(trained, group)
+            if use_async:
+                states = states.copied()
+
+            def write() -> None:
+                on_first_rank(lambda: path.mkdir(parents=True, exist_ok=True), group)
+                alike(lambda: require_seen(path), group)
+                states.write(path, group)
+
+            return self._run(write, path, use_async=use_async)
+
+    def load_optimizer(self, trained: Trained, path: Path) -> None:
+        """See `Booster.load_optimizer`."""
+        with failing_alike("load_optimizer"):
+            self._saver.settle()
+            load_trained(trained, path, self._mesh.side_group())
+
+    def save_lr_scheduler(self, lr_scheduler: LRScheduler, path: Path) -> None:
+        """See `Booster.save_lr_scheduler`."""
+
+        def write() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_values(path, lr_scheduler.state_dict())
+
+        with failing_alike("save_lr_scheduler"):
+            self._saver.settle()
+            on_first_rank(write, self._mesh.side_group())
+
+    def load_lr_scheduler(self, lr_scheduler: LRScheduler, path: Path) -> None:
+        """See `Booster.load_lr_scheduler`."""
+        with failing_alike("load_lr_scheduler"):
+            self._saver.settle()
+            lr_scheduler.load_state_dict(on_first_rank(lambda: read_values(path), self._mesh.side_group()))
+
+    def save_step(
+        self,
+        directory: Path,
+        step: int,
+        *,
+        model: HeldModel,
+        trained: Trained | None,
+        lr_scheduler: Any,
+        dataloader: Any,
+        user: Any,
+        keep_last: int | None,
+        size_per_shard: float,
+        use_async: bool,
+    ) -> Save:
+        """See `Booster.save_checkpoint`."""
+        if faults := _step_faults(step, keep_last, size_per_shard, dataloader):
+            raise ValueError("; ".join(faults))
+        with failing_alike("save_checkpoint"):
+            self._saver.settle()
+            training = {
+                "scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(),
+                "data": None if dataloader is None else dataloader.state_dict(),
+                "user": user,
+            }
+            gathered = gather_step(
+                step,
+                model=model,
+                trained=trained,
+                training=training,
+                size_per_shard=size_per_shard,
+                mesh=self._mesh,
+            )
+            if use_async:
+                copied = gathered.copied()
+                return self._saver.begin(lambda: copied.write(directory, keep_last), directory)
+            return self._saver.run_and_tell(lambda: gathered.write(directory, keep_last), directory)
+
+    def load_step(
+        self,
+        directory: Path,
+        *,
+        model: HeldModel,
+        trained: Trained | None,
+        lr_scheduler: Any,
+        dataloader: Any,
+        resume: Resume,
+        strict: bool,
+    ) -> Resumed | None:
+        """See `Booster.load_checkpoint`."""
+        if not (resume is None or resume == "auto" or _is_count(resume, least=0)):
+            raise ValueError(f'resume={resume!r} must be "auto", the number of a step, or None')
+        with failing_alike("load_checkpoint"):
+            self._saver.settle()
+            path = choose_step(directory, resume, self._mesh.side_group())
+            if path is None:
+                return None
+            return load_step(
+                path,
+                model=model,
+                trained=trained,
+                lr_scheduler=lr_scheduler,
+                dataloader=dataloader,
+                strict=strict,
+                mesh=self._mesh,
+            )
+
+    def _run(self, work: Callable[[], None], path: Path, *, use_async: bool) -> Save:
+        return (self._saver.begin if use_async else self._saver.run)(work, path)
+
+
+def _step_faults(step: Any, keep_last: Any, size_per_shard: float, dataloader: Any) -> list[str]:
+    faults = []
+    if not _is_count(step, least=0):
+        faults.append(f"step={step!r} must be a whole number, at least 0")
+    if keep_last is not None and not _is_count(keep_last, least=1):
+        faults.append(f"keep_last={keep_last!r} must be a whole number, at least 1, or None to keep all")
+    if size_per_shard <= 0:
+        faults.append(f"size_per_shard={size_per_shard} is in MiB, and must be above 0")
+    if dataloader is not None and not hasattr(dataloader, "state_dict"):
+        faults.append(
+            f"dataloader is a {type(dataloader).__name__}, which does not know its position: give one of "
+            "booster.plugin.prepare_dataloader, or leave it out and keep the position in `user`"
+        )
+    return faults
+
+
+def _is_count(number: Any, *, least: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= least

@@ -1,0 +1,97 @@
+"""Work that every rank does, and that fails on all of them or on none."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from ..cluster.faults import naming_failures
+
+Result = TypeVar("Result")
+
+
+class CheckpointError(RuntimeError):
+    """Saving or loading failed, on every rank alike, by neither the files nor what was given alone."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    kind: type[Exception]
+    told: str
+
+    @staticmethod
+    def of(error: BaseException) -> "_Failure":
+        """What is told of an error."""
+        for kind in (OSError, ValueError):
+            if isinstance(error, kind):
+                return _Failure(kind, str(error))
+        return _Failure(CheckpointError, f"{type(error).__name__}: {error}")
+
+
+def on_all_ranks(work: Callable[[], Result], group: dist.ProcessGroup) -> list[Result]:
+    """Do it here, and return what every rank of the group got. One all-gather of objects.
+
+    Raises:
+        OSError, ValueError, CheckpointError: it failed somewhere; on every rank, with what happened on which. One of
+            the first two where that was all that happened.
+    """
+    outcome: Result | _Failure
+    cause: Exception | None = None
+    try:
+        outcome = work()
+    except Exception as error:  # whatever it is, the other ranks wait
+        cause, outcome = error, _Failure.of(error)
+    every: list = [None] * group.size()
+    dist.all_gather_object(every, outcome, group=group)
+    if failures := {rank: each for rank, each in enumerate(every) if isinstance(each, _Failure)}:
+        raise _together(failures) from cause
+    return every
+
+
+def alike(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:
+    """Do it here, and return what it gave here, unless it failed somewhere; see `on_all_ranks`."""
+    result: list[Result] = []
+    on_all_ranks(lambda: result.append(work()), group)
+    return result[0]
+
+
+@contextmanager
+def failing_alike(action: str) -> Iterator[None]:
+    """Around work that communicates: what fails on every rank alike leaves all of them able to go on.
+
+    Raises:
+        RankFailure: another rank died or left; see `naming_failures`.
+    """
+    agreed: Exception | None = None
+    with naming_failures(action):
+        try:
+            yield
+        except (OSError, ValueError, CheckpointError) as error:
+            agreed = error
+    if agreed is not None:
+        raise agreed
+
+
+def on_first_rank(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:
+    """Let the first rank do it, and return on every rank what it got; failures as of `on_all_ranks`."""
+    done = on_all_ranks(lambda: work() if group.rank() == 0 else None, group)[0]
+    return done  # type: ignore[return-value]  # the first rank's is one
+
+
+def told_together(errors: Mapping[int, BaseException]) -> Exception:
+    """The error that says what happened on which ranks; see `on_all_ranks`."""
+    return _together({rank: _Failure.of(error) for rank, error in errors.items()})
+
+
+def _together(failures: Mapping[int, _Failure]) -> Exception:
+    """Each failure once, with its ranks."""
+    ranks: dict[str, list[int]] = {}
+    for rank, failure in failures.items():
+        ranks.setdefault(failure.told, []).append(rank)
+    kinds = {failure.kind for failure in failures.values()}
+    told = "; ".join(
+        f"{told} (rank{'s' * (len(where) > 1)} {', '.join(map(str, where))})" for told, where in ranks.items()
+    )
+    return (kinds.pop() if len(kinds) == 1 else CheckpointError)(told)

@@ -1,0 +1,196 @@
+"""A model in files that Hugging Face reads, written by all ranks: each the files that are its, whole tensors."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .box import Box
+from .consent import alike, on_all_ranks
+from .exchange import Assembled, assemble, needed_parts
+from .held import HeldTensor
+from .plan import FilePlan, Holding, entries_of, holdings_of, plan_files, split_into_files
+from .tensor_file import Entry, FileRecord, TensorFileWriter, write_small
+from .torch_file import TorchFileWriter
+
+Records = dict[str, FileRecord]
+
+
+class FileNames(NamedTuple):
+    """How the files of a model are called: one, several, and their index."""
+
+    one: str
+    several: str
+    listing: str
+
+    def of(self, count: int) -> list[str]:
+        """The names of so many files."""
+        if count == 1:
+            return [self.one]
+        return [self.several.format(number=number, count=count) for number in range(1, count + 1)]
+
+
+SAFETENSORS = FileNames(
+    "model.safetensors", "model-{number:05}-of-{count:05}.safetensors", "model.safetensors.index.json"
+)
+TORCH = FileNames(
+    "pytorch_model.bin", "pytorch_model-{number:05}-of-{count:05}.bin", "pytorch_model.bin.index.json"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFiles:
+    """A model about to be written: who writes what, and this rank's memory of it.
+
+    Args:
+        plans: equal on all ranks.
+        parts: what this rank sends and writes.
+        index: the name of the index; None where there is one file alone.
+        describe: writes the model's config into a folder, None where there is nothing.
+        is_torch: whether files are of torch's own format, and not safetensors.
+        group: all ranks, over the CPU.
+    """
+
+    plans: Sequence[FilePlan]
+    parts: Mapping[tuple[str, Box], Tensor]
+    index: str | None
+    describe: Callable[[Path], None] | None
+    is_torch: bool
+    group: dist.ProcessGroup
+
+    def copied(self) -> "ModelFiles":
+        """The same, with the memory as it is now."""
+        parts = {key: part.detach().to("cpu", copy=True) for key, part in self.parts.items()}
+        return replace(self, parts=parts)
+
+    def write(self, folder: Path) -> Records:
+        """Write all of it into a folder that is there, and return this rank's files. Collective over the group.
+
+        Raises:
+            OSError: some rank could not write; on every rank.
+        """
+        records: Records = {}
+        output = _Output(folder, records, TorchFileWriter if self.is_torch else TensorFileWriter)
+        for each in assemble(self.parts, self.plans, self.group):
+            output.take(each)
+        alike(output.end, self.group)
+        if self.group.rank() == 0:
+            self._write_description(folder, records)
+        return records
+
+    def _write_description(self, folder: Path, records: Records) -> None:
+        if self.index is not None and len(self.plans) > 1:
+            records[self.index] = write_small(folder / self.index, _index_of(self.plans))
+        if self.describe is not None:
+            for path in _written_by(self.describe, folder):
+                records[path.name] = write_small(path, path.read_bytes())
+
+
+def plan_model(
+    held: Mapping[str, HeldTensor],
+    order: Sequence[str],
+    names: FileNames,
+    *,
+    max_bytes: float,
+    model: nn.Module | None,
+    is_torch: bool = False,
+    group: dist.ProcessGroup,
+) -> ModelFiles:
+    """Decide who writes what. One all-gather of objects over the group.
+
+    Args:
+        held: what this rank holds.
+        order: of all tensors; others come behind them.
+        names: of the files.
+        max_bytes: of a file; at least one, and below the bytes of all over the ranks for all of them to write.
+        model: whose config is written too; None writes none.
+        is_torch: whether files are of torch's own format, and not safetensors.
+        group: all ranks, over the CPU.
+    """
+    holdings: list[dict[str, Holding]] = on_all_ranks(lambda: holdings_of(held), group)
+    files = split_into_files(entries_of(holdings, order), max_bytes)
+    plans = plan_files(dict(zip(names.of(len(files)), files, strict=True)), holdings)
+    dtype = largest_format([written.entry for plan in plans for written in plan.tensors])
+    return ModelFiles(
+        plans=plans,
+        parts=needed_parts(held, plans, group.rank()),
+        index=names.listing,
+        describe=_describing(model, dtype) if isinstance(model, PreTrainedModel) else None,
+        is_torch=is_torch,
+        group=group,
+    )
+
+
+def largest_format(entries: Sequence[Entry]) -> torch.dtype:
+    """The floating-point format that most of the bytes are in."""
+    bytes_: dict[torch.dtype, int] = {}
+    for entry in entries:
+        if entry.dtype.is_floating_point:
+            bytes_[entry.dtype] = bytes_.get(entry.dtype, 0) + entry.nbytes
+    return max(bytes_, key=lambda dtype: bytes_[dtype], default=torch.float32)
+
+
+class _Output:
+    """The files of this rank, one after the other. What goes wrong is kept: the others still need what it sends."""
+
+    def __init__(
+        self, folder: Path, records: Records, kind: type[TensorFileWriter] | type[TorchFileWriter]
+    ) -> None:
+        self._folder, self._records, self._kind = folder, records, kind
+        self._writer: TensorFileWriter | TorchFileWriter | None = None
+        self._failure: Exception | None = None
+
+    def take(self, each: Assembled) -> None:
+        if self._failure is None:
+            try:
+                self._write(each)
+            except Exception as error:  # told once all ranks have theirs
+                self._failure = error
+                if self._writer is not None:
+                    self._writer.abandon()
+
+    def _write(self, each: Assembled) -> None:
+        entries = [written.entry for written in each.file.tensors]
+        if self._writer is None:
+            self._writer = self._kind(self._folder / each.file.name, entries)
+        self._writer.write(each.tensor)
+        if each.name == entries[-1].name:
+            self._records[each.file.name] = self._writer.finish()
+            self._writer = None
+
+    def end(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+def _describing(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[Path], None]:
+    """Writes the configs of a transformers model, in the format that its weights have in the files."""
+
+    def describe(folder: Path) -> None:
+        config = type(model.config).from_dict(model.config.to_dict())
+        config.dtype = dtype
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(folder)
+        if model.can_generate() and model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+
+    return describe
+
+
+def _written_by(describe: Callable[[Path], None], folder: Path) -> list[Path]:
+    before = set(folder.iterdir())
+    describe(folder)
+    return sorted(set(folder.iterdir()) - before)
+
+
+def _index_of(plans: Sequence[FilePlan]) -> bytes:
+    places = {written.entry.name: plan.name for plan in plans for written in plan.tensors}
+    size = sum(written.entry.nbytes for plan in plans for written in plan.tensors)
+    listing = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+    return json.dumps(listing, indent=2).encode()

@@ -1,0 +1,156 @@
+"""Choosing a checkpoint that is sound, and going on from it. What lies in its folder is step_save.py's."""
+
+import logging
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch.distributed as dist
+
+from ..cluster.mesh import ParallelMesh
+from .consent import alike, on_all_ranks, on_first_rank
+from .held_model import HeldModel
+from .loading import load_into
+from .open_model import open_model
+from .random_states import file_name, nearest_rank, restore_random_state
+from .states import StateFiles
+from .step_folder import damage_of, manifest_of, recover, step_path, steps_in
+from .step_save import MODEL, OPTIMIZER, RANDOM, TRAINING
+from .trained import MASTER, Trained, load_trained
+from .values import read_values
+
+Resume = int | Literal["auto"] | None
+
+_logger = logging.getLogger(__name__)
+
+
+class Resumed(NamedTuple):
+    """Where a run goes on.
+
+    Attributes:
+        step: the number that was saved.
+        path: the folder.
+        user: the values that were given to be saved with it.
+    """
+
+    step: int
+    path: Path
+    user: Any
+
+
+def choose_step(directory: Path, resume: Resume, group: dist.ProcessGroup) -> Path | None:
+    """The folder to go on from, every file of which is as it was written. Collective over the group.
+
+    Each rank reads its share of the files. Of damage the first rank tells where an older checkpoint is taken instead.
+
+    Args:
+        directory: of the steps; the step itself where `resume` is None.
+        resume: the number of a step, or "auto" for the newest that is sound.
+
+    Returns:
+        None where "auto" found no checkpoint at all.
+
+    Raises:
+        ValueError: what was asked for is damaged, or all there are; which file, and which tensor of it.
+        FileNotFoundError: there is no such step.
+    """
+    candidates = on_first_rank(lambda: _candidates(directory, resume), group)
+    told: list[str] = []
+    for path in candidates:
+        damage = damage_of_step(path, group)
+        if not damage:
+            for each in told:
+                if group.rank() == 0:
+                    _logger.warning("%s: going on from %s instead", each, path)
+            return path
+        told.append(f"{path} is passed over, since {'; '.join(damage)}")
+    if not told:
+        return None
+    raise ValueError(
+        f"no checkpoint to go on from: {'; '.join(told)}. Remove the damaged folders to begin anew"
+    )
+
+
+def damage_of_step(path: Path, group: dist.ProcessGroup) -> list[str]:
+    """All that is not as it was written, each rank having read a share. Collective over the group."""
+
+    def share() -> list[str]:
+        try:
+            files = manifest_of(path)["files"]
+        except ValueError as error:
+            return [str(error)]
+        order = sorted(files, key=lambda name: (-files[name].bytes, name))
+        return [
+            fault
+            for name in order[group.rank() :: group.size()]
+            for fault in damage_of(path, name, files[name])
+        ]
+
+    return list(dict.fromkeys(fault for each in on_all_ranks(share, group) for fault in each))
+
+
+def load_step(
+    path: Path,
+    *,
+    model: HeldModel,
+    trained: Trained | None,
+    lr_scheduler: Any,
+    dataloader: Any,
+    strict: bool,
+    mesh: ParallelMesh,
+) -> Resumed:
+    """Let all that is given go on from a folder. Collective over the world.
+
+    Raises:
+        ValueError: it does not fit; on every rank.
+    """
+    group = mesh.side_group()
+    training = on_first_rank(lambda: read_values(path / TRAINING), group)
+    if trained is not None and not on_first_rank(lambda: (path / OPTIMIZER).is_dir(), group):
+        raise ValueError(
+            f"{path} was saved without an optimizer: load the model alone, by booster.load_model"
+        )
+    stored = alike(lambda: open_model(path / MODEL, model), group)
+    what = str(path / MODEL)
+    load_into(model.tensors, stored, names=model.names, strict=strict, what=what, group=group)
+    model.loaded()
+    if trained is not None:
+        if not _has_masters(path / OPTIMIZER):  # saved in float32: then the weights are what was stepped
+            load_into(trained.masters, stored, names=model.names, strict=False, what=what, group=group)
+        load_trained(trained, path / OPTIMIZER, group)
+    if lr_scheduler is not None:
+        lr_scheduler.load_state_dict(_saved(training, "scheduler", path))
+    if dataloader is not None:
+        dataloader.load_state_dict(_saved(training, "data", path))
+    _restore_random(path, training, mesh)
+    return Resumed(step=training["step"], path=path, user=training["user"])
+
+
+def _candidates(directory: Path, resume: Resume) -> list[Path]:
+    if resume is None:
+        candidates = [directory]
+    else:
+        recover(directory)
+        candidates = steps_in(directory) if resume == "auto" else [step_path(directory, resume)]
+    missing = [path for path in candidates if not path.is_dir()]
+    if missing:
+        steps = ", ".join(path.name for path in steps_in(missing[0].parent)) or "none"
+        raise FileNotFoundError(f"there is no checkpoint {missing[0]}; beside it there are {steps}")
+    return candidates
+
+
+def _has_masters(folder: Path) -> bool:
+    return any(name.startswith(f"{MASTER}/") for name in StateFiles(folder).names)
+
+
+def _saved(training: dict[str, Any], key: str, path: Path) -> Any:
+    if training[key] is None:
+        raise ValueError(f"{path} was saved without {key}: leave it out here, too")
+    return training[key]
+
+
+def _restore_random(path: Path, training: dict[str, Any], mesh: ParallelMesh) -> None:
+    def restore() -> None:
+        rank = nearest_rank(mesh, training["layout"]["sizes"])
+        restore_random_state(read_values(path / RANDOM / file_name(rank)), mesh)
+
+    alike(restore, mesh.side_group())

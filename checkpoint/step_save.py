@@ -1,0 +1,142 @@
+"""All of a run at one step, gathered from what every rank holds and written. Folders and names are step_folder.py's."""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ..cluster.mesh import ParallelMesh
+from .consent import alike, on_all_ranks, on_first_rank
+from .held_model import HeldModel
+from .model_files import SAFETENSORS, ModelFiles, Records, plan_model
+from .model_save import require_seen
+from .random_states import file_name, random_state, sizes
+from .step_folder import begin_step, commit_step, keep_newest
+from .tensor_file import write_small
+from .trained import SavedStates, Trained, states_to_save
+from .values import saved_bytes
+
+MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
+TRAINING = "training.pt"
+# The least that a file of weights is worth: below, a rank writes more than its share.
+_LEAST_BYTES = 2**25
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepToSave:
+    """A step about to be written.
+
+    Args:
+        step: its number.
+        model: its weights.
+        states: the optimizer's, None where there is none.
+        training: the content of `training.pt`.
+        random: that of this rank's file of random states.
+        group: all ranks, over the CPU.
+    """
+
+    step: int
+    model: ModelFiles
+    states: SavedStates | None
+    training: bytes
+    random: bytes
+    group: dist.ProcessGroup
+
+    def copied(self) -> "StepToSave":
+        """The same, with the memory of weights and states as it is now."""
+        states = None if self.states is None else self.states.copied()
+        return replace(self, model=self.model.copied(), states=states)
+
+    def write(self, directory: Path, keep_last: int | None) -> None:
+        """Write it, and then remove all but the newest. Collective over the group.
+
+        Raises:
+            OSError: some rank could not write; on every rank. The steps that are there stand.
+        """
+        group, folder = self.group, None
+        try:
+            folder = on_first_rank(lambda: self._begin(directory), group)
+            alike(lambda: require_seen(folder), group)
+            own = self._written(folder)
+            records = on_all_ranks(lambda: own, group)
+            together = {name: record for each in records for name, record in each.items()}
+            on_first_rank(lambda: commit_step(folder, directory, self.step, together), group)
+        except BaseException:
+            if group.rank() == 0 and folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        if keep_last is not None:
+            on_first_rank(lambda: keep_newest(directory, keep_last), group)
+
+    def _begin(self, directory: Path) -> Path:
+        folder = begin_step(directory, self.step)
+        for name in (MODEL, RANDOM) if self.states is None else (MODEL, OPTIMIZER, RANDOM):
+            (folder / name).mkdir()
+        return folder
+
+    def _written(self, folder: Path) -> Records:
+        """This rank's files, by their place in the folder."""
+        records = _below(MODEL, self.model.write(folder / MODEL))
+        if self.states is not None:
+            records |= _below(OPTIMIZER, self.states.write(folder / OPTIMIZER, self.group))
+        return records | alike(lambda: self._write_small(folder), self.group)
+
+    def _write_small(self, folder: Path) -> Records:
+        name = f"{RANDOM}/{file_name(self.group.rank())}"
+        records = {name: write_small(folder / name, self.random)}
+        if self.group.rank() == 0:
+            records[TRAINING] = write_small(folder / TRAINING, self.training)
+        return records
+
+
+def gather_step(
+    step: int,
+    *,
+    model: HeldModel,
+    trained: Trained | None,
+    training: Mapping[str, Any],
+    size_per_shard: float,
+    mesh: ParallelMesh,
+) -> StepToSave:
+    """What is to be written of a step, as it is now. Some all-gathers of objects over the world.
+
+    Args:
+        step: its number.
+        model, trained: what this rank holds.
+        training: plain values that are equal on all ranks.
+        size_per_shard: the largest file of weights, in MiB.
+        mesh: all ranks.
+
+    Raises:
+        ValueError: there are values that cannot be saved; on every rank.
+    """
+    group = mesh.side_group()
+    everything = sum(
+        each.nbytes for each in model.tensors.values()
+    )  # of a stage: there the ranks are fewer, too
+    share = max(everything * mesh.size("pp") / mesh.world_size, _LEAST_BYTES)
+    files = plan_model(
+        model.tensors,
+        model.names.needed,
+        SAFETENSORS,
+        max_bytes=on_first_rank(lambda: min(share, size_per_shard * 2**20), group),
+        model=model.module,
+        group=group,
+    )
+    values = {**training, "step": step, "layout": {"sizes": sizes(mesh)}}
+    prepared = alike(lambda: (saved_bytes(values), random_state(mesh)), group)
+    return StepToSave(
+        step=step,
+        model=files,
+        states=None if trained is None else states_to_save(trained, group),
+        training=prepared[0],
+        random=prepared[1],
+        group=group,
+    )
+
+
+def _below(folder: str, records: Records) -> Records:
+    return {f"{folder}/{name}": record for name, record in records.items()}

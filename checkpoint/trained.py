@@ -1,0 +1,240 @@
+"""An optimizer as checkpoints see it: what it keeps of which parameters, whoever holds them. Files are states.py."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .consent import alike, on_all_ranks, on_first_rank
+from .held import HeldTensor
+from .states import StateFiles, load_states, save_states
+from .tensor_file import FileRecord
+from .values import read_values, write_values
+
+GROUPS = "groups.pt"
+MASTER = "master"
+# How a step is computed, which this run decides and not the one that saved.
+_OWN_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+
+
+class TrainedPiece(NamedTuple):
+    """What this rank steps of a parameter.
+
+    Args:
+        name: of the parameter.
+        key: what the optimizer holds in its place.
+        held: what this rank holds of a tensor of `key`'s shape, under a name.
+    """
+
+    name: str
+    key: Tensor
+    held: Callable[[str, Tensor], HeldTensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """An optimizer, and what this rank steps by it.
+
+    Args:
+        inner: the torch optimizer.
+        groups: this rank's pieces by parameter group, in its order.
+        masters: what this rank holds of the float32 weights that are stepped, by parameter.
+        has_masters: whether these are others than the model's own.
+        extra: loss scale and counts, plain values; equal on all ranks.
+        install: takes torch's state dict of `inner` and such values, once masters were filled.
+    """
+
+    inner: Optimizer
+    groups: Sequence[Sequence[TrainedPiece]]
+    masters: Mapping[str, HeldTensor]
+    has_masters: bool
+    extra: Mapping[str, Any]
+    install: Callable[[dict[str, Any], Mapping[str, Any]], None]
+
+    @property
+    def pieces(self) -> list[TrainedPiece]:
+        """All of this rank."""
+        return [piece for group in self.groups for piece in group]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedStates:
+    """An optimizer about to be written.
+
+    Args:
+        held: what this rank holds, by the name in files.
+        described: what stands beside it, the first rank's alone.
+    """
+
+    held: Mapping[str, HeldTensor]
+    described: Mapping[str, Any]
+
+    def copied(self) -> "SavedStates":
+        """The same, with the memory as it is now."""
+        held = {name: each.copied() for name, each in self.held.items()}
+        return SavedStates(held=held, described=self.described)
+
+    def write(self, folder: Path, group: dist.ProcessGroup) -> dict[str, FileRecord]:
+        """Write it into a folder that is there, and return this rank's files. Collective over the group."""
+        records = save_states(self.held, folder, group=group)
+        if group.rank() == 0:
+            records[GROUPS] = write_values(folder / GROUPS, self.described)
+        return records
+
+
+def states_to_save(trained: Trained, group: dist.ProcessGroup) -> SavedStates:
+    """What an optimizer keeps now. One all-gather of objects over the group.
+
+    Raises:
+        ValueError: some state is neither a number nor of the shape of its parameter; names it.
+    """
+    held: dict[str, HeldTensor] = {}
+    if trained.has_masters:
+        held = {f"{MASTER}/{name}": each for name, each in trained.masters.items()}
+    scalars: dict[str, dict[str, Any]] = {}
+
+    def sort() -> tuple[dict[str, dict[str, Any]], list[list[str]]]:
+        for piece in trained.pieces:
+            for key, value in trained.inner.state.get(piece.key, {}).items():
+                if _is_piece(key, value, piece):
+                    held[f"{key}/{piece.name}"] = piece.held(f"{key}/{piece.name}", value)
+                else:
+                    scalars.setdefault(piece.name, {})[key] = _scalar(key, value, piece.name)
+        return scalars, [[piece.name for piece in pieces] for pieces in trained.groups]
+
+    every = on_all_ranks(sort, group)
+    described = {
+        "optimizer": type(trained.inner).__name__,
+        "groups": [
+            {"options": _options(options), "parameters": names}
+            for options, names in zip(
+                trained.inner.param_groups, _members([groups for _, groups in every]), strict=True
+            )
+        ],
+        "scalars": {name: values for each, _ in every for name, values in each.items()},
+        "extra": dict(trained.extra),
+    }
+    return SavedStates(held=held, described=described)
+
+
+def load_trained(trained: Trained, folder: Path, group: dist.ProcessGroup) -> None:
+    """Let an optimizer go on from what is in a folder; its state is made anew. Collective over the group.
+
+    Raises:
+        ValueError: it belongs to another optimizer, other parameter groups or another model; all of it, on every rank.
+            Nothing was changed.
+    """
+    described = on_first_rank(lambda: read_values(folder / GROUPS), group)
+    stored = alike(lambda: StateFiles(folder), group)
+    members = _members(on_all_ranks(lambda: [[p.name for p in each] for each in trained.groups], group))
+    faults = on_all_ranks(lambda: _faults(trained, described, members, stored), group)
+    if every := list(dict.fromkeys(fault for each in faults for fault in each)):
+        raise ValueError(f"{folder} does not fit this optimizer: {'; '.join(every)}")
+    states: dict[Tensor, dict[str, Any]] = {}
+    held = {f"{MASTER}/{name}": each for name, each in trained.masters.items()}
+    held = {name: each for name, each in held.items() if name in stored.names}
+    by_parameter = _states_by_parameter(stored)
+    for piece in trained.pieces:
+        state: dict[str, Any] = dict(described["scalars"].get(piece.name, {}))
+        for key in by_parameter.get(piece.name, ()):
+            name = f"{key}/{piece.name}"
+            state[key] = torch.zeros_like(piece.key, dtype=stored.dtype(name), requires_grad=False)
+            held[name] = piece.held(name, state[key])
+        states[piece.key] = state
+    load_states(held, folder, group=group)
+    trained.install(_torch_state(trained, described, states), described["extra"])
+
+
+def _torch_state(
+    trained: Trained, described: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]
+) -> dict[str, Any]:
+    """What `Optimizer.load_state_dict` takes."""
+    groups: list[dict[str, Any]] = []
+    by_number: dict[int, dict[str, Any]] = {}
+    count = 0
+    for own, saved in zip(trained.inner.param_groups, described["groups"], strict=True):
+        kept = {name: own[name] for name in _OWN_OPTIONS if name in own}
+        numbers = {count + place: parameter for place, parameter in enumerate(own["params"])}
+        by_number |= {number: states[key] for number, key in numbers.items() if states.get(key)}
+        groups.append({**saved["options"], **kept, "params": list(numbers)})
+        count += len(numbers)
+    return {"state": by_number, "param_groups": groups}
+
+
+def _faults(
+    trained: Trained, described: Mapping[str, Any], members: Sequence[Sequence[str]], stored: StateFiles
+) -> list[str]:
+    own = type(trained.inner).__name__
+    if described["optimizer"] != own:
+        return [f"it is of {described['optimizer']}, and {own} is to go on from it"]
+    if len(described["groups"]) != len(members):
+        return [f"it has {len(described['groups'])} parameter groups, and there are {len(members)} here"]
+    there = _group_of([each["parameters"] for each in described["groups"]])
+    here = _group_of(members)
+    faults = [f"{name} is in no group there" for name in here if name not in there]
+    faults += [f"{name} is in no group here" for name in there if name not in here]
+    faults += [
+        f"{name} is in group {there[name]} there and in group {here[name]} here"
+        for name in here
+        if name in there and there[name] != here[name]
+    ]
+    if faults:
+        return faults
+    by_parameter = _states_by_parameter(stored)
+    for piece in trained.pieces:
+        shape = piece.held(piece.name, piece.key.detach()).shape
+        for name in (f"{key}/{piece.name}" for key in by_parameter.get(piece.name, ())):
+            if stored.shape(name) != shape:
+                faults.append(f"{name} has shape {stored.shape(name)} there and {shape} here")
+    return faults
+
+
+def _group_of(members: Sequence[Sequence[str]]) -> dict[str, int]:
+    return {name: index for index, names in enumerate(members) for name in names}
+
+
+def _states_by_parameter(stored: StateFiles) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in stored.names:
+        key, _, parameter = name.partition("/")
+        if key != MASTER:
+            found.setdefault(parameter, []).append(key)
+    return found
+
+
+def _members(every: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
+    """The parameters of each group of the whole model, from those of each rank."""
+    return [
+        list(dict.fromkeys(name for names in of_ranks for name in names))
+        for of_ranks in zip(*every, strict=True)
+    ]
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in _OWN_OPTIONS}
+
+
+def _is_piece(key: str, value: Any, piece: TrainedPiece) -> bool:
+    """Whether a state has an entry for every entry of the parameter; of one that is a scalar "step" has none."""
+    if not isinstance(value, Tensor) or value.shape != piece.key.shape:
+        return False
+    return value.dim() > 0 or key != "step"
+
+
+def _scalar(key: str, value: Any, name: str) -> Any:
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    if isinstance(value, Tensor):
+        if value.dim() > 0:
+            raise ValueError(
+                f"{key} of {name} has shape {tuple(value.shape)}, which is not that of its parameter: such an "
+                "optimizer cannot be saved for other layouts"
+            )
+        return value.detach().cpu().clone()
+    return value

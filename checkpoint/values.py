@@ -1,0 +1,46 @@
+"""Files of plain values: what a checkpoint holds beside tensors of many bytes."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .tensor_file import FileRecord, write_small
+
+
+def saved_bytes(values: Any) -> bytes:
+    """Plain values and tensors in torch's own format.
+
+    Raises:
+        ValueError: they hold something else, which could only be read by running code of the file.
+    """
+    buffer = io.BytesIO()
+    torch.save(values, buffer)
+    try:
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception as error:  # torch raises several kinds, of pickle and its own
+        raise ValueError(
+            "a checkpoint holds plain values and tensors alone: numbers, texts, lists, tuples, dicts. "
+            f"This could not be read back: {error}"
+        ) from error
+    return buffer.getvalue()
+
+
+def write_values(path: Path, values: Any) -> FileRecord:
+    """Write plain values to a file, see `saved_bytes`."""
+    return write_small(path, saved_bytes(values))
+
+
+def read_values(path: Path) -> Any:
+    """What `write_values` wrote.
+
+    Raises:
+        ValueError: the file is damaged; names it.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # torch raises several kinds, of zip, pickle and its own
+        raise ValueError(f"{path} cannot be read, it is damaged: {error}") from error

@@ -1,0 +1,126 @@
+"""Small runs that are saved under one layout and go on under another, on the ranks of a pool."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from echelon import Booster, HybridParallelPlugin
+from echelon.verify.parity import make_optimizer
+
+
+def config_of(**settings: Any) -> LlamaConfig:
+    """A llama whose vocabulary divides by no number of ranks."""
+    return LlamaConfig(
+        **{
+            "vocab_size": 101,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+            **settings,
+        }
+    )
+
+
+class Run:
+    """A boosted model with all that a checkpoint holds. Collective over the world.
+
+    Args:
+        config: of the model.
+        seed: of its first weights; another one shows that loading changed them.
+        plugin: arguments of HybridParallelPlugin.
+    """
+
+    def __init__(self, config: LlamaConfig, *, seed: int = 0, **plugin: Any) -> None:
+        settings = {"precision": "fp32", "num_microbatches": 2, "initial_scale": 2.0**10, **plugin}
+        self.booster = Booster(plugin=HybridParallelPlugin(**settings))
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+        optimizer = make_optimizer(model)
+        scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        boosted = self.booster.boost(model, optimizer, lr_scheduler=scheduler)
+        self.model, self.optimizer, self.scheduler = boosted[0], boosted[1], boosted[4]
+
+    @property
+    def everything(self) -> dict[str, Any]:
+        """What is saved and loaded."""
+        return {"model": self.model, "optimizer": self.optimizer, "lr_scheduler": self.scheduler}
+
+    def step(self, number: int) -> float:
+        """One step on the batch of this number, of eight samples over all replicas; the loss over all of them."""
+        replica, replicas = self.booster.plugin.data_rank
+        drawn = torch.Generator().manual_seed(100 + number)
+        batch = torch.randint(0, 101, (8, 12), generator=drawn).chunk(replicas)[replica]
+        inputs = {"input_ids": batch, "labels": batch, "attention_mask": torch.ones_like(batch)}
+        output = self.booster.execute_pipeline(iter([inputs]), self.model, None, self.optimizer)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        loss = output["loss"].clone()
+        dist.all_reduce(loss, group=self.booster.plugin.mesh.group("dp"))
+        return float(loss) / replicas
+
+    def pieces(self) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]]:
+        """What this rank holds of weights, masters and states: boxes of whole tensors with their content."""
+        plugin = self.booster.plugin
+        trained = plugin.trained(self.optimizer)
+        held = dict(plugin.held_model(self.model).tensors)
+        held |= {f"master/{name}": each for name, each in trained.masters.items()}
+        for piece in trained.pieces:
+            for key, value in self.optimizer.inner.state[piece.key].items():
+                if value.shape == piece.key.shape:
+                    held[f"{key}/{piece.name}"] = piece.held(piece.name, value)
+        return {
+            name: [(part.box.offset, part.box.size, part.local.clone()) for part in each.parts]
+            for name, each in held.items()
+        }
+
+    def whole(self) -> dict[str, Tensor]:
+        """All of that, whole, on every rank."""
+        every: list[Any] = [None] * dist.get_world_size()
+        shapes = {
+            name: each.shape for name, each in self.booster.plugin.held_model(self.model).tensors.items()
+        }
+        dist.all_gather_object(every, (shapes, self.pieces()))
+        known = {name: shape for shapes, _ in every for name, shape in shapes.items()}
+        found: dict[str, Tensor] = {}
+        for _, pieces in every:
+            for name, boxes in pieces.items():
+                for offset, size, content in boxes:
+                    whole = found.setdefault(
+                        name, torch.full(known[name.rpartition("/")[2]], torch.nan, dtype=content.dtype)
+                    )
+                    whole[tuple(slice(a, a + b) for a, b in zip(offset, size, strict=True))] = content
+        assert not any(bool(each.isnan().any()) for each in found.values())
+        return found
+
+
+def save_at_three(
+    directory: Path, plugin: dict[str, Any], config: dict[str, Any], **save: Any
+) -> dict[str, Any]:
+    """Three steps, a checkpoint, three more; the losses of the latter and what was saved."""
+    run = Run(config_of(**config), **plugin)
+    for number in range(3):
+        run.step(number)
+    saved = run.whole()
+    handle = run.booster.save_checkpoint(directory, 3, **run.everything, user={"note": "x"}, **save)
+    losses = [run.step(number) for number in range(3, 6)]
+    handle.wait()
+    return {"saved": saved, "losses": losses, "end": run.whole(), "rate": run.scheduler.get_last_lr()}
+
+
+def go_on(directory: Path, plugin: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Three more steps from the newest checkpoint, and what was loaded."""
+    run = Run(config_of(**config), seed=7, **plugin)
+    resumed = run.booster.load_checkpoint(directory, **run.everything)
+    assert resumed is not None and (resumed.step, resumed.user) == (3, {"note": "x"})
+    loaded = run.whole()
+    losses = [run.step(number) for number in range(3, 6)]
+    return {"saved": loaded, "losses": losses, "end": run.whole(), "rate": run.scheduler.get_last_lr()}
