@@ -74,6 +74,7 @@ class Handmade:
     cut: Cut = flat_slices
     ranks: int = 2
     max_bytes: int = 4000
+    has_optimizer: bool = True
     step: int = 100
     layout: dict[str, int] = field(default_factory=lambda: {"pp": 1, "dp": 2, "sp": 1, "tp": 1})
 
@@ -113,12 +114,11 @@ class Handmade:
     def write(self, directory: Path) -> Path:
         """Write it below a folder, and return the folder of the step."""
         folder = begin_step(directory, self.step)
-        for inner in ("model", "optimizer", "random"):
+        for inner in ("model", "random"):
             (folder / inner).mkdir()
         records = {
             **self._write_model(folder, "model"),
-            **self._write_states(folder, "optimizer"),
-            "optimizer/groups.pt": write_values(folder / "optimizer" / "groups.pt", self.groups),
+            **(self._write_optimizer(folder, "optimizer") if self.has_optimizer else {}),
             "training.pt": write_values(
                 folder / "training.pt", self.training | {"layout": {"sizes": self.layout}}
             ),
@@ -152,7 +152,8 @@ class Handmade:
         records[index] = write_small(folder / index, json.dumps(listing).encode())
         return records
 
-    def _write_states(self, folder: Path, inner: str) -> dict[str, FileRecord]:
+    def _write_optimizer(self, folder: Path, inner: str) -> dict[str, FileRecord]:
+        (folder / inner).mkdir()
         files: list[dict[str, Tensor]] = [{} for _ in range(self.ranks)]
         listing = {}
         for name, tensor in self.states.items():
@@ -172,6 +173,7 @@ class Handmade:
         }
         content = json.dumps({"tensors": listing}).encode()
         records[f"{inner}/index.json"] = write_small(folder / inner / "index.json", content)
+        records[f"{inner}/groups.pt"] = write_values(folder / inner / "groups.pt", self.groups)
         return records
 
 
