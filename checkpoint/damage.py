@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from ..cluster.mesh import AXES
 from .coverage import coverage_faults
+from .model_files import SAFETENSORS
 from .names import TensorNames
 from .opened import read_config, read_mapping, read_random_states
 from .random_states import file_name
@@ -21,7 +22,7 @@ from .step_save import MODEL, OPTIMIZER, RANDOM, TRAINING
 from .stored import Stored
 from .tensor_file import dtype_name
 from .trained import GROUPS
-from .weight_files import WEIGHTS, WeightFiles, all_bytes, open_weights, read_json, weight_map
+from .weight_files import WeightFiles, all_bytes, index_path, read_json
 
 Progress = Callable[[int], object]
 
@@ -91,7 +92,7 @@ def _unlisted(folder: Path, listed: Collection[str]) -> list[str]:
 def _model(folder: Path) -> tuple[list[str], list[str]]:
     """Faults and notes."""
     try:
-        model, config = open_weights(folder), read_config(folder)
+        model, config = WeightFiles(folder), read_config(folder)
         faults = _index_faults(folder, model)
     except (ValueError, OSError) as error:
         return [str(error)], []
@@ -108,10 +109,11 @@ def _model(folder: Path) -> tuple[list[str], list[str]]:
 
 def _index_faults(folder: Path, model: WeightFiles) -> list[str]:
     """Where the index does not say what is in the files."""
-    index = next((path for name in WEIGHTS if (path := folder / f"{name}.index.json").is_file()), None)
+    index = index_path(folder)
     if index is None:
         return []
-    listed, metadata = weight_map(index), read_json(index).get("metadata") or {}
+    listing = read_json(index)
+    listed, metadata = listing["weight_map"], listing.get("metadata") or {}
     faults = [
         f"{index} lacks {name}, which is in {model.path(name).name}"
         for name in model.names
@@ -121,9 +123,7 @@ def _index_faults(folder: Path, model: WeightFiles) -> list[str]:
         if name not in model.names or model.path(name).name != file:
             faults.append(f"{index} has {name} in {file}, where it is not")
     total = all_bytes(model)
-    tells = (
-        index.name == f"{WEIGHTS[0]}.index.json" and "total_size" in metadata
-    )  # others count tied ones once
+    tells = index.name == SAFETENSORS.listing and "total_size" in metadata  # others count tied ones once
     if tells and metadata["total_size"] != total:
         faults.append(f"{index} speaks of {metadata['total_size']} bytes of tensors, and there are {total}")
     return faults
@@ -203,7 +203,7 @@ def _group_faults(folder: Path, states: StateFiles, groups: Mapping[str, Any]) -
     yield from (f"{path} has {name} in several groups" for name in _repeated(grouped))
     owners = {name.partition("/")[2] for name in states.names} | groups["scalars"].keys()
     yield from (f"{path} has no group for {name}" for name in sorted(owners - set(grouped)))
-    model: Stored = open_weights(folder / MODEL)
+    model: Stored = WeightFiles(folder / MODEL)
     yield from (
         f"{path} names {name}, which is not in the model" for name in grouped if name not in model.names
     )

@@ -10,7 +10,7 @@ from .step_folder import MANIFEST, manifest_of, steps_in
 from .step_save import MODEL, OPTIMIZER, RANDOM, TRAINING
 from .trained import GROUPS
 from .values import read_values
-from .weight_files import WeightFiles, open_weights, read_json, weight_paths
+from .weight_files import WeightFiles, has_weights, read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ def find_folder(path: Path) -> Path:
     complete = [step for step in steps_in(path) if (step / MANIFEST).is_file()]
     if complete:
         return complete[0]
-    if weight_paths(path):
+    if has_weights(path):
         return path
     raise ValueError(
         f"{path} is no complete checkpoint (it has no {MANIFEST}), holds none (step-…), and is no Hugging Face folder "
@@ -80,7 +80,7 @@ def open_folder(path: Path) -> Opened:
     return Opened(
         path=path,
         manifest=manifest_of(path) if is_checkpoint else None,
-        model=open_weights(model),
+        model=WeightFiles(model),
         config=read_config(model),
         optimizer=StateFiles(optimizer) if has_optimizer else None,
         groups=read_mapping(optimizer / GROUPS) if has_optimizer else {},
@@ -101,12 +101,7 @@ def read_config(folder: Path) -> Mapping[str, Any] | None:
         ValueError: it cannot be read.
     """
     path = folder / "config.json"
-    if not path.is_file():
-        return None
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} is no config of a model: it is damaged")
-    return config
+    return read_json(path) if path.is_file() else None
 
 
 def read_random_states(folder: Path) -> dict[str, Mapping[str, Any]]:

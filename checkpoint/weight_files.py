@@ -1,33 +1,39 @@
 """The weights of a Hugging Face folder, under the names that its files have. Names of a model are pretrained.py."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import torch
 from torch import Tensor
 
+from ..lazy.files import FileTensor, ReadTensor, open_tensors
 from .box import Box
+from .model_files import SAFETENSORS, TORCH
+from .pretrained_files import tensor_files
 from .stored import Stored
-from .tensor_file import TensorFile
 
-# What from_pretrained looks for, in its order: an index, or the file alone.
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_PATTERNS = ("*.safetensors", "pytorch_model*.bin", "*.index.json")
 
 
-class PickledFile:
-    """A file that torch.save wrote, read by boxes; `Stored`. It is mapped.
+class WeightFiles:
+    """The tensors of a folder; `Stored`.
 
     Raises:
-        ValueError: it cannot be read so; says why.
+        ValueError: there are none, a file is damaged, or two have a tensor of one name; names it.
+        OSError: a file is missing.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._tensors = _mapped(path)
-        if not isinstance(self._tensors, Mapping) or not all(map(torch.is_tensor, self._tensors.values())):
-            raise ValueError(f"{path} has more than tensors by name: give the weights of a model")
+    def __init__(self, folder: Path) -> None:
+        self._tensors: dict[str, FileTensor | ReadTensor] = {}
+        self._paths: dict[str, Path] = {}
+        for path in tensor_files(folder):
+            for name, tensor in _opened(path).items():
+                if name in self._tensors:
+                    raise ValueError(f"{name} is both in {self._paths[name]} and in {path}")
+                self._tensors[name], self._paths[name] = tensor, path
 
     @property
     def names(self) -> Collection[str]:
@@ -36,97 +42,35 @@ class PickledFile:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of one."""
-        return tuple(self._tensors[name].shape)
+        return tuple(self._tensors[name].geometry.size)
 
     def dtype(self, name: str) -> torch.dtype:
         """The format of one."""
-        return self._tensors[name].dtype
+        return self._tensors[name].geometry.dtype
 
     def read(self, name: str, box: Box) -> Tensor:
         """A box of one, in memory of its own."""
-        return self._tensors[name][box.within(Box.whole(self.shape(name)))].clone()
-
-
-class WeightFiles:
-    """The tensors of several files as one `Stored`.
-
-    Args:
-        files: no two with a tensor of the same name.
-
-    Raises:
-        ValueError: a name is in several files; names them.
-    """
-
-    def __init__(self, files: Sequence[TensorFile | PickledFile]) -> None:
-        self._home: dict[str, TensorFile | PickledFile] = {}
-        for file in files:
-            for name in file.names:
-                if name in self._home:
-                    raise ValueError(f"{name} is both in {self._home[name].path} and in {file.path}")
-                self._home[name] = file
-
-    @property
-    def names(self) -> Collection[str]:
-        """All tensors."""
-        return self._home.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one."""
-        return self._home[name].shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The format of one."""
-        return self._home[name].dtype(name)
-
-    def read(self, name: str, box: Box) -> Tensor:
-        """A box of one, in memory of its own."""
-        return self._home[name].read(name, box)
+        whole = self._tensors[name]()
+        return whole[box.within(Box.whole(whole.shape))].clone(memory_format=torch.contiguous_format)
 
     def path(self, name: str) -> Path:
         """The file of one."""
-        return self._home[name].path
+        return self._paths[name]
 
 
-def open_weights(folder: Path) -> WeightFiles:
-    """The weights of a folder.
-
-    Raises:
-        ValueError: there are none, or a file is damaged; names it.
-    """
-    paths = weight_paths(folder)
-    if not paths:
-        raise ValueError(f"{folder} has no weights: neither .safetensors files nor {WEIGHTS[1]}")
-    return WeightFiles(
-        [TensorFile(path) if path.suffix == ".safetensors" else PickledFile(path) for path in paths]
-    )
+def has_weights(folder: Path) -> bool:
+    """Whether a folder is meant to hold the weights of a model."""
+    return any(True for pattern in _PATTERNS for _ in folder.glob(pattern))
 
 
-def weight_paths(folder: Path) -> list[Path]:
-    """The files of a folder's weights, of the kind that from_pretrained prefers; none where there are none.
-
-    Raises:
-        ValueError: an index cannot be read.
-    """
-    for name in WEIGHTS:
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            return [folder / file for file in dict.fromkeys(weight_map(index).values())]
-        if (folder / name).is_file():
-            return [folder / name]
-    return sorted(folder.glob("*.safetensors"))
-
-
-def weight_map(index: Path) -> Mapping[str, str]:
-    """Which tensor is in which file, as an index has it.
-
-    Raises:
-        ValueError: it is no index.
-    """
-    listing = read_json(index)
-    found = listing.get("weight_map") if isinstance(listing, dict) else None
-    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
-        raise ValueError(f"{index} has no weight_map of tensors to files: it is damaged")
-    return found
+def index_path(folder: Path) -> Path | None:
+    """The index by which the files of a folder are found; None where there is none, or one file is found without."""
+    for names in (SAFETENSORS, TORCH):
+        if (folder / names.one).is_file():
+            return None
+        if (folder / names.listing).is_file():
+            return folder / names.listing
+    return None
 
 
 def nbytes(stored: Stored, name: str) -> int:
@@ -139,26 +83,23 @@ def all_bytes(stored: Stored) -> int:
     return sum(nbytes(stored, name) for name in stored.names)
 
 
-def read_json(path: Path) -> Any:
-    """What a JSON file says.
+def read_json(path: Path) -> dict[str, Any]:
+    """The values of a JSON file, by name.
 
     Raises:
-        ValueError: it cannot be read; names it.
+        ValueError: it cannot be read as that; names it.
     """
     try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+        found = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is no JSON, it is damaged: {error}") from error
-
-
-def _mapped(path: Path) -> Mapping[str, Tensor]:
-    """What torch.save wrote; nothing but tensors and plain values is made of it."""
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except OSError:
-        raise
-    except Exception as error:  # torch raises several kinds, of zip, pickle and its own
-        raise ValueError(f"{path} cannot be read by parts, or is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} has a {type(found).__name__}, and no values by name: it is damaged")
     return found
+
+
+def _opened(path: Path) -> Mapping[str, FileTensor | ReadTensor]:
+    try:
+        return open_tensors(path)
+    except (KeyError, TypeError, AttributeError, RuntimeError, BadZipFile) as error:
+        raise ValueError(f"{path} cannot be read, it is damaged: {error!r}") from error
