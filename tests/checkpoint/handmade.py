@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,13 @@ def columns(shape: Sequence[int], ranks: int) -> list[list[Box]]:
 
 
 def small_config(**changes: Any) -> LlamaConfig:
-    """Of a model of some ten thousand entries."""
+    """Of a model of some three thousand entries."""
     return LlamaConfig(
         **{
             "vocab_size": 40,
             "hidden_size": 16,
             "intermediate_size": 24,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": 1,
             "num_attention_heads": 2,
             "num_key_value_heads": 1,
             "max_position_embeddings": 32,
@@ -73,7 +74,7 @@ class Handmade:
     training: dict[str, Any]
     cut: Cut = flat_slices
     ranks: int = 2
-    max_bytes: int = 4000
+    max_bytes: int = 2500
     has_optimizer: bool = True
     step: int = 100
     layout: dict[str, int] = field(default_factory=lambda: {"pp": 1, "dp": 2, "sp": 1, "tp": 1})
@@ -82,7 +83,7 @@ class Handmade:
     def of(config: LlamaConfig, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> "Handmade":
         """After three steps of AdamW, as it were."""
         generator = torch.Generator().manual_seed(seed)
-        shapes = {name: each.shape for name, each in _built(config).state_dict().items()}
+        shapes = _shapes(config.to_json_string())
         masters = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
         names = list(masters)
         states = {
@@ -195,6 +196,9 @@ def _filled(tensors: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str,
     yield found
 
 
-def _built(config: LlamaConfig) -> LlamaForCausalLM:
+@cache
+def _shapes(config: str) -> dict[str, tuple[int, ...]]:
+    """Of the tensors of a model, by its config as JSON."""
     with torch.device("meta"):
-        return LlamaForCausalLM(config)
+        model = LlamaForCausalLM(LlamaConfig(**json.loads(config)))
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

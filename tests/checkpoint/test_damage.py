@@ -13,7 +13,7 @@ from echelon.checkpoint.step_folder import commit_step, manifest_of
 
 from .handmade import Handmade, columns, small_config, write_tensors
 
-NORM = "model.layers.1.input_layernorm.weight"
+NORM = "model.layers.0.input_layernorm.weight"
 HEAD = "lm_head.weight"
 
 
@@ -56,11 +56,12 @@ FILES = (
 )
 
 
+@pytest.mark.parametrize("count", [2, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_byte_is_told_with_its_file(tmp_path: Path, name: str) -> None:
+def test_a_flipped_byte_is_told_with_its_file(tmp_path: Path, name: str, count: int) -> None:
     folder = Handmade.of(small_config()).write(tmp_path)
     path = folder / name
-    for at in range(0, path.stat().st_size, max(path.stat().st_size // 12, 1)):
+    for at in range(1, path.stat().st_size, path.stat().st_size // count):
         flip(path, at)
         findings = examined(folder)
         assert findings.faults and all(str(path) in findings.faults[0] for _ in findings.faults), (
@@ -149,7 +150,7 @@ def test_a_box_of_another_size_format_file_or_key_is_told(tmp_path: Path) -> Non
     def changed(tensors: dict) -> None:
         tensors[f"exp_avg/{NORM}"]["dtype"] = "int32"
         one, three = (
-            tensors[f"exp_avg/model.layers.{layer}.mlp.up_proj.weight"]["boxes"][0] for layer in (0, 1)
+            tensors[f"exp_avg/model.layers.0.mlp.{each}_proj.weight"]["boxes"][0] for each in ("up", "down")
         )
         one["key"] = "nonesuch"
         three["file"] = "rank-00009.safetensors"

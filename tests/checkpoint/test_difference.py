@@ -12,7 +12,7 @@ from echelon.checkpoint.opened import open_folder
 
 from .handmade import Handmade, columns, small_config
 
-NORM = "model.layers.1.input_layernorm.weight"
+NORM = "model.layers.0.input_layernorm.weight"
 HEAD = "lm_head.weight"
 
 
@@ -35,6 +35,11 @@ def test_checkpoints_of_other_layouts_with_equal_tensors_are_equal(tmp_path: Pat
     assert Comparison(a=open_folder(a), b=open_folder(b)).notes() == [
         "written by other ranks: their random states are not compared"
     ]
+
+
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Handmade.of(small_config()).write(tmp_path_factory.mktemp("unchanged"))
 
 
 def change_weight(made: Handmade) -> None:
@@ -113,20 +118,18 @@ def change_config(made: Handmade) -> None:
     ],
 )
 def test_what_was_changed_is_told_and_nothing_else(
-    tmp_path: Path, change: Callable[[Handmade], None], told: list[tuple[str, str, str]]
+    unchanged: Path, tmp_path: Path, change: Callable[[Handmade], None], told: list[tuple[str, str, str]]
 ) -> None:
-    a = Handmade.of(small_config()).write(tmp_path / "a")
     made = Handmade.of(small_config())
     change(made)
-    differences = found(a, made.write(tmp_path / "b"))
+    differences = found(unchanged, made.write(tmp_path))
     assert [(each.part, each.name, each.what) for each in differences] == told
 
 
-def test_a_parameter_in_another_group_is_told(tmp_path: Path) -> None:
-    a = Handmade.of(small_config()).write(tmp_path / "a")
+def test_a_parameter_in_another_group_is_told(unchanged: Path, tmp_path: Path) -> None:
     made = Handmade.of(small_config())
     move_parameter(made)
-    names = [(each.part, each.name) for each in found(a, made.write(tmp_path / "b"))]
+    names = [(each.part, each.name) for each in found(unchanged, made.write(tmp_path))]
     assert names == [("groups", "groups.0.parameters"), ("groups", "groups.1.parameters")]
 
 
