@@ -4,10 +4,11 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from torch import nn
 
 from ..shardformer.sequence.config import WHOLE, SequenceParallelism
 from ..shardformer.shard_former import policy_for
-from ..shardformer.weight_split import native_classes, weight_layers, weight_model_faults
+from ..shardformer.weight_split import weight_split_or_faults
 from ..verify.compare import Measure
 from ..verify.layout import Layout
 from ..verify.models import ModelChoice
@@ -108,16 +109,24 @@ def split_faults(
     if tp == num_stages == wp == 1 and sequence.mode is None:
         return []
     model = choice.build_on_meta()
-    weights = weight_model_faults(model, weight_layers(model), native=native_classes(model)) if wp > 1 else []
-    if tp == num_stages == 1 and sequence.mode is None:
-        return weights
+    found = list[str]()
+    if wp > 1:
+        weight_split_or_faults(model, found)
+    if tp > 1 or num_stages > 1 or sequence.mode is not None:
+        found += _policy_faults(model, tp=tp, num_stages=num_stages, sp=sp, sequence=sequence)
+    return found
+
+
+def _policy_faults(
+    model: nn.Module, *, tp: int, num_stages: int, sp: int, sequence: SequenceParallelism
+) -> list[str]:
     try:
         policy = policy_for(model)
     except ValueError as error:
         return [str(error)]
     policy.set_model(model)
     found = policy.faults(tp_size=tp, num_stages=num_stages)
-    return weights + (found or policy.sequence_faults(sequence, tp_size=tp, sp_size=sp))
+    return found or policy.sequence_faults(sequence, tp_size=tp, sp_size=sp)
 
 
 def run_local(

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from torch.utils.data import DataLoader
 
-from echelon.cluster.dataloader import SeededCollate
+from echelon.cluster.dataloader import shared_loader
 
 from ..pool import Pool
 from . import training
@@ -37,6 +36,20 @@ def test_a_plain_loop_gives_the_same_losses(pool: Pool, plugin: str) -> None:
     expected = pool.run(1, training.train, "hybrid", {"num_microbatches": 1}, BERT)[0]
     tolerance = 5e-3 if plugin == "ddp_fp16" else 1e-5
     assert pool.run(2, training.train_by_calls, plugin)[0] == pytest.approx(expected, abs=tolerance)
+
+
+def test_calls_in_training_keep_no_keys_and_values_unless_they_ask(pool: Pool) -> None:
+    assert pool.run(1, kept_caches) == [{"training": False, "asked": True, "answering": True}]
+
+
+def kept_caches() -> dict[str, bool]:
+    model, _ = training.boosted(training.hybrid(), LLAMA)
+    ids = torch.arange(6).view(2, 3)
+    return {
+        "training": model.train()(input_ids=ids).past_key_values is not None,
+        "asked": model(input_ids=ids, use_cache=True).past_key_values is not None,
+        "answering": model.eval()(input_ids=ids).past_key_values is not None,
+    }
 
 
 def test_evaluation_with_other_batch_sizes_between_training_steps(pool: Pool) -> None:
@@ -132,12 +145,16 @@ def test_models_that_differ_between_ranks_are_refused_on_all(pool: Pool, frozen:
 
 
 def test_a_worker_collates_with_other_randomness_each_epoch() -> None:
-    loader = DataLoader(
+    loader = shared_loader(
         training.Numbers(),
-        batch_size=8,
-        collate_fn=SeededCollate(training.random_collate, seed=0, rank=0),
+        8,
+        rank=0,
+        size=1,
+        shuffle=False,
+        seed=0,
+        drop_last=False,
+        collate_fn=training.random_collate,
         num_workers=1,
-        generator=torch.Generator().manual_seed(0),
     )
     first, second = ([batch["drawn"].tolist() for batch in loader] for _ in range(2))
     assert first != second
