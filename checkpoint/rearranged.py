@@ -14,6 +14,7 @@ from .tensor_file import dtype_name
 from .trained import MASTER
 
 _MASTER = f"{MASTER}/"
+_PART = 2**18  # entries
 
 
 class Source(NamedTuple):
@@ -57,7 +58,7 @@ class Rearranged:
         source = self.sources[name]
         found = source.stored.read(source.name, box)
         wanted = found.to(source.dtype)
-        if found.dtype != wanted.dtype and not torch.equal(found.isfinite(), wanted.isfinite()):
+        if found.dtype != wanted.dtype and not _alike_finite(found, wanted):
             raise ValueError(
                 f"{name} has numbers up to {found[found.isfinite()].abs().max().item():.3g}, which "
                 f"{dtype_name(source.dtype)} cannot hold: take bfloat16 or float32"
@@ -113,6 +114,12 @@ def master_names(opened: Opened) -> dict[str, str]:
 def trained_names(opened: Opened) -> list[str]:
     """The weights that the optimizer has."""
     return [name for group in opened.groups["groups"] for name in group["parameters"]]
+
+
+def _alike_finite(a: Tensor, b: Tensor) -> bool:
+    """Whether the same entries are numbers; part by part, to need little memory."""
+    parts = zip(a.view(-1).split(_PART), b.view(-1).split(_PART), strict=True)
+    return all(torch.equal(x.isfinite(), y.isfinite()) for x, y in parts)
 
 
 def _format(stored: Stored, name: str, dtype: torch.dtype | None) -> torch.dtype:
