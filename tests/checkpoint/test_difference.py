@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from echelon.checkpoint import difference
 from echelon.checkpoint.difference import Comparison, Difference
+from echelon.checkpoint.distance import chunks_of
 from echelon.checkpoint.opened import open_folder
 
 from .handmade import Handmade, columns, small_config
@@ -133,7 +135,8 @@ def test_a_parameter_in_another_group_is_told(unchanged: Path, tmp_path: Path) -
     assert names == [("groups", "groups.0.parameters"), ("groups", "groups.1.parameters")]
 
 
-def test_distances_are_those_of_the_whole_tensor(tmp_path: Path) -> None:
+def test_distances_are_those_of_the_whole_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(difference, "chunks_of", lambda shape: chunks_of(shape, 7))
     made = Handmade.of(small_config())
     made.model[HEAD].fill_(2.0)
     a = made.write(tmp_path / "a")
@@ -164,8 +167,8 @@ def test_random_states_of_equal_ranks_are_compared(tmp_path: Path) -> None:
     state = torch.load(b / "random" / "rank-00001.pt", weights_only=True)
     state["cpu"][100] ^= 1
     torch.save(state, b / "random" / "rank-00001.pt")
-    (difference,) = found(a, b)
-    assert (difference.part, difference.name) == ("random", "pp 0, dp 1, sp 0, tp 0.cpu")
+    (only,) = found(a, b)
+    assert (only.part, only.name) == ("random", "pp 0, dp 1, sp 0, tp 0.cpu")
 
 
 def test_of_hugging_face_folders_models_alone_are_compared(tmp_path: Path) -> None:
