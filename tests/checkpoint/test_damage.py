@@ -82,11 +82,14 @@ def test_a_flipped_byte_of_a_tensor_is_told_with_the_tensor(tmp_path: Path) -> N
     assert f"rank-00001.safetensors is damaged: master/{last}@" in optimizer
 
 
-def test_a_manifest_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_a_flipped_byte_of_the_manifest_is_told(tmp_path: Path) -> None:
     folder = Handmade.of(small_config()).write(tmp_path)
-    (folder / "manifest.json").write_text("{")
-    (fault,) = examined(folder).faults
-    assert str(folder / "manifest.json") in fault
+    manifest = folder / "manifest.json"
+    for at in range(0, manifest.stat().st_size, manifest.stat().st_size // 20):
+        flip(manifest, at)
+        (fault,) = examined(folder).faults
+        assert str(manifest) in fault
+        flip(manifest, at)
 
 
 @pytest.mark.parametrize("name", FILES)
