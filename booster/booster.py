@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ..plugins.base import Boosted, Plugin
+from ..plugins.lora_enable import enable_lora
 from ..plugins.torch_ddp import TorchDDPPlugin
 
 
@@ -96,3 +97,46 @@ class Booster:
             ValueError: tensors are missing or do not fit; lists all of them, and changes nothing.
         """
         self.plugin.load_model(model, Path(checkpoint))
+
+    def enable_lora(
+        self,
+        model: nn.Module,
+        pretrained_dir: str | Path | None = None,
+        lora_config: Any = None,
+        bnb_quantization_config: Any = None,
+        quantize: bool = False,
+    ) -> nn.Module:
+        """Put adapters into a model by peft, so that they alone are trained. Before `boost`; every rank calls.
+
+        Args:
+            model: a plain transformers model; changed in place.
+            pretrained_dir: a folder with saved adapters, to go on training, under any layout.
+            lora_config: a `peft.LoraConfig`, for new adapters.
+            bnb_quantization_config, quantize: not offered.
+
+        Returns:
+            A `peft.PeftModel`, for the optimizer and for `boost`.
+
+        Raises:
+            ImportError: peft is not installed.
+            ValueError: the arguments, or the adapters and the model, do not fit each other; all reasons at once.
+        """
+        return enable_lora(model, pretrained_dir, lora_config, bnb_quantization_config, quantize)
+
+    def save_lora_as_pretrained(
+        self, model: nn.Module, checkpoint: str | Path, use_safetensors: bool = True
+    ) -> None:
+        """Write the adapters of a boosted model to a folder that `PeftModel.from_pretrained` reads.
+
+        `adapter_model.safetensors` and `adapter_config.json`, whole, by rank 0. Collective over the world.
+
+        Args:
+            model: what `boost` returned, of what `enable_lora` returned.
+            checkpoint: the folder; made where missing.
+            use_safetensors: or `adapter_model.bin` in torch's format.
+
+        Raises:
+            OSError: rank 0 could not write; on every rank.
+            ValueError: the model has no adapters.
+        """
+        self.plugin.save_lora(model, Path(checkpoint), use_safetensors=use_safetensors)

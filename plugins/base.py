@@ -61,6 +61,10 @@ class Plugin(ABC):
     def load_model(self, model: nn.Module, path: Path) -> None:
         """Read a whole model's file into this rank's part. Every rank calls."""
 
+    @abstractmethod
+    def save_lora(self, model: nn.Module, folder: Path, *, use_safetensors: bool) -> None:
+        """Write the adapters of a boosted model as peft does. Collective over the world."""
+
     @property
     @abstractmethod
     def data_rank(self) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """A model under torch's fully_shard. What it is asked for, and its optimizer, are files of their own."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -12,6 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Parameter
 
+from ..checkpoint.lora import Adapter
 from ..shardformer.checkpoint_config import recomputable_layers
 from .torch_plugin import named_tensors
 
@@ -25,10 +26,14 @@ class TorchFSDPModel(nn.Module):
     Args:
         module: the model, changed in place. Parameters of 16 bits become float32 masters.
         policy: the keyword arguments of fully_shard.
+        adapters: what is saved of it as LoRA.
     """
 
-    def __init__(self, module: nn.Module, policy: Mapping[str, Any]) -> None:
+    def __init__(
+        self, module: nn.Module, policy: Mapping[str, Any], adapters: Sequence[Adapter] = ()
+    ) -> None:
         super().__init__()
+        self.adapters = tuple(adapters)
         for parameter in module.parameters():
             if parameter.is_floating_point() and parameter.itemsize < torch.float32.itemsize:
                 parameter.data = parameter.data.float()
@@ -81,17 +86,22 @@ class TorchFSDPModel(nn.Module):
         """Parameters, as DTensors, and persistent buffers by their names in the whole model; a tied one once."""
         return named_tensors(self.module)
 
-    def gather(self, device: torch.device, *, keep: bool) -> dict[str, Tensor]:
-        """All tensors whole and on the CPU, where `keep` says so; else an empty dict.
+    def gather(
+        self, device: torch.device, *, keep: bool, names: Container[str] | None = None
+    ) -> dict[str, Tensor]:
+        """Tensors whole and on the CPU, where `keep` says so; else an empty dict.
 
         An all-gather per parameter over its shard group, one after the other: no device holds two whole ones.
 
         Args:
             device: where the ranks exchange tensors.
             keep: whether this rank wants them.
+            names: which; None is all.
         """
         found = {}
         for name, tensor in self.tensors().items():
+            if names is not None and name not in names:
+                continue
             whole = tensor.detach()
             if isinstance(whole, DTensor):
                 whole = cast(DTensor, whole.to(device)).full_tensor()

@@ -21,6 +21,7 @@ from ..shardformer.weight_split import (
 from ..zero.optimizer import ShardedOptimizer
 from .hybrid_config import told
 from .hybrid_module import HybridParallelModule
+from .lora import peft_model_faults, unwrapped
 from .names import ParameterNames, managed_parameters
 from .optimizer_faults import optimizer_faults
 
@@ -37,6 +38,9 @@ def boost(
         ValueError: they do not fit what the plugin was asked for; all reasons at once.
     """
     config, mesh = plugin.config, plugin.mesh
+    if faults := peft_model_faults(model):
+        raise ValueError(told(faults))
+    model, adapters = unwrapped(model)
     sharder = _checked_sharder(model, optimizer, plugin)
     layers = weight_layers(model, plugin.custom_policy) if config.wp > 1 else []
     with naming_failures("boost"):
@@ -56,7 +60,7 @@ def boost(
                 gradient_dtype=config.wire_dtype,
             )
         materialize(model)
-        boosted = HybridParallelModule(model, names, plugin)
+        boosted = HybridParallelModule(model, names, plugin, adapters)
         wrapped = None if optimizer is None else _sharded(optimizer, boosted, shared)
         for parameter in model.parameters():  # what no optimizer manages: frozen, or none was given
             if parameter.is_floating_point() and parameter.dtype != config.precision.dtype:

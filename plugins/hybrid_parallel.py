@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from ..checkpoint.lora import save_adapters
 from ..checkpoint.model_file import load_model_file, save_model_file
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
@@ -34,6 +35,7 @@ from .hybrid_config import HybridConfig, PipelineConfig, told
 from .hybrid_module import HybridParallelModule
 from .internevo import plugin_arguments
 from .ledger import Ledger
+from .lora import require_adapters
 
 
 class HybridParallelPlugin(Plugin):
@@ -368,6 +370,17 @@ class HybridParallelPlugin(Plugin):
             load_model_file(path, tensors, _placements(tensors), self.mesh, names=model.state_names)
             if model.optimizer is not None:
                 model.optimizer.refresh_masters()
+
+    def save_lora(self, model: nn.Module, folder: Path, *, use_safetensors: bool) -> None:
+        """Write the adapters as peft does. Collective over the world."""
+        boosted = self._boosted(model, None, "save_lora_as_pretrained")
+        require_adapters(boosted.adapters)
+        with naming_failures("save_lora_as_pretrained"):
+            tensors = boosted.tensors()
+            placements = _placements(tensors)
+            save_adapters(
+                folder, boosted.adapters, tensors, placements, self.mesh, use_safetensors=use_safetensors
+            )
 
     def _refuse_pipeline(self, call: str) -> None:
         if self.pp_size > 1:

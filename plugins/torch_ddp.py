@@ -1,6 +1,6 @@
 """TorchDDPPlugin: torch's own DistributedDataParallel and automatic mixed precision behind the Booster."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from pathlib import Path
@@ -13,12 +13,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from ..checkpoint.lora import Adapter, save_adapters
 from ..checkpoint.model_file import TensorNames, load_model_file, save_model_file
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..lazy import materialize
 from .base import Boosted, require_process_group
 from .hybrid_config import told
+from .lora import require_adapters, unwrapped
 from .optimizer_faults import split_faults
 from .scaled_optimizer import ScaledOptimizer
 from .torch_plugin import TorchPlugin, named_tensors, require_boosted
@@ -89,8 +91,9 @@ class TorchDDPPlugin(TorchPlugin):
         if faults := split_faults(model):
             raise ValueError(told(faults))
         with naming_failures("boost"):
+            model, adapters = unwrapped(model)
             model = materialize(model).to(self.mesh.device)
-            boosted = TorchDDPModel(model, self.mesh, self._dtype, self._ddp_kwargs)
+            boosted = TorchDDPModel(model, self.mesh, self._dtype, self._ddp_kwargs, adapters)
         scaler = torch.amp.GradScaler(self.mesh.device.type, enabled=self._dtype is torch.float16)
         wrapped = None if optimizer is None else ScaledOptimizer(optimizer, scaler)
         return boosted, wrapped, criterion, dataloader, lr_scheduler
@@ -115,14 +118,28 @@ class TorchDDPPlugin(TorchPlugin):
         names = TensorNames.of(model.module)
         load_model_file(path, tensors, dict.fromkeys(tensors), self.mesh, names=names)
 
+    def save_lora(self, model: nn.Module, folder: Path, *, use_safetensors: bool) -> None:
+        """Write the adapters as peft does. Collective over the world."""
+        assert isinstance(model, TorchDDPModel)
+        require_adapters(model.adapters)
+        tensors = named_tensors(model.module)
+        placements = dict.fromkeys(tensors)
+        save_adapters(folder, model.adapters, tensors, placements, self.mesh, use_safetensors=use_safetensors)
+
 
 class TorchDDPModel(nn.Module):
     """A model under DistributedDataParallel and autocast; `unwrap()` is the model itself."""
 
     def __init__(
-        self, module: nn.Module, mesh: ParallelMesh, dtype: torch.dtype | None, ddp_kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        mesh: ParallelMesh,
+        dtype: torch.dtype | None,
+        ddp_kwargs: dict[str, Any],
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         super().__init__()
+        self.adapters = tuple(adapters)
         has_trainable = any(parameter.requires_grad for parameter in module.parameters())
         device_ids = [mesh.device.index] if mesh.device.type == "cuda" else None
         ddp = DistributedDataParallel(module, device_ids=device_ids, **ddp_kwargs) if has_trainable else None

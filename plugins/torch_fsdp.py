@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from ..checkpoint.lora import save_adapters
 from ..checkpoint.model_file import TensorNames, load_model_file, save_model_file
 from ..cluster.faults import naming_failures
 from ..cluster.hooks import has_foreign_hooks
@@ -29,6 +30,7 @@ from .base import Boosted, require_process_group
 from .fsdp_module import TorchFSDPModel
 from .fsdp_optimizer import FSDPOptimizer
 from .hybrid_config import switch_faults, told
+from .lora import require_adapters, unwrapped
 from .optimizer_faults import optimizer_faults
 from .scaled_optimizer import ScaledOptimizer
 from .torch_plugin import TorchPlugin, require_boosted
@@ -172,12 +174,13 @@ class TorchFSDPPlugin(TorchPlugin):
         Collective over the world; every rank gives an equal model. One that was built lazily is made real whole before
         it is shared out. See `Booster.boost`.
         """
+        model, adapters = unwrapped(model)
         if faults := boost_faults(model, optimizer):
             raise ValueError(told(faults))
         with naming_failures("boost"):
             require_equal_models(model)
             names = {parameter: name for name, parameter in model.named_parameters()}
-            boosted = TorchFSDPModel(materialize(model), self.config.policy(self.shard_mesh))
+            boosted = TorchFSDPModel(materialize(model), self.config.policy(self.shard_mesh), adapters)
         scaler = self.config.scaler(self.mesh.device)
         wrapped = None if optimizer is None else FSDPOptimizer(optimizer, scaler, boosted, names)
         return boosted, wrapped, criterion, dataloader, lr_scheduler
@@ -208,6 +211,19 @@ class TorchFSDPPlugin(TorchPlugin):
             names = TensorNames.of(boosted.module)
             load_model_file(path, whole, dict.fromkeys(whole), self.mesh, names=names)
         boosted.take(whole)
+
+    def save_lora(self, model: nn.Module, folder: Path, *, use_safetensors: bool) -> None:
+        """Write the adapters, in float32, as peft does. Collective over the world."""
+        boosted = _boosted(model, "save_lora_as_pretrained")
+        require_adapters(boosted.adapters)
+        wanted = {name for adapter in boosted.adapters for name in adapter.names.values()}
+        with naming_failures("save_lora_as_pretrained"):
+            keep = self.mesh.global_rank == 0
+            whole = boosted.gather(self.mesh.device, keep=keep, names=wanted)
+            placements = dict.fromkeys(whole)
+            save_adapters(
+                folder, boosted.adapters, whole, placements, self.mesh, use_safetensors=use_safetensors
+            )
 
 
 def boost_faults(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
