@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.held_model import HeldModel
 from ..checkpoint.trained import Trained
-from ..cluster.dataloader import shared_loader
+from ..cluster.dataloader import SharedLoader, shared_loader
 from ..cluster.mesh import ParallelMesh
 
 Boosted = tuple[nn.Module, Optimizer | None, Callable | None, DataLoader | None, LRScheduler | None]
@@ -93,18 +93,30 @@ class Plugin(ABC):
         distributed_sampler_cls: type[DistributedSampler] | None = None,
         collate_fn: Callable | None = None,
         **kwargs: Any,
-    ) -> DataLoader:
+    ) -> SharedLoader:
         """A dataloader that gives each data-parallel rank its share, and equal batches within a replica.
 
-        Randomness in the collator (masking, augmentation) is drawn from (seed, data-parallel rank, batch), so
-        it is the same on all tensor and pipeline ranks whatever else they draw.
+        It tells its position in the data by `state_dict()`, and goes on at one after `load_state_dict()`, also with
+        another number of replicas or another `batch_size`. The order of an epoch follows from the seed and the epoch
+        alone: batches that are equally large over all replicas together hold the same samples whatever the layout.
+
+        What a dataset or a collator draws from the generators of Python, NumPy and torch (masking, augmentation)
+        follows from the seed, the epoch and the place of the batch in it, so it is the same on all ranks of a replica
+        and after resuming, with and without workers.
 
         Args:
             dataset: a map-style dataset.
             batch_size: samples per data-parallel rank and step.
-            shuffle: in an order that depends on `seed` and on the sampler's `set_epoch`.
-            distributed_sampler_cls: another sampler class, called as torch's DistributedSampler is.
-            kwargs: further arguments for the DataLoader.
+            shuffle: in an order that depends on `seed` and on the epoch: the one given to the sampler's `set_epoch`,
+                or else the next one with each pass over the dataloader.
+            drop_last: leave out samples that do not fill a batch on every rank. Otherwise the last batch is shorter,
+                and the first samples are given again where the ranks do not divide what is left.
+            distributed_sampler_cls: another sampler class, called as torch's DistributedSampler is. Then the position
+                is known where it has `state_dict` and `load_state_dict`.
+            kwargs: further arguments for the DataLoader, without `sampler`, `batch_sampler` and `generator`.
+
+        Raises:
+            ValueError: the dataset or the arguments cannot be dealt out; all faults are told.
         """
         rank, size = self.data_rank
         return shared_loader(
@@ -115,7 +127,7 @@ class Plugin(ABC):
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
-            sampler_class=distributed_sampler_cls or DistributedSampler,
+            sampler_class=distributed_sampler_cls,
             collate_fn=collate_fn or default_collate,
             pin_memory=pin_memory,
             num_workers=num_workers,

@@ -3,11 +3,9 @@
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
-from torch.utils.data import DataLoader
 
-from echelon.cluster.dataloader import SeededCollate
+from echelon.cluster.dataloader import shared_loader
 
 from ..pool import Pool
 from . import training
@@ -132,12 +130,16 @@ def test_models_that_differ_between_ranks_are_refused_on_all(pool: Pool, frozen:
 
 
 def test_a_worker_collates_with_other_randomness_each_epoch() -> None:
-    loader = DataLoader(
+    loader = shared_loader(
         training.Numbers(),
-        batch_size=8,
-        collate_fn=SeededCollate(training.random_collate, seed=0, rank=0),
+        8,
+        rank=0,
+        size=1,
+        shuffle=False,
+        seed=0,
+        drop_last=False,
+        collate_fn=training.random_collate,
         num_workers=1,
-        generator=torch.Generator().manual_seed(0),
     )
     first, second = ([batch["drawn"].tolist() for batch in loader] for _ in range(2))
     assert first != second

@@ -1,0 +1,371 @@
+"""The place of a training loop in its data: in the usual loops, with workers, and with what batches draw."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+
+from echelon.cluster.dataloader import SharedLoader, shared_loader
+
+
+def as_list(samples: list) -> list:
+    return samples
+
+
+def drawing(samples: list[int]) -> list[tuple[int, float, float, float]]:
+    """A batch with a number from each generator."""
+    return [(sample, random.random(), np.random.rand(), torch.rand(()).item()) for sample in samples]
+
+
+WORKERS: dict[str, dict[str, Any]] = {
+    "here": {},
+    "in workers": {"num_workers": 2},
+    "in lasting workers": {"num_workers": 2, "persistent_workers": True},
+}
+
+
+def loader_of(dataset: Any = range(20), batch_size: int = 2, **settings: Any) -> SharedLoader:
+    plain: dict[str, Any] = {"rank": 0, "size": 2, "shuffle": True, "seed": 3, "drop_last": False}
+    return shared_loader(dataset, batch_size, **{**plain, "collate_fn": as_list, **settings})
+
+
+def going_on(loader: SharedLoader, **settings: Any) -> SharedLoader:
+    """Another run's loader, at the place of this one."""
+    found = loader_of(**settings)
+    found.load_state_dict(loader.state_dict())
+    return found
+
+
+def place(loader: SharedLoader) -> tuple[int, int]:
+    state = loader.state_dict()
+    return state["epoch"], state["samples"]
+
+
+def epochs(loader: SharedLoader, first: int, last: int) -> Iterator[Any]:
+    """The loop of most scripts."""
+    for epoch in range(first, last):
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        yield from loader
+
+
+def unnamed(loader: SharedLoader, first: int, last: int) -> Iterator[Any]:
+    """A loop that leaves the epoch to the loader."""
+    for _ in range(first, last):
+        yield from loader
+
+
+def one_by_one(loader: SharedLoader, first: int, last: int) -> Iterator[Any]:
+    """A loop that calls next, as often as the pass has batches."""
+    for epoch in range(first, last):
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        batches = iter(loader)
+        for _ in range(len(batches)):
+            yield next(batches)
+
+
+def each_step(loader: SharedLoader, first: int, last: int) -> Iterator[Any]:
+    """A loop that names the epoch before each batch, and only learns from the end of a pass that there is no more."""
+    for epoch in range(first, last):
+        batches = iter(loader)
+        while True:
+            loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+            try:
+                batch = next(batches)
+            except StopIteration:
+                loader.sampler.set_epoch(epoch + 1)  # type: ignore[attr-defined]
+                break
+            yield batch
+
+
+@pytest.mark.parametrize("loop", [epochs, unnamed, one_by_one, each_step])
+def test_a_loop_that_was_stopped_anywhere_goes_on_as_if_it_was_not(loop: Any) -> None:
+    whole = list(loop(loader_of(collate_fn=drawing), 0, 3))
+    assert len(whole) == 15
+    for stop in range(1, 15):
+        first = loader_of(collate_fn=drawing)
+        seen = list(itertools.islice(loop(first, 0, 3), stop))
+        assert place(first) == ((stop - 1) // 5, ((stop - 1) % 5 + 1) * 4)
+        second = going_on(first, collate_fn=drawing)
+        # A whole epoch that was loaded is an empty pass where it was named before, and is passed over otherwise.
+        begun = stop // 5 if loop in (unnamed, each_step) else place(second)[0]
+        assert seen + list(loop(second, begun, 3)) == whole
+
+
+def test_the_place_after_an_epoch_is_the_same_inside_the_loop_and_behind_it() -> None:
+    loader = loader_of()
+    assert place(loader) == (0, 0)
+    for _ in loader:
+        inside = loader.state_dict()
+    assert (
+        loader.state_dict() == inside == {"epoch": 0, "samples": 20, "seed": 3, "size": 20, "shuffle": True}
+    )
+
+
+def test_a_pass_that_broke_off_counts_what_was_taken_and_the_next_begins_anew() -> None:
+    loader = loader_of()
+    list(itertools.islice(loader, 3))
+    assert place(loader) == (0, 12)
+    loader.sampler.set_epoch(1)  # type: ignore[attr-defined]
+    assert place(loader) == (1, 0)
+    list(itertools.islice(loader, 1))
+    assert place(loader) == (1, 4)
+
+
+def test_a_loader_has_the_length_of_an_epoch_and_a_pass_that_of_what_is_left() -> None:
+    loader = loader_of()
+    list(itertools.islice(loader, 3))
+    second = going_on(loader)
+    batches = iter(second)
+    assert (len(second), len(batches), len(list(batches)), len(iter(second))) == (5, 2, 2, 5)
+
+
+def test_a_position_that_was_loaded_is_saved_again_as_it_was() -> None:
+    loader = loader_of()
+    list(itertools.islice(loader, 3))
+    second = going_on(loader)
+    assert second.state_dict() == loader.state_dict()
+    batches = iter(second)
+    assert second.state_dict() == loader.state_dict()
+    next(batches)
+    assert place(second) == (0, 16)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_what_workers_hold_ready_is_not_taken_and_random_numbers_go_on(workers: str) -> None:
+    whole = [batch for _ in range(2) for batch in loader_of(collate_fn=drawing)]
+    assert whole[:5] == whole[5:]  # a new loader begins the first epoch
+    plain = loader_of(collate_fn=drawing)
+    expected = [batch for _ in range(3) for batch in plain]
+    first = loader_of(collate_fn=drawing, **WORKERS[workers])
+    seen = list(first)
+    for batch in itertools.islice(first, 2):
+        seen.append(batch)
+    assert place(first) == (1, 8)
+    second = going_on(first, collate_fn=drawing, **WORKERS[workers])
+    for _ in range(2):
+        seen += list(second)
+    assert seen == expected
+
+
+class Drawn(Dataset):
+    """Numbers that are drawn as they are read."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> float:
+        return index + torch.rand(()).item()
+
+
+def test_what_a_data_set_draws_goes_on_too() -> None:
+    whole = list(loader_of(Drawn()))
+    torch.manual_seed(1)
+    first = loader_of(Drawn(), num_workers=1)
+    seen = list(itertools.islice(first, 2))
+    assert seen + list(going_on(first, dataset=Drawn())) == whole
+
+
+def test_batches_of_other_places_ranks_epochs_and_seeds_draw_other_numbers() -> None:
+    loaders = [loader_of(collate_fn=drawing, rank=rank, seed=seed) for rank in (0, 1) for seed in (0, 1)]
+    drawn = [batch[0][1:] for loader in loaders for _ in range(2) for batch in loader]
+    assert len(drawn) == 40
+    for numbers in zip(*drawn, strict=True):
+        assert len(set(numbers)) == 40
+
+
+def test_making_a_batch_leaves_the_generators_of_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reseed(seed: int) -> None:
+        raise AssertionError("the GPUs were seeded")
+
+    torch.manual_seed(0)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", reseed)
+    before = [random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()]
+    list(loader_of(collate_fn=drawing))
+    assert before == [random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()]
+
+
+class Faulty(Dataset):
+    """One sample of the first epoch cannot be read."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            raise OSError("sample 5")
+        return index
+
+
+@pytest.mark.parametrize("workers", ["here", "in workers"])
+def test_a_batch_that_failed_is_passed_over(workers: str) -> None:
+    batches = iter(loader := loader_of(Faulty(), shuffle=False, **WORKERS[workers]))
+    seen = [next(batches)]
+    loader_of_rank_one = loader_of(Faulty(), shuffle=False, rank=1, **WORKERS[workers])
+    failing = iter(loader_of_rank_one)
+    assert next(failing) == [1, 3]
+    with pytest.raises(OSError, match="sample 5"):
+        next(failing)
+    assert next(failing) == [9, 11]
+    seen += [next(batches), next(batches)]
+    assert place(loader) == place(loader_of_rank_one) == (0, 12)
+
+
+def test_a_pass_whose_lasting_workers_were_taken_says_so() -> None:
+    loader = loader_of(**WORKERS["in lasting workers"])
+    earlier, later = iter(loader), iter(loader)
+    with pytest.raises(RuntimeError, match="a later pass over this dataloader has begun"):
+        next(earlier)
+    assert len(list(later)) == 5
+
+
+class Several(Dataset):
+    """Samples that come all at once."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [-index for index in indices]
+
+
+def test_samples_are_read_all_at_once_where_a_data_set_can() -> None:
+    plain, several = loader_of(), loader_of(Several())
+    assert [[-sample for sample in batch] for batch in plain] == list(several)
+    table = datasets.Dataset.from_dict({"number": list(range(20))})
+    rows = [[row["number"] for row in batch] for batch in loader_of(table)]
+    assert rows == list(loader_of())
+
+
+class Opened(Dataset):
+    """Numbers that a worker opens first."""
+
+    opened = -1
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return self.opened
+
+
+def open_numbers(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    assert isinstance(info.dataset, Opened)
+    info.dataset.opened = worker
+
+
+def test_a_worker_starts_with_the_data_set_of_the_script() -> None:
+    loader = loader_of(Opened(), size=1, num_workers=1, worker_init_fn=open_numbers)
+    assert list(loader) == [[0, 0], [0, 0]]
+    assert isinstance(loader.dataset, Opened)
+
+
+class Backwards(Sampler[int]):
+    """A sampler of a user's, in its own order."""
+
+    def __init__(self, dataset: Any, *, num_replicas: int, rank: int, **_: Any) -> None:
+        self.own = list(reversed(range(rank, len(dataset), num_replicas)))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.own)
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+
+class Remembering(Backwards):
+    """The same, which knows how much of it was asked for."""
+
+    given = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self.given % len(self.own), len(self.own)):
+            self.given = number + 1
+            yield self.own[number]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+def test_a_sampler_without_a_state_gives_its_order_and_no_position() -> None:
+    loader = loader_of(sampler_class=Backwards, num_workers=1)
+    assert [list(loader) for _ in range(2)] == [
+        [[18, 16], [14, 12], [10, 8], [6, 4], [2, 0]],
+    ] * 2
+    assert len(loader) == len(iter(loader)) == 5
+    for call in (loader.state_dict, lambda: loader.load_state_dict({})):
+        with pytest.raises(
+            ValueError, match=r"of a Backwards is not known: give it state_dict\(\) and load_state"
+        ):
+            call()
+
+
+@pytest.mark.parametrize("stop", [0, 3, 5, 7])
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_sampler_with_a_state_goes_on_by_it(workers: str, stop: int) -> None:
+    settings = {"sampler_class": Remembering, "collate_fn": drawing, **WORKERS[workers]}
+    plain = loader_of(sampler_class=Backwards, collate_fn=drawing)
+    whole = [batch for _ in range(3) for batch in plain]
+    assert whole[0] != whole[5]
+    first = loader_of(**settings)
+    seen = list(first) if stop > 5 else []
+    batches = iter(first)
+    seen += list(itertools.islice(batches, stop - len(seen)))
+    state = first.state_dict()
+    assert state == {
+        "sampler": {"given": (2 * stop - 1) % 10 + 1 if stop else 0},
+        "epoch": max(stop - 1, 0) // 5,
+        "batches": (stop - 1) % 5 + 1 if stop else 0,
+    }
+    second = loader_of(**settings)
+    second.load_state_dict(state)
+    while len(seen) < 15:
+        seen += list(second)
+    assert seen == whole
+    with pytest.raises(ValueError, match="lacks batches, sampler"):
+        second.load_state_dict({"epoch": 0})
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+    def __len__(self) -> int:
+        return 3
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "a Stream gives its samples in its own order": {"dataset": Stream()},
+    "a generator gives its samples in its own order, or has no length": {"dataset": (one for one in "ab")},
+    "a set has no __getitem__": {"dataset": {1, 2}},
+    "a DatasetDict of 'train', 'test' has no sample 0": {
+        "dataset": datasets.DatasetDict(
+            train=datasets.Dataset.from_dict({}), test=datasets.Dataset.from_dict({})
+        )
+    },
+    "batch_size=0 must be a whole number from 1": {"batch_size": 0},
+    "batch_size=None must be": {"batch_size": None},
+    "sampler is not taken: samples are dealt out.*\n.*batch_sampler is not taken.*\n.*generator is not taken": {
+        "sampler": range(3),
+        "batch_sampler": [[1]],
+        "generator": torch.Generator(),
+    },
+    "in_order=False would give the ranks of a replica batches in other orders": {"in_order": False},
+    "a set has no __getitem__.*\nbatch_size=1.5": {"dataset": {1, 2}, "batch_size": 1.5},
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_cannot_be_dealt_out_is_refused(fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        loader_of(**REFUSED[fault])

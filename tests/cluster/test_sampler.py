@@ -1,0 +1,191 @@
+"""The order of samples over replicas: torch's for a whole epoch, and continued by any other number of replicas."""
+
+import random
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data.distributed import DistributedSampler
+
+from echelon.cluster.sampler import ResumableSampler
+
+
+def samplers(size: int, replicas: int, **settings: Any) -> list[ResumableSampler]:
+    settings = {"shuffle": True, "seed": 3, "drop_last": False, **settings}
+    return [
+        ResumableSampler(range(size), num_replicas=replicas, rank=rank, **settings)
+        for rank in range(replicas)
+    ]
+
+
+def take(ranks: list[ResumableSampler], batch_size: int, most: int | None = None) -> list[list[int]]:
+    """Up to so many batches of a new pass, of all replicas together in the order of their samples."""
+    found: list[list[int]] = []
+    for parts in zip(*[each.begin(batch_size).draws for each in ranks], strict=True):
+        if len(found) == most:
+            break
+        for each, (_, position) in zip(ranks, parts, strict=True):
+            each.reached(position)
+        shares = [draw.indices for draw, _ in parts]
+        assert len(set(map(len, shares))) == 1
+        found.append(list(chain.from_iterable(zip(*shares, strict=True))))
+    assert len({str(each.state_dict()) for each in ranks}) == 1
+    return found
+
+
+def order(size: int, epoch: int, seed: int = 3) -> list[int]:
+    """The epoch as torch's sampler has it for one process."""
+    whole = DistributedSampler(range(size), num_replicas=1, rank=0, seed=seed)
+    whole.set_epoch(epoch)
+    return list(whole)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_whole_epoch_is_dealt_out_as_torch_does(drop_last: bool, shuffle: bool) -> None:
+    for size, replicas, batch_size in ((24, 3, 4), (25, 4, 3), (3, 5, 2), (2, 8, 1), (17, 1, 5), (0, 2, 2)):
+        settings: dict[str, Any] = {"shuffle": shuffle, "seed": 5, "drop_last": drop_last}
+        for rank, own in enumerate(samplers(size, replicas, **settings)):
+            theirs = DistributedSampler(range(size), num_replicas=replicas, rank=rank, **settings)
+            for epoch in (0, 4):
+                own.set_epoch(epoch)
+                theirs.set_epoch(epoch)
+                dealt = own.begin(batch_size)
+                batches = torch.utils.data.BatchSampler(theirs, batch_size, drop_last)
+                assert [draw.indices for draw, _ in dealt.draws] == list(batches)
+                assert (dealt.num_batches, dealt.epoch, list(own)) == (len(batches), epoch, list(theirs))
+
+
+def test_stopping_anywhere_and_going_on_with_other_sizes_shows_what_an_uninterrupted_run_shows() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        size, epoch = draw.randint(1, 60), draw.randint(0, 3)
+        state, seen, replicas = None, [], 1
+        while state is None or (state["epoch"], state["samples"]) < (epoch, size):
+            replicas, batch_size = draw.randint(1, 5), draw.randint(1, 5)
+            ranks = samplers(size, replicas)
+            for each in ranks:
+                if state is None:
+                    each.set_epoch(epoch)
+                else:
+                    each.load_state_dict(state)
+            seen += chain.from_iterable(take(ranks, batch_size, draw.choice([1, 2, 5, None])))
+            state = ranks[0].state_dict()
+        expected = order(size, epoch)
+        assert seen[:size] == expected
+        repeated = seen[size:]
+        assert len(repeated) < replicas
+        assert repeated == (expected * replicas)[: len(repeated)]
+
+
+def test_what_is_dropped_at_the_end_of_an_epoch_is_what_fills_no_batch() -> None:
+    draw = random.Random(1)
+    for _ in range(100):
+        size, batch = draw.randint(1, 60), 12
+        before, after = draw.choices([1, 2, 3, 4, 6, 12], k=2)
+        ranks = samplers(size, before, drop_last=True)
+        seen = take(ranks, batch // before, draw.randint(1, 3))
+        resumed = samplers(size, after, drop_last=True)
+        for each in resumed:
+            each.load_state_dict(ranks[0].state_dict())
+        seen += take(resumed, batch // after) if len(seen) < size // batch else []
+        assert list(chain.from_iterable(seen)) == order(size, 0)[: size // batch * batch]
+        assert resumed[0].state_dict()["samples"] == size
+        assert take(resumed, batch // after) == take(samplers_at(1, size, after), batch // after)
+
+
+def samplers_at(epoch: int, size: int, replicas: int) -> list[ResumableSampler]:
+    found = samplers(size, replicas, drop_last=True)
+    for each in found:
+        each.set_epoch(epoch)
+    return found
+
+
+def test_batches_of_all_replicas_are_the_same_however_many_share_them() -> None:
+    whole = take(samplers(50, 1), 12)
+    for replicas in (2, 3, 4, 6, 12):
+        shared = take(samplers(50, replicas), 12 // replicas)
+        assert shared[:-1] == whole[:-1]
+        assert shared[-1][: len(whole[-1])] == whole[-1]
+
+
+def test_a_pass_is_of_the_named_epoch_or_else_of_the_next() -> None:
+    (one,) = samplers(8, 1)
+    seen = [take([one], 8)[0] for _ in range(2)]
+    one.set_epoch(1)
+    seen.append(take([one], 8)[0])
+    one.set_epoch(7)
+    seen += [take([one], 8)[0] for _ in range(2)]
+    assert seen == [order(8, epoch) for epoch in (0, 1, 1, 7, 8)]
+
+
+def loaded(epoch: int, samples: int) -> ResumableSampler:
+    (one,) = samplers(8, 1)
+    one.load_state_dict({**one.state_dict(), "epoch": epoch, "samples": samples})
+    return one
+
+
+def test_naming_the_epoch_that_was_loaded_keeps_its_place() -> None:
+    for epochs in ([], [2], [0, 1, 2], [2, 3, 2]):
+        one = loaded(2, 6)
+        for epoch in epochs:
+            one.set_epoch(epoch)
+        assert one.state_dict()["samples"] == 6
+        assert take([one], 2) == [order(8, 2)[6:]]
+        assert take([one], 8) == [order(8, 3)]
+
+
+def test_naming_another_epoch_begins_it() -> None:
+    one = loaded(2, 6)
+    one.set_epoch(1)
+    assert (one.state_dict()["epoch"], one.state_dict()["samples"]) == (1, 0)
+    assert take([one], 8) == [order(8, 1)]
+    assert take([one], 8) == [order(8, 2)]  # the place was that of a pass that never came
+
+
+def test_an_epoch_that_was_loaded_whole_is_not_given_again() -> None:
+    one = loaded(2, 8)
+    one.set_epoch(2)
+    assert take([one], 8) == []
+    assert one.state_dict()["samples"] == 8
+    assert take([one], 8) == [order(8, 3)]
+    assert take([loaded(2, 8)], 8) == [order(8, 3)]
+
+
+def test_a_loop_that_names_its_epoch_in_every_step_keeps_its_place() -> None:
+    (one,) = samplers(8, 1)
+    dealt = one.begin(2)
+    for _, position in dealt.draws:
+        one.reached(position)
+        one.set_epoch(0)
+        assert one.position == position
+
+
+FAULTS = {
+    "the position in the data is one of size=9, and this dataloader has 8": {"size": 9},
+    "the position in the data is one of seed=4, and this dataloader has 3": {"seed": 4},
+    "the position in the data is one of shuffle=False, and this dataloader has True": {"shuffle": False},
+    "the position in the data has unknown batches: it must have exactly epoch, samples": {"batches": 1},
+    "the position in the data has samples=-1 and must have a whole number from 0": {"samples": -1},
+    "the position in the data has epoch='1' and must have a whole number from 0": {"epoch": "1"},
+    "the position in the data is after 9 of 8 samples": {"samples": 9},
+    "has epoch=None.*\n.*one of size=9.*\n.*one of seed=4": {"epoch": None, "size": 9, "seed": 4},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_position_in_other_data_is_refused(fault: str) -> None:
+    (one,) = samplers(8, 1)
+    before = one.state_dict()
+    with pytest.raises(ValueError, match=fault):
+        one.load_state_dict({**before, **FAULTS[fault]})
+    assert one.state_dict() == before
+
+
+def test_what_is_no_position_is_refused() -> None:
+    (one,) = samplers(8, 1)
+    with pytest.raises(ValueError, match="lacks samples, seed, shuffle, size: it must have exactly"):
+        one.load_state_dict({"epoch": 1})
+    with pytest.raises(ValueError, match=r"must be a state_dict\(\) of a dataloader, not a list"):
+        one.load_state_dict([])  # type: ignore[arg-type]
