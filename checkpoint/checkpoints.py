@@ -9,14 +9,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..cluster.mesh import ParallelMesh
 from .consent import alike, failing_alike, on_first_rank
 from .held_model import HeldModel
-from .loading import load_into
+from .loading import fit
 from .model_files import SAFETENSORS, TORCH, FileNames, plan_model
 from .model_save import require_seen, write_model_file, write_model_folder
-from .open_model import open_model
+from .pretrained import open_pretrained
 from .saving import Save, Saver
 from .step_load import Resume, Resumed, choose_step, load_step
 from .step_save import gather_step
-from .trained import Trained, load_trained, states_to_save
+from .trained import Trained, fit_trained, states_to_save
 from .values import read_values, write_values
 
 MEBI = 2**20
@@ -69,8 +69,8 @@ class Checkpoints:
         with failing_alike("load_model"):
             self._saver.settle()
             group = self._mesh.side_group()
-            stored = alike(lambda: open_model(path, model), group)
-            load_into(model.tensors, stored, names=model.names, strict=strict, what=str(path), group=group)
+            stored = alike(lambda: open_pretrained(path, model.module), group)
+            fit(model.tensors, stored, names=model.names, strict=strict, what=str(path), group=group).load()
             model.loaded()
 
     def save_optimizer(self, trained: Trained, path: Path, *, use_async: bool) -> Save:
@@ -93,7 +93,7 @@ class Checkpoints:
         """See `Booster.load_optimizer`."""
         with failing_alike("load_optimizer"):
             self._saver.settle()
-            load_trained(trained, path, self._mesh.side_group())
+            fit_trained(trained, path, self._mesh.side_group()).load()
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, path: Path) -> None:
         """See `Booster.save_lr_scheduler`."""

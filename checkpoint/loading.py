@@ -1,6 +1,7 @@
 """Filling what ranks hold from what is stored. What is stored where is Stored's."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,31 @@ from .names import TensorNames
 from .stored import Stored
 
 
-def load_into(
+class Fitting(NamedTuple):
+    """Stored tensors that fit what this rank holds.
+
+    Args:
+        held: by the first names.
+        stored: under any of the names.
+        places: under which of its names each of them is stored.
+        group: all ranks, over the CPU.
+    """
+
+    held: Mapping[str, HeldTensor]
+    stored: Stored
+    places: Mapping[str, str]
+    group: dist.ProcessGroup
+
+    def load(self) -> None:
+        """Read this rank's boxes into its memory. Collective over the group.
+
+        Raises:
+            OSError, ValueError: a file cannot be read; on every rank.
+        """
+        alike(lambda: _read(self.held, self.stored, self.places), self.group)
+
+
+def fit(
     held: Mapping[str, HeldTensor],
     stored: Stored,
     *,
@@ -19,8 +44,8 @@ def load_into(
     strict: bool,
     what: str,
     group: dist.ProcessGroup,
-) -> None:
-    """Read this rank's boxes into its memory, each rank what it holds. Collective over the group.
+) -> Fitting:
+    """Compare what is stored with what all ranks hold. Collective over the group.
 
     Args:
         held: by the first names.
@@ -31,7 +56,7 @@ def load_into(
         group: over the CPU.
 
     Raises:
-        ValueError: tensors are missing, extra or of another shape; lists all of them, on every rank. Nothing changed.
+        ValueError: tensors are missing, extra or of another shape; lists all of them, on every rank.
     """
     places = _places(stored, names)
     faults = _name_faults(stored, names, places) if strict else []
@@ -39,7 +64,7 @@ def load_into(
     found = on_all_ranks(lambda: faults, group)
     if every := list(dict.fromkeys(fault for each in found for fault in each)):
         raise ValueError(f"{what} does not fit this model: {'; '.join(every)}")
-    alike(lambda: _read(held, stored, places), group)
+    return Fitting(held, stored, places, group)
 
 
 @torch.no_grad()

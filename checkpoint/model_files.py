@@ -80,11 +80,13 @@ class ModelFiles:
         for each in assemble(self.parts, self.plans, self.group):
             output.take(each)
         alike(output.end, self.group)
-        if self.group.rank() == 0:
-            self._write_description(folder, records)
+        alike(lambda: self._describe(folder, records), self.group)
         return records
 
-    def _write_description(self, folder: Path, records: Records) -> None:
+    def _describe(self, folder: Path, records: Records) -> None:
+        """Write index and config, on the first rank."""
+        if self.group.rank() > 0:
+            return
         if self.index is not None and len(self.plans) > 1:
             records[self.index] = write_small(folder / self.index, _index_of(self.plans))
         if self.describe is not None:

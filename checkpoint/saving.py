@@ -97,4 +97,4 @@ class Saver:
 def _take(save: Save, error: Exception) -> None:
     save.failure = error
     if dist.get_rank() == 0:
-        _logger.error("%s was not saved: %s. What was saved before stands", save.path, error)
+        _logger.error("saving to %s failed: %s. What was complete before stands", save.path, error)

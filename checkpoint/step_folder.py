@@ -38,6 +38,7 @@ def begin_step(directory: Path, step: int) -> Path:
         OSError: it cannot be made.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    sync_folder(directory.parent)
     recover(directory)
     for left in directory.glob(".step-*"):
         shutil.rmtree(left)

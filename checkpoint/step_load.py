@@ -1,6 +1,7 @@
 """Choosing a checkpoint that is sound, and going on from it. What lies in its folder is step_save.py's."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -9,13 +10,12 @@ import torch.distributed as dist
 from ..cluster.mesh import ParallelMesh
 from .consent import alike, on_all_ranks, on_first_rank
 from .held_model import HeldModel
-from .loading import load_into
-from .open_model import open_model
+from .loading import fit
+from .pretrained import open_pretrained
 from .random_states import file_name, nearest_rank, restore_random_state
-from .states import StateFiles
 from .step_folder import damage_of, manifest_of, recover, step_path, steps_in
 from .step_save import MODEL, OPTIMIZER, RANDOM, TRAINING
-from .trained import MASTER, Trained, load_trained
+from .trained import Trained, fit_trained
 from .values import read_values
 
 Resume = int | Literal["auto"] | None
@@ -101,28 +101,45 @@ def load_step(
     """Let all that is given go on from a folder. Collective over the world.
 
     Raises:
-        ValueError: it does not fit; on every rank.
+        ValueError: it does not fit; on every rank, before weights or states changed.
     """
     group = mesh.side_group()
     training = on_first_rank(lambda: read_values(path / TRAINING), group)
-    if trained is not None and not on_first_rank(lambda: (path / OPTIMIZER).is_dir(), group):
-        raise ValueError(
-            f"{path} was saved without an optimizer: load the model alone, by booster.load_model"
-        )
-    stored = alike(lambda: open_model(path / MODEL, model), group)
+    if faults := _absent(path, training, trained, lr_scheduler, dataloader):
+        raise ValueError("; ".join(faults))
+    stored = alike(lambda: open_pretrained(path / MODEL), group)
     what = str(path / MODEL)
-    load_into(model.tensors, stored, names=model.names, strict=strict, what=what, group=group)
-    model.loaded()
-    if trained is not None:
-        if not _has_masters(path / OPTIMIZER):  # saved in float32: then the weights are what was stepped
-            load_into(trained.masters, stored, names=model.names, strict=False, what=what, group=group)
-        load_trained(trained, path / OPTIMIZER, group)
-    if lr_scheduler is not None:
-        lr_scheduler.load_state_dict(_saved(training, "scheduler", path))
+    weights = fit(model.tensors, stored, names=model.names, strict=strict, what=what, group=group)
+    states = None if trained is None else fit_trained(trained, path / OPTIMIZER, group)
     if dataloader is not None:
-        dataloader.load_state_dict(_saved(training, "data", path))
+        alike(lambda: dataloader.load_state_dict(training["data"]), group)
+    weights.load()
+    model.loaded()
+    if states is not None:
+        if not states.has_masters:  # saved in float32: then the weights are what was stepped
+            masters = states.trained.masters
+            fit(masters, stored, names=model.names, strict=False, what=what, group=group).load()
+        states.load()
+    if lr_scheduler is not None:
+        lr_scheduler.load_state_dict(training["scheduler"])
     _restore_random(path, training, mesh)
     return Resumed(step=training["step"], path=path, user=training["user"])
+
+
+def _absent(
+    path: Path, training: Mapping[str, Any], trained: Trained | None, lr_scheduler: Any, dataloader: Any
+) -> list[str]:
+    """What is to go on and was not saved."""
+    wanted = (
+        ("an optimizer", trained is not None, (path / OPTIMIZER).is_dir()),
+        ("a scheduler", lr_scheduler is not None, training["scheduler"] is not None),
+        ("a dataloader", dataloader is not None, training["data"] is not None),
+    )
+    return [
+        f"{path} was saved without {what}: leave it out here, too"
+        for what, is_wanted, is_there in wanted
+        if is_wanted and not is_there
+    ]
 
 
 def _candidates(directory: Path, resume: Resume) -> list[Path]:
@@ -136,16 +153,6 @@ def _candidates(directory: Path, resume: Resume) -> list[Path]:
         steps = ", ".join(path.name for path in steps_in(missing[0].parent)) or "none"
         raise FileNotFoundError(f"there is no checkpoint {missing[0]}; beside it there are {steps}")
     return candidates
-
-
-def _has_masters(folder: Path) -> bool:
-    return any(name.startswith(f"{MASTER}/") for name in StateFiles(folder).names)
-
-
-def _saved(training: dict[str, Any], key: str, path: Path) -> Any:
-    if training[key] is None:
-        raise ValueError(f"{path} was saved without {key}: leave it out here, too")
-    return training[key]
 
 
 def _restore_random(path: Path, training: dict[str, Any], mesh: ParallelMesh) -> None:

@@ -83,9 +83,11 @@ class SavedStates:
     def write(self, folder: Path, group: dist.ProcessGroup) -> dict[str, FileRecord]:
         """Write it into a folder that is there, and return this rank's files. Collective over the group."""
         records = save_states(self.held, folder, group=group)
-        if group.rank() == 0:
-            records[GROUPS] = write_values(folder / GROUPS, self.described)
-        return records
+        described = alike(lambda: self._describe(folder) if group.rank() == 0 else {}, group)
+        return records | described
+
+    def _describe(self, folder: Path) -> dict[str, FileRecord]:
+        return {GROUPS: write_values(folder / GROUPS, self.described)}
 
 
 def states_to_save(trained: Trained, group: dist.ProcessGroup) -> SavedStates:
@@ -123,12 +125,53 @@ def states_to_save(trained: Trained, group: dist.ProcessGroup) -> SavedStates:
     return SavedStates(held=held, described=described)
 
 
-def load_trained(trained: Trained, folder: Path, group: dist.ProcessGroup) -> None:
-    """Let an optimizer go on from what is in a folder; its state is made anew. Collective over the group.
+@dataclass(frozen=True, kw_only=True)
+class FittingStates:
+    """A stored optimizer that fits this one.
+
+    Args:
+        trained: this one.
+        stored: the tensors.
+        described: what stands beside them.
+        group: all ranks, over the CPU.
+    """
+
+    trained: Trained
+    stored: StateFiles
+    described: Mapping[str, Any]
+    group: dist.ProcessGroup
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether there are float32 weights in it."""
+        return any(name.startswith(f"{MASTER}/") for name in self.stored.names)
+
+    def load(self) -> None:
+        """Let the optimizer go on from it; its state is made anew. Collective over the group and the data axis.
+
+        Raises:
+            OSError, ValueError: a file cannot be read; on every rank.
+        """
+        held = {f"{MASTER}/{name}": each for name, each in self.trained.masters.items()}
+        held = {name: each for name, each in held.items() if name in self.stored.names}
+        states: dict[Tensor, dict[str, Any]] = {}
+        by_parameter = _states_by_parameter(self.stored)
+        for piece in self.trained.pieces:
+            state = states[piece.key] = dict(self.described["scalars"].get(piece.name, {}))
+            for key in by_parameter.get(piece.name, ()):
+                name = f"{key}/{piece.name}"
+                state[key] = torch.zeros_like(piece.key, dtype=self.stored.dtype(name), requires_grad=False)
+                held[name] = piece.held(name, state[key])
+        load_states(held, self.stored.folder, group=self.group)
+        self.trained.install(_torch_state(self.trained, self.described, states), self.described["extra"])
+
+
+def fit_trained(trained: Trained, folder: Path, group: dist.ProcessGroup) -> FittingStates:
+    """Compare what is stored in a folder with an optimizer of all ranks. Collective over the group.
 
     Raises:
         ValueError: it belongs to another optimizer, other parameter groups or another model; all of it, on every rank.
-            Nothing was changed.
+        FileNotFoundError: there is none.
     """
     described = on_first_rank(lambda: read_values(folder / GROUPS), group)
     stored = alike(lambda: StateFiles(folder), group)
@@ -136,19 +179,7 @@ def load_trained(trained: Trained, folder: Path, group: dist.ProcessGroup) -> No
     faults = on_all_ranks(lambda: _faults(trained, described, members, stored), group)
     if every := list(dict.fromkeys(fault for each in faults for fault in each)):
         raise ValueError(f"{folder} does not fit this optimizer: {'; '.join(every)}")
-    states: dict[Tensor, dict[str, Any]] = {}
-    held = {f"{MASTER}/{name}": each for name, each in trained.masters.items()}
-    held = {name: each for name, each in held.items() if name in stored.names}
-    by_parameter = _states_by_parameter(stored)
-    for piece in trained.pieces:
-        state: dict[str, Any] = dict(described["scalars"].get(piece.name, {}))
-        for key in by_parameter.get(piece.name, ()):
-            name = f"{key}/{piece.name}"
-            state[key] = torch.zeros_like(piece.key, dtype=stored.dtype(name), requires_grad=False)
-            held[name] = piece.held(name, state[key])
-        states[piece.key] = state
-    load_states(held, folder, group=group)
-    trained.install(_torch_state(trained, described, states), described["extra"])
+    return FittingStates(trained=trained, stored=stored, described=described, group=group)
 
 
 def _torch_state(

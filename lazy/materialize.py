@@ -7,8 +7,9 @@ from torch import Tensor, UntypedStorage, nn
 from torch.nn import Parameter
 from torch.utils._pytree import tree_flatten_with_path
 
+from .memory import make
 from .tensor import LazyTensor, content_of
-from .value import Geometry, make
+from .value import Geometry
 
 _HELD = ("_parameters", "_buffers")
 

@@ -17,7 +17,8 @@ from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .value import Call, Geometry, Read, Value, make
+from .memory import borrow, make
+from .value import Call, Geometry, Read, Source, Value
 
 _CONTENT = "_echelon_content"
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -134,6 +135,18 @@ def allocate(function: OpOverload, args: tuple, kwargs: dict[str, Any], *, devic
     return allocated
 
 
+def lazily(source: Source, *, device: torch.device = _CPU) -> Tensor:
+    """The lazy tensor of what is somewhere else.
+
+    Args:
+        source: where its numbers are.
+        device: where the tensor will be.
+    """
+    storage = UntypedStorage(source.num_bytes, device="meta")
+    _set_content(storage, Content(Value.of_source(source), device))
+    return _wrapped(source.geometry.of_memory(storage))
+
+
 def record(function: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What a call with lazy tensors returns: lazy tensors, or numbers where it asks for them.
 
@@ -230,8 +243,8 @@ _ON_META = {"device": _META, "generator": None}
 
 
 def real(tensor: LazyTensor) -> Tensor:
-    """A lazy tensor's numbers, on the CPU, in memory of their own."""
-    return Geometry.of(tensor).of_memory(make(content_of(tensor).value))
+    """A lazy tensor's numbers, on the CPU, to be read and dropped again; nothing else shares their memory."""
+    return Geometry.of(tensor).of_memory(borrow(content_of(tensor).value))
 
 
 def _computed(

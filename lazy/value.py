@@ -1,4 +1,4 @@
-"""What memory is to hold, as the calls that lead there, and running them. Recording calls is tensor.py.
+"""What memory is to hold, as the calls that lead there. Recording calls is tensor.py, running them memory.py.
 
 [Note: values] A value is one state of a tensor's memory. It never changes: a call that writes makes another one out of
 it. So whoever reads a tensor names the value that it had then, and a value that nobody needs any more is forgotten:
@@ -6,11 +6,11 @@ for example what torch's constructors draw, where transformers draws all of it a
 the generator's state with it, so each value can be made on its own, at any time and in any order, equal to the bit.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -39,6 +39,21 @@ class Geometry:
             offset=int(tensor.storage_offset()),
         )
 
+    @staticmethod
+    def dense(dtype: torch.dtype, size: Iterable[int]) -> "Geometry":
+        """Of a tensor whose entries lie end to end, the first at the beginning of its memory."""
+        shape = tuple(size)
+        stride = tuple(prod(max(1, each) for each in shape[dim + 1 :]) for dim in range(len(shape)))
+        return Geometry(dtype=dtype, size=shape, stride=stride, offset=0)
+
+    @property
+    def num_bytes(self) -> int:
+        """How much memory its entries span, from the first to the last."""
+        if 0 in self.size:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
     def of_memory(self, storage: UntypedStorage) -> Tensor:
         """The tensor of this geometry in some memory."""
         blank = torch.empty(0, dtype=self.dtype, device=storage.device)
@@ -53,17 +68,35 @@ class Read:
     geometry: Geometry
 
 
+class Source(Protocol):
+    """A tensor that is somewhere else, in a file for example."""
+
+    @property
+    def geometry(self) -> Geometry:
+        """Where its entries are in the memory that a call brings."""
+
+    @property
+    def num_bytes(self) -> int:
+        """How long that memory is."""
+
+    def __call__(self) -> Tensor:
+        """The tensor, in memory that is nobody's to write to, nor to keep."""
+
+    def look(self) -> str:
+        """What tells it from other ones, on whatever machine."""
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call of one of torch's operators.
+    """A call of one of torch's operators, or of a source.
 
     Args:
-        function: the operator.
+        function: what is called.
         args, kwargs: its arguments, `Read` in the place of tensors that are not there yet.
         generator_state: the state of the generator that it draws from, before it did; None if it draws nothing.
     """
 
-    function: OpOverload
+    function: OpOverload | Source
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     generator_state: Tensor | None
@@ -104,39 +137,32 @@ class Value:
     returned: tuple[int, Geometry] | None = None
     before: "Value | None" = None
 
+    @staticmethod
+    def of_source(source: Source) -> "Value":
+        """What is somewhere else."""
+        call = Call(function=source, args=(), kwargs={}, generator_state=None)
+        return Value(num_bytes=source.num_bytes, call=call, returned=(0, source.geometry))
+
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether the memory that it is found in is not its own."""
+        return not isinstance(self.call.function, OpOverload)
+
     def needs(self) -> list["Value"]:
         """The values that it is made of, each once."""
         read = [each.value for each in self.call.reads()]
         return [each for each in dict.fromkeys([self.before, *read]) if each is not None]
 
 
-def make(value: Value) -> UntypedStorage:
-    """Memory on the CPU that holds a value. What that is made of is freed as soon as it is not needed.
-
-    Raises:
-        RuntimeError: torch refuses to repeat a call; names the operator.
-    """
-    order = _in_order(value)
-    uses = Counter(need for each in order for need in each.needs())
-    found: dict[Value, UntypedStorage] = {}
-    for each in order:
-        needs = {need: found[need] for need in each.needs()}
-        for need in needs:
-            uses[need] -= 1
-            if not uses[need]:
-                del found[need]
-        found[each] = _made_of(each, needs, is_kept=each.before in found)
-    return found[value]
-
-
 def fingerprint(value: Value) -> int:
     """A number that differs where a value does: in its calls, their arguments, or the generator's state."""
     codes: dict[Value | None, int] = {None: 0}
-    for each in _in_order(value):
+    for each in in_order(value):
         call = each.call
         described = tree_map(lambda leaf: _described(leaf, codes), (call.args, dict(call.kwargs)))
         rest = (call.generator_state, codes[each.before], each.num_bytes, repr(each.returned))
-        codes[each] = batch_hash([str(call.function), described, rest])
+        name = str(call.function) if isinstance(call.function, OpOverload) else call.function.look()
+        codes[each] = batch_hash([name, described, rest])
     return codes[value]
 
 
@@ -146,7 +172,7 @@ def _described(leaf: Any, codes: Mapping[Value | None, int]) -> Any:
     return leaf if isinstance(leaf, Tensor) else repr(leaf)
 
 
-def _in_order(value: Value) -> list[Value]:
+def in_order(value: Value) -> list[Value]:
     """A value and all that it is made of, each after what it needs itself."""
     order: list[Value] = []
     seen: set[Value] = set()
@@ -160,44 +186,6 @@ def _in_order(value: Value) -> list[Value]:
             to_do.append((each, True))
             to_do += [(need, False) for need in each.needs()]
     return order
-
-
-def _made_of(value: Value, needs: dict[Value, UntypedStorage], *, is_kept: bool) -> UntypedStorage:
-    """A value from the memory of those that it needs; what it writes to is taken over, unless it is kept."""
-    if value.returned is not None:
-        return _returned(value, needs)
-    if value.before is None:
-        own = UntypedStorage(value.num_bytes, device="cpu")
-    elif is_kept:
-        own = needs[value.before].clone()
-    else:
-        own = needs[value.before]
-    value.call.run(lambda read: read.geometry.of_memory(own if read.value is None else needs[read.value]))
-    return own
-
-
-def _returned(value: Value, needs: dict[Value, UntypedStorage]) -> UntypedStorage:
-    """The memory of a tensor that a call returns; a copy where it lies otherwise than was recorded, or is not new."""
-    assert value.returned is not None
-    index, geometry = value.returned
-    inputs = [each for each in tree_leaves((value.call.args, value.call.kwargs)) if isinstance(each, Tensor)]
-    old = {each.data_ptr() for each in (*needs.values(), *(each.untyped_storage() for each in inputs))}
-    found = value.call.run(lambda read: read.geometry.of_memory(needs[_known(read.value)]))[index]
-    if (found.dtype, tuple(found.size())) != (geometry.dtype, geometry.size):
-        raise AssertionError(
-            f"{value.call.function} returned {found.dtype} {tuple(found.size())}, not {geometry}"
-        )
-    own = found.untyped_storage()
-    if Geometry.of(found) == geometry and own.nbytes() == value.num_bytes and own.data_ptr() not in old:
-        return own
-    own = UntypedStorage(value.num_bytes, device="cpu")
-    geometry.of_memory(own).copy_(found)
-    return own
-
-
-def _known(value: Value | None) -> Value:
-    assert value is not None, "only a call that writes reads the memory that it writes to"
-    return value
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from echelon import Booster, HybridParallelPlugin
+from echelon.verify.models import ModelChoice
 from echelon.verify.parity import make_optimizer
 
 
@@ -124,3 +125,17 @@ def go_on(directory: Path, plugin: dict[str, Any], config: dict[str, Any]) -> di
     loaded = run.whole()
     losses = [run.step(number) for number in range(3, 6)]
     return {"saved": loaded, "losses": losses, "end": run.whole(), "rate": run.scheduler.get_last_lr()}
+
+
+MIXTRAL = ModelChoice(model_type="mixtral")
+
+
+def save_mixtral(path: Path) -> Tensor:
+    """Save a model with experts under tensor parallelism; its logits."""
+    booster = Booster(plugin=HybridParallelPlugin(tp_size=2, precision="fp32"))
+    model = booster.boost(MIXTRAL.build(seed=3))[0].eval()
+    is_folder = path.suffix == ""
+    booster.save_model(model, path, shard=is_folder, size_per_shard=0.01)
+    with torch.no_grad():
+        logits = model(torch.arange(12).view(1, 12)).logits
+    return logits.gather() if hasattr(logits, "gather") and hasattr(logits, "local") else logits

@@ -51,3 +51,16 @@ def test_from_pretrained_reads_what_was_saved(pool: Pool, tmp_path: Path) -> Non
     assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.dtype is torch.bfloat16
     assert all(torch.equal(tensor, saved[name]) for name, tensor in model.named_parameters())
+
+
+@pytest.mark.parametrize("shard", (False, True))
+def test_experts_saved_by_parts_are_read_by_from_pretrained(pool: Pool, tmp_path: Path, shard: bool) -> None:
+    path = tmp_path / "model" if shard else tmp_path / "model" / "model.safetensors"
+    logits = pool.run(2, runs.save_mixtral, path)[0]
+    if not shard:
+        runs.MIXTRAL.config().save_pretrained(path.parent)
+    model, told = AutoModelForCausalLM.from_pretrained(
+        path if shard else path.parent, output_loading_info=True
+    )
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.allclose(model.eval()(torch.arange(12).view(1, 12)).logits, logits, atol=1e-5)

@@ -204,16 +204,16 @@ class Faulty(Dataset):
 
 @pytest.mark.parametrize("workers", ["here", "in workers"])
 def test_a_batch_that_failed_is_passed_over(workers: str) -> None:
-    batches = iter(loader := loader_of(Faulty(), shuffle=False, **WORKERS[workers]))
-    seen = [next(batches)]
-    loader_of_rank_one = loader_of(Faulty(), shuffle=False, rank=1, **WORKERS[workers])
-    failing = iter(loader_of_rank_one)
-    assert next(failing) == [1, 3]
+    first, second = (loader_of(Faulty(), shuffle=False, rank=rank, **WORKERS[workers]) for rank in (0, 1))
+    batches, failing = iter(first), iter(second)
+    assert [next(batches), next(failing)] == [[0, 2], [1, 3]]
     with pytest.raises(OSError, match="sample 5"):
         next(failing)
-    assert next(failing) == [9, 11]
-    seen += [next(batches), next(batches)]
-    assert place(loader) == place(loader_of_rank_one) == (0, 12)
+    next(batches)
+    assert [next(batches), next(failing)] == [[8, 10], [9, 11]]
+    assert place(first) == place(second) == (0, 12)
+    # To the end: the error keeps the passes alive, and torch stops the workers of those that it finds late slowly.
+    assert [len(list(each)) for each in (batches, failing)] == [2, 2]
 
 
 def test_a_pass_whose_lasting_workers_were_taken_says_so() -> None:

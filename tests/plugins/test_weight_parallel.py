@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from echelon import Booster, HybridParallelPlugin
-from echelon.checkpoint.gather import gather_whole
 from echelon.checkpoint.checkpoints import Checkpoints
+from echelon.checkpoint.gather import gather_whole
 from echelon.checkpoint.held_model import HeldModel
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.placement import Shard, placement_of
