@@ -23,7 +23,7 @@ class Interrupted(Exception):
 class Interruption:
     """From `begin` to `end` both signals are noted, and end nothing.
 
-    Also not when they come again: torchrun sends them to processes that have them from the terminal.
+    Also not when they come again: a scheduler may send them to all processes, and torchrun to its own once more.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)

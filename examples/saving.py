@@ -24,7 +24,7 @@ Record = dict[str, Any]
 # What a run that goes on may change: where it is computed, how it is judged, and what is told of it.
 _FREE = {
     *("plugin", "gradient_checkpoint_ratio", "cache_dir"),
-    *("eval_every", "eval_batch_size", "target", "target_name", "metrics", "curve"),
+    *("eval_every", "eval_batch_size", "target", "target_name", "target_accuracy", "metrics", "curve"),
     *("save_dir", "save_every", "keep_last", "save_async", "resume", "save_model"),
     *("data", "max_bytes"),  # files may be moved: the script says by another setting what is in them
 }

@@ -18,23 +18,19 @@ from .scripts import EXAMPLES, records_of, run_here
 _MEASURED = ("_per_second", "peak_memory_bytes", "peak_memory_of")
 
 
-def signalled_here(script: Path, module: str, step: int, *arguments: str) -> tuple[int, str]:
-    """`run_here`, where SIGTERM comes to the last rank alone, as this step begins.
-
-    Args:
-        module: whose `one_step` takes the number of the step last.
-    """
+def signalled_here(script: Path, step: int, *arguments: str) -> tuple[int, str]:
+    """`run_here`, where SIGTERM comes to the last rank alone, as this step of the shared loop begins."""
     if str(EXAMPLES) not in sys.path:
         sys.path.append(str(EXAMPLES))
-    looped = importlib.import_module(module)
-    one_step = looped.one_step
+    training = importlib.import_module("training")
+    one_step = training.one_step
 
-    def signalled(*given: Any) -> Any:
-        if given[-1] == step and dist.get_rank() == dist.get_world_size() - 1:
+    def signalled(run: Any, batches: Any, number: int) -> Any:
+        if number == step and dist.get_rank() == dist.get_world_size() - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return one_step(*given)
+        return one_step(run, batches, number)
 
-    with mock.patch.object(looped, "one_step", signalled):
+    with mock.patch.object(training, "one_step", signalled):
         return run_here(script, *arguments)
 
 

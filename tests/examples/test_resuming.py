@@ -2,9 +2,12 @@
 
 import argparse
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,11 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..pool import Pool
 from .resuming import Trial, signalled_here
-from .scripts import EXAMPLES, load, losses, run_here
+from .scripts import EXAMPLES, load, losses, records_of, run
 
 PRETRAIN = EXAMPLES / "language" / "llama" / "pretrain.py"
 saving = load(EXAMPLES / "saving.py")
 
+TP2 = ("--tp_size", "2", "--pp_size", "1")
+FP32 = ("--precision", "fp32", "--num_microbatches", "2")
 Make = Callable[[Path], Trial]
 
 
@@ -40,34 +45,28 @@ def make(pool: Pool, texts: Path) -> Make:
             *("--data", str(texts / "text.txt"), "--cache_dir", str(texts / "cache")),
             *("--config", str(texts / "config.json"), "--vocab_size", "300", "--sequence_length", "8"),
             *("--batch_size", "16", "--steps", "6", "--eval_every", "2", "--eval_sequences", "9"),
-            *("--num_microbatches", "2", "--precision", "fp32"),
         )
         return Trial(pool, PRETRAIN, folder, *words)
 
     return of
 
 
-def test_a_run_that_was_stopped_goes_on_bit_for_bit(make: Make, pool: Pool, tmp_path: Path) -> None:
-    layout = ("--tp_size", "2", "--pp_size", "1")
-    whole = make(tmp_path / "whole")
-    whole.folder.mkdir()
-    assert "gpt2 of" in whole.run(2, *layout, "--save_every", "3")
-    expected = whole.records()
-    assert [record["step"] for record in expected] == list(range(1, 7))
-    # Killed after the sixth step, which the metrics have and no checkpoint.
-    whole.forget_after(3)
-    assert "going on after step 3/6" in whole.run(2, *layout, "--save_every", "3")
-    assert whole.records() == expected
-    # A signal is not lost on the rank that gets it, and the step that it falls into is saved.
-    other = make(tmp_path / "other")
-    other.folder.mkdir()
-    words = (*other.words, *layout, "--keep_last", "1", "--save_async")
-    (status, told), (second, _) = pool.run(2, signalled_here, PRETRAIN, "training", 5, *words)
+def test_a_run_that_was_stopped_twice_goes_on_bit_for_bit(make: Make, pool: Pool, tmp_path: Path) -> None:
+    trial, layout = make(tmp_path), (*TP2, *FP32)
+    trial.run(2, *layout, "--save_every", "3")
+    expected = trial.records()
+    assert ([record["step"] for record in expected], trial.steps()) == (list(range(1, 7)), [3, 6])
+    # As if it had been killed after a sixth step that is in the metrics and was not saved.
+    trial.forget_after(3)
+    # Then one rank gets a signal: the step into which it falls is saved.
+    words = (*trial.words, *layout, "--keep_last", "1", "--save_async")
+    (status, told), (second, _) = pool.run(2, signalled_here, PRETRAIN, 5, *words)
     assert (status, second) == (143, 143), told
-    assert f"interrupted after step 5/6, which is saved in {other.checkpoints}" in told
-    assert (other.steps(), other.records()) == ([5], expected[:5])
-    other.run(2, *layout, "--keep_last", "1")
-    assert (other.steps(), other.records()) == ([6], expected)
+    assert "going on after step 3/6" in told
+    assert f"interrupted after step 5/6, which is saved in {trial.checkpoints}" in told
+    assert (trial.steps(), trial.records()) == ([5], expected[:5])
+    trial.run(2, *layout, "--keep_last", "1")
+    assert (trial.steps(), trial.records()) == ([6], expected)
 
 
 def test_a_run_that_had_ended_says_so_and_another_one_is_refused(make: Make, tmp_path: Path) -> None:
@@ -121,3 +120,137 @@ def test_a_word_that_resume_does_not_know_is_refused(capsys: pytest.CaptureFixtu
         options("--resume", "newest")
     assert end.value.code == 2
     assert "'newest' must be auto, the number of a step, or none" in capsys.readouterr().err
+
+
+# By example: its words, those of a run that learns little, and the processes and words under which it runs.
+SMALL = {
+    "language/bert": "--epochs 2 --max_steps 4 --dropout 0.1",
+    "language/t5": "--longest 3 --num_train 400 --num_test 30 --epochs 2 --max_steps 4 --batch_size 16 --dropout 0.1",
+    "images/vit": "--epochs 2 --max_steps 4 --dropout 0.1",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("example", "num_processes", "layout"),
+    [
+        ("language/bert", 2, "--plugin low_level_zero --zero_stage 1 --precision fp16 --initial_scale 1e10"),
+        ("language/bert", 2, "--plugin torch_ddp_fp16"),
+        ("language/t5", 4, "--tp_size 2 --pp_size 2 --precision fp32"),
+        ("images/vit", 2, "--tp_size 2 --pp_size 1 --precision bf16 --save_async"),
+    ],
+)
+@pytest.mark.parametrize("stop", (3, 4), ids=("within an epoch", "at its end"))
+def test_a_fine_tuning_goes_on_bit_for_bit(
+    pool: Pool, tmp_path: Path, example: str, num_processes: int, layout: str, stop: int
+) -> None:
+    words = (*SMALL[example].split(), *layout.split(), "--save_every", str(stop), "--eval_every", "1")
+    trial = Trial(pool, EXAMPLES / example / "finetune.py", tmp_path, *words)
+    told = trial.run(num_processes)
+    expected = trial.records()
+    trial.forget_after(stop)
+    assert f"going on after step {stop}/8" in (again := trial.run(num_processes))
+    assert trial.records() == expected
+    assert len(expected) == 8
+    assert again.splitlines()[-1].rpartition(" ")[0] == told.splitlines()[-1].rpartition(" ")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ("--tp_size 2", "--tp_size 1"))
+def test_a_model_that_shardformer_alone_split_goes_on(pool: Pool, tmp_path: Path, layout: str) -> None:
+    script = EXAMPLES / "shardformer" / "finetune.py"
+    trial = Trial(pool, script, tmp_path, "--steps", "6", "--save_every", "4", "--key_value_heads", "1")
+    model = tmp_path / "model"
+    trial.run(2, "--tp_size", "2", "--save_model", str(model))
+    expected = trial.records()
+    trial.forget_after(4)
+    assert "going on after step 4/6" in trial.run(2, *layout.split())
+    found = trial.records()
+    assert (found == expected) == (layout == "--tp_size 2")
+    for key in ("loss", "norm"):
+        assert [row[key] for row in found] == pytest.approx([row[key] for row in expected], rel=1e-4)
+    read, told = AutoModelForCausalLM.from_pretrained(model, output_loading_info=True)
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert read.config.num_key_value_heads == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_processes", "layout"),
+    [
+        (2, "--tp_size 1 --pp_size 2"),
+        (4, "--tp_size 2 --pp_size 2 --zero_stage 1"),
+        (2, "--plugin low_level_zero --zero_stage 2"),
+        (1, ""),
+        (2, "--plugin torch_ddp"),
+    ],
+)
+def test_a_run_goes_on_under_another_layout(
+    make: Make, tmp_path: Path, num_processes: int, layout: str
+) -> None:
+    trial = make(tmp_path)
+    plain = ("--config", str(tmp_path / "plain.json"))  # without dropout, which differs between layouts
+    config = {
+        "model_type": "gpt2",
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 16,
+        "vocab_size": 301,
+    }
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
+    Path(plain[1]).write_text(json.dumps({**config, **dropouts}))
+    trial.run(2, *plain, *TP2, *FP32, "--save_every", "3")
+    expected = trial.records()
+    trial.forget_after(3)
+    words = layout.split() if "torch_ddp" in layout else (*layout.split(), *FP32)
+    assert "going on after step 3/6" in trial.run(num_processes, *plain, *words)
+    found = trial.records()
+    assert found[:3] == expected[:3]
+    assert len(found) == 6
+    assert losses(found) == pytest.approx(losses(expected), abs=1e-4)  # of float32 sums in another order
+
+
+def children_of(process: int) -> list[int]:
+    """The numbers of the processes that one started."""
+    stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat")]
+    # "number (name) state parent …", and a name may have spaces.
+    parents = {int(stat.split(" ", 1)[0]): int(stat.rpartition(")")[2].split()[1]) for stat in stats}
+    return [number for number, parent in parents.items() if parent == process]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", (signal.SIGTERM, signal.SIGINT, signal.SIGKILL))
+def test_torchrun_is_stopped_and_started_again(texts: Path, tmp_path: Path, stopped: signal.Signals) -> None:
+    """A scheduler's signal, Ctrl-C, or a lost machine, on real processes."""
+    checkpoints, log = tmp_path / "checkpoints", tmp_path / "metrics.jsonl"
+    words = (
+        *("--data", str(texts / "text.txt"), "--cache_dir", str(texts / "cache"), "--vocab_size", "300"),
+        *("--config", str(texts / "config.json"), "--sequence_length", "8", "--batch_size", "16"),
+        *("--steps", "120", "--eval_every", "0", "--eval_sequences", "9"),
+        *("--save_every", "20", "--keep_last", "2"),
+        *("--save_dir", str(checkpoints), "--resume", "auto", "--metrics", str(log)),
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    with subprocess.Popen(
+        [*command, str(PRETRAIN), *words],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 50/"):
+                # What ends a machine ends all of them; a signal comes to torchrun, which sends it on.
+                others = children_of(process.pid) if stopped == signal.SIGKILL else []
+                for number in (process.pid, *others):
+                    os.kill(number, stopped)
+                break
+        rest = process.stdout.read()
+    assert process.returncode != 0
+    saved = max(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-*"))
+    assert saved % 20 == 0 if stopped == signal.SIGKILL else saved >= 50
+    assert ("which is saved in" in rest) == (stopped != signal.SIGKILL)
+    again = run(PRETRAIN, *words, "--tp_size", "1", "--pp_size", "2", processes=2)
+    assert f"going on after step {saved}/120" in again
+    assert [record["step"] for record in records_of(log)] == list(range(1, 121))
