@@ -41,6 +41,14 @@ def told_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def told_alone(outcomes: list[tuple[int, str]], *, status: int) -> str:
+    """What the first rank says, where all have this status and the others say nothing."""
+    (found, told), *others = outcomes
+    assert found == status, told[-4000:]
+    assert others == [(status, "")] * len(others)
+    return told
+
+
 class Trial:
     """Runs of one script in one folder.
 
@@ -58,16 +66,12 @@ class Trial:
     def run(self, num_processes: int, *words: str) -> str:
         """What the first rank says; the others say nothing. The run ends as it should."""
         outcomes = self.pool.run(num_processes, run_here, self.script, *self.words, *words, timeout=280)
-        assert outcomes[1:] == [(0, "")] * (num_processes - 1)
-        assert outcomes[0][0] == 0, outcomes[0][1]
-        return outcomes[0][1]
+        return told_alone(outcomes, status=0)
 
     def refusal(self, num_processes: int, *words: str) -> str:
         """What the first rank says, where the run is refused."""
         outcomes = self.pool.run(num_processes, run_here, self.script, *self.words, *words, timeout=280)
-        assert outcomes[1:] == [(2, "")] * (num_processes - 1)
-        assert outcomes[0][0] == 2, outcomes[0][1]
-        return outcomes[0][1]
+        return told_alone(outcomes, status=2)
 
     def records(self) -> list[dict[str, Any]]:
         """What is in the metrics file, see `told_of`."""
