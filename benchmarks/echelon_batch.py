@@ -25,7 +25,7 @@ class EchelonBatch(OneBatch):
     def __init__(self, name: str, workload: Workload, **layout: Any) -> None:
         self.name = name
         self._plugin = HybridParallelPlugin(precision="fp32", **layout)
-        booster = Booster(plugin=self._plugin)
+        booster = self.booster = Booster(plugin=self._plugin)
         model = workload.model()
         boosted, optimizer, *_ = booster.boost(model, adamw(model))
         super().__init__(

@@ -2,24 +2,27 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..cluster.mesh import ParallelMesh
 from .consent import alike, failing_alike, on_first_rank
+from .copies import Copies
 from .held_model import HeldModel
 from .loading import fit
-from .model_files import SAFETENSORS, TORCH, FileNames, plan_model
-from .model_save import require_seen, write_model_file, write_model_folder
+from .model_files import SAFETENSORS, TORCH, FileNames, ModelFiles, plan_model
+from .model_save import write_model_file, write_model_folder
+from .placing import finish_placing, replace_file, write_together
 from .pretrained import open_pretrained
 from .saving import Save, Saver
 from .step_load import Resume, Resumed, choose_step, load_step
-from .step_save import gather_step
-from .trained import Trained, fit_trained, states_to_save
-from .values import read_values, write_values
+from .step_save import StepToSave, gather_step
+from .trained import STATES, SavedStates, Trained, fit_trained, states_to_save
+from .values import read_values, saved_bytes
 
 MEBI = 2**20
+Saved = TypeVar("Saved", ModelFiles, SavedStates, StepToSave)
 
 
 class Checkpoints:
@@ -32,6 +35,7 @@ class Checkpoints:
     def __init__(self, mesh: ParallelMesh) -> None:
         self._mesh = mesh
         self._saver = Saver()
+        self._copies = Copies(mesh.device)
 
     def save_model(
         self,
@@ -60,7 +64,7 @@ class Checkpoints:
                 group=group,
             )
             if use_async:
-                files = files.copied()
+                files = self._copied(files)
             write = write_model_folder if shard else write_model_file
             return self._run(lambda: write(files, path, group), path, use_async=use_async)
 
@@ -69,6 +73,7 @@ class Checkpoints:
         with failing_alike("load_model"):
             self._saver.settle()
             group = self._mesh.side_group()
+            on_first_rank(lambda: finish_placing(path), group)
             stored = alike(lambda: open_pretrained(path, model.module), group)
             fit(model.tensors, stored, names=model.names, strict=strict, what=str(path), group=group).load()
             model.loaded()
@@ -80,12 +85,10 @@ class Checkpoints:
             group = self._mesh.side_group()
             states = states_to_save(trained, group)
             if use_async:
-                states = states.copied()
+                states = self._copied(states)
 
             def write() -> None:
-                on_first_rank(lambda: path.mkdir(parents=True, exist_ok=True), group)
-                alike(lambda: require_seen(path), group)
-                states.write(path, group)
+                write_together(path, lambda folder: states.write(folder, group), STATES, group)
 
             return self._run(write, path, use_async=use_async)
 
@@ -93,18 +96,16 @@ class Checkpoints:
         """See `Booster.load_optimizer`."""
         with failing_alike("load_optimizer"):
             self._saver.settle()
-            fit_trained(trained, path, self._mesh.side_group()).load()
+            group = self._mesh.side_group()
+            on_first_rank(lambda: finish_placing(path), group)
+            fit_trained(trained, path, group).load()
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, path: Path) -> None:
         """See `Booster.save_lr_scheduler`."""
-
-        def write() -> None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_values(path, lr_scheduler.state_dict())
-
         with failing_alike("save_lr_scheduler"):
             self._saver.settle()
-            on_first_rank(write, self._mesh.side_group())
+            group = self._mesh.side_group()
+            on_first_rank(lambda: replace_file(path, saved_bytes(lr_scheduler.state_dict())), group)
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, path: Path) -> None:
         """See `Booster.load_lr_scheduler`."""
@@ -145,7 +146,7 @@ class Checkpoints:
                 mesh=self._mesh,
             )
             if use_async:
-                copied = gathered.copied()
+                copied = self._copied(gathered)
                 return self._saver.begin(lambda: copied.write(directory, keep_last), directory)
             return self._saver.run_and_tell(lambda: gathered.write(directory, keep_last), directory)
 
@@ -177,6 +178,13 @@ class Checkpoints:
                 strict=strict,
                 mesh=self._mesh,
             )
+
+    def _copied(self, saved: Saved) -> Saved:
+        """The same as it is now, for a save that goes on beside training; the one before has ended."""
+        self._copies.forget()
+        copied = saved.copied(self._copies)
+        self._copies.finish()
+        return copied
 
     def _run(self, work: Callable[[], None], path: Path, *, use_async: bool) -> Save:
         return (self._saver.begin if use_async else self._saver.run)(work, path)

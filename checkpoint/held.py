@@ -11,6 +11,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ..cluster.placement import Placement
 from .box import Box, cuts_of, flat_boxes, whole_shape
+from .copies import Copies
 
 
 class Part(NamedTuple):
@@ -44,9 +45,9 @@ class HeldTensor:
         """Bytes of the whole."""
         return Box.whole(self.shape).numel * self.dtype.itemsize
 
-    def copied(self) -> "HeldTensor":
-        """The same in memory of its own, on the CPU."""
-        parts = tuple(Part(part.box, part.local.detach().to("cpu", copy=True)) for part in self.parts)
+    def copied(self, copies: Copies) -> "HeldTensor":
+        """The same in other memory, on the CPU."""
+        parts = tuple(Part(part.box, copies.copy(part.local)) for part in self.parts)
         return replace(self, parts=parts)
 
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from .box import Box
 from .consent import alike, on_all_ranks
+from .copies import Copies
 from .exchange import Assembled, assemble, needed_parts
 from .held import HeldTensor
 from .plan import FilePlan, Holding, entries_of, holdings_of, plan_files, split_into_files
@@ -64,9 +65,9 @@ class ModelFiles:
     is_torch: bool
     group: dist.ProcessGroup
 
-    def copied(self) -> "ModelFiles":
-        """The same, with the memory as it is now."""
-        parts = {key: part.detach().to("cpu", copy=True) for key, part in self.parts.items()}
+    def copied(self, copies: Copies) -> "ModelFiles":
+        """The same, with the memory as it is now, once the copies are finished."""
+        parts = {key: copies.copy(part) for key, part in self.parts.items()}
         return replace(self, parts=parts)
 
     def write(self, folder: Path) -> Records:

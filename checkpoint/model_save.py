@@ -2,14 +2,24 @@
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
 
 from .consent import alike, on_first_rank
-from .model_files import SAFETENSORS, TORCH, ModelFiles
+from .model_files import SAFETENSORS, TORCH, FileNames, ModelFiles
+from .placing import Replaced, require_seen, write_together
 from .step_folder import sync_folder
+
+
+def _any_number(names: FileNames) -> str:
+    return names.several.replace("{number:05}", "*").replace("{count:05}", "*")
+
+
+_WEIGHTS = Replaced(
+    entries=(SAFETENSORS.one, SAFETENSORS.listing, TORCH.one, TORCH.listing),
+    others=(_any_number(SAFETENSORS), _any_number(TORCH)),
+)
 
 
 def write_model_file(files: ModelFiles, path: Path, group: dist.ProcessGroup) -> None:
@@ -18,72 +28,33 @@ def write_model_file(files: ModelFiles, path: Path, group: dist.ProcessGroup) ->
     Raises:
         OSError: it could not be written; on every rank. What was there stands.
     """
-
-    def place(folder: Path) -> None:
-        os.replace(folder / path.name, path)
-        sync_folder(path.parent)
-
-    _write_beside(files, path.parent / f".{path.name}.writing", place, group)
-
-
-def write_model_folder(files: ModelFiles, path: Path, group: dist.ProcessGroup) -> None:
-    """Write a model as a folder; what else lies in it stays. Collective over the group.
-
-    Files appear under their names once all are complete, their index last; weights of an earlier save go.
-
-    Raises:
-        OSError: it could not be written; on every rank. Where that is before the files got their names, what was there
-            stands.
-    """
-    listings = {SAFETENSORS.listing, TORCH.listing}
-
-    def place(folder: Path) -> None:
-        written = sorted(os.listdir(folder), key=lambda name: (name in listings, name))
-        for name in written:
-            os.replace(folder / name, path / name)
-        for left in _weights_in(path) - set(written):
-            (path / left).unlink()
-        sync_folder(path)
-
-    _write_beside(files, path / ".writing", place, group)
-
-
-def _write_beside(
-    files: ModelFiles, folder: Path, place: Callable[[Path], None], group: dist.ProcessGroup
-) -> None:
-    """Write into a folder of its own, and let the first rank place what is in it."""
+    folder = path.parent / f".{path.name}.writing"
 
     def begin() -> None:
         if folder.exists():  # what a save that was interrupted left
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
 
+    def place() -> None:
+        os.replace(folder / path.name, path)
+        sync_folder(path.parent)
+
     try:
         on_first_rank(begin, group)
         alike(lambda: require_seen(folder), group)
         files.write(folder)
-        on_first_rank(lambda: place(folder), group)
+        on_first_rank(place, group)
     finally:
         if group.rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def require_seen(folder: Path) -> None:
-    """Refuse a folder that only some ranks see.
+def write_model_folder(files: ModelFiles, path: Path, group: dist.ProcessGroup) -> None:
+    """Write a model as a folder; what else lies in it stays, weights of an earlier save go. Collective over the group.
+
+    See [Note: placing] in placing.py.
 
     Raises:
-        OSError: this one does not.
+        OSError: it could not be written; on every rank. What was there stands.
     """
-    if not folder.is_dir():
-        raise OSError(
-            f"the first rank made {folder}, which is not seen here: save to a file system that all machines share"
-        )
-
-
-def _weights_in(path: Path) -> set[str]:
-    """Files of weights, and their indices, that a model's folder has."""
-    patterns = [
-        names.several.replace("{number:05}", "*").replace("{count:05}", "*") for names in (SAFETENSORS, TORCH)
-    ]
-    patterns += [name for names in (SAFETENSORS, TORCH) for name in (names.one, names.listing)]
-    return {found.name for pattern in patterns for found in path.glob(pattern)}
+    write_together(path, files.write, _WEIGHTS, group)

@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from .tensor_file import ALGORITHM, FileRecord, TensorFile, write_small
+from .tensor_file import ALGORITHM, FileRecord, damage_of_tensors, write_small
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -31,6 +31,11 @@ def step_path(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08}"
 
 
+def unfinished_path(directory: Path, step: int) -> Path:
+    """The folder in which a step is written."""
+    return directory / f".{step_path(directory, step).name}.writing"
+
+
 def begin_step(directory: Path, step: int) -> Path:
     """Make the folder in which a step is written, and remove what earlier saves left unfinished.
 
@@ -42,7 +47,7 @@ def begin_step(directory: Path, step: int) -> Path:
     recover(directory)
     for left in directory.glob(".step-*"):
         shutil.rmtree(left)
-    folder = directory / f".{step_path(directory, step).name}.writing"
+    folder = unfinished_path(directory, step)
     folder.mkdir()
     return folder
 
@@ -60,17 +65,20 @@ def commit_step(folder: Path, directory: Path, step: int, records: Mapping[str, 
         "algorithm": ALGORITHM,
         "files": {name: _listed(record) for name, record in sorted(records.items())},
     }
-    write_small(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+    write_small(folder / MANIFEST, _sealed(manifest))
     for inner in (*(path for path in folder.iterdir() if path.is_dir()), folder):
         sync_folder(inner)
     final = step_path(directory, step)
     replaced = directory / f".{final.name}{_REPLACED}"
     if final.exists():
         os.rename(final, replaced)
-    os.rename(folder, final)
+    try:
+        os.rename(folder, final)
+    except OSError:
+        recover(directory)
+        raise
     sync_folder(directory)
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    shutil.rmtree(replaced, ignore_errors=True)  # the next save removes what is left of it
     return final
 
 
@@ -112,23 +120,25 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text())
-        manifest["files"] = {name: FileRecord(**each) for name, each in manifest["files"].items()}
-        wrong = (manifest["format"], manifest["algorithm"]) != (FORMAT, ALGORITHM)
-        if not isinstance(manifest["step"], int):
-            raise ValueError(f"step is {manifest['step']!r}")
+        content = path.read_bytes()
+        manifest = json.loads(content)
+        told = (manifest["format"], manifest["algorithm"])
+        seal = manifest.pop("seal", None)  # another format may have none
+        files = {name: FileRecord(**each) for name, each in manifest["files"].items()}
     except FileNotFoundError:
         raise ValueError(
             f"{path} is missing: the checkpoint is not complete, or is none of Echelon's"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} cannot be read, it is damaged: {error!r}") from error
-    if wrong:
+    if told != (FORMAT, ALGORITHM):
         raise ValueError(
-            f"{path} is of format {manifest['format']} with hashes of {manifest['algorithm']}, and this release of "
-            f"Echelon reads format {FORMAT} with {ALGORITHM}"
+            f"{path} is of format {told[0]} with hashes of {told[1]}, and this release of Echelon reads format "
+            f"{FORMAT} with {ALGORITHM}"
         )
-    return manifest
+    if seal != _seal(manifest) or content != _sealed(manifest):
+        raise ValueError(f"{path} is damaged: it is not what its own hash says")
+    return {**manifest, "files": files}
 
 
 def damage_of(folder: Path, name: str, record: FileRecord) -> list[str]:
@@ -140,10 +150,7 @@ def damage_of(folder: Path, name: str, record: FileRecord) -> list[str]:
         return [f"{path} has {size} bytes, and {record.bytes} were written"]
     if record.tensors is None:
         return [] if _hash_of(path) == record.hash else [f"{path} is damaged"]
-    try:
-        return [f"{path} is damaged: {each}" for each in TensorFile(path).damage(record)]
-    except ValueError as error:
-        return [str(error)]
+    return [f"{path} is damaged: {each}" for each in damage_of_tensors(path, record)]
 
 
 def sync_folder(folder: Path) -> None:
@@ -161,7 +168,16 @@ def _remove(path: Path) -> None:
     if gone.exists():
         shutil.rmtree(gone)
     os.rename(path, gone)
-    shutil.rmtree(gone)
+    shutil.rmtree(gone, ignore_errors=True)  # the next save removes what is left of it
+
+
+def _sealed(manifest: Mapping[str, Any]) -> bytes:
+    """A manifest as it is written: with its own hash, so that no byte of it can change unnoticed."""
+    return json.dumps({**manifest, "seal": _seal(manifest)}, indent=1).encode()
+
+
+def _seal(manifest: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(manifest).encode()).hexdigest()
 
 
 def _hash_of(path: Path) -> str:

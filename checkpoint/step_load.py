@@ -76,14 +76,14 @@ def damage_of_step(path: Path, group: dist.ProcessGroup) -> list[str]:
     def share() -> list[str]:
         try:
             files = manifest_of(path)["files"]
-        except ValueError as error:
+            order = sorted(files, key=lambda name: (-files[name].bytes, name))
+            return [
+                fault
+                for name in order[group.rank() :: group.size()]
+                for fault in damage_of(path, name, files[name])
+            ]
+        except (ValueError, OSError) as error:  # what a disk cannot read any more is damage, too
             return [str(error)]
-        order = sorted(files, key=lambda name: (-files[name].bytes, name))
-        return [
-            fault
-            for name in order[group.rank() :: group.size()]
-            for fault in damage_of(path, name, files[name])
-        ]
 
     return list(dict.fromkeys(fault for each in on_all_ranks(share, group) for fault in each))
 

@@ -10,11 +10,12 @@ import torch.distributed as dist
 
 from ..cluster.mesh import ParallelMesh
 from .consent import alike, on_all_ranks, on_first_rank
+from .copies import Copies
 from .held_model import HeldModel
 from .model_files import SAFETENSORS, ModelFiles, Records, plan_model
-from .model_save import require_seen
+from .placing import require_seen
 from .random_states import file_name, random_state, sizes
-from .step_folder import begin_step, commit_step, keep_newest
+from .step_folder import begin_step, commit_step, keep_newest, unfinished_path
 from .tensor_file import write_small
 from .trained import SavedStates, Trained, states_to_save
 from .values import saved_bytes
@@ -45,10 +46,10 @@ class StepToSave:
     random: bytes
     group: dist.ProcessGroup
 
-    def copied(self) -> "StepToSave":
-        """The same, with the memory of weights and states as it is now."""
-        states = None if self.states is None else self.states.copied()
-        return replace(self, model=self.model.copied(), states=states)
+    def copied(self, copies: Copies) -> "StepToSave":
+        """The same, with the memory of weights and states as it is now, once the copies are finished."""
+        states = None if self.states is None else self.states.copied(copies)
+        return replace(self, model=self.model.copied(copies), states=states)
 
     def write(self, directory: Path, keep_last: int | None) -> None:
         """Write it, and then remove all but the newest. Collective over the group.
@@ -56,26 +57,25 @@ class StepToSave:
         Raises:
             OSError: some rank could not write; on every rank. The steps that are there stand.
         """
-        group, folder = self.group, None
+        group, folder = self.group, unfinished_path(directory, self.step)
         try:
-            folder = on_first_rank(lambda: self._begin(directory), group)
+            on_first_rank(lambda: self._begin(directory), group)
             alike(lambda: require_seen(folder), group)
             own = self._written(folder)
             records = on_all_ranks(lambda: own, group)
             together = {name: record for each in records for name, record in each.items()}
             on_first_rank(lambda: commit_step(folder, directory, self.step, together), group)
         except BaseException:
-            if group.rank() == 0 and folder is not None:
+            if group.rank() == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         if keep_last is not None:
             on_first_rank(lambda: keep_newest(directory, keep_last), group)
 
-    def _begin(self, directory: Path) -> Path:
+    def _begin(self, directory: Path) -> None:
         folder = begin_step(directory, self.step)
         for name in (MODEL, RANDOM) if self.states is None else (MODEL, OPTIMIZER, RANDOM):
             (folder / name).mkdir()
-        return folder
 
     def _written(self, folder: Path) -> Records:
         """This rank's files, by their place in the folder."""

@@ -1,6 +1,10 @@
 """safetensors files: written tensor by tensor with their hashes, read by boxes. What lies where is the caller's.
 
 The format is https://huggingface.co/docs/safetensors: a length, a JSON header, and the tensors end to end.
+
+[Note: writing early] Linux keeps what is written in memory until it is told to bring it to the disk, and then the
+writer waits while its core is idle. So it is told so every few MiB, and the disk works while the next tensors are
+hashed and written. That these pages need not be kept afterwards is what the call means by itself.
 """
 
 import json
@@ -8,15 +12,18 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor
 
+from ..lazy.files import OpenFile
 from .box import Box
 
 ALGORITHM = "xxh3_128"
+_CHUNK = 2**24
+_EARLY_BYTES = 2**25
 
 _NAMES = {
     torch.bool: "BOOL",
@@ -86,6 +93,7 @@ class TensorFileWriter:
         self._size = len(header) + sum(entry.nbytes for entry in entries)
         self._file = open(path, "wb")  # noqa: SIM115 (closed by `finish` or `abandon`)
         self._file.write(header)
+        self._written, self._on_its_way = len(header), 0
 
     def write(self, tensor: Tensor) -> None:
         """Write the next one of `order`.
@@ -99,6 +107,9 @@ class TensorFileWriter:
         content = bytes_of(tensor)
         self._hashes[entry.name] = xxhash.xxh3_128(content).hexdigest()
         self._file.write(content)
+        self._written += entry.nbytes
+        if self._written - self._on_its_way >= _EARLY_BYTES:
+            self._write_early()
 
     def finish(self) -> FileRecord:
         """Have all on the disk."""
@@ -109,6 +120,14 @@ class TensorFileWriter:
         self._file.close()
         return FileRecord(bytes=self._size, header=self._header_hash, tensors=self._hashes)
 
+    def _write_early(self) -> None:
+        """Let the disk begin; see [Note: writing early]."""
+        self._file.flush()
+        if hasattr(os, "posix_fadvise"):
+            length = self._written - self._on_its_way
+            os.posix_fadvise(self._file.fileno(), self._on_its_way, length, os.POSIX_FADV_DONTNEED)
+        self._on_its_way = self._written
+
     def abandon(self) -> None:
         """Close it as it is."""
         try:
@@ -118,7 +137,7 @@ class TensorFileWriter:
 
 
 class TensorFile:
-    """A file to be read by boxes; `Stored`. It is mapped: what is not read takes no memory.
+    """A file to be read by boxes; `Stored`. What is not read takes no memory; see [Note: mapping] in lazy/files.py.
 
     Raises:
         ValueError: it is no safetensors file, or is cut short; names it.
@@ -132,7 +151,7 @@ class TensorFile:
         )
         if (found := path.stat().st_size) != self.size:
             raise ValueError(f"{path} has {found} bytes, and its header speaks of {self.size}: it is damaged")
-        self._bytes = torch.from_file(str(path), shared=False, size=self.size, dtype=torch.uint8)
+        self._file = OpenFile(path)
 
     @property
     def names(self) -> Collection[str]:
@@ -152,24 +171,30 @@ class TensorFile:
         return self.mapped(name)[box.within(Box.whole(self.shape(name)))].clone()
 
     def mapped(self, name: str) -> Tensor:
-        """One as it lies in the file, of which nothing is read before it is used. Not to be written to."""
+        """One as it lies in the file: in memory are the parts that were used, for as long as it is held."""
         entry, start = self._entries[name]
-        content = self._bytes[start : start + entry.nbytes]
+        content = self._file.mapped(start, entry.nbytes)
         if start % entry.dtype.itemsize:  # as other writers leave it
             content = content.clone()
         return content.view(entry.dtype).view(entry.shape)
 
-    def damage(self, record: FileRecord) -> list[str]:
-        """What is not as a manifest says it: names of tensors, or "the header"."""
-        header = _buffer(self._bytes[: self.header_size])
+
+def damage_of_tensors(path: Path, record: FileRecord) -> list[str]:
+    """What of a file is not as a manifest says it: names of tensors, or "the header". Read a stretch at a time.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        header = _header_bytes(file)
         if xxhash.xxh3_128(header).hexdigest() != record.header:
             return ["the header"]
         hashes = record.tensors or {}
-        return [name for name in self._entries if self._hash(name) != hashes.get(name)]
-
-    def _hash(self, name: str) -> str:
-        entry, start = self._entries[name]
-        return xxhash.xxh3_128(_buffer(self._bytes[start : start + entry.nbytes])).hexdigest()
+        return [
+            entry.name
+            for entry, start in _entries_of(path, header).values()
+            if _hash_from(file, start, entry.nbytes) != hashes.get(entry.name)
+        ]
 
 
 def order_in_file(entries: Sequence[Entry]) -> list[Entry]:
@@ -221,17 +246,36 @@ def _header(order: Sequence[Entry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def _hash_from(file: BinaryIO, start: int, length: int) -> str:
+    """Of some bytes of a file, which are read one after the other and not mapped."""
+    digest = xxhash.xxh3_128()
+    file.seek(start)
+    while length and (content := file.read(min(length, _CHUNK))):
+        digest.update(content)
+        length -= len(content)
+    return digest.hexdigest()
+
+
+def _header_bytes(file: BinaryIO) -> bytes:
+    """The bytes in front of the tensors; fewer than they say where the file is shorter."""
+    first = file.read(8)
+    length = min(int.from_bytes(first, "little"), os.fstat(file.fileno()).st_size)
+    return first + file.read(length)
+
+
 def _read_header(path: Path) -> tuple[int, dict[str, tuple[Entry, int]]]:
-    """The bytes in front of the tensors, and what they say: each tensor, and where in the file it begins."""
+    """How many bytes stand in front of the tensors, and what they say; see `_entries_of`."""
     with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > path.stat().st_size:
-            raise ValueError(f"{path} is no safetensors file, or its first bytes are damaged")
-        text = file.read(length)
+        header = _header_bytes(file)
+    return len(header), _entries_of(path, header)
+
+
+def _entries_of(path: Path, header: bytes) -> dict[str, tuple[Entry, int]]:
+    """The tensors of a file, and where in it each begins, in their order there."""
     try:
-        listing = json.loads(text)
+        listing = json.loads(header[8:])
         listing.pop("__metadata__", None)
-        return 8 + length, {name: _entry(name, each, 8 + length) for name, each in listing.items()}
+        return {name: _entry(name, each, len(header)) for name, each in listing.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} has no header of safetensors, or a damaged one: {error!r}") from error
 

@@ -12,13 +12,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .consent import alike, on_all_ranks, on_first_rank
+from .copies import Copies
 from .held import HeldTensor
-from .states import StateFiles, load_states, save_states
+from .placing import Replaced
+from .states import INDEX, StateFiles, load_states, save_states
 from .tensor_file import FileRecord
 from .values import read_values, write_values
 
 GROUPS = "groups.pt"
 MASTER = "master"
+STATES = Replaced(entries=(INDEX,), others=(GROUPS, "rank-*.safetensors"))
 # How a step is computed, which this run decides and not the one that saved.
 _OWN_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
@@ -75,9 +78,9 @@ class SavedStates:
     held: Mapping[str, HeldTensor]
     described: Mapping[str, Any]
 
-    def copied(self) -> "SavedStates":
-        """The same, with the memory as it is now."""
-        held = {name: each.copied() for name, each in self.held.items()}
+    def copied(self, copies: Copies) -> "SavedStates":
+        """The same, with the memory as it is now, once the copies are finished; without what others save."""
+        held = {name: each.copied(copies) for name, each in self.held.items() if each.counts}
         return SavedStates(held=held, described=self.described)
 
     def write(self, folder: Path, group: dist.ProcessGroup) -> dict[str, FileRecord]:

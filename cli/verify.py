@@ -1,19 +1,23 @@
-"""`echelon verify`: the parity check on local processes, as a table."""
+"""`echelon verify`: the parity check on local processes, as a table. Going on from a checkpoint is relay.py."""
 
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from torch import nn
 
 from ..shardformer.sequence.config import WHOLE, SequenceParallelism
 from ..shardformer.shard_former import policy_for
-from ..shardformer.weight_split import native_classes, weight_layers, weight_model_faults
+from ..shardformer.weight_split import weight_split_or_faults
 from ..verify.compare import Measure
 from ..verify.layout import Layout
 from ..verify.models import ModelChoice
 from ..verify.parity import Report, parity
+from ..verify.resume import Part, Relay, ResumeReport
 from .console import refuse, table_console
 from .local import run_on_processes
+from .relay import further_options, run_relay
 
 
 def verify(
@@ -44,6 +48,13 @@ def verify(
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds until a process that hangs is given up.")] = 300.0,
+    then: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='Save, and go on in new processes under this layout, "--pp 2 --zero 1" for example; any number of '
+            "times. Precision, microbatches and steps stay where they are not given."
+        ),
+    ] = None,
 ) -> None:
     """Train a small model under a layout and in one process, and compare every step.
 
@@ -51,31 +62,58 @@ def verify(
     a process failed, 2 bad arguments.
     """
     choice = ModelChoice(model_type=model, head=head, tied=tied, num_layers=layers)
-    layout = Layout(
-        tp=tp,
-        pp=pp,
-        dp=dp,
-        sp=sp,
-        sequence=sp_mode or ("all_to_all" if sp > 1 else None),
-        wp=wp,
-        zero=zero,
-        precision=precision,
-        schedule=schedule,
-        chunks=chunks,
-        microbatches=microbatches,
-        max_norm=max_norm,
-        recompute=recompute,
-    )
-    refuse("verify", argument_faults(choice, layout, steps))
-    report = run_local(choice, layout, num_steps=steps, seed=seed, timeout_seconds=timeout)
+    first = {
+        **dict(tp=tp, pp=pp, dp=dp, sp=sp, sp_mode=sp_mode, wp=wp, zero=zero, precision=precision),
+        **dict(schedule=schedule, chunks=chunks, microbatches=microbatches, max_norm=max_norm),
+        **dict(recompute=recompute, steps=steps),
+    }
+    options = typer.Typer()
+    options.command()(verify)
+    further, faults = further_options(options, then or (), first)
+    parts = [Part(layout=layout_of(each), num_steps=each["steps"]) for each in (first, *further)]
+    refuse("verify", faults + part_faults(choice, parts))
+    report = _report(choice, parts, seed=seed, timeout_seconds=timeout)
     if isinstance(report, str):
         typer.echo(report, err=True)
         raise typer.Exit(1)
-    show(
-        report,
-        title=f"{model} ({choice.described_head}) under {layout} beside one process",
-    )
+    layouts = ", then ".join(str(part.layout) for part in parts)
+    comma = "," if further else ""
+    show(report, title=f"{model} ({choice.described_head}) under {layouts}{comma} beside one process")
     raise typer.Exit(0 if report.agrees else 1)
+
+
+def layout_of(options: Mapping[str, Any]) -> Layout:
+    """The layout that options ask for, by the names of `verify`'s arguments; others are left out."""
+    sequence = options["sp_mode"] or ("all_to_all" if options["sp"] > 1 else None)
+    same = ("tp", "pp", "dp", "sp", "wp", "zero", "precision", "schedule", "chunks", "microbatches")
+    return Layout(
+        **{name: options[name] for name in (*same, "max_norm", "recompute")},
+        sequence=sequence,
+    )
+
+
+def part_faults(choice: ModelChoice, parts: Sequence[Part]) -> list[str]:
+    """All that is wrong with a model and the parts of its run; what is wrong with the model once."""
+    first, *further = parts
+    faults = argument_faults(choice, first.layout, first.num_steps)
+    if choice.faults():
+        return faults
+    return faults + [
+        f"--then number {number}: {fault}"
+        for number, part in enumerate(further, start=1)
+        for fault in argument_faults(choice, part.layout, part.num_steps)
+    ]
+
+
+def _report(choice: ModelChoice, parts: Sequence[Part], *, seed: int, timeout_seconds: float) -> Report | str:
+    """What the check found, or how a process failed."""
+    if len(parts) > 1:
+        relay = Relay(choice=choice, parts=tuple(parts), seed=seed)
+        return run_relay(relay, timeout_seconds=timeout_seconds)
+    only = parts[0]
+    return run_local(
+        choice, only.layout, num_steps=only.num_steps, seed=seed, timeout_seconds=timeout_seconds
+    )
 
 
 def argument_faults(choice: ModelChoice, layout: Layout, num_steps: int) -> list[str]:
@@ -108,16 +146,24 @@ def split_faults(
     if tp == num_stages == wp == 1 and sequence.mode is None:
         return []
     model = choice.build_on_meta()
-    weights = weight_model_faults(model, weight_layers(model), native=native_classes(model)) if wp > 1 else []
-    if tp == num_stages == 1 and sequence.mode is None:
-        return weights
+    found = list[str]()
+    if wp > 1:
+        weight_split_or_faults(model, found)
+    if tp > 1 or num_stages > 1 or sequence.mode is not None:
+        found += _policy_faults(model, tp=tp, num_stages=num_stages, sp=sp, sequence=sequence)
+    return found
+
+
+def _policy_faults(
+    model: nn.Module, *, tp: int, num_stages: int, sp: int, sequence: SequenceParallelism
+) -> list[str]:
     try:
         policy = policy_for(model)
     except ValueError as error:
         return [str(error)]
     policy.set_model(model)
     found = policy.faults(tp_size=tp, num_stages=num_stages)
-    return weights + (found or policy.sequence_faults(sequence, tp_size=tp, sp_size=sp))
+    return found or policy.sequence_faults(sequence, tp_size=tp, sp_size=sp)
 
 
 def run_local(
@@ -139,6 +185,7 @@ def _check(rank: int, choice: ModelChoice, layout: Layout, num_steps: int, seed:
 
 def show(report: Report, *, title: str) -> None:
     """Print a report as a table, a row for each step: distances, each with its share of what is allowed."""
+    handovers = report.handovers if isinstance(report, ResumeReport) else ()
     table = Table(title=title, title_justify="left")
     for heading in ("step", "loss", "reference", "loss off by", "norm off by"):
         table.add_column(heading, justify="right")
@@ -156,9 +203,12 @@ def show(report: Report, *, title: str) -> None:
             _shown(norm),
             f"{_shown(gradient)} {gradient.name}",
             f"{_shown(weight)} {weight.name}",
+            end_section=step.step in {handover.step for handover in handovers},
         )
     console = table_console()
     console.print(table)
+    for handover in handovers:
+        console.print(str(handover), highlight=False, soft_wrap=True)
     console.print(
         "all agree" if report.agrees else f"departs: {report.departure}", highlight=False, soft_wrap=True
     )

@@ -39,13 +39,22 @@ def mesh_faults(
             f"{world_size}: start {inner * dp} processes"
             + (f", or use dp_size={world_size // inner}" if world_size % inner == 0 else "")
         )
-    data = world_size // (pp * tp)
-    if not faults and data % wp:
-        faults.append(
-            f"wp_size={wp} does not divide the {data} ranks whose gradients are averaged (dp_size * sp_size): use one "
-            f"of wp_size={divisors(data)}"
-        )
-    return faults
+    return faults or weight_size_faults(wp, world_size // (pp * tp))
+
+
+def weight_size_faults(wp_size: int, data_size: int) -> list[str]:
+    """Why so many neighbours cannot share out weights; empty when they can.
+
+    Args:
+        wp_size: the neighbours, 1 or more.
+        data_size: ranks whose gradients are averaged, dp_size * sp_size.
+    """
+    if data_size % wp_size == 0:
+        return []
+    return [
+        f"wp_size={wp_size} does not divide the {data_size} ranks whose gradients are averaged (dp_size * sp_size): "
+        f"use one of wp_size={divisors(data_size)}"
+    ]
 
 
 def divisors(number: int) -> list[int]:

@@ -12,12 +12,7 @@ from ..shardformer.equal_ranks import require_equal_models
 from ..shardformer.shard_config import ShardConfig
 from ..shardformer.shard_former import sharder_or_faults
 from ..shardformer.sharder import ModelSharder
-from ..shardformer.weight_split import (
-    make_weight_parallel,
-    native_classes,
-    weight_layers,
-    weight_model_faults,
-)
+from ..shardformer.weight_split import WeightSplit, make_weight_parallel, weight_split_or_faults
 from ..zero.optimizer import ShardedOptimizer
 from .hybrid_config import told
 from .hybrid_module import HybridParallelModule
@@ -37,20 +32,19 @@ def boost(
         ValueError: they do not fit what the plugin was asked for; all reasons at once.
     """
     config, mesh = plugin.config, plugin.mesh
-    sharder = _checked_sharder(model, optimizer, plugin)
-    layers = weight_layers(model, plugin.custom_policy) if config.wp > 1 else []
+    sharder, split = _checked_splits(model, optimizer, plugin)
     with naming_failures("boost"):
         require_equal_models(model)
         names = ParameterNames.of(model)
         model.to(mesh.device)
         config.fused.choose_attention(model, mesh.device)
         shared = sharder.shard() if sharder is not None else []
-        if config.wp > 1:
+        if split is not None:
             make_weight_parallel(
                 model,
-                layers,
+                split.layers,
                 mesh.group("weight"),
-                native=native_classes(model),
+                native=split.native,
                 overlap=config.wp_overlap,
                 memory_pool=config.wp_memory_pool,
                 gradient_dtype=config.wire_dtype,
@@ -98,16 +92,21 @@ def _sharded(
     )
 
 
-def _checked_sharder(
+def _checked_splits(
     model: nn.Module, optimizer: Optimizer | None, plugin: "HybridParallelPlugin"
-) -> ModelSharder | None:
-    """What will split the model, once nothing speaks against boosting it; None where nothing is split."""
+) -> tuple[ModelSharder | None, WeightSplit | None]:
+    """What will cut and split the model, and share out its weights, once nothing speaks against boosting it.
+
+    Each is None where nothing of the kind was asked for.
+
+    Raises:
+        ValueError: something does; all reasons at once.
+    """
     config, mesh = plugin.config, plugin.mesh
     faults = optimizer_faults(model, optimizer) + config.fused.model_faults(model, mesh.device)
+    sharder = split = None
     if config.wp > 1:
-        sharing = weight_layers(model, plugin.custom_policy)
-        faults += weight_model_faults(model, sharing, native=native_classes(model))
-    sharder = None
+        split = weight_split_or_faults(model, faults, policy=plugin.custom_policy)
     if mesh.size("tp", "pp", "sp") > 1:
         shard_config = ShardConfig(
             tensor_parallel_process_group=mesh.group("tp"),
@@ -130,4 +129,4 @@ def _checked_sharder(
             checkpoint_layers(layers, checkpoint)
     if faults:
         raise ValueError(told(faults))
-    return sharder
+    return sharder, split

@@ -26,10 +26,10 @@ class HybridParallelModule(nn.Module):
         self.module = module
         self.plugin = plugin
         self.optimizer: ShardedOptimizer | None = None
-        self.state_names = (
-            names.state
-        )  # `names` itself would keep the parameters of all other stages in memory
+        # Not `names` itself, which would keep the parameters of all other stages in memory.
+        self.state_names = names.state
         self._held = names.held(module)
+        self._takes_cache = takes(module, "use_cache")
         splits_backward = plugin.config.pipeline.splits_backward(plugin.pp_size)
         self.engine = PipelineEngine(
             held_stages(module),
@@ -62,9 +62,7 @@ class HybridParallelModule(nn.Module):
         for axis in ("tp", "sp"):
             if mesh.size(axis) > 1:
                 require_equal_inputs(args, kwargs, mesh.group(axis), axis)
-        if self.training and takes(
-            self.module, "use_cache"
-        ):  # a cache hides from transformers that texts are packed
+        if self.training and self._takes_cache:  # a cache hides from transformers that texts are packed
             kwargs = {"use_cache": False, **kwargs}
         args, kwargs = self.engine.to_compute(args), self.engine.to_compute(kwargs)
         return self.module(*args, **kwargs)

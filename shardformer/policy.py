@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..pipeline.balance import layer_faults
 from ..pipeline.cut import held_stages
 from ..pipeline.plan import StagePlan
-from ..pipeline.setting_faults import setting_faults
+from ..pipeline.setting_faults import setting_faults, settings_of
 from .sequence.config import SequenceParallelism
 from .sequence.spread import spread_faults
 from .shard_config import ShardConfig
@@ -84,14 +84,11 @@ class Policy(ABC):
             return [f"{type(self).__name__} has no stage_plan, so pp_size must be 1"]
         if missing := plan.path_faults(self.model):
             return missing
-        config = getattr(self.model, "config", None)
-        settings = config.to_dict() if config is not None else {}
         found = layer_faults(
             plan.num_layers(self.model), num_stages, num_layers_per_stage, plan.stage_size(self.model)
         )
-        found += setting_faults(settings, "the model's config")
-        for name in getattr(config, "sub_configs", ()):  # configs of models inside this one
-            found += setting_faults(settings[name], f"the model's config, {name}")
+        for source, settings in settings_of(self.model).items():
+            found += setting_faults(settings, source)
         return found
 
     def sequence_faults(self, settings: SequenceParallelism, *, tp_size: int, sp_size: int) -> list[str]:

@@ -62,7 +62,7 @@ class ModelSharder:
         """
         self.model = self.policy.preprocess()
         shared = self.policy.get_shared_params()
-        stays_spread = self._stays_spread()
+        spread_layer = self._spread_layer()
         self._replace_class()
         classes = {type(module) for module in self.model.modules()}  # of all stages
         self._cut()
@@ -71,7 +71,7 @@ class ModelSharder:
         stages = held_stages(self.model)
         self.model = self.policy.postprocess()
         remember_stages(self.model, stages)  # it may be another
-        if stays_spread is not None and (axis := axis_of(self.model.get_submodule(stays_spread))) is not None:
+        if spread_layer is not None and (axis := axis_of(self.model.get_submodule(spread_layer))) is not None:
             keep_spread(self.model, axis)
         return shared
 
@@ -89,7 +89,7 @@ class ModelSharder:
             assert plan is not None  # `sequence_faults` said so
             spread_sequences(self.model, plan, split)
 
-    def _stays_spread(self) -> str | None:
+    def _spread_layer(self) -> str | None:
         """The last layer's path, where sequences stay spread behind it."""
         config, plan = self.shard_config, self.policy.stage_plan()
         is_asked = config.sequence.is_on_sequence_axis and config.parallel_output

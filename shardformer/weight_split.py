@@ -7,13 +7,14 @@ that is tied to an embedding for example.
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
-from ..cluster.mesh import divisors
+from ..cluster.mesh import weight_size_faults
 from ..pipeline.setting_faults import layer_drop_faults
 from .checkpoint_config import recomputable_layers
 from .layer.parallel_module import native_faults
@@ -37,12 +38,7 @@ def weight_faults(*, wp_size: int, tp_size: int, data_size: int) -> list[str]:
         return []
     if wp_size < 1:
         return [f"wp_size={wp_size} must be at least 1"]
-    found = []
-    if data_size % wp_size:
-        found.append(
-            f"wp_size={wp_size} does not divide the {data_size} ranks whose gradients are averaged (dp_size * "
-            f"sp_size): use one of wp_size={divisors(data_size)}"
-        )
+    found = weight_size_faults(wp_size, data_size)
     if tp_size > 1:
         found.append(
             f"wp_size={wp_size} with tp_size={tp_size}: weight parallelism shares out whole weights, which tensor "
@@ -52,29 +48,41 @@ def weight_faults(*, wp_size: int, tp_size: int, data_size: int) -> list[str]:
     return found
 
 
-def weight_layers(model: nn.Module, policy: Policy | Table | None = None) -> list[nn.Module]:
-    """The layers of a whole model: those that transformers recomputes, or where there are none those of its stages.
+@dataclass(frozen=True, kw_only=True)
+class WeightSplit:
+    """Whose weights are shared out.
 
     Args:
-        model: before it is cut.
-        policy: knows its stages; None is that of the model's type.
-
-    Raises:
-        ValueError: transformers knows of no layers, and there is no policy for the model's type.
+        layers: those of a whole model, inside which linear layers share out their weights.
+        native: names of further classes that compute what nn.Linear does, as in `Table`.
     """
-    if found := recomputable_layers(model):
-        return found
-    policy = TablePolicy(policy) if isinstance(policy, Table) else policy or policy_for(model)
-    policy.set_model(model)
-    plan = policy.stage_plan()
-    paths = [] if plan is None else plan.layer_paths(model)
-    return list(dict.fromkeys(model.get_submodule(path) for path in paths))
+
+    layers: Sequence[nn.Module]
+    native: Collection[str]
 
 
-def native_classes(model: nn.Module) -> tuple[str, ...]:
-    """Names of further classes that compute what nn.Linear does, as the table of a model's type says."""
-    table = table_for(getattr(getattr(model, "config", None), "model_type", ""))
-    return () if table is None else table.native
+def weight_split_or_faults(
+    model: nn.Module, faults: list[str], *, policy: Policy | Table | None = None
+) -> WeightSplit | None:
+    """Whose weights a model is to share out; None where they cannot be, and why, to `faults`.
+
+    Args:
+        model: a whole one.
+        faults: found so far.
+        policy: knows its layers where transformers does not; None is that of the model's type.
+    """
+    layers = _layers(model, policy)
+    if layers is None:
+        faults.append(
+            f"wp_size > 1 shares out weights inside of layers, and nothing says which those of {type(model).__name__} "
+            "are: it has no GradientCheckpointingLayer of transformers, and there is no table for it. Give a policy "
+            "with a stage_plan (custom_policy=...), or use wp_size=1"
+        )
+        return None
+    split = WeightSplit(layers=layers, native=_native_classes(model))
+    found = weight_model_faults(model, split.layers, native=split.native)
+    faults += found
+    return None if found else split
 
 
 def weight_model_faults(
@@ -141,6 +149,31 @@ def make_weight_parallel(
         for parent, name in _places(model, module):
             setattr(parent, name, made)
     return pool
+
+
+def _layers(model: nn.Module, policy: Policy | Table | None) -> list[nn.Module] | None:
+    """Those that transformers recomputes, or where there are none those of the stages; None where no policy knows."""
+    if found := recomputable_layers(model):
+        return found
+    policy = TablePolicy(policy) if isinstance(policy, Table) else policy or _usual_policy(model)
+    if policy is None:
+        return None
+    policy.set_model(model)
+    plan = policy.stage_plan()
+    paths = [] if plan is None else plan.layer_paths(model)
+    return list(dict.fromkeys(model.get_submodule(path) for path in paths))
+
+
+def _usual_policy(model: nn.Module) -> Policy | None:
+    try:
+        return policy_for(model)
+    except ValueError:
+        return None
+
+
+def _native_classes(model: nn.Module) -> tuple[str, ...]:
+    table = table_for(getattr(getattr(model, "config", None), "model_type", ""))
+    return () if table is None else table.native
 
 
 def _linear_layers(

@@ -1,9 +1,11 @@
 """The parity check: a model under a layout beside one process, step by step. The latter is reference.py."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf, isfinite, nan
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,8 @@ from .training import EPSILON, LEARNING_RATE, Training
 LOSS_SCALE = 2.0**8  # the first scale of fp16 runs: high enough to tell whether it is taken out again
 ROUNDINGS = (1, 2, 3)  # seeds for references with rounded weights, which tell how much rounding is amplified
 AS_USUAL = Training()
+
+Batches = list[dict[str, Tensor]]  # of a step, by replica
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,70 +79,92 @@ def parity(
     """
     model = choice.build(seed)
     training.freeze(model)
-    batches = [
-        [
-            make_batch(
-                choice,
-                num_samples=training.num_samples(
-                    step=step, replica=replica, microbatches=layout.microbatches
-                ),
-                seed=seed + 100 * step + replica,
-            )
-            for replica in range(layout.dp)
-        ]
-        for step in range(num_steps)
-    ]
+    batches = [drawn_batches(choice, layout, training, step, seed) for step in range(num_steps)]
     untouched = materialize(copy.deepcopy(model)) if dist.get_rank() == 0 else None
-    found = _run_layout(model, layout, training, batches)
+    found = take_steps(boosted_under(layout, model, training), training, batches)
     verdict: list[tuple[StepComparison, ...] | None] = [None]
     if untouched is not None:
-        verdict = [tuple(_compare(untouched, layout, training, batches, found))]
+        verdict = [tuple(compare_with_one_process(untouched, [(layout, batches)], training, found))]
     dist.broadcast_object_list(verdict, src=0)
     steps = verdict[0]
     assert steps is not None
     return Report(steps=steps, departure=first_departure(steps))
 
 
-def _compare(
-    model: nn.Module,
-    layout: Layout,
-    training: Training,
-    batches: list[list[dict[str, Tensor]]],
-    found: list[StepRecord],
-) -> list[StepComparison]:
-    steps = [
-        [split(batch, num_microbatches=layout.microbatches, microbatch_size=None) for batch in replicas]
-        for replicas in batches
+def drawn_batches(choice: ModelChoice, layout: Layout, training: Training, step: int, seed: int) -> Batches:
+    """The batch of each replica in a step, from 0."""
+    return [
+        make_batch(
+            choice,
+            num_samples=training.num_samples(step=step, replica=replica, microbatches=layout.microbatches),
+            seed=seed + 100 * step + replica,
+        )
+        for replica in range(layout.dp)
     ]
 
-    def train(dtype: torch.dtype, *, rounding: int | None = None) -> list[StepRecord]:
+
+def compare_with_one_process(
+    model: nn.Module,
+    parts: Sequence[tuple[Layout, Sequence[Batches]]],
+    training: Training,
+    found: Sequence[StepRecord],
+) -> list[StepComparison]:
+    """Train the model in one process, and compare what a run found, whose parts had these layouts and batches.
+
+    Steps in float32, as long as those before were too, are compared in float32; what follows one of 16 bits is
+    compared as such.
+    """
+    steps = [
+        [split(batch, num_microbatches=layout.microbatches, microbatch_size=None) for batch in replicas]
+        for layout, batches in parts
+        for replicas in batches
+    ]
+    dtypes = [DTYPES[layout.precision] for layout, batches in parts for _ in batches]
+    first, rate = parts[0][0], max(LEARNING_RATE, training.vector_rate)
+
+    def train(dtypes: Sequence[torch.dtype], *, rounding: int | None = None) -> list[StepRecord]:
         return reference.train(
             model if rounding is None else _rounded(model, rounding),
-            steps,
+            steps[: len(dtypes)],
             make_optimizer=partial(make_optimizer, vector_rate=training.vector_rate),
             criterion=loss_of,
-            dtype=dtype,
-            max_norm=layout.max_norm,
-            loss_scale=LOSS_SCALE if dtype is torch.float16 else 1.0,
+            dtype=dtypes[0],
+            changes={
+                index: own for index, own in enumerate(dtypes) if index and own is not dtypes[index - 1]
+            },
+            max_norm=first.max_norm,
+            loss_scale=LOSS_SCALE,
             overflow_step=training.overflow_step,
         )
 
-    dtype = DTYPES[layout.precision]
-    rate = max(LEARNING_RATE, training.vector_rate)
-    float32 = train(torch.float32)
-    if dtype is torch.float32:
-        # The gradients of an encoder's output are summed in another order where its decoder has several stages.
-        is_one_stack = not getattr(model.config, "is_encoder_decoder", False)
-        is_pipeline_alone = layout.tp == layout.dp == layout.sp == 1 and not layout.options
-        bitwise = is_pipeline_alone and is_one_stack and not _is_shared(model)
+    float32 = train([torch.float32] * len(steps))
+    exact = next((at for at, own in enumerate(dtypes) if own is not torch.float32), len(steps))
+    compared = []
+    if exact:
         compare = partial(
-            compare_float32, found, float32, learning_rate=rate, epsilon=EPSILON, bitwise=bitwise
+            compare_float32,
+            found[:exact],
+            float32[:exact],
+            learning_rate=rate,
+            epsilon=EPSILON,
+            bitwise=_gives_equal_bits(model, first),
         )
-        steps_compared = compare()
-        if first_departure(steps_compared) is None:
-            return steps_compared
-        return compare(rounded=[train(torch.float32, rounding=seed) for seed in ROUNDINGS])
-    return compare_16_bit(found, train(dtype), float32, dtype=dtype, learning_rate=rate)
+        compared = compare()
+        if first_departure(compared) is not None:
+            compared = compare(rounded=[train([torch.float32] * exact, rounding=seed) for seed in ROUNDINGS])
+    if exact < len(steps):
+        coarsest = max(dtypes, key=lambda own: torch.finfo(own).eps)
+        rounded = compare_16_bit(found, train(dtypes), float32, dtype=coarsest, learning_rate=rate)
+        compared += rounded[exact:]
+    return compared
+
+
+def _gives_equal_bits(model: nn.Module, layout: Layout) -> bool:
+    """Whether the first step in float32 adds up nothing in another order than one process."""
+    # The gradients of an encoder's output are summed in another order where its decoder has several stages.
+    is_one_stack = not getattr(model.config, "is_encoder_decoder", False)
+    is_pipeline_alone = layout.tp == layout.dp == layout.sp == 1 and not layout.options
+    return is_pipeline_alone and is_one_stack and not _is_shared(model)
 
 
 @torch.no_grad()
@@ -152,10 +178,22 @@ def _rounded(model: nn.Module, seed: int) -> nn.Module:
     return moved
 
 
-def _run_layout(
-    model: nn.Module, layout: Layout, training: Training, batches: list[list[dict[str, Tensor]]]
-) -> list[StepRecord]:
-    """The layout's steps, whole on rank 0; elsewhere records without tensors."""
+class Run(NamedTuple):
+    """A model that is trained under a layout, on this rank."""
+
+    layout: Layout
+    booster: Booster
+    model: HybridParallelModule
+    optimizer: ShardedOptimizer
+
+    @property
+    def plugin(self) -> HybridParallelPlugin:
+        """How it is trained."""
+        return self.model.plugin
+
+
+def boosted_under(layout: Layout, model: nn.Module, training: Training) -> Run:
+    """Spread a model as the layout says. Collective over the world."""
     plugin = HybridParallelPlugin(
         tp_size=layout.tp,
         pp_size=layout.pp,
@@ -180,10 +218,25 @@ def _run_layout(
     given = make_optimizer(model, vector_rate=training.vector_rate)
     boosted, optimizer, *_ = booster.boost(model, given)
     assert isinstance(boosted, HybridParallelModule) and isinstance(optimizer, ShardedOptimizer)
-    records = []
-    for step, replicas in enumerate(batches):
+    return Run(layout, booster, boosted, optimizer)
+
+
+def take_steps(
+    run: Run, training: Training, batches: Sequence[Batches], *, first_step: int = 0
+) -> list[StepRecord]:
+    """Train on the batches of each step, and say what it gave: whole on rank 0, elsewhere without tensors.
+
+    Collective over the world.
+
+    Args:
+        first_step: the number of the first of them, of the whole run.
+    """
+    layout, booster, boosted, optimizer = run
+    plugin, records = run.plugin, []
+    for step, replicas in enumerate(batches, start=first_step):
         batch = replicas[plugin.mesh.rank("dp")]
-        is_last = dist.get_rank() == dist.get_world_size() - 1  # of the last stage and replica
+        is_last = all(plugin.mesh.rank(axis) == plugin.mesh.size(axis) - 1 for axis in ("dp", "sp", "tp"))
+        # One rank's loss: the last stage, wherever the schedule has it, is who computes one.
         criterion = _overflowing if step == training.overflow_step and is_last else loss_of
         loss_scale = optimizer.loss_scale
         output = booster.execute_pipeline(iter([batch]), boosted, criterion, optimizer)

@@ -1,7 +1,7 @@
 """The reference: one process, a plain torch loop. It imports nothing of Echelon, to share no mistake with it."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -42,6 +42,7 @@ def train(
     max_norm: float = 0.0,
     loss_scale: float = 1.0,
     overflow_step: int | None = None,
+    changes: Mapping[int, torch.dtype] | None = None,
 ) -> list[StepRecord]:
     """Train a copy of the model on one process.
 
@@ -54,16 +55,22 @@ def train(
         steps: by step, by replica, the microbatches.
         make_optimizer: builds the optimizer for a model.
         criterion: from outputs and microbatch to a loss.
+        dtype: in which the first step, and all up to a change, are computed.
         max_norm: clip to this norm; 0 does not.
-        loss_scale: multiplied onto every loss, and taken out of the gradients again.
+        loss_scale: in fp16 multiplied onto every loss at first, and taken out of the gradients again.
         overflow_step: the step in which the last replica's gradients are not finite.
+        changes: steps before which another dtype begins, with a loss scale of its own.
     """
     masters = copy.deepcopy(model)
-    worker = masters if dtype is torch.float32 else _cast(copy.deepcopy(model), dtype)
     optimizer = make_optimizer(masters)
     records: list[StepRecord] = []
-    skipped, scale = 0, loss_scale
+    begins = {0: dtype, **(changes or {})}
+    skipped = 0
     for index, replicas in enumerate(steps):
+        if index in begins:
+            dtype = begins[index]
+            worker = _worker(masters, dtype)
+            scale = loss_scale if dtype is torch.float16 else 1.0
         loss, gradients = _gradients(
             worker, replicas, criterion=criterion, scale=scale, overflows=index == overflow_step
         )
@@ -84,7 +91,8 @@ def train(
                 skipped=skipped,
             )
         )
-        scale = loss_scale / 2**skipped if dtype is torch.float16 else loss_scale
+        if dtype is torch.float16 and not isfinite(norm):
+            scale /= 2
     return records
 
 
@@ -138,8 +146,11 @@ def _publish(masters: nn.Module, worker: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
-def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Parameters in another dtype; buffers (rotary frequencies) stay what they are."""
-    for parameter in model.parameters():
+def _worker(masters: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """What computes: the masters, or a copy with parameters of another dtype; buffers (rotary frequencies) stay."""
+    if dtype is torch.float32:
+        return masters
+    worker = copy.deepcopy(masters)
+    for parameter in worker.parameters():
         parameter.data = parameter.data.to(dtype)
-    return model
+    return worker

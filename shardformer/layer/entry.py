@@ -142,5 +142,5 @@ def _early(layers: Sequence[ProductLayer], x: Tensor) -> ProductLayer | None:
 
 def _kept(part: Tensor, sequence: RegionSequence) -> tuple[Tensor, Regather]:
     """What is kept of a region's input for backward, and how that is had again."""
-    by_sample = part if part.ndim > 2 else part.unflatten(0, (-1, sequence.part_length))
+    by_sample = part if part.ndim > 2 else part.unflatten(0, (-1, sequence.axis.part_length))
     return by_sample.detach(), Regather(sequence, sequence.axis.length)

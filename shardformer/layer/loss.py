@@ -140,7 +140,7 @@ def _causal_lm_loss(
             logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
         )
     if shift_labels is None:
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        shift_labels = shifted(labels, ignore_index)
     total = vocab_parallel_cross_entropy(
         logits.flatten(0, -2),
         shift_labels.flatten().to(logits.device),
@@ -182,13 +182,23 @@ def route_loss(model: nn.Module, head: VocabParallelLMHead1D, *, parallel_output
         finish: Callable[[Tensor], Any] = (
             partial(VocabParallelLogits, head=head) if keep_split else head.gathered
         )
-        if isinstance(outputs, tuple):  # return_dict=False: the loss, then the logits
-            return (outputs[0], finish(outputs[1]), *outputs[2:])
-        outputs.logits = finish(outputs.logits)
-        return outputs
+        return with_logits(outputs, finish)
 
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after, with_kwargs=True, always_call=True)
+
+
+def with_logits(outputs: Any, finish: Callable[[Any], Any]) -> Any:
+    """Outputs of a call with labels, after `finish` has changed their logits."""
+    if isinstance(outputs, tuple):  # return_dict=False: the loss, then the logits
+        return (outputs[0], finish(outputs[1]), *outputs[2:])
+    outputs.logits = finish(outputs.logits)
+    return outputs
+
+
+def shifted(labels: Tensor, ignore_index: int) -> Tensor:
+    """At each position (along the last dimension) the label of the next, which the last one has not."""
+    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
 def has_causal_loss(model: nn.Module) -> bool:

@@ -153,7 +153,7 @@ def attend_by_heads(
 def _check(module: nn.Module, query: Tensor, key: Tensor, axis: SequenceAxis) -> None:
     if axis.order.is_zigzag:
         raise AssertionError("all-to-all puts parts side by side: each must be one stretch of the sequence")
-    own = axis.order.padded(axis.length) // axis.order.size
+    own = axis.part_length
     if query.shape[2] != own or key.shape[2] != own:
         raise ValueError(
             f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} positions, where this rank holds "

@@ -5,9 +5,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from .boundary import put_together, take_apart
 from .regions import RegionSequence
 
 
@@ -29,47 +28,22 @@ class WholeSequence:
             process_group: the tensor axis.
             sequence: says how it is spread.
         """
-        inputs = list(inspect.signature(module.forward).parameters)
+        inputs, axis = list(inspect.signature(module.forward).parameters), sequence.axis
+
+        def whole_of(part: Tensor) -> Tensor:
+            return put_together(part, axis, sequence.length_of(part), is_data=False)
 
         def gather(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             if args:
-                return (_Gather.apply(args[0], sequence), *args[1:]), kwargs
+                return (whole_of(args[0]), *args[1:]), kwargs
             name = next(name for name in inputs if isinstance(kwargs.get(name), Tensor))
-            return args, {**kwargs, name: _Gather.apply(kwargs[name], sequence)}
+            return args, {**kwargs, name: whole_of(kwargs[name])}
 
         def scatter(module: nn.Module, args: tuple, output: Any) -> Any:
             if isinstance(output, tuple):
-                return (_Scatter.apply(output[0], sequence), *output[1:])
-            return _Scatter.apply(output, sequence)
+                return (take_apart(output[0], axis, is_data=False), *output[1:])
+            return take_apart(output, axis, is_data=False)
 
         module.register_forward_pre_hook(gather, with_kwargs=True)
         module.register_forward_hook(scatter)
         return module
-
-
-class _Gather(Function):
-    """Parts in, whole out; backward this rank's part of the gradient, which is whole and equal on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, sequence: RegionSequence) -> Tensor:
-        ctx.axis = sequence.axis
-        return sequence.begin_whole(part, sequence.length_of(part))()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.axis.own(gradient, 1), None
-
-
-class _Scatter(Function):
-    """The adjoint of `_Gather`."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, sequence: RegionSequence) -> Tensor:
-        ctx.sequence, ctx.length = sequence, whole.shape[1]
-        return sequence.axis.own(whole, 1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.sequence.begin_whole(gradient, ctx.length)(), None

@@ -5,7 +5,7 @@ How it is computed is all_to_all.py and ring.py; for which models it can be, att
 
 # B batch, S sequence with padding, N query heads, M key-value heads, D width of a head, P ranks
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from ...cluster.collectives import all_gather
 from ..attention import FLASH_ATTENTION_2, SDPA
 from ..attention_arguments import BESIDES
 from .all_to_all import attend_by_heads
@@ -53,7 +52,7 @@ def set_sequence_attention(model: nn.Module, mode: str) -> None:
         mode: a key of KNOWN.
     """
     _register()
-    for part in _split_parts(model):
+    for part in models_around(model, lambda module: axis_of(module) is not None):
         name = _attention_name(mode, part.config._attn_implementation)
         part.set_attn_implementation({"": name})
         if part.config._attn_implementation != name:
@@ -145,6 +144,19 @@ def ring_attention_of(
     return out, None
 
 
+def models_around(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> list[PreTrainedModel]:
+    """The innermost models that the wanted modules are in, one for each config, which names the attention."""
+    found: dict[int, PreTrainedModel] = {}
+    inside: list[tuple[nn.Module, PreTrainedModel | None]] = [(model, None)]
+    while inside:
+        module, part = inside.pop()
+        part = module if isinstance(module, PreTrainedModel) else part
+        if part is not None and is_wanted(module):
+            found.setdefault(id(part.config), part)
+        inside.extend((child, part) for child in module.children())
+    return list(found.values())
+
+
 def _attention_name(mode: str, kernel: str) -> str:
     """What attention of a mode is called, for models that computed it with a kernel."""
     return f"echelon_{mode}_{kernel}" if mode == ALL_TO_ALL else f"echelon_{mode}"
@@ -167,19 +179,6 @@ def _blocks(*, cache_position: Tensor | None = None, **given: Any) -> BlockMask:
             q_length=len(cache_position), q_offset=int(cache_position[0]), device=cache_position.device
         )
     return block_mask(**given)
-
-
-def _split_parts(model: nn.Module) -> Iterator[PreTrainedModel]:
-    """The models with a config of their own, which names the attention, that layers with an axis are in."""
-    seen: set[int] = set()
-    inside: list[tuple[nn.Module, PreTrainedModel | None]] = [(model, None)]
-    while inside:
-        module, part = inside.pop()
-        part = module if isinstance(module, PreTrainedModel) else part
-        if axis_of(module) is not None and part is not None and id(part.config) not in seen:
-            seen.add(id(part.config))
-            yield part
-        inside.extend((child, part) for child in module.children())
 
 
 def _check_known(module: nn.Module, given: dict[str, Any], mode: str) -> None:
@@ -211,5 +210,4 @@ def _whole_positions(positions: Tensor, axis: SequenceAxis) -> Tensor:
     """Position ids of the whole sequence from this rank's; a collective of the axis."""
     if positions.shape[-1] == axis.length:
         return positions
-    gathered = all_gather(positions, axis.group, positions.ndim - 1)
-    return axis.order.whole(gathered.chunk(axis.order.size, -1), -1, axis.length)
+    return axis.gathered(positions, -1, axis.length)

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
-from .attention import ALL_TO_ALL, KNOWN, RING
+from .attention import ALL_TO_ALL, KNOWN, RING, models_around
 from .native import EAGER, KERNELS
 
 _INSTEAD = "use sequence_parallelism_mode='split_gather' or 'ring'"
@@ -42,7 +42,8 @@ def sequence_attention_faults(
     """
     if layers is None:
         layers = _attending(model)
-    parts = _parts(model, layers)
+    wanted = {id(layer) for layer in layers}
+    parts = models_around(model, lambda module: id(module) in wanted)
     if not parts:
         return [
             f"{option}: no layers of {type(model).__name__} call attention through transformers' AttentionInterface, "
@@ -64,19 +65,6 @@ def _attending(model: nn.Module) -> list[nn.Module]:
             elif any(_is_attention(each) for each in child.modules()):
                 found.extend(child)
     return found
-
-
-def _parts(model: nn.Module, layers: Sequence[nn.Module]) -> list[PreTrainedModel]:
-    """The innermost models that layers are in, one for each config."""
-    wanted, found = {id(layer) for layer in layers}, dict[int, PreTrainedModel]()
-    inside: list[tuple[nn.Module, PreTrainedModel | None]] = [(model, None)]
-    while inside:
-        module, part = inside.pop()
-        part = module if isinstance(module, PreTrainedModel) else part
-        if id(module) in wanted and part is not None:
-            found.setdefault(id(part.config), part)
-        inside.extend((child, part) for child in module.children())
-    return list(found.values())
 
 
 def _part_reasons(part: PreTrainedModel, mode: str) -> Iterator[str]:

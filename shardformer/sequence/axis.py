@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...cluster.begun import begin_gather
 from .order import SequenceOrder
 from .rings import DoubleRing
 
@@ -39,9 +40,19 @@ class SequenceAxis:
         """This rank's place in the group."""
         return self.group.rank()
 
+    @property
+    def part_length(self) -> int:
+        """The length of a rank's part of the sequence that is being computed, with padding."""
+        return self.order.padded(self.length) // self.order.size
+
     def own(self, x: Tensor, dim: int, *, padding: int = 0) -> Tensor:
         """This rank's part of a whole sequence."""
         return self.order.own(x, dim, self.rank, padding=padding)
+
+    def gathered(self, part: Tensor, dim: int, length: int) -> Tensor:
+        """The whole sequence of this length, contiguous, from the parts of all ranks. One all-gather; no gradient."""
+        parts = begin_gather(part, self.group)()
+        return self.order.whole(parts.unbind(0), dim, length).contiguous()
 
     @contextmanager
     def computing(self, length: int) -> Iterator[None]:

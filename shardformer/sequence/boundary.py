@@ -19,7 +19,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
-from ...cluster.renamed import all_gather_single
 from .axis import SequenceAxis
 from .part_random import CommonRandom, PartRandom, draws, samplewise
 
@@ -44,9 +43,7 @@ class Boundary:
     def enter(self, first: nn.Module, *, is_held: bool) -> None:
         """Take sequences apart in front of the first layer, or in front of what stands for it on a later stage."""
 
-        def take_apart(
-            module: nn.Module, args: tuple, kwargs: dict[str, Any]
-        ) -> tuple[tuple, dict[str, Any]]:
+        def begin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             hidden, put = _hidden(args, kwargs)
             if hidden.ndim != _DIM + 2:
                 raise ValueError(
@@ -55,9 +52,11 @@ class Boundary:
                     "enable_sequence_parallelism out for this model"
                 )
             self.axis.length = hidden.shape[_DIM]
-            return put(_Scatter.apply(hidden, self.axis, self._is_data)) if is_held else (args, kwargs)
+            if not is_held:
+                return args, kwargs
+            return put(take_apart(hidden, self.axis, is_data=self._is_data))
 
-        first.register_forward_pre_hook(take_apart, with_kwargs=True)
+        first.register_forward_pre_hook(begin, with_kwargs=True)
 
     def leave(self, last: nn.Module) -> None:
         """Put them together behind the last layer, unless they are to stay spread up to the loss."""
@@ -132,7 +131,7 @@ class _Scatter(Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         if not ctx.is_data:
-            return _gathered(gradient, ctx.axis, ctx.length), None, None
+            return ctx.axis.gathered(gradient, _DIM, ctx.length), None, None
         nothing = torch.zeros_like(gradient)
         parts = [gradient if rank == ctx.axis.rank else nothing for rank in range(ctx.axis.order.size)]
         return ctx.axis.order.whole(parts, _DIM, ctx.length), None, None
@@ -144,13 +143,27 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: SequenceAxis, length: int, is_data: bool) -> Tensor:
         ctx.axis, ctx.is_data = axis, is_data
-        return _gathered(x, axis, length)
+        return axis.gathered(x, _DIM, length)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         own = ctx.axis.own(gradient, _DIM)
         return own * ctx.axis.order.size if ctx.is_data else own, None, None, None
+
+
+def take_apart(whole: Tensor, axis: SequenceAxis, *, is_data: bool) -> Tensor:
+    """This rank's part of the sequence that is being computed, (B, S, …), padded with its last position.
+
+    Nothing in forward; backward an all-gather, where `is_data` nothing: see [Note: gradients over the sequence axis].
+
+    Args:
+        whole: equal on all ranks.
+        axis: of the ranks.
+        is_data: whether it is the sequence axis.
+    """
+    part: Tensor = _Scatter.apply(whole, axis, is_data)
+    return part
 
 
 def put_together(part: Tensor, axis: SequenceAxis, length: int, *, is_data: bool) -> Tensor:
@@ -164,9 +177,3 @@ def put_together(part: Tensor, axis: SequenceAxis, length: int, *, is_data: bool
     """
     whole: Tensor = _Gather.apply(part, axis, length, is_data)
     return whole
-
-
-def _gathered(part: Tensor, axis: SequenceAxis, length: int) -> Tensor:
-    parts = part.new_empty((axis.order.size, *part.shape))
-    all_gather_single(parts.view(-1), part.contiguous().view(-1), group=axis.group)
-    return axis.order.whole(parts.unbind(0), _DIM, length)

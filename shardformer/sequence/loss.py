@@ -11,14 +11,13 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ...pipeline.plan import StagePlan, is_within
 from ..forward_code import scales_alone
-from ..layer.loss import VocabParallelLogits, has_causal_loss
+from ..layer.loss import VocabParallelLogits, has_causal_loss, shifted, with_logits
 from .axis import SequenceAxis
 from .boundary import put_together
 from .layer_parts import is_by_position, is_by_position_behind_loops
@@ -95,10 +94,7 @@ def keep_spread(model: nn.Module, axis: SequenceAxis) -> None:
         was_spread, axis.ends_whole = not axis.ends_whole, True
         if not was_spread or outputs is None:  # None: the forward raised
             return outputs
-        if isinstance(outputs, tuple):  # return_dict=False: the loss, then the logits
-            return (outputs[0], SequenceParallelLogits(outputs[1], axis, axis.length), *outputs[2:])
-        outputs.logits = SequenceParallelLogits(outputs.logits, axis, axis.length)
-        return outputs
+        return with_logits(outputs, lambda part: SequenceParallelLogits(part, axis, axis.length))
 
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after, with_kwargs=True, always_call=True)
@@ -122,7 +118,7 @@ def _causal_loss(
         counts = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
         return inner(logits=logits, labels=labels, **counts, **settings)
     if shift_labels is None:
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        shift_labels = shifted(labels, ignore_index)
     if num_items_in_batch is None:
         num_items_in_batch = (shift_labels != ignore_index).sum()
     own = axis.own(shift_labels, 1, padding=ignore_index)

@@ -40,11 +40,6 @@ class RegionSequence:
         if self.axis.order.is_zigzag:
             raise AssertionError("regions gather sequences whose parts are of one stretch")
 
-    @property
-    def part_length(self) -> int:
-        """The length s of a rank's part of the sequence that is being computed, with padding."""
-        return self.axis.order.padded(self.axis.length) // self.axis.order.size
-
     def begin_whole(self, part_BsH: Tensor, length: int) -> Callable[[], Tensor]:
         """Begin to gather a sequence of this length; what is returned gives (B, S, H). One all-gather."""
         rows = begin_gather(part_BsH, self.axis.group)
@@ -66,10 +61,10 @@ class RegionSequence:
         Raises:
             ValueError: it is none of the sequence that is being computed.
         """
-        if part_BsH.ndim != 3 or part_BsH.shape[1] != self.part_length:
+        if part_BsH.ndim != 3 or part_BsH.shape[1] != self.axis.part_length:
             raise ValueError(
                 f"a layer's region is given {tuple(part_BsH.shape)}, where a rank's part of a sequence of "
-                f"{self.axis.length} is (batch, {self.part_length}, width): train this model without "
+                f"{self.axis.length} is (batch, {self.axis.part_length}, width): train this model without "
                 "enable_sequence_parallelism"
             )
         return self.axis.length
@@ -95,7 +90,7 @@ def enter_beside(
         (B, S, H), equal on all ranks; its gradient is a part of a sum on each.
     """
     if part_BsH.ndim == 2:  # the tokens of all samples in one row
-        by_sample = part_BsH.unflatten(0, (-1, sequence.part_length))
+        by_sample = part_BsH.unflatten(0, (-1, sequence.axis.part_length))
         return enter_beside(by_sample, sequence, gather, beside).flatten(0, 1)
     length = sequence.length_of(part_BsH)
     under_way: list[Callable[[], Tensor]] = []

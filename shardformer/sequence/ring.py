@@ -178,7 +178,7 @@ def _mask(mask: Mask | Tensor | None, length: int, *, is_causal: bool) -> Mask:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, axis: SequenceAxis) -> None:
-    own = axis.order.padded(axis.length) // axis.order.size
+    own = axis.part_length
     if not q.shape[2] == k.shape[2] == v.shape[2] == own:
         raise AssertionError(
             f"parts of {q.shape[2]} queries, {k.shape[2]} keys and {v.shape[2]} values: of a sequence of {axis.length} "

@@ -8,6 +8,7 @@ from torch import nn
 
 from ...pipeline.cut import held_stages, takes
 from ...pipeline.plan import Stack, StagePlan
+from ...pipeline.setting_faults import COLLECTING, settings_of
 from ...pipeline.stand_in import StandIn
 from .all_to_all import heads_faults
 from .attention import ALL_TO_ALL, set_sequence_attention
@@ -82,9 +83,11 @@ def spread_faults(
         )
     config = getattr(model, "config", None)
     found += [
-        f"{option}: {name}=True in the model's config returns what layers compute, which are parts: set it to False"
-        for name in _COLLECTING
-        if getattr(config, name, False)
+        f"{option}: {name}=True in {source} collects what layers compute, which are parts: set it to False, or leave "
+        "enable_sequence_parallelism out"
+        for source, settings in settings_of(model).items()
+        for name in COLLECTING
+        if settings.get(name)
     ]
     if found or not settings.is_on_sequence_axis:
         return found
@@ -93,10 +96,6 @@ def spread_faults(
     found = sequence_attention_faults(model, settings.mode, option, layers)
     heads = -(-getattr(config, "num_attention_heads", 0) // tp_size)
     return found + (heads_faults(heads, sp_size, option) if settings.mode == ALL_TO_ALL else [])
-
-
-# Settings by which a model returns what its layers hand on or compute within.
-_COLLECTING = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 def _in_first_place(model: nn.Module, stack: Stack) -> list[nn.Module]:
@@ -123,7 +122,7 @@ def _is_causal(layer: nn.Module) -> bool:
 
 
 def _refuse_collecting(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    for name in _COLLECTING:
+    for name in COLLECTING:
         asked = kwargs.get(name)
         if getattr(getattr(model, "config", None), name, False) if asked is None else asked:
             raise ValueError(

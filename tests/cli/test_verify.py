@@ -81,6 +81,17 @@ def test_bad_arguments_are_refused_all_at_once_with_status_2(
         assert part in output
 
 
+def test_what_speaks_against_sharing_weights_is_told_beside_what_speaks_against_a_split() -> None:
+    dropping = ModelChoice(model_type="codegen", settings=(("layerdrop", 0.1),))
+    sharing, split = command.split_faults(dropping, num_stages=2, wp=2)
+    assert sharing.startswith("layerdrop=0.1 in the model's config")
+    assert split.startswith("no table says how to split a CodeGenForCausalLM")
+    unknown = ModelChoice(model_type="ctrl")
+    (sharing,) = command.split_faults(unknown, wp=2)
+    assert "nothing says which those of CTRLLMHeadModel are" in sharing and "wp_size=1" in sharing
+    assert len(command.split_faults(unknown, num_stages=2, wp=2)) == 2
+
+
 def test_every_default_head_can_be_built() -> None:
     for model_type in ("bert", "gpt2", "llama", "mistral", "qwen2", "qwen3"):
         assert command.argument_faults(ModelChoice(model_type=model_type), Layout(tp=2, pp=2), 1) == []

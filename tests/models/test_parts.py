@@ -15,6 +15,8 @@ from echelon.pipeline.plan import StagePlan
 from echelon.shardformer import Table, table_for
 from echelon.shardformer.layer import Linear1D_Col, PartialGradient, Region
 from echelon.shardformer.layer.held_count import HeldCount
+from echelon.shardformer.sequence.config import SequenceParallelism
+from echelon.shardformer.shard_former import policy_for
 from echelon.shardformer.table_policy import TablePolicy
 from echelon.verify.batch import make_batch
 from echelon.verify.layout import Layout
@@ -222,6 +224,30 @@ def faults(choice: ModelChoice, **asked: int) -> list[str]:
 )
 def test_what_cannot_be_done_is_refused(choice: ModelChoice, asked: dict[str, int], told: str) -> None:
     assert any(told in fault for fault in faults(choice, **asked))
+
+
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [
+        (
+            set_to(replace(WHISPER, head="audio_classification"), use_weighted_layer_sum=True),
+            "use_weighted_layer_sum=True in the model's config collects what layers compute",
+        ),
+        (
+            set_to(BLIP2, vision_config={"output_hidden_states": True}),
+            "output_hidden_states=True in the model's config, vision_config collects what layers compute",
+        ),
+    ],
+    ids=["whisper", "blip-2"],
+)
+@pytest.mark.parametrize("mode", ["split_gather", "ring"])
+def test_what_collects_over_all_layers_is_refused_where_they_compute_parts(
+    choice: ModelChoice, told: str, mode: str
+) -> None:
+    policy = policy_for(choice.build_on_meta())
+    policy.set_model(choice.build_on_meta())
+    (fault,) = policy.sequence_faults(SequenceParallelism(mode=mode), tp_size=2, sp_size=1)
+    assert fault.startswith(f"sequence_parallelism_mode={mode!r}: {told}")
 
 
 def test_a_class_without_a_part_that_a_pipeline_cuts_is_refused() -> None:

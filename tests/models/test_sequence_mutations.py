@@ -28,8 +28,8 @@ def sums_of_norms_are_forgotten() -> AbstractContextManager:
 def a_part_counts_once() -> AbstractContextManager:
     """[Note: gradients over the sequence axis], behind the last layer."""
 
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.axis.own(gradient, 1), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.axis.own(gradient, 1), None, None, None
 
     return patch.object(boundary._Gather, "backward", staticmethod(backward))
 

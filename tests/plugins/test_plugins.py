@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 from echelon.cluster.dataloader import shared_loader
@@ -35,6 +36,20 @@ def test_a_plain_loop_gives_the_same_losses(pool: Pool, plugin: str) -> None:
     expected = pool.run(1, training.train, "hybrid", {"num_microbatches": 1}, BERT)[0]
     tolerance = 5e-3 if plugin == "ddp_fp16" else 1e-5
     assert pool.run(2, training.train_by_calls, plugin)[0] == pytest.approx(expected, abs=tolerance)
+
+
+def test_calls_in_training_keep_no_keys_and_values_unless_they_ask(pool: Pool) -> None:
+    assert pool.run(1, kept_caches) == [{"training": False, "asked": True, "answering": True}]
+
+
+def kept_caches() -> dict[str, bool]:
+    model, _ = training.boosted(training.hybrid(), LLAMA)
+    ids = torch.arange(6).view(2, 3)
+    return {
+        "training": model.train()(input_ids=ids).past_key_values is not None,
+        "asked": model(input_ids=ids, use_cache=True).past_key_values is not None,
+        "answering": model.eval()(input_ids=ids).past_key_values is not None,
+    }
 
 
 def test_evaluation_with_other_batch_sizes_between_training_steps(pool: Pool) -> None:

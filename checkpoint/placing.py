@@ -1,0 +1,133 @@
+"""Files that a save replaces all at once, in a folder where others stay. What is written is the caller's.
+
+[Note: placing] The files are written in a folder of their own below, and brought to the disk. Once all are there that
+folder is renamed to `.complete`: from then on the new save is the one that holds. Then its files get their places one
+by one. A reader must not find old and new ones together meanwhile: the entry, by which readers find the others, goes
+first, and the new one is placed last. What is interrupted there is gone on with by the next load or save.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from .consent import alike, on_first_rank
+from .step_folder import sync_folder
+from .tensor_file import write_small
+
+_WRITING, _COMPLETE, _ORDER = ".writing", ".complete", "placing.json"
+
+
+class Replaced(NamedTuple):
+    """The files of a folder that a kind of save replaces.
+
+    Args:
+        entries: names of files by which readers find the others; every save has one of them.
+        others: patterns of the names of the rest, as far as an earlier save may have had others of them.
+    """
+
+    entries: tuple[str, ...]
+    others: tuple[str, ...]
+
+
+def write_together(
+    path: Path, write: Callable[[Path], object], kind: Replaced, group: dist.ProcessGroup
+) -> None:
+    """Let all ranks write the files of a save, which replace those of an earlier one. Collective over the group.
+
+    Args:
+        path: the folder, which is made where there is none.
+        write: writes them into the folder that it is given; collective, and fails on all ranks alike.
+        kind: what is replaced.
+
+    Raises:
+        OSError: it could not be written; on every rank. What was there stands.
+    """
+    folder = path / _WRITING
+    try:
+        on_first_rank(lambda: _begin(path, folder), group)
+        alike(lambda: require_seen(folder), group)
+        write(folder)
+        on_first_rank(lambda: _commit(path, folder, kind), group)
+    except BaseException:
+        if group.rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    on_first_rank(lambda: finish_placing(path), group)
+
+
+def finish_placing(path: Path) -> None:
+    """Give the files of a complete save their places, where that was interrupted; nothing where it was not.
+
+    Raises:
+        OSError: it cannot be done.
+    """
+    complete = path / _COMPLETE
+    if not complete.is_dir():
+        return
+    if (complete / _ORDER).exists():  # else all was placed, and removing the folder was interrupted
+        order = json.loads((complete / _ORDER).read_text())
+        if (complete / order["place"][-1]).exists():
+            _remove(path, order["entries"])
+        for name in order["place"]:
+            if (complete / name).exists():
+                os.replace(complete / name, path / name)
+        _remove(path, order["remove"])
+    shutil.rmtree(complete)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a small file, which appears under its name, in place of an earlier one, once it is complete.
+
+    Raises:
+        OSError: it cannot be written; what was there stands.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_name(f".{path.name}.writing")
+    try:
+        write_small(written, content)
+        os.replace(written, path)
+    finally:
+        written.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def require_seen(folder: Path) -> None:
+    """Refuse a folder that only some ranks see.
+
+    Raises:
+        OSError: this one does not.
+    """
+    if not folder.is_dir():
+        raise OSError(
+            f"the first rank made {folder}, which is not seen here: save to a file system that all machines share"
+        )
+
+
+def _begin(path: Path, folder: Path) -> None:
+    finish_placing(path)
+    if folder.exists():  # what a save that was interrupted left
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def _commit(path: Path, folder: Path, kind: Replaced) -> None:
+    written = sorted(os.listdir(folder), key=lambda name: (name in kind.entries, name))
+    if written[-1] not in kind.entries:
+        raise AssertionError(f"{written} has none of {kind.entries}")
+    there = {found.name for pattern in (*kind.entries, *kind.others) for found in path.glob(pattern)}
+    order = {"place": written, "entries": kind.entries, "remove": sorted(there - set(written))}
+    write_small(folder / _ORDER, json.dumps(order).encode())
+    sync_folder(folder)
+    os.rename(folder, path / _COMPLETE)
+    sync_folder(path)
+
+
+def _remove(path: Path, names: list[str]) -> None:
+    for name in names:
+        (path / name).unlink(missing_ok=True)
+    sync_folder(path)

@@ -1,0 +1,207 @@
+"""Saves whose processes are killed at one call that writes, and what is then found. Which calls: write_points.py."""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from .forked import KILLED, run_ranks
+from .runs import Run, config_of
+from .write_points import write_points
+
+Kind = Literal["new", "replacing", "asynchronous", "model", "optimizer", "file"]
+TINY = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 16}
+SHARD = 0.01  # MiB, so that there are several files, and both ranks write some
+PLACES = {"model": "m", "optimizer": "o", "file": "m.safetensors"}
+COMMITTED = {
+    "new": "step-00000003",
+    "asynchronous": "step-00000003",
+    "replacing": "step-00000002",
+    "model": ".complete",
+    "optimizer": ".complete",
+    "file": "m.safetensors",
+}
+
+
+class Death(NamedTuple):
+    """Where processes are killed: at a call of one rank, by its number."""
+
+    rank: int
+    number: int
+
+
+def explore(folder: Path, kind: Kind, chosen: Literal["all", "quick"]) -> None:
+    """Kill a save at its calls that write, and look at what is left; `folder/found.json` says what was killed.
+
+    To be called in a process that may be forked.
+
+    Raises:
+        AssertionError: something else was left than what was complete last.
+    """
+    assert run_ranks(2, prepare, folder, kind) == [0, 0]
+    calls = [json.loads((folder / f"calls-{rank}.json").read_text()) for rank in range(2)]
+    committed = 1 + max(index for index, call in enumerate(calls[0]) if is_commit(call, kind))
+    for own in (calls[0][:committed], calls[1]):
+        require_on_disk(own)
+    deaths = [Death(rank, 1 + index) for rank in range(2) for index in range(len(calls[rank]))]
+    if chosen == "quick":
+        near = [Death(0, committed + by) for by in (-1, 0, 1)]
+        deaths = [Death(1, len(calls[1]) // 2), *(death for death in near if death in deaths)]
+    for death in deaths:
+        shutil.copytree(folder / "base", place_of(folder, death))
+        ends = run_ranks(2, doomed, place_of(folder, death), kind, death)
+        assert ends == [KILLED, KILLED], f"{kind}, {death}: {ends}"
+    survived = {death: death.rank == 0 and death.number > committed for death in deaths}
+    assert run_ranks(1, look, folder, kind, survived, seconds=280) == [0]
+    (folder / "found.json").write_text(json.dumps([calls[death.rank][death.number - 1] for death in deaths]))
+
+
+def prepare(folder: Path, kind: Kind) -> None:
+    """Make the older save, the tensors of both in whole, and list the calls of a save that is let be."""
+    run = small_run()
+    run.step(0)
+    base = folder / "base"
+    for step in (1, 2):
+        run.booster.save_checkpoint(base, step, **run.everything, size_per_shard=SHARD)
+    for part in ("model", "optimizer", "file"):
+        save(run, base, part)
+    keep(run, folder / "old.pt")
+    run.step(1)
+    keep(run, folder / "new.pt")
+    whole = folder / "whole"
+    if dist.get_rank() == 0:
+        shutil.copytree(base, whole)
+    dist.barrier()
+    with write_points(whole, lambda number, what: None) as calls:
+        save(run, whole, kind)
+    (folder / f"calls-{dist.get_rank()}.json").write_text(json.dumps(calls))
+
+
+def doomed(place: Path, kind: Kind, death: Death) -> None:
+    """The same save, whose processes are killed."""
+    run = small_run()
+    run.step(0)
+    run.step(1)
+
+    def point(number: int, what: str) -> None:
+        if death == (dist.get_rank(), number):
+            os.killpg(0, signal.SIGKILL)
+
+    with write_points(place, point):
+        save(run, place, kind)
+
+
+def look(folder: Path, kind: Kind, survived: Mapping[Death, bool]) -> None:
+    """Load what each death left, in one process; then save, which has to remove what was left."""
+    run = small_run(seed=7)
+    old, new = torch.load(folder / "old.pt"), torch.load(folder / "new.pt")
+    assert not torch.equal(old["model.norm.weight"], new["model.norm.weight"])
+    for death, is_new in survived.items():
+        place = place_of(folder, death)
+        expected = new if is_new else old
+        told = f"{kind}, {death}, {'new' if is_new else 'old'}"
+        found = loaded(run, place, kind, old, new, told)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items()), told
+        save(run, place, kind)
+        inside = place / PLACES[kind] if kind in ("model", "optimizer") else place
+        assert [name for name in os.listdir(inside) if name.startswith(".")] == [], told
+        again = loaded(run, place, kind, expected, expected, told)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in again.items()), told
+
+
+def save(run: Run, place: Path, kind: Kind) -> None:
+    """The save of a kind, to its end."""
+    path = place / PLACES.get(kind, "")
+    if kind == "model":
+        run.booster.save_model(run.model, path, shard=True, size_per_shard=SHARD)
+    elif kind == "file":
+        run.booster.save_model(run.model, path)
+    elif kind == "optimizer":
+        run.booster.save_optimizer(run.optimizer, path)
+    else:
+        step, last = (2, 1) if kind == "replacing" else (3, 2)
+        handle = run.booster.save_checkpoint(
+            place,
+            step,
+            **run.everything,
+            keep_last=last,
+            size_per_shard=SHARD,
+            use_async=kind == "asynchronous",
+        )
+        handle.wait()
+
+
+def loaded(
+    run: Run, place: Path, kind: Kind, old: Mapping[str, Tensor], new: Mapping[str, Tensor], told: str
+) -> dict[str, Tensor]:
+    """What loading finds, of the tensors that the kind saves."""
+    path = place / PLACES.get(kind, "")
+    if kind == "model":
+        _require_no_mixture(path, old, new, told)
+    if kind in ("model", "file"):
+        run.booster.load_model(run.model, path)
+        return {name: tensor for name, tensor in run.whole().items() if "/" not in name}
+    if kind == "optimizer":
+        run.booster.load_optimizer(run.optimizer, path)
+        return {name: tensor for name, tensor in run.whole().items() if name.startswith("exp")}
+    assert run.booster.load_checkpoint(place, **run.everything) is not None, told
+    return run.whole()
+
+
+def _require_no_mixture(path: Path, old: Mapping[str, Tensor], new: Mapping[str, Tensor], told: str) -> None:
+    """transformers itself finds one of the two or nothing."""
+    try:
+        model = LlamaForCausalLM.from_pretrained(path)
+    except OSError:
+        return
+    weights = dict(model.named_parameters())
+    assert any(
+        all(torch.equal(each, whole[name]) for name, each in weights.items()) for whole in (old, new)
+    ), told
+
+
+def small_run(seed: int = 0) -> Run:
+    """All ranks share out the optimizer's states."""
+    return Run(config_of(**TINY), seed=seed, zero_stage=1)
+
+
+def keep(run: Run, path: Path) -> None:
+    """Everything whole, in a file."""
+    whole = run.whole()
+    if dist.get_rank() == 0:
+        torch.save(whole, path)
+
+
+def place_of(folder: Path, death: Death) -> Path:
+    """Where the save that ends so is made."""
+    return folder / f"rank-{death.rank}-call-{death.number}"
+
+
+def is_commit(call: str, kind: Kind) -> bool:
+    """Whether the save holds from this call on."""
+    words = call.split()
+    return words[0] in ("rename", "replace") and Path(words[-1]).name == COMMITTED[kind]
+
+
+def require_on_disk(calls: list[str]) -> None:
+    """Whether every file that was written was brought to the disk after its last write; a crash of power needs it."""
+    last = {}
+    for call in calls:
+        what, path = call.split()[:2]
+        if what in ("open", "write", "fsync"):
+            last[path] = what
+    late = [path for path, what in last.items() if what != "fsync"]
+    assert late == [], f"written and not on the disk when the save holds: {late}"
+
+
+def deaths_told(folder: Path) -> list[Any]:
+    """The calls at which processes were killed."""
+    return json.loads((folder / "found.json").read_text())
