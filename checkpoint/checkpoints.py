@@ -7,18 +7,19 @@ from typing import Any, TypeVar
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..cluster.mesh import ParallelMesh
-from .consent import alike, failing_alike, on_first_rank
+from .consent import alike, exchanged, failing_alike, on_all_ranks, on_first_rank
 from .copies import Copies
 from .held_model import HeldModel
 from .loading import fit
 from .model_files import SAFETENSORS, TORCH, FileNames, ModelFiles, plan_model
 from .model_save import write_model_file, write_model_folder
 from .placing import finish_placing, replace_file, write_together
+from .plan import holdings_of
 from .pretrained import open_pretrained
 from .saving import Save, Saver
 from .step_load import Resume, Resumed, choose_step, load_step
 from .step_save import StepToSave, gather_step
-from .trained import STATES, SavedStates, Trained, fit_trained, states_to_save
+from .trained import STATES, SavedStates, Trained, fit_trained, kept_states, states_to_save
 from .values import read_values, saved_bytes
 
 MEBI = 2**20
@@ -56,6 +57,7 @@ class Checkpoints:
             names = SAFETENSORS if use_safetensors else TORCH
             files = plan_model(
                 model.tensors,
+                on_all_ranks(lambda: holdings_of(model.tensors), group),
                 model.names.needed,
                 names if shard else FileNames(path.name, "", ""),
                 max_bytes=size_per_shard * MEBI if shard else float("inf"),
@@ -83,7 +85,8 @@ class Checkpoints:
         with failing_alike("save_optimizer"):
             self._saver.settle()
             group = self._mesh.side_group()
-            states = states_to_save(trained, group)
+            held, every = exchanged(lambda: kept_states(trained), group)
+            states = states_to_save(trained, held, every)
             if use_async:
                 states = self._copied(states)
 
