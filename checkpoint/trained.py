@@ -93,6 +93,17 @@ class SavedStates:
         return {GROUPS: write_values(folder / GROUPS, self.described)}
 
 
+class Number(NamedTuple):
+    """A tensor without dimensions, as it travels: to pickle a tensor takes many times as long."""
+
+    value: bool | int | float | complex
+    dtype: torch.dtype
+
+    def tensor(self) -> Tensor:
+        """The same, on the CPU."""
+        return torch.tensor(self.value, dtype=self.dtype)
+
+
 class ToldStates(NamedTuple):
     """What a rank tells of an optimizer's state: numbers by parameter, and its parameters of each group."""
 
@@ -131,7 +142,7 @@ def states_to_save(
                 trained.inner.param_groups, _members([told.groups for told in every]), strict=True
             )
         ],
-        "scalars": {name: values for told in every for name, values in told.scalars.items()},
+        "scalars": {name: _tensors(values) for told in every for name, values in told.scalars.items()},
         "extra": dict(trained.extra),
     }
     return SavedStates(held=held, described=described)
@@ -270,6 +281,10 @@ def _is_piece(key: str, value: Any, piece: TrainedPiece) -> bool:
     return value.dim() > 0 or key != "step"
 
 
+def _tensors(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.tensor() if isinstance(value, Number) else value for key, value in values.items()}
+
+
 def _scalar(key: str, value: Any, name: str) -> Any:
     if isinstance(value, DTensor):
         value = value.to_local()
@@ -279,5 +294,5 @@ def _scalar(key: str, value: Any, name: str) -> Any:
                 f"{key} of {name} has shape {tuple(value.shape)}, which is not that of its parameter: such an "
                 "optimizer cannot be saved for other layouts"
             )
-        return value.detach().cpu().clone()
+        return Number(value.item(), value.dtype)
     return value
