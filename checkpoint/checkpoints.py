@@ -1,20 +1,22 @@
 """What a plugin saves and loads: models, optimizers, and all of a run. How is told by the other files."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..cluster.mesh import ParallelMesh
+from . import lora
 from .consent import alike, exchanged, failing_alike, on_all_ranks, on_first_rank
 from .copies import Copies
+from .held import HeldTensor
 from .held_model import HeldModel
 from .loading import fit
-from .model_files import SAFETENSORS, TORCH, FileNames, ModelFiles, plan_model
+from .model_files import SAFETENSORS, TORCH, FileNames, ModelFiles, describing, plan_model
 from .model_save import write_model_file, write_model_folder
 from .placing import finish_placing, replace_file, write_together
-from .plan import holdings_of
+from .plan import Holding, holdings_of
 from .pretrained import open_pretrained
 from .saving import Save, Saver
 from .step_load import Resume, Resumed, choose_step, load_step
@@ -57,11 +59,11 @@ class Checkpoints:
             names = SAFETENSORS if use_safetensors else TORCH
             files = plan_model(
                 model.tensors,
-                on_all_ranks(lambda: holdings_of(model.tensors), group),
+                self._every_holding(model.tensors),
                 model.names.needed,
                 names if shard else FileNames(path.name, "", ""),
                 max_bytes=size_per_shard * MEBI if shard else float("inf"),
-                model=model.module if shard else None,
+                describe=describing(model.module) if shard else None,
                 is_torch=not use_safetensors,
                 group=group,
             )
@@ -69,6 +71,30 @@ class Checkpoints:
                 files = self._copied(files)
             write = write_model_folder if shard else write_model_file
             return self._run(lambda: write(files, path, group), path, use_async=use_async)
+
+    def save_adapters(self, model: HeldModel, path: Path, *, use_safetensors: bool) -> None:
+        """See `Booster.save_lora_as_pretrained`."""
+        if not model.adapters:
+            raise ValueError(
+                "save_lora_as_pretrained takes a boosted model with adapters: give booster.boost what "
+                "booster.enable_lora returned"
+            )
+        with failing_alike("save_lora_as_pretrained"):
+            self._saver.settle()
+            group = self._mesh.side_group()
+            for adapter in model.adapters:
+                held = adapter.held(model.tensors)
+                files = plan_model(
+                    held,
+                    self._every_holding(held),
+                    list(adapter.names),
+                    lora.SAFETENSORS if use_safetensors else lora.TORCH,
+                    max_bytes=float("inf"),
+                    describe=adapter.describe,
+                    is_torch=not use_safetensors,
+                    group=group,
+                )
+                write_together(path / adapter.folder, files.write, lora.REPLACED, group)
 
     def load_model(self, model: HeldModel, path: Path, *, strict: bool) -> None:
         """See `Booster.load_model`."""
@@ -181,6 +207,10 @@ class Checkpoints:
                 strict=strict,
                 mesh=self._mesh,
             )
+
+    def _every_holding(self, held: Mapping[str, HeldTensor]) -> list[dict[str, Holding]]:
+        """What every rank can send. One all-gather of objects over the world."""
+        return on_all_ranks(lambda: holdings_of(held), self._mesh.side_group())
 
     def _copied(self, saved: Saved) -> Saved:
         """The same as it is now, for a save that goes on beside training; the one before has ended."""

@@ -13,7 +13,7 @@ from .consent import alike, exchanged, on_all_ranks, on_first_rank
 from .copies import Copies
 from .held import HeldTensor
 from .held_model import HeldModel
-from .model_files import SAFETENSORS, ModelFiles, Records, plan_model
+from .model_files import SAFETENSORS, ModelFiles, Records, describing, plan_model
 from .placing import require_seen
 from .plan import Holding, holdings_of
 from .random_states import file_name, random_state, sizes
@@ -130,7 +130,7 @@ def gather_step(
         model.names.needed,
         SAFETENSORS,
         max_bytes=min(every[0].share, size_per_shard * 2**20),
-        model=model.module,
+        describe=describing(model.module),
         group=group,
     )
     told_states = [told.states for told in every if told.states is not None]
