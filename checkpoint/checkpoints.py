@@ -1,6 +1,6 @@
 """What a plugin saves and loads: models, optimizers, and all of a run. How is told by the other files."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -8,18 +8,20 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..cluster.mesh import ParallelMesh
 from . import lora
-from .consent import alike, failing_alike, on_first_rank
+from .consent import alike, exchanged, failing_alike, on_all_ranks, on_first_rank
 from .copies import Copies
+from .held import HeldTensor
 from .held_model import HeldModel
 from .loading import fit
 from .model_files import SAFETENSORS, TORCH, FileNames, ModelFiles, describing, plan_model
 from .model_save import write_model_file, write_model_folder
 from .placing import finish_placing, replace_file, write_together
+from .plan import Holding, holdings_of
 from .pretrained import open_pretrained
 from .saving import Save, Saver
 from .step_load import Resume, Resumed, choose_step, load_step
 from .step_save import StepToSave, gather_step
-from .trained import STATES, SavedStates, Trained, fit_trained, states_to_save
+from .trained import STATES, SavedStates, Trained, fit_trained, kept_states, states_to_save
 from .values import read_values, saved_bytes
 
 MEBI = 2**20
@@ -57,6 +59,7 @@ class Checkpoints:
             names = SAFETENSORS if use_safetensors else TORCH
             files = plan_model(
                 model.tensors,
+                self._every_holding(model.tensors),
                 model.names.needed,
                 names if shard else FileNames(path.name, "", ""),
                 max_bytes=size_per_shard * MEBI if shard else float("inf"),
@@ -80,8 +83,10 @@ class Checkpoints:
             self._saver.settle()
             group = self._mesh.side_group()
             for adapter in model.adapters:
+                held = adapter.held(model.tensors)
                 files = plan_model(
-                    adapter.held(model.tensors),
+                    held,
+                    self._every_holding(held),
                     list(adapter.names),
                     lora.SAFETENSORS if use_safetensors else lora.TORCH,
                     max_bytes=float("inf"),
@@ -106,7 +111,8 @@ class Checkpoints:
         with failing_alike("save_optimizer"):
             self._saver.settle()
             group = self._mesh.side_group()
-            states = states_to_save(trained, group)
+            held, every = exchanged(lambda: kept_states(trained), group)
+            states = states_to_save(trained, held, every)
             if use_async:
                 states = self._copied(states)
 
@@ -201,6 +207,10 @@ class Checkpoints:
                 strict=strict,
                 mesh=self._mesh,
             )
+
+    def _every_holding(self, held: Mapping[str, HeldTensor]) -> list[dict[str, Holding]]:
+        """What every rank can send. One all-gather of objects over the world."""
+        return on_all_ranks(lambda: holdings_of(held), self._mesh.side_group())
 
     def _copied(self, saved: Saved) -> Saved:
         """The same as it is now, for a save that goes on beside training; the one before has ended."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ..cluster.faults import naming_failures
 
 Result = TypeVar("Result")
+Told = TypeVar("Told")
 
 
 class CheckpointError(RuntimeError):
@@ -52,6 +53,22 @@ def on_all_ranks(work: Callable[[], Result], group: dist.ProcessGroup) -> list[R
     if failures := {rank: each for rank, each in enumerate(every) if isinstance(each, _Failure)}:
         raise _together(failures) from cause
     return every
+
+
+def exchanged(work: Callable[[], tuple[Result, Told]], group: dist.ProcessGroup) -> tuple[Result, list[Told]]:
+    """Do it here; return the first half of what it gave here, and the second of what it gave on every rank.
+
+    Failures are as of `on_all_ranks`.
+    """
+    own: list[Result] = []
+
+    def tell() -> Told:
+        kept, told = work()
+        own.append(kept)
+        return told
+
+    every = on_all_ranks(tell, group)
+    return own[0], every
 
 
 def alike(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:

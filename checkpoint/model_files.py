@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .box import Box
-from .consent import alike, on_all_ranks
+from .consent import alike
 from .copies import Copies
 from .exchange import Assembled, assemble, needed_parts
 from .held import HeldTensor
-from .plan import FilePlan, Holding, entries_of, holdings_of, plan_files, split_into_files
+from .plan import FilePlan, Holding, entries_of, plan_files, split_into_files
 from .tensor_file import Entry, FileRecord, TensorFileWriter, write_small
 from .torch_file import TorchFileWriter
 
@@ -82,8 +82,12 @@ class ModelFiles:
         output = _Output(folder, records, TorchFileWriter if self.is_torch else TensorFileWriter)
         for each in assemble(self.parts, self.plans, self.group):
             output.take(each)
-        alike(output.end, self.group)
-        alike(lambda: self._describe(folder, records), self.group)
+
+        def end() -> None:
+            output.end()
+            self._describe(folder, records)
+
+        alike(end, self.group)
         return records
 
     def _describe(self, folder: Path, records: Records) -> None:
@@ -99,6 +103,7 @@ class ModelFiles:
 
 def plan_model(
     held: Mapping[str, HeldTensor],
+    holdings: Sequence[Mapping[str, Holding]],
     order: Sequence[str],
     names: FileNames,
     *,
@@ -107,10 +112,11 @@ def plan_model(
     is_torch: bool = False,
     group: dist.ProcessGroup,
 ) -> ModelFiles:
-    """Decide who writes what. One all-gather of objects over the group.
+    """Decide who writes what.
 
     Args:
         held: what this rank holds.
+        holdings: what every rank holds, see `holdings_of`.
         order: of all tensors; others come behind them.
         names: of the files.
         max_bytes: of a file; at least one, and below the bytes of all over the ranks for all of them to write.
@@ -118,7 +124,6 @@ def plan_model(
         is_torch: whether files are of torch's own format, and not safetensors.
         group: all ranks, over the CPU.
     """
-    holdings: list[dict[str, Holding]] = on_all_ranks(lambda: holdings_of(held), group)
     files = split_into_files(entries_of(holdings, order), max_bytes)
     plans = plan_files(dict(zip(names.of(len(files)), files, strict=True)), holdings)
     dtype = largest_format([written.entry for plan in plans for written in plan.tensors])

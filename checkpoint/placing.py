@@ -45,7 +45,8 @@ def write_together(
         kind: what is replaced.
 
     Raises:
-        OSError: it could not be written; on every rank. What was there stands.
+        OSError: it could not be written; on every rank. What was there stands, unless the files were only to get their
+            places: then the next load or save gives them these.
     """
     folder = path / _WRITING
     try:
@@ -124,7 +125,11 @@ def _commit(path: Path, folder: Path, kind: Replaced) -> None:
     write_small(folder / _ORDER, json.dumps(order).encode())
     sync_folder(folder)
     os.rename(folder, path / _COMPLETE)
-    sync_folder(path)
+    try:
+        sync_folder(path)
+    except OSError:
+        os.rename(path / _COMPLETE, folder)
+        raise
 
 
 def _remove(path: Path, names: list[str]) -> None:

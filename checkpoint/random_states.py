@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..cluster.mesh import AXES, ParallelMesh
-from .values import saved_bytes
+from .values import torch_bytes
 
 
 def random_state(mesh: ParallelMesh) -> bytes:
@@ -21,7 +21,7 @@ def random_state(mesh: ParallelMesh) -> bytes:
         "cpu": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(mesh.device) if mesh.device.type == "cuda" else None,
     }
-    return saved_bytes(state)
+    return torch_bytes(state)
 
 
 def restore_random_state(state: Mapping[str, Any], mesh: ParallelMesh) -> None:

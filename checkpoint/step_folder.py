@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -74,12 +75,19 @@ def commit_step(folder: Path, directory: Path, step: int, records: Mapping[str, 
         os.rename(final, replaced)
     try:
         os.rename(folder, final)
+        sync_folder(directory)
     except OSError:
-        recover(directory)
+        with suppress(OSError):  # what a disk refuses here too is put right by the next load or save
+            _take_back(folder, final)
+            recover(directory)
         raise
-    sync_folder(directory)
     shutil.rmtree(replaced, ignore_errors=True)  # the next save removes what is left of it
     return final
+
+
+def _take_back(folder: Path, final: Path) -> None:
+    if not folder.exists():
+        os.rename(final, folder)
 
 
 def recover(directory: Path) -> None:

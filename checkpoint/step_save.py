@@ -4,20 +4,22 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from ..cluster.mesh import ParallelMesh
-from .consent import alike, on_all_ranks, on_first_rank
+from .consent import alike, exchanged, on_all_ranks, on_first_rank
 from .copies import Copies
+from .held import HeldTensor
 from .held_model import HeldModel
 from .model_files import SAFETENSORS, ModelFiles, Records, describing, plan_model
 from .placing import require_seen
+from .plan import Holding, holdings_of
 from .random_states import file_name, random_state, sizes
 from .step_folder import begin_step, commit_step, keep_newest, unfinished_path
 from .tensor_file import write_small
-from .trained import SavedStates, Trained, states_to_save
+from .trained import SavedStates, ToldStates, Trained, kept_states, states_to_save
 from .values import saved_bytes
 
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
@@ -62,7 +64,7 @@ class StepToSave:
             on_first_rank(lambda: self._begin(directory), group)
             alike(lambda: require_seen(folder), group)
             own = self._written(folder)
-            records = on_all_ranks(lambda: own, group)
+            records = on_all_ranks(lambda: own | self._write_small(folder), group)
             together = {name: record for each in records for name, record in each.items()}
             on_first_rank(lambda: commit_step(folder, directory, self.step, together), group)
         except BaseException:
@@ -78,11 +80,11 @@ class StepToSave:
             (folder / name).mkdir()
 
     def _written(self, folder: Path) -> Records:
-        """This rank's files, by their place in the folder."""
+        """This rank's files of tensors and what describes them, by their place in the folder."""
         records = _below(MODEL, self.model.write(folder / MODEL))
         if self.states is not None:
             records |= _below(OPTIMIZER, self.states.write(folder / OPTIMIZER, self.group))
-        return records | alike(lambda: self._write_small(folder), self.group)
+        return records
 
     def _write_small(self, folder: Path) -> Records:
         name = f"{RANDOM}/{file_name(self.group.rank())}"
@@ -101,7 +103,7 @@ def gather_step(
     size_per_shard: float,
     mesh: ParallelMesh,
 ) -> StepToSave:
-    """What is to be written of a step, as it is now. Some all-gathers of objects over the world.
+    """What is to be written of a step, as it is now. One all-gather of objects over the world.
 
     Args:
         step: its number.
@@ -114,28 +116,54 @@ def gather_step(
         ValueError: there are values that cannot be saved; on every rank.
     """
     group = mesh.side_group()
-    everything = sum(
-        each.nbytes for each in model.tensors.values()
-    )  # of a stage: there the ranks are fewer, too
-    share = max(everything * mesh.size("pp") / mesh.world_size, _LEAST_BYTES)
+    values = {**training, "step": step, "layout": {"sizes": sizes(mesh)}}
+
+    def prepare() -> tuple[_Prepared, _Told]:
+        held, told = ({}, None) if trained is None else kept_states(trained)
+        prepared = _Prepared(held, training=saved_bytes(values), random=random_state(mesh))
+        return prepared, _Told(_share(model, mesh), holdings_of(model.tensors), told)
+
+    own, every = exchanged(prepare, group)
     files = plan_model(
         model.tensors,
+        [told.holdings for told in every],
         model.names.needed,
         SAFETENSORS,
-        max_bytes=on_first_rank(lambda: min(share, size_per_shard * 2**20), group),
+        max_bytes=min(every[0].share, size_per_shard * 2**20),
         describe=describing(model.module),
         group=group,
     )
-    values = {**training, "step": step, "layout": {"sizes": sizes(mesh)}}
-    prepared = alike(lambda: (saved_bytes(values), random_state(mesh)), group)
+    told_states = [told.states for told in every if told.states is not None]
     return StepToSave(
         step=step,
         model=files,
-        states=None if trained is None else states_to_save(trained, group),
-        training=prepared[0],
-        random=prepared[1],
+        states=None if trained is None else states_to_save(trained, own.states, told_states),
+        training=own.training,
+        random=own.random,
         group=group,
     )
+
+
+class _Prepared(NamedTuple):
+    """This rank's part of a step."""
+
+    states: Mapping[str, HeldTensor]
+    training: bytes
+    random: bytes
+
+
+class _Told(NamedTuple):
+    """What a rank tells the others of its part; the bytes that each is to write are those that the first one tells."""
+
+    share: float
+    holdings: Mapping[str, Holding]
+    states: ToldStates | None
+
+
+def _share(model: HeldModel, mesh: ParallelMesh) -> float:
+    """A rank's share of the weights, in bytes: of a stage's, where the ranks are fewer, too."""
+    everything = sum(each.nbytes for each in model.tensors.values())
+    return max(everything * mesh.size("pp") / mesh.world_size, _LEAST_BYTES)
 
 
 def _below(folder: str, records: Records) -> Records:

@@ -93,8 +93,26 @@ class SavedStates:
         return {GROUPS: write_values(folder / GROUPS, self.described)}
 
 
-def states_to_save(trained: Trained, group: dist.ProcessGroup) -> SavedStates:
-    """What an optimizer keeps now. One all-gather of objects over the group.
+class Number(NamedTuple):
+    """A tensor without dimensions, as it travels: to pickle a tensor takes many times as long."""
+
+    value: bool | int | float | complex
+    dtype: torch.dtype
+
+    def tensor(self) -> Tensor:
+        """The same, on the CPU."""
+        return torch.tensor(self.value, dtype=self.dtype)
+
+
+class ToldStates(NamedTuple):
+    """What a rank tells of an optimizer's state: numbers by parameter, and its parameters of each group."""
+
+    scalars: dict[str, dict[str, Any]]
+    groups: list[list[str]]
+
+
+def kept_states(trained: Trained) -> tuple[dict[str, HeldTensor], ToldStates]:
+    """What an optimizer keeps here now, tensors by their names in files.
 
     Raises:
         ValueError: some state is neither a number nor of the shape of its parameter; names it.
@@ -103,26 +121,28 @@ def states_to_save(trained: Trained, group: dist.ProcessGroup) -> SavedStates:
     if trained.has_masters:
         held = {f"{MASTER}/{name}": each for name, each in trained.masters.items()}
     scalars: dict[str, dict[str, Any]] = {}
+    for piece in trained.pieces:
+        for key, value in trained.inner.state.get(piece.key, {}).items():
+            if _is_piece(key, value, piece):
+                held[f"{key}/{piece.name}"] = piece.held(f"{key}/{piece.name}", value)
+            else:
+                scalars.setdefault(piece.name, {})[key] = _scalar(key, value, piece.name)
+    return held, ToldStates(scalars, [[piece.name for piece in pieces] for pieces in trained.groups])
 
-    def sort() -> tuple[dict[str, dict[str, Any]], list[list[str]]]:
-        for piece in trained.pieces:
-            for key, value in trained.inner.state.get(piece.key, {}).items():
-                if _is_piece(key, value, piece):
-                    held[f"{key}/{piece.name}"] = piece.held(f"{key}/{piece.name}", value)
-                else:
-                    scalars.setdefault(piece.name, {})[key] = _scalar(key, value, piece.name)
-        return scalars, [[piece.name for piece in pieces] for pieces in trained.groups]
 
-    every = on_all_ranks(sort, group)
+def states_to_save(
+    trained: Trained, held: Mapping[str, HeldTensor], every: Sequence[ToldStates]
+) -> SavedStates:
+    """An optimizer as it is written, from what is kept here and what all ranks tell, in their order."""
     described = {
         "optimizer": type(trained.inner).__name__,
         "groups": [
             {"options": _options(options), "parameters": names}
             for options, names in zip(
-                trained.inner.param_groups, _members([groups for _, groups in every]), strict=True
+                trained.inner.param_groups, _members([told.groups for told in every]), strict=True
             )
         ],
-        "scalars": {name: values for each, _ in every for name, values in each.items()},
+        "scalars": {name: _tensors(values) for told in every for name, values in told.scalars.items()},
         "extra": dict(trained.extra),
     }
     return SavedStates(held=held, described=described)
@@ -261,6 +281,10 @@ def _is_piece(key: str, value: Any, piece: TrainedPiece) -> bool:
     return value.dim() > 0 or key != "step"
 
 
+def _tensors(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.tensor() if isinstance(value, Number) else value for key, value in values.items()}
+
+
 def _scalar(key: str, value: Any, name: str) -> Any:
     if isinstance(value, DTensor):
         value = value.to_local()
@@ -270,5 +294,5 @@ def _scalar(key: str, value: Any, name: str) -> Any:
                 f"{key} of {name} has shape {tuple(value.shape)}, which is not that of its parameter: such an "
                 "optimizer cannot be saved for other layouts"
             )
-        return value.detach().cpu().clone()
+        return Number(value.item(), value.dtype)
     return value

@@ -15,15 +15,21 @@ def saved_bytes(values: Any) -> bytes:
     Raises:
         ValueError: they hold something else, which could only be read by running code of the file.
     """
-    buffer = io.BytesIO()
-    torch.save(values, buffer)
+    content = torch_bytes(values)
     try:
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        torch.load(io.BytesIO(content), weights_only=True)
     except Exception as error:  # torch raises several kinds, of pickle and its own
         raise ValueError(
             "a checkpoint holds plain values and tensors alone: numbers, texts, lists, tuples, dicts. "
             f"This could not be read back: {error}"
         ) from error
+    return content
+
+
+def torch_bytes(values: Any) -> bytes:
+    """Values that are known to be plain, in torch's own format."""
+    buffer = io.BytesIO()
+    torch.save(values, buffer)
     return buffer.getvalue()
 
 

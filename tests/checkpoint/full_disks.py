@@ -70,9 +70,10 @@ def rank_dies_while_saving(directory: Path, number: int) -> None:
             for step in range(3, 10**6):
                 run.step(step)
         except RankFailure as failure:
-            noticed = failure
+            assert "rank 1" in str(failure)
+        except RuntimeError as error:  # of the all-reduce that is the test's own
+            assert "Connection" in str(error)
         _wait(save)
-    assert "1" in str(noticed)
     assert save.failure is not None
 
 
