@@ -195,6 +195,17 @@ def test_a_config_of_another_model_is_told(tmp_path: Path) -> None:
     assert f"and (41, 16) by {folder / 'model' / 'config.json'}" in faults[0]
 
 
+def test_a_config_that_makes_no_model_is_noted(tmp_path: Path) -> None:
+    made = Handmade.of(small_config())
+    made.config.hidden_act = "nonesuch"
+    findings = examined(made.write(tmp_path))
+    assert findings.faults == () and len(findings.notes) == 1
+    assert (
+        "makes no LlamaForCausalLM without memory, so it is not compared: KeyError('nonesuch')"
+        in findings.notes[0]
+    )
+
+
 def test_a_weight_that_the_config_asks_for_and_nobody_wrote_is_told(tmp_path: Path) -> None:
     def fewer(made: Handmade) -> None:
         del made.model[NORM]
