@@ -16,6 +16,10 @@ class CheckpointError(RuntimeError):
     """Saving or loading failed, on every rank alike, by neither the files nor what was given alone."""
 
 
+# What is told as what it is; the first that fits.
+_KINDS = (FileNotFoundError, OSError, ValueError)
+
+
 @dataclass(frozen=True)
 class _Failure:
     kind: type[Exception]
@@ -24,7 +28,7 @@ class _Failure:
     @staticmethod
     def of(error: BaseException) -> "_Failure":
         """What is told of an error."""
-        for kind in (OSError, ValueError):
+        for kind in _KINDS:
             if isinstance(error, kind):
                 return _Failure(kind, str(error))
         return _Failure(CheckpointError, f"{type(error).__name__}: {error}")
@@ -34,8 +38,8 @@ def on_all_ranks(work: Callable[[], Result], group: dist.ProcessGroup) -> list[R
     """Do it here, and return what every rank of the group got. One all-gather of objects.
 
     Raises:
-        OSError, ValueError, CheckpointError: it failed somewhere; on every rank, with what happened on which. One of
-            the first two where that was all that happened.
+        FileNotFoundError, OSError, ValueError, CheckpointError: it failed somewhere; on every rank, with what happened
+            on which. The last one where that was no one of the others.
     """
     outcome: Result | _Failure
     cause: Exception | None = None
@@ -90,8 +94,9 @@ def _together(failures: Mapping[int, _Failure]) -> Exception:
     ranks: dict[str, list[int]] = {}
     for rank, failure in failures.items():
         ranks.setdefault(failure.told, []).append(rank)
-    kinds = {failure.kind for failure in failures.values()}
+    kinds = [failure.kind for failure in failures.values()]
+    common = next((kind for kind in _KINDS if all(issubclass(each, kind) for each in kinds)), CheckpointError)
     told = "; ".join(
         f"{told} (rank{'s' * (len(where) > 1)} {', '.join(map(str, where))})" for told, where in ranks.items()
     )
-    return (kinds.pop() if len(kinds) == 1 else CheckpointError)(told)
+    return common(told)

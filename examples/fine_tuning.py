@@ -20,9 +20,10 @@ from command_line import (
     refused_options,
 )
 from pretrained import pretrained_faults
+from saving import Saving, add_saving_options, export_model, saving_faults
 from torch import nn
-from training import Run, boost, endless, make_optimizer, start, train
-from transformers import get_linear_schedule_with_warmup
+from training import Run, boost, make_optimizer, start, train
+from transformers import PreTrainedTokenizerBase, get_linear_schedule_with_warmup
 
 from echelon import Booster, DistCoordinator
 
@@ -69,6 +70,7 @@ def add_options(
     add("--metrics", "--log_losses", type=Path, metavar="FILE.jsonl", help="one JSON object per step")
     add("--curve", type=Path, metavar="FILE.svg", help="a picture of the run: .png, .svg or .pdf")
     parser.set_defaults(target_name=target)
+    add_saving_options(parser)
     add_plugin_options(parser)
 
 
@@ -76,7 +78,7 @@ def main(fine_tune: FineTune, arguments: argparse.Namespace) -> int:
     """Start the processes' group, fine-tune, and end with a line of what was found last.
 
     Returns:
-        The exit status: 0, 1 where the target is missed, 2 where the first rank has told why nothing was run.
+        The exit status: 0, 1 where the target is missed; see `training.start` for others.
     """
 
     def run(arguments: argparse.Namespace) -> int:
@@ -104,7 +106,7 @@ def make_booster(arguments: argparse.Namespace, further_faults: Sequence[str] = 
     """
     booster, plugin_faults = booster_or_faults(arguments, dist.get_world_size())
     faults = range_faults(arguments, LOWEST, HIGHEST) + refused_options(arguments)
-    faults += metrics.file_faults(arguments.metrics, arguments.curve)
+    faults += metrics.file_faults(arguments.metrics, arguments.curve) + saving_faults(arguments)
     faults += [*pretrained_faults(arguments.model_name_or_path), *further_faults, *plugin_faults]
     if booster is not None:
         faults += batch_faults(arguments, booster, ["batch_size"])
@@ -150,7 +152,8 @@ def make_run(
         model=model,
         optimizer=boosted,
         scheduler=scheduler,
-        batches=endless(loader, per_epoch),
+        loader=loader,
+        per_epoch=per_epoch,
         num_steps=num_steps,
         max_norm=max_norm_of(arguments),
         criterion=criterion,
@@ -164,17 +167,28 @@ def train_and_judge(
     judge: Callable[[], Mapping[str, float]],
     *,
     shares: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> dict[str, float]:
     """Train with an evaluation every few epochs, and return the last one. Collective over the world.
 
     Args:
         judge: evaluates, on every rank alike.
         shares: which of its figures are shares of the samples, and drawn below the loss.
+        tokenizer: what is written with the model.
+
+    Raises:
+        Refused, Interrupted: see `train`.
     """
     judge_every = arguments.eval_every * (run.num_steps // arguments.epochs)
     records = train(
-        run, judge=judge, judge_every=judge_every, line_every=run.num_steps, log=arguments.metrics
+        run,
+        judge=judge,
+        judge_every=judge_every,
+        line_every=run.num_steps,
+        log=arguments.metrics,
+        saving=Saving.of(arguments),
     )
+    export_model(arguments.save_model, run.booster, run.model, tokenizer)
     if arguments.curve is not None and dist.get_rank() == 0:
         metrics.draw_curve(records, arguments.curve, shares=[f"{metrics.JUDGED}{name}" for name in shares])
     return {

@@ -67,10 +67,17 @@ def line_of(record: dict[str, Any], num_steps: int) -> str:
 
 
 class JsonLines:
-    """A file that gets one JSON object per line, each written out at once; None writes nothing."""
+    """A file that gets one JSON object per line, each written out at once; None writes nothing.
 
-    def __init__(self, path: Path | None) -> None:
+    Args:
+        path: what is there is replaced.
+        records: of which it gets a line first.
+    """
+
+    def __init__(self, path: Path | None, records: Sequence[dict[str, Any]] = ()) -> None:
         self._file: TextIO | None = None if path is None else path.open("w", encoding="utf-8")
+        for record in records:
+            self.write(record)
 
     def __enter__(self) -> "JsonLines":
         return self

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,13 @@ import torch
 import torch.distributed as dist
 import transformers
 from command_line import BAD_ARGUMENTS, Refused, refuse
+from interruption import Interrupted
+from saving import Keeper, Record, Saving, resumed_records
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from tqdm import tqdm
 from train_step import mean_over_replicas, train_step
 
 from echelon import Booster, DistCoordinator, launch_from_torch
-
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,9 @@ class Run:
     Args:
         booster: how.
         model, optimizer, scheduler: as `booster.boost` returned them.
-        batches: this replica's, at least `num_steps` of them.
-        num_steps: how many of them are taken.
+        loader: of `prepare_dataloader`, this replica's share.
+        per_epoch: see `endless`.
+        num_steps: of the whole run.
         max_norm: see `train_step`.
         criterion: see `train_step`.
         unit: what speed is counted in, in the plural.
@@ -43,19 +44,31 @@ class Run:
     model: nn.Module
     optimizer: Any
     scheduler: Any
-    batches: Iterator[dict[str, Tensor]]
+    loader: Any
+    per_epoch: int | None = None
     num_steps: int
     max_norm: float
     criterion: Callable | None = None
     unit: str = "samples"
     units_per_step: int
 
+    @property
+    def saved(self) -> dict[str, Any]:
+        """What `booster.save_checkpoint` and `load_checkpoint` take of it."""
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.scheduler,
+            "dataloader": self.loader,
+        }
+
 
 def start(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     """Start the processes' group, run, and end it.
 
     Returns:
-        The exit status: what was returned, or 2 where the first rank has told why nothing was run.
+        The exit status: what was returned, 2 where the first rank has told why nothing was run, or as of a shell
+        where a signal ended the run.
     """
     launch_from_torch(seed=arguments.seed)
     transformers.logging.set_verbosity_error()
@@ -64,6 +77,8 @@ def start(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespac
         status = run(arguments)
     except Refused:
         status = BAD_ARGUMENTS
+    except Interrupted as interrupted:
+        status = 128 + interrupted.number
     coordinator.destroy()
     return status
 
@@ -81,11 +96,15 @@ def boost(booster: Booster, model: nn.Module, *others: Any, **named: Any) -> tup
         raise
 
 
-def endless(loader: DataLoader, per_epoch: int | None = None) -> Iterator[dict[str, Tensor]]:
-    """Batches, each epoch in another order; an epoch ends after `per_epoch` of them at the latest."""
-    for epoch in itertools.count():
-        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-        yield from itertools.islice(loader, per_epoch)
+def endless(loader: Any, per_epoch: int | None = None) -> Iterator[dict[str, Tensor]]:
+    """Batches from where the loader stands, each epoch in another order; `per_epoch` of them at most."""
+    position, per_step = loader.state_dict(), loader.batch_size * loader.sampler.num_replicas
+    per_epoch = len(loader) if per_epoch is None else per_epoch
+    left = max(per_epoch - position["samples"] // per_step, 0)
+    for epoch in itertools.count(position["epoch"]):
+        loader.sampler.set_epoch(epoch)
+        yield from itertools.islice(loader, left)
+        left = per_epoch
 
 
 def train(
@@ -95,33 +114,47 @@ def train(
     judge_every: int,
     line_every: int,
     log: Path | None,
+    saving: Saving,
 ) -> list[Record]:
-    """All steps, told on the first rank by a bar, lines and a JSON object each; the records. Collective.
+    """All steps that are left, told on the first rank by a bar, lines and a JSON object each; all records. Collective.
 
     Args:
         judge: what an evaluation finds now, by name; collective over the world.
         judge_every: steps from one evaluation to the next, and there is one after the last step; 0 is never.
         line_every: steps from one printed line to the next, beside those of evaluations.
         log: a file for a JSON object of each step.
+        saving: where it is saved, and what it goes on from.
+
+    Raises:
+        Refused: it cannot go on from what is there; the reason was told.
+        Interrupted: a signal ended the run, which is saved.
     """
-    is_first = dist.get_rank() == 0
-    records = []
-    with metrics.JsonLines(log if is_first else None) as lines:
-        bar = tqdm(range(1, run.num_steps + 1), desc="training", disable=not is_first)
-        for step in bar:
-            record = one_step(run, step)
-            is_judged = judge_every > 0 and (step % judge_every == 0 or step == run.num_steps)
+    is_first, num_steps = dist.get_rank() == 0, run.num_steps
+    records = resumed_records(partial(run.booster.load_checkpoint, **run.saved), saving, num_steps)
+    batches, save = endless(run.loader, run.per_epoch), partial(run.booster.save_checkpoint, **run.saved)
+    lines = metrics.JsonLines(log if is_first else None, records)
+    with lines, Keeper(save, saving, num_steps) as keeper:
+        for step in (bar := progress_bar(len(records), num_steps)):
+            record = one_step(run, batches, step)
+            is_judged = judge_every > 0 and (step % judge_every == 0 or step == num_steps)
             if is_judged:
                 record |= {f"{metrics.JUDGED}{name}": value for name, value in judge().items()}
             records.append(record)
             lines.write(record)
             bar.set_postfix_str(metrics.progress_of(record), refresh=False)
             if is_first and (is_judged or step % line_every == 0):
-                tqdm.write(metrics.line_of(record, run.num_steps), file=sys.stdout)
+                tqdm.write(metrics.line_of(record, num_steps), file=sys.stdout)
+            keeper.after_step(records)
     return records
 
 
-def one_step(run: Run, step: int) -> Record:
+def progress_bar(done: int, num_steps: int) -> tqdm:
+    """The numbers of the steps that are left, beneath a bar on the first rank."""
+    left = range(done + 1, num_steps + 1)
+    return tqdm(left, desc="training", initial=done, total=num_steps, disable=dist.get_rank() != 0)
+
+
+def one_step(run: Run, batches: Iterator[dict[str, Tensor]], step: int) -> Record:
     """Take a step, and tell of it. Collective over the world."""
     start = time.monotonic()
     lr = run.scheduler.get_last_lr()[0]
@@ -129,7 +162,7 @@ def one_step(run: Run, step: int) -> Record:
         run.booster,
         run.model,
         run.optimizer,
-        run.batches,
+        batches,
         criterion=run.criterion,
         max_norm=run.max_norm,
     )

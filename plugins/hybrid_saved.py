@@ -17,10 +17,12 @@ from ..zero.state import layout_lines
 
 def held_tensors(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, HeldTensor]:
     """Pieces of a model's tensors, by name. What several ranks hold each of them may save."""
-    return {
-        name: held_piece(name, tensor, placement_of(tensor), _rank(tensor, mesh))
-        for name, tensor in tensors.items()
-    }
+    return {name: held_like(tensor, name, tensor, mesh=mesh) for name, tensor in tensors.items()}
+
+
+def held_like(parameter: Tensor, name: str, tensor: Tensor, *, mesh: ParallelMesh) -> HeldTensor:
+    """A tensor of which this rank holds the piece that it holds of a parameter."""
+    return held_piece(name, tensor, placement_of(parameter), _rank(parameter, mesh))
 
 
 def trained_shards(optimizer: ShardedOptimizer, mesh: ParallelMesh) -> Trained:

@@ -9,6 +9,7 @@ It learns to write words in a cipher, which are generated, and answers by `gener
 import argparse
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from echelon import DistCoordinator, ParallelMesh, ShardConfig, ShardFormer, clip_grad_norm_
+from echelon.plugins.split_saved import SplitCheckpoints
 
 sys.path.append(str(Path(__file__).parents[1]))  # what the examples share
 import metrics
 from command_line import FirstRankParser, range_faults, refuse
-from training import endless, start
+from saving import Keeper, Saving, add_saving_options, resumed_records, saving_faults
+from training import endless, progress_bar, start
 
 NUM_WORDS, NUM_TEST_WORDS = 20000, 500
 MODEL_TYPES = ("llama", "qwen3", "mistral")
@@ -52,6 +54,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="FILE.jsonl",
         help="loss and gradient norm of each step",
     )
+    add_saving_options(parser)
     return parser.parse_args()
 
 
@@ -59,7 +62,7 @@ def argument_faults(arguments: argparse.Namespace, world_size: int) -> list[str]
     """All that is wrong with the numbers."""
     if found := range_faults(arguments, LOWEST, {}):
         return found
-    found += metrics.file_faults(arguments.metrics, None)
+    found += metrics.file_faults(arguments.metrics, None) + saving_faults(arguments)
     if world_size % arguments.tp_size:
         found.append(f"--tp_size {arguments.tp_size} does not divide the {world_size} processes")
     elif arguments.batch_size % (world_size // arguments.tp_size):
@@ -93,14 +96,17 @@ def make_model(arguments: argparse.Namespace) -> nn.Module:
 
 
 def train(arguments: argparse.Namespace, model: nn.Module, loader: DataLoader, mesh: ParallelMesh) -> float:
-    """All steps, with a progress bar and the records on one rank; the last loss."""
+    """All steps that are left, with a progress bar and the records on one rank, and the export; the last loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=arguments.steps)
-    batches, is_first = endless(loader), dist.get_rank() == 0
-    began = time.monotonic()
-    with metrics.JsonLines(arguments.metrics if is_first else None) as lines:
-        bar = tqdm(range(arguments.steps), desc="training", disable=not is_first)
-        for step in bar:
+    checkpoints, saving = SplitCheckpoints(model, optimizer, mesh), Saving.of(arguments)
+    parts = {"lr_scheduler": scheduler, "dataloader": loader}
+    records = resumed_records(partial(checkpoints.load_checkpoint, **parts), saving, arguments.steps)
+    batches, save = endless(loader), partial(checkpoints.save_checkpoint, **parts)
+    lines = metrics.JsonLines(arguments.metrics if dist.get_rank() == 0 else None, records)
+    began, done = time.monotonic(), len(records)
+    with lines, Keeper(save, saving, arguments.steps) as keeper:
+        for step in (bar := progress_bar(done, arguments.steps)):
             batch = {name: tensor.to(mesh.device) for name, tensor in next(batches).items()}
             loss = model(**batch).loss
             loss.backward()  # sums what is in parts over the tensor axis, and averages over the data axis
@@ -108,11 +114,15 @@ def train(arguments: argparse.Namespace, model: nn.Module, loader: DataLoader, m
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-            mean = mean_over_replicas(loss.detach(), mesh)
-            lines.write({"loss": mean, "norm": norm})
-            speed = arguments.batch_size * (step + 1) / (time.monotonic() - began)
-            bar.set_postfix_str(f"loss {mean:.4f}, gradient norm {norm:.3f}, {speed:.0f} words/s")
-    return mean
+            records.append({"loss": mean_over_replicas(loss.detach(), mesh), "norm": norm})
+            lines.write(records[-1])
+            speed = arguments.batch_size * (step - done) / (time.monotonic() - began)
+            told = f"loss {records[-1]['loss']:.4f}, gradient norm {norm:.3f}, {speed:.0f} words/s"
+            bar.set_postfix_str(told)
+            keeper.after_step(records)
+    if arguments.save_model is not None:
+        checkpoints.save_model(arguments.save_model)
+    return records[-1]["loss"]
 
 
 def mean_over_replicas(loss: Tensor, mesh: ParallelMesh) -> float:

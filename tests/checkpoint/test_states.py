@@ -73,7 +73,13 @@ def fail_on_the_last(kind: type[Exception]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"), ((OSError, OSError), (ValueError, ValueError), (KeyError, CheckpointError))
+    ("kind", "told"),
+    (
+        (OSError, OSError),
+        (FileNotFoundError, FileNotFoundError),
+        (ValueError, ValueError),
+        (KeyError, CheckpointError),
+    ),
 )
 def test_what_fails_on_one_rank_fails_on_all(
     pool: Pool, kind: type[Exception], told: type[Exception]

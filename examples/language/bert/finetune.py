@@ -125,6 +125,7 @@ def fine_tune(arguments: argparse.Namespace) -> dict[str, float]:
         run,
         lambda: evaluate(booster, run.model, data["test"], arguments.batch_size),
         shares=("f1", "accuracy"),
+        tokenizer=tokenizer,
     )
 
 

@@ -19,6 +19,7 @@ import torch
 from datasets import Dataset, Features, List, Value
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
@@ -264,6 +265,12 @@ def facts_of(place: Path) -> Facts:
 def sequences_of(place: Path) -> Dataset:
     """The sequences that `prepare` left there, of which there must be one at least."""
     return datasets.load_from_disk(str(place / "sequences")).with_format("torch")
+
+
+def tokenizer_of(place: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer that `prepare` left there, as transformers has it."""
+    ends = dict.fromkeys(("bos_token", "eos_token"), END_OF_TEXT)
+    return PreTrainedTokenizerFast(tokenizer_file=str(place / "tokenizer.json"), **ends)
 
 
 class Examples(torch.utils.data.Dataset):

@@ -49,8 +49,9 @@ from command_line import (
     refuse,
     refused_options,
 )
+from saving import Record, Saving, add_saving_options, export_model, saving_faults
 from train_step import on_device_of
-from training import Record, Run, boost, endless, make_optimizer, start, train
+from training import Run, boost, make_optimizer, start, train
 
 DEFAULT_STEPS = 200
 DEFAULT_VOCABULARY = 2048
@@ -81,6 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=42)
     add("--metrics", type=Path, metavar="FILE.jsonl", help="one JSON object per step")
     add("--curve", type=Path, metavar="FILE.svg", help="a picture of the losses: .png, .svg or .pdf")
+    add_saving_options(parser)
     add_plugin_options(parser)
     return parser
 
@@ -159,7 +161,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         Refused: something is wrong with it; all of it was told.
     """
     faults = value_faults(arguments) + refused_options(arguments)
-    faults += metrics.file_faults(arguments.metrics, arguments.curve)
+    faults += metrics.file_faults(arguments.metrics, arguments.curve) + saving_faults(arguments)
     if arguments.data is None:
         files, file_faults = texts.library_files(arguments.max_bytes or texts.MAX_BYTES)
     else:
@@ -292,13 +294,16 @@ def train_and_judge(
     arguments: argparse.Namespace,
     booster: Booster,
     model: nn.Module,
-    sequences: datasets.Dataset,
+    place: Path,
     num_steps: int,
 ) -> list[Record]:
-    """All steps, with evaluations between them; their records. Collective over the world.
+    """All steps, with evaluations between them; their records. The model is exported. Collective over the world.
+
+    Args:
+        place: of the packed texts.
 
     Raises:
-        Refused: the model does not fit the plugin; the reason was told.
+        Refused, Interrupted: the model does not fit the plugin, and see `train`; the reason was told.
     """
     optimizer = make_optimizer(model, lr=arguments.lr, weight_decay=arguments.weight_decay, betas=(0.9, 0.95))
     scheduler = models.make_scheduler(
@@ -307,26 +312,29 @@ def train_and_judge(
         warmup_steps=math.ceil(arguments.warmup_fraction * num_steps),
         min_lr_fraction=arguments.min_lr_fraction,
     )
-    trained, held_out = loaders_of(arguments, booster, sequences)
+    trained, held_out = loaders_of(arguments, booster, texts.sequences_of(place))
     model, boosted, _, _, scheduler = boost(booster, model, optimizer, lr_scheduler=scheduler)
     run = Run(
         booster=booster,
         model=model,
         optimizer=boosted,
         scheduler=scheduler,
-        batches=endless(trained),
+        loader=trained,
         num_steps=num_steps,
         max_norm=max_norm_of(arguments),
         unit="tokens",
         units_per_step=arguments.batch_size * arguments.sequence_length,
     )
-    return train(
+    records = train(
         run,
         judge=lambda: evaluate(booster, model, held_out, arguments.eval_sequences),
         judge_every=arguments.eval_every,
         line_every=1,
         log=arguments.metrics,
+        saving=Saving.of(arguments, texts=place.name),  # a digest of what is in them
     )
+    export_model(arguments.save_model, booster, model, texts.tokenizer_of(place))
+    return records
 
 
 def pretrain(arguments: argparse.Namespace) -> int:
@@ -345,7 +353,7 @@ def pretrain(arguments: argparse.Namespace) -> int:
             f"unigram entropy {facts.unigram_entropy:.4f}; "
             f"{plan.config.model_type} of {sum(map(torch.numel, model.parameters())) / 1e6:.1f}M parameters"
         )
-        records = train_and_judge(arguments, plan.booster, model, texts.sequences_of(place), num_steps)
+        records = train_and_judge(arguments, plan.booster, model, place, num_steps)
     if arguments.curve is not None and coordinator.is_master():
         level = ("unigram entropy", facts.unigram_entropy)
         metrics.draw_curve(records, arguments.curve, unit="nats per token", level=level)

@@ -179,6 +179,7 @@ def fine_tune(arguments: argparse.Namespace) -> dict[str, float]:
         run,
         lambda: evaluate(booster, run.model, numbered, arguments.batch_size),
         shares=("exact", *RIGHT),
+        tokenizer=tokenizer,
     )
     shown = [
         samples[row % len(samples)] for row in range(arguments.batch_size // booster.plugin.data_rank[1])

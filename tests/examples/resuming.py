@@ -1,0 +1,88 @@
+"""Runs of the examples that end before their time and go on, on the ranks of a pool."""
+
+import importlib
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from ..pool import Pool
+from .scripts import EXAMPLES, records_of, run_here
+
+# Of a record, what a clock and the machine say.
+_MEASURED = ("_per_second", "peak_memory_bytes", "peak_memory_of")
+
+
+def signalled_here(script: Path, step: int, *arguments: str) -> tuple[int, str]:
+    """`run_here`, where SIGTERM comes to the last rank alone, as this step of the shared loop begins."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.append(str(EXAMPLES))
+    training = importlib.import_module("training")
+    one_step = training.one_step
+
+    def signalled(run: Any, batches: Any, number: int) -> Any:
+        if number == step and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return one_step(run, batches, number)
+
+    with mock.patch.object(training, "one_step", signalled):
+        return run_here(script, *arguments)
+
+
+def told_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What does not depend on the machine."""
+    return [
+        {name: value for name, value in record.items() if not name.endswith(_MEASURED)} for record in records
+    ]
+
+
+def told_alone(outcomes: list[tuple[int, str]], *, status: int) -> str:
+    """What the first rank says, where all have this status and the others say nothing."""
+    (found, told), *others = outcomes
+    assert found == status, told[-4000:]
+    assert others == [(status, "")] * len(others)
+    return told
+
+
+class Trial:
+    """Runs of one script in one folder.
+
+    Args:
+        folder: for the checkpoints and the metrics.
+        words: of every run.
+    """
+
+    def __init__(self, pool: Pool, script: Path, folder: Path, *words: str) -> None:
+        self.pool, self.script, self.folder = pool, script, folder
+        self.checkpoints, self.metrics = folder / "checkpoints", folder / "metrics.jsonl"
+        saved = ("--save_dir", str(self.checkpoints), "--resume", "auto", "--metrics", str(self.metrics))
+        self.words = (*words, *saved)
+
+    def run(self, num_processes: int, *words: str) -> str:
+        """What the first rank says; the others say nothing. The run ends as it should."""
+        outcomes = self.pool.run(num_processes, run_here, self.script, *self.words, *words, timeout=280)
+        return told_alone(outcomes, status=0)
+
+    def refusal(self, num_processes: int, *words: str) -> str:
+        """What the first rank says, where the run is refused."""
+        outcomes = self.pool.run(num_processes, run_here, self.script, *self.words, *words, timeout=280)
+        return told_alone(outcomes, status=2)
+
+    def records(self) -> list[dict[str, Any]]:
+        """What is in the metrics file, see `told_of`."""
+        return told_of(records_of(self.metrics))
+
+    def steps(self) -> list[int]:
+        """Those that are saved."""
+        return sorted(int(path.name.removeprefix("step-")) for path in self.checkpoints.iterdir())
+
+    def forget_after(self, step: int) -> None:
+        """Remove later checkpoints, as if the run had been killed before it wrote them."""
+        for later in self.steps():
+            if later > step:
+                shutil.rmtree(self.checkpoints / f"step-{later:08}")
