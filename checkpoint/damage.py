@@ -16,7 +16,7 @@ from ..cluster.mesh import AXES
 from .coverage import coverage_faults
 from .model_files import SAFETENSORS
 from .names import TensorNames
-from .opened import read_config, read_mapping, read_random_states
+from .opened import open_states, read_config, read_mapping, read_random_states
 from .random_states import file_name
 from .states import INDEX, StateFiles
 from .step_folder import MANIFEST, damage_of, manifest_of
@@ -80,10 +80,15 @@ def _consistency(folder: Path, step: int) -> Findings:
 def _told(check: Callable[[], Iterable[str]], path: Path) -> list[str]:
     try:
         return list(check())
-    except (KeyError, TypeError, AttributeError) as error:
-        return [f"{path} lacks what it should have, or has it in another form: {error!r}"]
-    except (ValueError, OSError) as error:
-        return [str(error)]
+    except Exception as error:  # what is damaged may make anything of the code that reads it
+        return [_reason(path, error)]
+
+
+def _reason(path: Path, error: Exception) -> str:
+    """What was told of a file, which it names; else what went wrong in reading what is there."""
+    if isinstance(error, ValueError | OSError):
+        return str(error)
+    return f"{path} lacks what it should have, or has it in another form: {error!r}"
 
 
 def _unlisted(folder: Path, listed: Collection[str]) -> list[str]:
@@ -94,10 +99,14 @@ def _unlisted(folder: Path, listed: Collection[str]) -> list[str]:
 def _model(folder: Path) -> tuple[list[str], list[str]]:
     """Faults and notes."""
     try:
-        model, config = WeightFiles(folder), read_config(folder)
-        faults = _index_faults(folder, model)
-    except (ValueError, OSError) as error:
-        return [str(error)], []
+        return _model_findings(folder)
+    except Exception as error:  # as in `_told`
+        return [_reason(folder, error)], []
+
+
+def _model_findings(folder: Path) -> tuple[list[str], list[str]]:
+    model, config = WeightFiles(folder), read_config(folder)
+    faults = _index_faults(folder, model)
     if config is None:
         return faults, [f"{folder} has no config.json to compare the weights with"]
     class_name = next(iter(config.get("architectures") or ()), None)
@@ -158,7 +167,7 @@ def _compare_with_class(
 
 
 def _optimizer_faults(folder: Path) -> list[str]:
-    states = StateFiles(folder / OPTIMIZER)
+    states = open_states(folder / OPTIMIZER)
     groups = read_mapping(folder / OPTIMIZER / GROUPS)
     return [*_state_faults(states), *_group_faults(folder, states, groups)]
 

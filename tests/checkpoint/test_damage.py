@@ -40,7 +40,7 @@ def test_progress_is_told_of_every_file(tmp_path: Path) -> None:
 
 def flip(path: Path, at: int) -> None:
     content = bytearray(path.read_bytes())
-    content[at] ^= 1
+    content[at] ^= 1 << at % 8
     path.write_bytes(content)
 
 
