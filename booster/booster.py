@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from ..checkpoint.saving import Save
 from ..checkpoint.step_load import Resume, Resumed
 from ..plugins.base import Boosted, Plugin
+from ..plugins.lora_enable import enable_lora
 from ..plugins.torch_ddp import TorchDDPPlugin
 
 
@@ -260,4 +261,49 @@ class Booster:
             dataloader=dataloader,
             resume=resume,
             strict=strict,
+        )
+
+    def enable_lora(
+        self,
+        model: nn.Module,
+        pretrained_dir: str | Path | None = None,
+        lora_config: Any = None,
+        bnb_quantization_config: Any = None,
+        quantize: bool = False,
+    ) -> nn.Module:
+        """Put adapters into a model by peft, so that they alone are trained. Before `boost`; every rank calls.
+
+        Args:
+            model: a plain transformers model; changed in place.
+            pretrained_dir: a folder with saved adapters, to go on training, under any layout.
+            lora_config: a `peft.LoraConfig`, for new adapters.
+            bnb_quantization_config, quantize: not offered.
+
+        Returns:
+            A `peft.PeftModel`, for the optimizer and for `boost`.
+
+        Raises:
+            ImportError: peft is not installed.
+            ValueError: the arguments, or the adapters and the model, do not fit each other; all reasons at once.
+        """
+        return enable_lora(model, pretrained_dir, lora_config, bnb_quantization_config, quantize)
+
+    def save_lora_as_pretrained(
+        self, model: nn.Module, checkpoint: str | Path, use_safetensors: bool = True
+    ) -> None:
+        """Write the adapters of a boosted model to a folder that `PeftModel.from_pretrained` reads.
+
+        `adapter_model.safetensors` and `adapter_config.json`, whole, by rank 0. Collective over the world.
+
+        Args:
+            model: what `boost` returned, of what `enable_lora` returned.
+            checkpoint: the folder; made where missing.
+            use_safetensors: or `adapter_model.bin` in torch's format.
+
+        Raises:
+            OSError: rank 0 could not write; on every rank.
+            ValueError: the model has no adapters.
+        """
+        self.plugin.checkpoints.save_adapters(
+            self.plugin.held_model(model), Path(checkpoint), use_safetensors=use_safetensors
         )

@@ -7,11 +7,12 @@ from typing import Any, TypeVar
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..cluster.mesh import ParallelMesh
+from . import lora
 from .consent import alike, failing_alike, on_first_rank
 from .copies import Copies
 from .held_model import HeldModel
 from .loading import fit
-from .model_files import SAFETENSORS, TORCH, FileNames, ModelFiles, plan_model
+from .model_files import SAFETENSORS, TORCH, FileNames, ModelFiles, describing, plan_model
 from .model_save import write_model_file, write_model_folder
 from .placing import finish_placing, replace_file, write_together
 from .pretrained import open_pretrained
@@ -59,7 +60,7 @@ class Checkpoints:
                 model.names.needed,
                 names if shard else FileNames(path.name, "", ""),
                 max_bytes=size_per_shard * MEBI if shard else float("inf"),
-                model=model.module if shard else None,
+                describe=describing(model.module) if shard else None,
                 is_torch=not use_safetensors,
                 group=group,
             )
@@ -67,6 +68,28 @@ class Checkpoints:
                 files = self._copied(files)
             write = write_model_folder if shard else write_model_file
             return self._run(lambda: write(files, path, group), path, use_async=use_async)
+
+    def save_adapters(self, model: HeldModel, path: Path, *, use_safetensors: bool) -> None:
+        """See `Booster.save_lora_as_pretrained`."""
+        if not model.adapters:
+            raise ValueError(
+                "save_lora_as_pretrained takes a boosted model with adapters: give booster.boost what "
+                "booster.enable_lora returned"
+            )
+        with failing_alike("save_lora_as_pretrained"):
+            self._saver.settle()
+            group = self._mesh.side_group()
+            for adapter in model.adapters:
+                files = plan_model(
+                    adapter.held(model.tensors),
+                    list(adapter.names),
+                    lora.SAFETENSORS if use_safetensors else lora.TORCH,
+                    max_bytes=float("inf"),
+                    describe=adapter.describe,
+                    is_torch=not use_safetensors,
+                    group=group,
+                )
+                write_together(path / adapter.folder, files.write, lora.REPLACED, group)
 
     def load_model(self, model: HeldModel, path: Path, *, strict: bool) -> None:
         """See `Booster.load_model`."""

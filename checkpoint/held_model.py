@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from .held import HeldTensor
+from .lora import Adapter
 from .names import TensorNames
 
 
@@ -18,9 +19,11 @@ class HeldModel:
         names: of the whole model.
         tensors: by their first names.
         loaded: called once they were written to.
+        adapters: those of them that are adapters, and how peft calls them.
     """
 
     module: nn.Module
     names: TensorNames
     tensors: Mapping[str, HeldTensor]
     loaded: Callable[[], None]
+    adapters: tuple[Adapter, ...] = ()

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from .tensor_file import Entry, FileRecord, TensorFileWriter, write_small
 from .torch_file import TorchFileWriter
 
 Records = dict[str, FileRecord]
+Describe = Callable[[torch.dtype, Path], None]
 
 
 class FileNames(NamedTuple):
@@ -101,7 +103,7 @@ def plan_model(
     names: FileNames,
     *,
     max_bytes: float,
-    model: nn.Module | None,
+    describe: Describe | None,
     is_torch: bool = False,
     group: dist.ProcessGroup,
 ) -> ModelFiles:
@@ -112,7 +114,7 @@ def plan_model(
         order: of all tensors; others come behind them.
         names: of the files.
         max_bytes: of a file; at least one, and below the bytes of all over the ranks for all of them to write.
-        model: whose config is written too; None writes none.
+        describe: writes what belongs to the tensors into a folder, given the format that most of them are in.
         is_torch: whether files are of torch's own format, and not safetensors.
         group: all ranks, over the CPU.
     """
@@ -124,10 +126,24 @@ def plan_model(
         plans=plans,
         parts=needed_parts(held, plans, group.rank()),
         index=names.listing,
-        describe=_describing(model, dtype) if isinstance(model, PreTrainedModel) else None,
+        describe=None if describe is None else partial(describe, dtype),
         is_torch=is_torch,
         group=group,
     )
+
+
+def describing(model: nn.Module) -> Describe | None:
+    """What writes the configs of a transformers model; None for any other."""
+    return partial(_write_configs, model) if isinstance(model, PreTrainedModel) else None
+
+
+def _write_configs(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> None:
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.dtype = dtype
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
 
 
 def largest_format(entries: Sequence[Entry]) -> torch.dtype:
@@ -170,20 +186,6 @@ class _Output:
     def end(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-
-def _describing(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[Path], None]:
-    """Writes the configs of a transformers model, in the format that its weights have in the files."""
-
-    def describe(folder: Path) -> None:
-        config = type(model.config).from_dict(model.config.to_dict())
-        config.dtype = dtype
-        config.architectures = [type(model).__name__]
-        config.save_pretrained(folder)
-        if model.can_generate() and model.generation_config is not None:
-            model.generation_config.save_pretrained(folder)
-
-    return describe
 
 
 def _written_by(describe: Callable[[Path], None], folder: Path) -> list[Path]:

@@ -90,13 +90,17 @@ def recover(directory: Path) -> None:
             os.rename(replaced, final)
 
 
-def keep_newest(directory: Path, count: int) -> None:
-    """Remove all but the newest steps.
+def keep_newest(directory: Path, count: int, step: int) -> None:
+    """Of a step and those before it remove all but the newest.
+
+    Later ones are of a run that went on from an earlier step, perhaps since they are damaged: they do not count.
 
     Raises:
         OSError: it cannot be done.
     """
-    for path in steps_in(directory)[count:]:
+    up_to = step_path(directory, step)
+    steps = steps_in(directory)
+    for path in steps[steps.index(up_to) + count :]:
         _remove(path)
 
 

@@ -12,7 +12,7 @@ from ..cluster.mesh import ParallelMesh
 from .consent import alike, on_all_ranks, on_first_rank
 from .copies import Copies
 from .held_model import HeldModel
-from .model_files import SAFETENSORS, ModelFiles, Records, plan_model
+from .model_files import SAFETENSORS, ModelFiles, Records, describing, plan_model
 from .placing import require_seen
 from .random_states import file_name, random_state, sizes
 from .step_folder import begin_step, commit_step, keep_newest, unfinished_path
@@ -70,7 +70,7 @@ class StepToSave:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         if keep_last is not None:
-            on_first_rank(lambda: keep_newest(directory, keep_last), group)
+            on_first_rank(lambda: keep_newest(directory, keep_last, self.step), group)
 
     def _begin(self, directory: Path) -> None:
         folder = begin_step(directory, self.step)
@@ -123,7 +123,7 @@ def gather_step(
         model.names.needed,
         SAFETENSORS,
         max_bytes=on_first_rank(lambda: min(share, size_per_shard * 2**20), group),
-        model=model.module,
+        describe=describing(model.module),
         group=group,
     )
     values = {**training, "step": step, "layout": {"sizes": sizes(mesh)}}

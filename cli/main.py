@@ -2,6 +2,7 @@
 
 import typer
 
+from .checkpoint import checkpoint
 from .models import models
 from .timeline import timeline
 from .verify import verify
@@ -15,6 +16,7 @@ app = typer.Typer(
 app.command()(models)
 app.command()(timeline)
 app.command()(verify)
+app.add_typer(checkpoint, name="checkpoint")
 
 
 @app.callback()

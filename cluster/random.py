@@ -44,15 +44,30 @@ class SplitRandom:
     def enter(self) -> None:
         """Switch to this rank's own state."""
         drawn = int(torch.randint(0, 2**62, ()).item())
-        on_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        self._common = torch.get_rng_state(), on_device
+        self._common = self._present()
         torch.manual_seed(split_seed(drawn, self._rank))
 
     def leave(self) -> None:
         """Switch back to the state that all ranks of the axis have in common."""
         if self._common is None:
             raise AssertionError("a region was left that was not entered")
-        (on_cpu, on_device), self._common = self._common, None
+        common, self._common = self._common, None
+        self._set(common)
+
+    def exchange(self) -> None:
+        """Inside of a region, switch to the common state, and the next time back to this rank's own; else nothing."""
+        if self._common is not None:
+            present = self._present()
+            self._set(self._common)
+            self._common = present
+
+    def _present(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The states of the CPU's generator and the device's."""
+        on_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        return torch.get_rng_state(), on_device
+
+    def _set(self, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        on_cpu, on_device = state
         torch.set_rng_state(on_cpu)
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, self._device)

@@ -1,7 +1,7 @@
 """A model under torch's fully_shard. What it is asked for, and its optimizer, are files of their own."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn import Parameter
 
+from ..checkpoint.lora import Adapter
 from ..shardformer.checkpoint_config import recomputable_layers
 
 
@@ -23,10 +24,14 @@ class TorchFSDPModel(nn.Module):
     Args:
         module: the model, changed in place. Parameters of 16 bits become float32 masters.
         policy: the keyword arguments of fully_shard.
+        adapters: what is saved of it as LoRA.
     """
 
-    def __init__(self, module: nn.Module, policy: Mapping[str, Any]) -> None:
+    def __init__(
+        self, module: nn.Module, policy: Mapping[str, Any], adapters: Sequence[Adapter] = ()
+    ) -> None:
         super().__init__()
+        self.adapters = tuple(adapters)
         for parameter in module.parameters():
             if parameter.is_floating_point() and parameter.itemsize < torch.float32.itemsize:
                 parameter.data = parameter.data.float()

@@ -16,6 +16,7 @@ from ..shardformer.weight_split import WeightSplit, make_weight_parallel, weight
 from ..zero.optimizer import ShardedOptimizer
 from .hybrid_config import told
 from .hybrid_module import HybridParallelModule
+from .lora import peft_model_faults, unwrapped
 from .names import ParameterNames, managed_parameters
 from .optimizer_faults import optimizer_faults
 
@@ -32,6 +33,9 @@ def boost(
         ValueError: they do not fit what the plugin was asked for; all reasons at once.
     """
     config, mesh = plugin.config, plugin.mesh
+    if faults := peft_model_faults(model):
+        raise ValueError(told(faults))
+    model, adapters = unwrapped(model)
     sharder, split = _checked_splits(model, optimizer, plugin)
     with naming_failures("boost"):
         require_equal_models(model)
@@ -50,7 +54,7 @@ def boost(
                 gradient_dtype=config.wire_dtype,
             )
         materialize(model)
-        boosted = HybridParallelModule(model, names, plugin)
+        boosted = HybridParallelModule(model, names, plugin, adapters)
         wrapped = None if optimizer is None else _sharded(optimizer, boosted, shared)
         for parameter in model.parameters():  # what no optimizer manages: frozen, or none was given
             if parameter.is_floating_point() and parameter.dtype != config.precision.dtype:

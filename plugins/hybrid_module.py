@@ -1,9 +1,11 @@
 """A model as HybridParallelPlugin split it. Splitting it is hybrid_parallel.py, running it engine.py."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from ..checkpoint.lora import Adapter
 from ..pipeline.cut import held_stages, takes
 from ..pipeline.split_backward import hold_weight_gradients
 from ..shardformer.equal_ranks import require_equal_inputs
@@ -19,12 +21,25 @@ class HybridParallelModule(nn.Module):
     """A model as the plugin split it; `unwrap()` is the transformers model itself.
 
     Calling it runs the forward at pp_size=1, and under a pipeline says what to call instead.
+
+    Args:
+        module: split and cut.
+        names: of the whole model.
+        plugin: that split it.
+        adapters: what is saved of it as LoRA.
     """
 
-    def __init__(self, module: nn.Module, names: ParameterNames, plugin: "HybridParallelPlugin") -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        names: ParameterNames,
+        plugin: "HybridParallelPlugin",
+        adapters: Sequence[Adapter] = (),
+    ) -> None:
         super().__init__()
         self.module = module
         self.plugin = plugin
+        self.adapters = tuple(adapters)
         self.optimizer: ShardedOptimizer | None = None
         # Not `names` itself, which would keep the parameters of all other stages in memory.
         self.state_names = names.state

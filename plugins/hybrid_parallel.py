@@ -361,6 +361,7 @@ class HybridParallelPlugin(Plugin):
             module=boosted.module,
             names=boosted.state_names,
             tensors=held_tensors(boosted.tensors(), self.mesh),
+            adapters=boosted.adapters,
             loaded=lambda: None if boosted.optimizer is None else boosted.optimizer.refresh_masters(),
         )
 

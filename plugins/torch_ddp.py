@@ -1,6 +1,6 @@
 """TorchDDPPlugin: torch's own DistributedDataParallel and automatic mixed precision behind the Booster."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any, Literal
@@ -13,11 +13,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ..checkpoint.held_model import HeldModel
+from ..checkpoint.lora import Adapter
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..lazy import materialize
 from .base import Boosted, require_process_group
 from .hybrid_config import told
+from .lora import unwrapped
 from .optimizer_faults import split_faults
 from .scaled_optimizer import ScaledOptimizer
 from .torch_plugin import TorchPlugin, require_boosted
@@ -89,8 +91,9 @@ class TorchDDPPlugin(TorchPlugin):
         if faults := split_faults(model):
             raise ValueError(told(faults))
         with naming_failures("boost"):
+            model, adapters = unwrapped(model)
             model = materialize(model).to(self.mesh.device)
-            boosted = TorchDDPModel(model, self.mesh, self._dtype, self._ddp_kwargs)
+            boosted = TorchDDPModel(model, self.mesh, self._dtype, self._ddp_kwargs, adapters)
         scaler = torch.amp.GradScaler(self.mesh.device.type, enabled=self._dtype is torch.float16)
         names = {parameter: name for name, parameter in model.named_parameters()}
         wrapped = None if optimizer is None else ScaledOptimizer(optimizer, scaler, names)
@@ -107,16 +110,22 @@ class TorchDDPPlugin(TorchPlugin):
         """All of a boosted model."""
         if not isinstance(model, TorchDDPModel):
             raise ValueError("saving and loading takes the model that booster.boost returned")
-        return held_module(model.module)
+        return held_module(model.module, model.adapters)
 
 
 class TorchDDPModel(nn.Module):
     """A model under DistributedDataParallel and autocast; `unwrap()` is the model itself."""
 
     def __init__(
-        self, module: nn.Module, mesh: ParallelMesh, dtype: torch.dtype | None, ddp_kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        mesh: ParallelMesh,
+        dtype: torch.dtype | None,
+        ddp_kwargs: dict[str, Any],
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         super().__init__()
+        self.adapters = tuple(adapters)
         has_trainable = any(parameter.requires_grad for parameter in module.parameters())
         device_ids = [mesh.device.index] if mesh.device.type == "cuda" else None
         ddp = DistributedDataParallel(module, device_ids=device_ids, **ddp_kwargs) if has_trainable else None

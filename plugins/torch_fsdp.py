@@ -28,6 +28,7 @@ from .base import Boosted, require_process_group
 from .fsdp_module import TorchFSDPModel
 from .fsdp_optimizer import FSDPOptimizer
 from .hybrid_config import switch_faults, told
+from .lora import unwrapped
 from .optimizer_faults import optimizer_faults
 from .scaled_optimizer import ScaledOptimizer
 from .torch_plugin import TorchPlugin, require_boosted
@@ -172,12 +173,13 @@ class TorchFSDPPlugin(TorchPlugin):
         Collective over the world; every rank gives an equal model. One that was built lazily is made real whole before
         it is shared out. See `Booster.boost`.
         """
+        model, adapters = unwrapped(model)
         if faults := boost_faults(model, optimizer):
             raise ValueError(told(faults))
         with naming_failures("boost"):
             require_equal_models(model)
             names = {parameter: name for name, parameter in model.named_parameters()}
-            boosted = TorchFSDPModel(materialize(model), self.config.policy(self.shard_mesh))
+            boosted = TorchFSDPModel(materialize(model), self.config.policy(self.shard_mesh), adapters)
         scaler = self.config.scaler(self.mesh.device)
         wrapped = None if optimizer is None else FSDPOptimizer(optimizer, scaler, boosted, names)
         return boosted, wrapped, criterion, dataloader, lr_scheduler
@@ -195,7 +197,7 @@ class TorchFSDPPlugin(TorchPlugin):
         """This rank's rows of a boosted model, in float32."""
         boosted = _boosted(model, "saving and loading")
         boosted.free_whole_parameters()
-        return held_module(boosted.module)
+        return held_module(boosted.module, boosted.adapters)
 
 
 def boost_faults(model: nn.Module, optimizer: Optimizer | None) -> list[str]:

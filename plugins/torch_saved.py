@@ -1,6 +1,6 @@
 """What a rank holds of a model under torch's own data parallelism, as checkpoints see it. Saving is checkpoint/'s."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,12 +9,13 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint.held import HeldTensor, held_dtensor, held_piece
 from ..checkpoint.held_model import HeldModel
+from ..checkpoint.lora import Adapter
 from ..checkpoint.names import TensorNames
 from ..checkpoint.trained import Trained, TrainedPiece
 from .scaled_optimizer import ScaledOptimizer
 
 
-def held_module(module: nn.Module) -> HeldModel:
+def held_module(module: nn.Module, adapters: Sequence[Adapter]) -> HeldModel:
     """Its parameters and persistent buffers, whole or in torch's rows; a tied one once."""
     tensors: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -23,6 +24,7 @@ def held_module(module: nn.Module) -> HeldModel:
         module=module,
         names=TensorNames.of(module),
         tensors={name: _held(name, tensor) for name, tensor in tensors.values()},
+        adapters=tuple(adapters),
         loaded=lambda: None,
     )
 

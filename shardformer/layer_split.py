@@ -1,6 +1,7 @@
 """What becomes of one layer by a table. Tables are table.py; what becomes of the whole model is table_policy.py."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..cluster.random import SplitRandom
+from .adapted import is_lora, plain, plain_path
 from .config_view import ConfigView
 from .head_order import Cut, HeadOrder, Heads
 from .layer.held_count import HeldCount
@@ -19,6 +21,7 @@ from .layer.linear import (
     Linear1D_Col,
     Linear1D_Row,
 )
+from .layer.lora import LoraSplit
 from .layer.norm import SplitRMSNorm
 from .layer.region import (
     JoinedEntry,
@@ -125,7 +128,14 @@ class LayerSplit:
         )
         gathered = self._put(table.gathered, self._column_type, lambda name: {"gather_output": True})
         scattered = self._put(table.scattered, self._row_type, lambda name: {"split_input": True})
-        return [*column, *row, *gathered, *scattered]
+        linear = [*column, *row, *gathered, *scattered]
+        adapters = self._put(
+            (each.suffix for each in linear if is_lora(self._layer.get_submodule(each.suffix))),
+            lambda name: LoraSplit,
+            lambda name: {"split_random": randoms.get(table.region_of(name) or "")},
+        )
+        inside = [replace(each, suffix=plain_path(self._layer, each.suffix)) for each in linear]
+        return [*inside, *adapters]
 
     def _marks(self) -> list[Replacement]:
         """What is marked as it is: exits, partial gradients, and norms over all heads."""
@@ -204,7 +214,7 @@ class LayerSplit:
         return GPT2FusedLinearConv1D_Row if self._is_conv1d(name) else Linear1D_Row
 
     def _is_conv1d(self, name: str) -> bool:
-        return isinstance(self._layer.get_submodule(name), Conv1D)
+        return isinstance(plain(self._layer.get_submodule(name)), Conv1D)
 
     def _native(self, name: str) -> dict[str, Any]:
         return {"native_class": native_class(self._layer.get_submodule(name), self._table)}

@@ -7,12 +7,14 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from .adapted import plain
 from .head_order import Heads
 from .table import Table
 
 
 def widths(projection: Any) -> tuple[int, int]:
-    """Input and output features of an nn.Linear or of transformers' Conv1D."""
+    """Input and output features of an nn.Linear or of transformers' Conv1D, perhaps inside of LoRA."""
+    projection = plain(projection)
     rows, columns = projection.weight.shape
     return (rows, columns) if isinstance(projection, Conv1D) else (columns, rows)
 
@@ -27,8 +29,8 @@ def heads_of(config: Any, layer: nn.Module, table: Table, ranks: int) -> Heads:
 
 
 def native_class(projection: nn.Module, table: Table) -> type[nn.Module] | None:
-    """The layer's class, where the table says that it computes what a plain linear layer does."""
-    kind = type(projection)
+    """The layer's class, inside of LoRA, where the table says that it computes what a plain linear layer does."""
+    kind = type(plain(projection))
     return kind if kind.__name__ in table.native and issubclass(kind, nn.Linear) else None
 
 

@@ -14,6 +14,7 @@ from ..cluster.launch import default_device, launch_from_torch
 from ..cluster.mesh import ParallelMesh, divisors
 from ..lazy import materialize
 from . import tables as tables  # registers them
+from .adapted import adapted, is_of_peft
 from .dataset import loader_settings
 from .derived import derived_table
 from .equal_ranks import compare_inputs, raise_alike, require_equal_models
@@ -200,6 +201,11 @@ def _split_faults(model: nn.Module, config: ShardConfig) -> list[str]:
         ]
     if is_split(model):
         return ["the model is already split: give the plain model, once"]
+    if is_of_peft(model):
+        return [
+            f"the model is peft's {type(model).__name__}, whose layers have other names: give the transformers model "
+            "inside of it, get_base_model(), with its adapters"
+        ]
     return []
 
 
@@ -229,10 +235,23 @@ def sharder_or_faults(
     if isinstance(policy, Table):
         policy = TablePolicy(policy)
     try:
-        return ModelSharder(model, policy or policy_for(model), config)
+        policy = policy or policy_for(model)
+        faults += _adapter_faults(model, policy, config)
+        return ModelSharder(model, policy, config)
     except ValueError as error:
         faults += str(error).split("\n")
         return None
+
+
+def _adapter_faults(model: nn.Module, policy: Policy, config: ShardConfig) -> list[str]:
+    """Adapters that nobody would split."""
+    path = next((path for path, _ in adapted(model)), None)
+    if path is None or isinstance(policy, TablePolicy) or config.tensor_parallel_size == 1:
+        return []
+    return [
+        f"{path} has an adapter, and {type(policy).__name__} does not say how it is split: use a table "
+        "(echelon.shardformer.Table), or tp_size=1"
+    ]
 
 
 def policy_for(model: nn.Module) -> Policy:

@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..cluster.mesh import divisors
 from ..pipeline.plan import is_within
+from .adapted import plain
 from .head_order import HeadOrder
 from .layer.embedding import embedding_faults
 from .layer.loss import reads_weights
@@ -26,6 +27,7 @@ from .lookup import (
     present,
     widths,
 )
+from .lora_faults import adapter_faults
 from .table import Table
 
 ATTENTIONS_FAULT = (  # of the config or a call
@@ -51,8 +53,11 @@ def table_faults(
     layers = layers_of(model, stacks)
     config = getattr(model, "config", None)
     settings = _setting_faults(config, table)
+    # The other checks would stumble over these.
+    if adapters := adapter_faults(model, layers, table, ends):
+        return [*settings, *adapters]
     if missing := [*_missing(model, layers, table, ends), *_missing_attributes(layers, table)]:
-        return [*settings, *missing]  # the other checks would stumble over them
+        return [*settings, *missing]
     return [
         *settings,
         *_head_faults(config, layers, table, ranks),
@@ -249,7 +254,7 @@ def _class_faults(
         told: dict[str, list[str]] = {}
         for path, layer in layers.items():
             for held in present(layer, [name]):
-                module = layer.get_submodule(held)
+                module = plain(layer.get_submodule(held))
                 known = native_class(module, table) or nn.Linear
                 for fault in native_faults(module, known, Conv1D):
                     told.setdefault(fault, []).append(f"{path}.{name}")

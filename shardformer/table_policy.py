@@ -13,6 +13,7 @@ from .layer.embedding import VocabParallelEmbedding1D, VocabParallelLMHead1D
 from .layer.loss import route_loss
 from .layer_split import LayerSplit, split_parameter
 from .lookup import has_submodule, layers_of, present, split_paths
+from .lora_faults import dropout_faults
 from .older import table_as_installed
 from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from .sequence.axis import axis_of
@@ -75,9 +76,11 @@ class TablePolicy(Policy):
             assert stages is not None
             return self._parts[self._from_model(stages.part)].region_faults(settings)
         option = f"sequence_parallelism_mode={settings.mode!r}"
-        layers = layers_of(self.model, self._stacks()).values()
-        found = [f"{option}: {fault}" for layer in layers for fault in layer_part_faults(self.table, layer)]
-        return list(dict.fromkeys(found))
+        layers = layers_of(self.model, self._stacks())
+        parts = [
+            f"{option}: {fault}" for each in layers.values() for fault in layer_part_faults(self.table, each)
+        ]
+        return [*dict.fromkeys(parts), *dropout_faults(layers, option)]
 
     def stage_plan(self) -> StagePlan:
         """The table's plan, seen from the whole model."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..checkpoint.gather import gather_whole
 from ..cluster.placement import placement_of
 from ..plugins.hybrid_module import HybridParallelModule
-from ..zero.bucket import Bucket
+from ..zero.bucket import Bucket, Slot
 from ..zero.optimizer import ShardedOptimizer
 
 PARAMETER, MASTER = "parameter/", "master/"
@@ -101,53 +101,56 @@ def _whole(model: HybridParallelModule, prefix: str, held: Mapping[str, Tensor])
     }
 
 
-def _states(
-    optimizer: ShardedOptimizer,
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, set[float]]]:
-    """The optimizer's states by kind and parameter, each whole piece that this rank's stage holds; and numbers.
+def _states(optimizer: ShardedOptimizer) -> tuple[dict[str, dict[str, Tensor]], dict[str, set[float]]]:
+    """States by kind and parameter, of all that this rank's stage holds; and those that are numbers, of all ranks.
 
-    Collective over the world. Ranks that share out a parameter have its numbers several times, equal ones once.
+    Collective over the world. Ranks that share out a parameter each have its numbers: different ones are all there.
     """
-    own: dict[str, dict[str, float]] = {}
-    kinds: dict[str, set[str]] = {}  # by parameter
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, _own_states(optimizer))
+    names: dict[str, set[str]] = {}  # of parameters, by the kind that some rank has of them
+    numbers: dict[str, set[float]] = {}
+    for tensors, scalars in every:
+        for kind, name in tensors:
+            names.setdefault(kind, set()).add(name)
+        for key, number in scalars:
+            numbers.setdefault(key, set()).add(number)
+    return {f"{kind}/": _gathered(optimizer, kind, of) for kind, of in sorted(names.items())}, numbers
+
+
+def _own_states(optimizer: ShardedOptimizer) -> tuple[list[tuple[str, str]], list[tuple[str, float]]]:
+    """Kind and parameter of the states that this rank has a part of; and names and values of numbers."""
+    tensors, scalars = [], []
     for bucket in optimizer.buckets:
         for slot in bucket.slots:
-            state = {} if slot.piece is None else optimizer.inner.state.get(slot.piece, {})
-            for kind, value in state.items():
+            for kind, value in _state(optimizer, slot).items():
                 if isinstance(value, Tensor) and value.dim():
-                    kinds.setdefault(slot.managed.name, set()).add(kind)
+                    tensors.append((kind, slot.managed.name))
                 else:
-                    own.setdefault(kind, {})[slot.managed.name] = float(value)
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (kinds, own))
-    numbers: dict[str, set[float]] = {}
-    present: dict[str, set[str]] = {}
-    for of_rank, found in every:
-        for name, names in of_rank.items():
-            present.setdefault(name, set()).update(names)
-        for kind, by_name in found.items():
-            for name, number in by_name.items():
-                numbers.setdefault(f"{kind}/{name}", set()).add(number)
-    states: dict[str, dict[str, Tensor]] = {}
-    for kind in sorted({kind for names in present.values() for kind in names}):
-        named = {
-            name: part
-            for bucket in optimizer.buckets
-            for name, part in bucket.unflattened(
-                bucket.partition.gathered(_flat(optimizer, bucket, kind))
-            ).items()
-        }
-        states[f"{kind}/"] = {name: part for name, part in named.items() if kind in present.get(name, ())}
-    return states, numbers
+                    scalars.append((f"{kind}/{slot.managed.name}", float(value)))
+    return tensors, scalars
+
+
+def _gathered(optimizer: ShardedOptimizer, kind: str, names: set[str]) -> dict[str, Tensor]:
+    """The states of a kind in their parameters' shapes. Collective over the data axis."""
+    found: dict[str, Tensor] = {}
+    for bucket in optimizer.buckets:
+        whole = bucket.partition.gathered(_flat(optimizer, bucket, kind))
+        found |= {name: part for name, part in bucket.unflattened(whole).items() if name in names}
+    return found
 
 
 def _flat(optimizer: ShardedOptimizer, bucket: Bucket, kind: str) -> Tensor:
-    """A state where the masters are that it belongs to."""
+    """This rank's states of a kind, each where its master lies in the bucket's slice."""
     flat = torch.zeros_like(bucket.masters)
     first = bucket.partition.index * bucket.masters.numel()
     for slot in bucket.slots:
-        state = {} if slot.piece is None else optimizer.inner.state.get(slot.piece, {})
-        if slot.piece is not None and kind in state:
+        if (value := _state(optimizer, slot).get(kind)) is not None:
             start = slot.start + slot.piece_start - first
-            flat[start : start + slot.piece.numel()] = state[kind]
+            flat[start : start + value.numel()] = value
     return flat
+
+
+def _state(optimizer: ShardedOptimizer, slot: Slot) -> dict[str, Any]:
+    """What the optimizer keeps of this rank's piece of a parameter; nothing where it has none."""
+    return {} if slot.piece is None else optimizer.inner.state.get(slot.piece, {})

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...cluster.collectives import reduce_from
 from ...cluster.placement import Shard, Shared, place
 from ...cluster.random import SplitRandom
+from ..adapted import plain
 from ..sequence.regions import RegionSequence
 from .entry import ProductLayer, enter
 from .linear import Linear1D_Col
@@ -151,12 +152,12 @@ class JoinedRegion:
 
     @staticmethod
     def from_native_module(
-        module: Linear1D_Col, process_group: dist.ProcessGroup, *, entry: JoinedEntry
+        module: nn.Module, process_group: dist.ProcessGroup, *, entry: JoinedEntry
     ) -> nn.Module:
         """Let the module's input pass the entry.
 
         Args:
-            module: takes the replicated tensor alone.
+            module: the layer, or LoRA around it; takes the replicated tensor alone.
             process_group: the tensor axis.
             entry: of all layers that the region begins at.
         """
@@ -164,7 +165,7 @@ class JoinedRegion:
         def pass_entry(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
             return (entry(args[0], process_group, is_training=module.training),)
 
-        entry.layers.append(module)
+        entry.layers.append(plain(module))
         module.register_forward_pre_hook(pass_entry)
         return module
 

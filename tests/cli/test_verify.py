@@ -13,6 +13,7 @@ from echelon.verify.compare import Measure, StepComparison
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 from echelon.verify.parity import Report
+from echelon.verify.resume import Handover, Part, Relay, ResumeReport
 
 
 def call(*arguments: str) -> tuple[int, str]:
@@ -42,6 +43,59 @@ def test_a_departure_is_named_with_status_1(monkeypatch: pytest.MonkeyPatch) -> 
     assert "departs: step 1: gradient of a.weight is off by 3, allowed 1" in output
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_under_another_layout_in_new_processes() -> None:
+    status, output = call(
+        *("--model", "llama", "--layers", "2", "--tp", "2", "--zero", "1", "--steps", "1"),
+        *("--then", "--pp 2 --zero 0"),
+    )
+    assert (status, "all agree" in output) == (0, True), output
+    assert "under tp2·zero1·fp32, then pp2·fp32, beside one process" in output
+    assert "after step 1: 84 tensors of weights and states loaded bit for bit" in output
+    assert [line.split("│")[1].strip() for line in output.splitlines() if line.startswith("│")][::2] == [
+        "1",
+        "2",
+    ]
+
+
+def relay_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Relay:
+    """The run that was asked for, which is not started."""
+    found: list[Relay] = []
+
+    def take(relay: Relay, **_: object) -> Report:
+        found.append(relay)
+        return report(0.0)
+
+    monkeypatch.setattr(command, "run_relay", take)
+    status, output = call(*arguments)
+    assert status == 0, output
+    return found[0]
+
+
+def test_further_parts_keep_precision_microbatches_and_steps_until_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = ("--precision", "fp16", "--microbatches", "4", "--steps", "2", "--max-norm", "0.5", "--dp", "2")
+    relay = relay_of(
+        monkeypatch, *first, "--then", "--pp 2 --schedule zbv", "--then", "--sp 2 --precision=bf16 --steps 5"
+    )
+    same = {"microbatches": 4, "max_norm": 0.5}
+    assert relay.parts == (
+        Part(layout=Layout(dp=2, precision="fp16", **same), num_steps=2),
+        Part(layout=Layout(pp=2, schedule="zbv", precision="fp16", **same), num_steps=2),
+        Part(layout=Layout(sp=2, sequence="all_to_all", precision="bf16", **same), num_steps=5),
+    )
+
+
+def test_what_differs_from_what_was_saved_is_named_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    handover = Handover(step=1, num_tensors=9, differing=("exp_avg/a.weight",))
+    wrong = ResumeReport(steps=report(0.5).steps, departure=str(handover), handovers=(handover,))
+    monkeypatch.setattr(command, "run_relay", lambda *_, **__: wrong)
+    status, output = call("--then", "--pp 2")
+    assert status == 1
+    assert "departs: after step 1: exp_avg/a.weight differ from what was saved" in output
+
+
 def kill_rank_1(rank: int, *_: object) -> None:
     dist.barrier()  # or rank 0 may be gone before rank 1 has found it
     if rank == 1:
@@ -69,12 +123,21 @@ def test_a_process_that_dies_is_told_with_status_1(monkeypatch: pytest.MonkeyPat
         (("--model", "codegen", "--tp", "2"), ("no table says how to split a CodeGenForCausalLM",)),
         (("--microbatches", "0"), ("num_microbatches=0",)),
         (("--tp", "two"), ("'--tp'", "integer")),
+        (("--then", "--pp two"), ("'--pp'", "integer")),
+        (("--then", "--pq 2"), ("--pq",)),
+        (("--then", "--pp 5", "--tp", "3"), ("tp_size=3", "--then number 1: the model has 4 layers")),
+        (
+            ("--then", "--seed 3 --max-norm 1"),
+            ("--seed is of the whole run", "--max-norm is of the whole run"),
+        ),
+        (("--then", "--pp 2 --schedule 'gpipe"), ("No closing quotation",)),
     ],
 )
 def test_bad_arguments_are_refused_all_at_once_with_status_2(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], told: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(command, "run_local", lambda *_, **__: pytest.fail("a process was started"))
+    for name in ("run_local", "run_relay"):
+        monkeypatch.setattr(command, name, lambda *_, **__: pytest.fail("a process was started"))
     status, output = call(*arguments)
     assert status == 2
     for part in told:

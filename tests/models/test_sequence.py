@@ -65,6 +65,8 @@ FURTHER = (
     Layout(sp=4, wp=2, sequence="ring_attn", zero=1),
     Layout(sp=2, pp=2, wp=2, sequence="all_to_all", precision="fp16"),
 )
+# Where small models have fewer than four.
+HEADS = {"whisper": 2}
 QUICK = {
     ("llama", "tp2·pp2·split_gather·fp32"),
     ("gpt2", "tp2·ring·fp32"),
@@ -90,7 +92,11 @@ def layouts() -> list[Layout]:
 
 def layouts_of(model_type: str) -> list[Layout]:
     """Three types in every layout, all others in those of the modes that they do not refuse."""
-    usual = [each for each in layouts() if model_type not in REFUSED[str(each.sequence)]]
+    usual = [
+        each
+        for each in layouts()
+        if model_type not in REFUSED[str(each.sequence)] and each.tp <= HEADS.get(model_type, 4)
+    ]
     return [*usual, *FURTHER] if model_type in MODEL_TYPES else usual
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from echelon.shardformer.checkpoint_config import recomputable_layers
 from echelon.shardformer.weight_split import make_weight_parallel
 from echelon.verify.batch import loss_of as batch_loss
 from echelon.verify.batch import make_batch
+from echelon.verify.models import ModelChoice
 from echelon.zero.optimizer import ShardedOptimizer
 from echelon.zero.precision import PrecisionConfig
 
@@ -307,3 +309,42 @@ def overflow() -> list[int]:
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: Pool) -> None:
     assert pool.run(2, overflow) == [[1], [1]]
+
+
+def boost_shared(choice: ModelChoice) -> set[str]:
+    """The parameters of which each rank has a piece."""
+    booster = Booster(plugin=HybridParallelPlugin(wp_size=2, precision="fp32", num_microbatches=1))
+    model = choice.build()
+    wrapped, *_ = booster.boost(model, make_optimizer(model))
+    return {name for name, parameter in wrapped.held.items() if placement_of(parameter) is not None}
+
+
+def boost_what_cannot_be() -> None:
+    booster = Booster(plugin=HybridParallelPlugin(wp_size=2, precision="fp32", num_microbatches=1))
+    model = replace(BERT, settings=(("layerdrop", 0.1),)).build()
+    booster.boost(model, make_optimizer(BERT.build()))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "shared"),
+    [
+        ("gpt2", ("c_attn.weight", "attn.c_proj.weight", "c_fc.weight", "mlp.c_proj.weight")),
+        (
+            "falcon",
+            ("query_key_value.weight", "dense.weight", "dense_h_to_4h.weight", "dense_4h_to_h.weight"),
+        ),
+    ],
+)
+def test_a_booster_shares_out_the_linear_weights_of_all_layers(
+    pool: Pool, model_type: str, shared: tuple[str, ...]
+) -> None:
+    names = {name for name, _ in ModelChoice(model_type=model_type).build_on_meta().named_parameters()}
+    expected = {name for name in names if name.endswith(shared)}
+    assert len(expected) == 4 * len(shared)
+    assert pool.run(2, boost_shared, ModelChoice(model_type=model_type)) == [expected, expected]
+
+
+def test_what_speaks_against_sharing_is_told_beside_all_else(pool: Pool) -> None:
+    for error in pool.run_failing(2, boost_what_cannot_be):
+        assert "layerdrop=0.1 in the model's config" in str(error)
+        assert "parameters that are not the model's" in str(error)

@@ -1,0 +1,108 @@
+"""`echelon checkpoint inspect`: what is in a checkpoint, as tables or as JSON."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from ..checkpoint.opened import Opened, open_folder
+from ..checkpoint.summary import Summary, plain, summarize, tensor_lines
+from .checkpoint_folder import Folder, chosen_folder, folder_faults, shown_bytes, told
+from .console import refuse, table_console
+
+
+def inspect(
+    directory: Folder,
+    pattern: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[PATTERN]", help="With --tensors: of their names, as a shell's: '*.layers.0.*'."
+        ),
+    ] = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List tensors, with their files.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what is in a checkpoint. No tensor is read.
+
+    Exit status: 0 shown, 1 something is damaged, 2 bad arguments.
+    """
+    faults = folder_faults(directory)
+    if pattern is not None and not tensors:
+        faults.append(f"{pattern!r} is a pattern of names: give --tensors too")
+    refuse("checkpoint inspect", faults)
+    with told("inspect"):
+        opened = open_folder(chosen_folder(directory))
+        summary = summarize(opened)
+    if as_json:
+        listing = (
+            {"tensors": [asdict(line) for line in tensor_lines(opened, pattern or "*")]} if tensors else {}
+        )
+        typer.echo(json.dumps(plain(asdict(summary) | listing), indent=2))
+        return
+    console = table_console()
+    console.print(_facts(summary))
+    console.print(_parts(summary))
+    console.print(_files(summary))
+    if tensors:
+        console.print(_tensors(opened, pattern or "*"))
+
+
+def _facts(summary: Summary) -> Table:
+    table = Table(title=summary.path, title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, value in _lines(summary):
+        if value is not None:
+            table.add_row(name, value if isinstance(value, str) else json.dumps(plain(value)))
+    return table
+
+
+def _lines(summary: Summary) -> Iterator[tuple[str, Any]]:
+    yield "step", summary.step
+    yield "written by", summary.echelon and f"echelon {summary.echelon}"
+    yield "model", summary.model_class
+    yield "layout", summary.layout
+    yield "optimizer", summary.optimizer
+    for number, group in enumerate(summary.groups):
+        yield f"group {number}", f"{group.parameters} parameters, {json.dumps(plain(group.options))}"
+    yield "scheduler", summary.scheduler
+    yield "scaler", summary.scaler
+    yield "skipped steps", summary.skipped_steps
+    yield "data", summary.data
+    yield "user", summary.user
+    yield "random states", "; ".join(summary.random) or None
+
+
+def _parts(summary: Summary) -> Table:
+    table = Table(title="tensors", title_justify="left")
+    table.add_column("of")
+    for heading in ("tensors", "entries", "size"):
+        table.add_column(heading, justify="right")
+    table.add_column("formats")
+    for part in summary.parts:
+        formats = ", ".join(f"{dtype} {shown_bytes(size)}" for dtype, size in part.dtypes.items())
+        numbers = (f"{part.tensors:,}", f"{part.entries:,}", shown_bytes(part.bytes))
+        table.add_row(part.name, *numbers, formats if len(part.dtypes) > 1 else "".join(part.dtypes))
+    return table
+
+
+def _files(summary: Summary) -> Table:
+    total = sum(file.bytes for file in summary.files)
+    table = Table(title=f"files: {len(summary.files)}, {shown_bytes(total)}", title_justify="left")
+    table.add_column("file", overflow="fold")
+    table.add_column("size", justify="right")
+    for file in summary.files:
+        table.add_row(file.path, shown_bytes(file.bytes))
+    return table
+
+
+def _tensors(opened: Opened, pattern: str) -> Table:
+    table = Table(title=f"tensors {pattern}", title_justify="left")
+    for heading in ("tensor", "shape", "format", "files"):
+        table.add_column(heading, overflow="fold")
+    for line in tensor_lines(opened, pattern):
+        table.add_row(line.name, str(list(line.shape)), line.dtype, ", ".join(line.files))
+    return table

@@ -1,0 +1,30 @@
+"""`echelon checkpoint verify`: whether a checkpoint is as it was written, and fits together."""
+
+import typer
+
+from ..checkpoint.damage import examine_checkpoint, examine_pretrained
+from ..checkpoint.step_folder import MANIFEST
+from .checkpoint_folder import Folder, chosen_folder, folder_faults, progress_bar
+from .console import refuse
+
+
+def verify(directory: Folder) -> None:
+    """Read every byte of a checkpoint: all files are there, their hashes are right, and they fit together.
+
+    Of a Hugging Face folder the index and the config are compared with the files. Exit status: 0 sound, 1 damaged
+    (each file and tensor is named), 2 bad arguments.
+    """
+    refuse("checkpoint verify", folder_faults(directory))
+    folder = chosen_folder(directory)
+    if (folder / MANIFEST).is_file():
+        total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        with progress_bar(total, "reading") as progress:
+            findings = examine_checkpoint(folder, progress=progress)
+    else:
+        findings = examine_pretrained(folder)
+    for note in findings.notes:
+        typer.echo(f"note: {note}", err=True)
+    for fault in findings.faults:
+        typer.echo(fault)
+    typer.echo(f"{folder} is {'damaged' if findings.faults else 'sound'}")
+    raise typer.Exit(1 if findings.faults else 0)

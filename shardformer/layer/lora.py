@@ -1,0 +1,119 @@
+"""LoRA around linear layers: split as the layer inside is. Which adapters cannot be split is lora_faults.py.
+
+[Note: adapters] peft's own forward adds B(A(dropout(x))), scaled, to what the layer inside makes of x. That layer may
+be a parallel one, and then A and B are split with it:
+
+    by outputs    A is whole on every rank and its gradient a part of a sum; B has the rows of this rank's outputs
+    by inputs     A has the columns of this rank's inputs, and what it makes is summed over the ranks; B is whole
+    whole inputs and outputs (gathered, or cut by the layer itself)    so are A and B
+
+In front of A, dropout draws the same numbers on all ranks where the input is whole, and others on each where it is not.
+"""
+
+# R rank of the adapter, I input features, O output features: A is (R, I), B is (O, R)
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from ...cluster.placement import Shard, Shared, place, placement_of
+from ...cluster.random import SplitRandom
+from .key_value import SharedKeyValueLinear1D_Col
+from .linear import Linear1D_Col, Linear1D_Row
+
+
+class LoraSplit:
+    """Splits what peft has put around a linear layer; the module itself stays peft's."""
+
+    @staticmethod
+    def from_native_module(
+        module: nn.Module, process_group: dist.ProcessGroup, *, split_random: SplitRandom | None = None
+    ) -> nn.Module:
+        """Split the adapters, all of them; see [Note: adapters].
+
+        Args:
+            module: peft's, whose `base_layer` is a parallel layer already.
+            process_group: the tensor axis.
+            split_random: the random state that the region around the module switches to.
+        """
+        base = module.base_layer
+        if isinstance(base, Linear1D_Col) and not base.gather_output:
+            _split_outputs(module, base, process_group, split_random)
+        elif isinstance(base, Linear1D_Row) and not base.split_input:
+            _split_inputs(module, base, process_group)
+        return module
+
+
+def _split_outputs(
+    module: Any, base: Linear1D_Col, group: dist.ProcessGroup, split_random: SplitRandom | None
+) -> None:
+    shard = _shard(base.weight)
+    kwargs: dict[str, Any] = {
+        **_sizes(shard),
+        "copies": shard.copies,
+        "reduce_input_gradient": base.reduce_input_gradient,
+    }
+    kind: type[Linear1D_Col] = Linear1D_Col
+    if isinstance(base, SharedKeyValueLinear1D_Col):
+        kind = SharedKeyValueLinear1D_Col
+        kwargs["num_key_value_heads"] = base.num_key_value_heads
+    for name, native in list(module.lora_B.items()):
+        module.lora_B[name] = kind(native, group, **kwargs)
+        if not base.reduce_input_gradient:
+            place(module.lora_A[name].weight, Shared(size=group.size()), group.rank())
+        if split_random is not None:
+            _draw_alike(module.lora_dropout[name], split_random)
+
+
+def _split_inputs(module: Any, base: Linear1D_Row, group: dist.ProcessGroup) -> None:
+    sizes = _sizes(_shard(base.weight))
+    for name, native in list(module.lora_A.items()):
+        device = native.weight.device
+        module.lora_A[name] = Linear1D_Row(native, group, sequence=base.sequence, **sizes)
+        if base.sequence is not None:  # B computes on this rank's part of the sequence alone
+            for parameter in module.lora_B[name].parameters():
+                place(parameter, Shared(size=group.size()), group.rank())
+        _draw_apart(module.lora_dropout[name], SplitRandom(group.rank(), device))
+
+
+def _draw_alike(dropout: nn.Module, split_random: SplitRandom) -> None:
+    """Let dropout inside a region draw from the state that all ranks have in common. Identity draws nothing."""
+    if not isinstance(dropout, nn.Dropout):
+        return
+
+    def exchange(module: nn.Module, *_: Any) -> None:
+        if module.training:
+            split_random.exchange()
+
+    dropout.register_forward_pre_hook(exchange)
+    dropout.register_forward_hook(exchange)
+
+
+def _draw_apart(dropout: nn.Module, split_random: SplitRandom) -> None:
+    """Let dropout draw other numbers on each rank. Identity draws nothing."""
+    if not isinstance(dropout, nn.Dropout):
+        return
+
+    def enter(module: nn.Module, args: tuple) -> None:
+        if module.training:
+            split_random.enter()
+
+    def leave(module: nn.Module, args: tuple, output: Tensor) -> None:
+        if module.training:
+            split_random.leave()
+
+    dropout.register_forward_pre_hook(enter)
+    dropout.register_forward_hook(leave)
+
+
+def _shard(weight: Parameter) -> Shard:
+    placement = placement_of(weight)
+    assert isinstance(placement, Shard)
+    return placement
+
+
+def _sizes(shard: Shard) -> dict[str, Any]:
+    """How the layer's own features are cut, as arguments of a further layer."""
+    return {"split_sizes": shard.blocks, "padded_sizes": shard.padded, "stretches": shard.stretches}

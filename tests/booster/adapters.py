@@ -1,0 +1,121 @@
+"""Small models with LoRA, and how the tests of it train them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.cluster.placement import Shard, placement_of
+from echelon.plugins.lora_enable import enable_lora
+from echelon.verify.batch import loss_of
+from echelon.verify.models import ModelChoice
+
+from ..plugins.training import hybrid, share
+
+LLAMA_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+NUM_STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapted(ModelChoice):
+    """A model with LoRA in some of its linear layers.
+
+    Args:
+        targets: names of the layers.
+        lora: further settings of peft's config, as (name, value).
+    """
+
+    targets: tuple[str, ...] = LLAMA_LINEAR
+    lora: tuple[tuple[str, Any], ...] = ()
+
+    def build(self, seed: int = 0) -> nn.Module:
+        """The transformers model, with adapters in it."""
+        return self.build_peft(seed).get_base_model()
+
+    def build_peft(self, seed: int = 0) -> Any:
+        """The model in peft's wrapper; no adapter is zero, as B is at first, and A's gradient with it."""
+        from peft import LoraConfig
+
+        config = LoraConfig(r=3, target_modules=list(self.targets), **dict(self.lora))
+        model = enable_lora(super().build(seed), None, config, None, False)
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+        return model
+
+    def build_plain(self, seed: int = 0) -> nn.Module:
+        """The model without adapters."""
+        return super().build(seed)
+
+
+LLAMA = Adapted(model_type="llama", num_layers=2)
+GPT2 = Adapted(
+    model_type="gpt2",
+    targets=("c_attn", "c_fc", "c_proj"),
+    lora=(("fan_in_fan_out", True), ("lora_bias", True)),
+)
+BERT = Adapted(
+    model_type="bert",
+    head="classification",
+    targets=("query", "value", "dense"),  # also the pooler's, which no rank splits
+    lora=(("task_type", "SEQ_CLS"),),  # trains the classifier too
+)
+
+
+def optimizer_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """With a weight decay that would move what is frozen."""
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, eps=1e-5)
+
+
+def train_and_save(choice: Adapted, folder: Path, settings: dict[str, Any], *, given: str) -> dict[str, Any]:
+    """Three steps and a save; which frozen pieces moved, and what the model answers afterwards.
+
+    Args:
+        given: "all" parameters to the optimizer, or the "trainable" ones.
+    """
+    booster = hybrid(**settings)
+    model = choice.build_peft()
+    whole = {name: each.detach().clone() for name, each in model.get_base_model().named_parameters()}
+    optimizer = optimizer_of(each for each in model.parameters() if given == "all" or each.requires_grad)
+    boosted, optimizer, *_ = booster.boost(model, optimizer)
+    losses = []
+    for step in range(NUM_STEPS):
+        data = share(booster, choice, step)
+        losses.append(float(booster.execute_pipeline(data, boosted, loss_of, optimizer)["loss"]))
+        optimizer.step()
+        optimizer.zero_grad()
+    booster.save_lora_as_pretrained(boosted, folder)
+    return {"losses": losses, "moved": moved(boosted, whole), "logits": answer(booster, boosted, choice)}
+
+
+def load(choice: Adapted, folder: Path, settings: dict[str, Any]) -> Tensor | None:
+    """The logits of a model with saved adapters, on the last stage."""
+    booster = hybrid(**settings)
+    model = booster.enable_lora(choice.build_plain(), pretrained_dir=folder)
+    return answer(booster, booster.boost(model)[0], choice)
+
+
+def answer(booster: Any, boosted: Any, choice: Adapted) -> Tensor | None:
+    """The logits of this replica's share of a batch, on the last stage."""
+    boosted.eval()
+    with torch.no_grad():
+        data = share(booster, choice, NUM_STEPS)
+        outputs = booster.execute_pipeline(data, boosted, loss_of, return_outputs=True)["outputs"]
+    return None if outputs is None else outputs.logits
+
+
+def moved(boosted: Any, whole: dict[str, Tensor]) -> list[str]:
+    """The frozen parameters of this rank that are not, to the bit, what they were."""
+    found = []
+    for name, parameter in boosted.held.items():
+        placement = placement_of(parameter)
+        is_cut = isinstance(placement, Shard)
+        rank = boosted.plugin.mesh.rank(placement.axis) if is_cut else 0
+        own = placement.local(whole[name], rank) if is_cut else whole[name]
+        if not parameter.requires_grad and not torch.equal(parameter, own):
+            found.append(name)
+    return found

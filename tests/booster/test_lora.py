@@ -1,0 +1,256 @@
+"""LoRA by the booster: what is trained and what is not, files that peft reads, and what is refused."""
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from echelon import Booster, LazyInitContext, TorchDDPPlugin, TorchFSDPPlugin
+from echelon.plugins.lora_enable import enable_lora
+from echelon.verify.batch import make_batch
+
+from ..plugins import training
+from ..pool import Pool
+from .adapters import BERT, GPT2, LLAMA, NUM_STEPS, Adapted, load, optimizer_of, train_and_save
+
+# Sums over ranks are taken in another order, and three steps of AdamW amplify that; seen: 4e-6.
+TOLERANCE = 1e-4
+
+
+def in_one_process(choice: Adapted, *, parts: int) -> dict[str, Tensor]:
+    """The adapters after the same steps of a plain loop, by peft's names in a file.
+
+    Args:
+        parts: microbatches of all replicas.
+    """
+    model = choice.build_peft()
+    optimizer = optimizer_of(each for each in model.parameters() if each.requires_grad)
+    for step in range(NUM_STEPS):
+        for batch in chunks(make_batch(choice, num_samples=8, seed=step), parts):
+            (model(**batch).loss / parts).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    names = {name.replace(".default", ""): each for name, each in model.state_dict().items()}
+    return {
+        name.replace("modules_to_save.", "").replace(".modules_to_save", ""): each
+        for name, each in names.items()
+    }
+
+
+def chunks(batch: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    parts = [each.chunk(count) for each in batch.values()]
+    return [dict(zip(batch, part, strict=True)) for part in zip(*parts, strict=True)]
+
+
+def read_by_peft(choice: Adapted, folder: Path) -> Tensor:
+    """What peft's own model with the saved adapters answers, in a plain process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        model = PeftModel.from_pretrained(choice.build_plain(), str(folder)).eval()
+    with torch.no_grad():
+        logits: Tensor = model(**make_batch(choice, num_samples=8, seed=NUM_STEPS)).logits
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("choice", "world", "settings", "given", "elsewhere"),
+    [
+        (LLAMA, 2, {"tp_size": 2}, "trainable", {"pp_size": 2}),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                (LLAMA, 4, {"tp_size": 2, "pp_size": 2}, "all", {"tp_size": 4}),
+                (GPT2, 4, {"tp_size": 2, "zero_stage": 2}, "all", {"pp_size": 2, "tp_size": 2}),
+                (BERT, 4, {"pp_size": 2, "zero_stage": 1}, "trainable", {"tp_size": 2, "pp_size": 2}),
+                (BERT, 2, {"tp_size": 2}, "all", {"pp_size": 2}),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_saved_adapters_are_those_of_one_process(
+    pool: Pool,
+    tmp_path: Path,
+    choice: Adapted,
+    world: int,
+    settings: dict[str, Any],
+    given: str,
+    elsewhere: dict[str, Any],
+) -> None:
+    found = pool.run(world, train_and_save, choice, tmp_path, settings, given=given, timeout=120.0)
+    assert [each["moved"] for each in found] == [[]] * world
+    replicas = world // (settings.get("tp_size", 1) * settings.get("pp_size", 1))
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    expected = in_one_process(choice, parts=2 * replicas)
+    assert any("lora_A" in name for name in stored)
+    for name, tensor in stored.items():
+        torch.testing.assert_close(tensor, expected[name], atol=TOLERANCE, rtol=TOLERANCE)
+    logits = read_by_peft(choice, tmp_path)
+    require_same_logits([each["logits"] for each in found], logits)
+    require_same_logits(pool.run(world, load, choice, tmp_path, elsewhere, timeout=120.0), logits)
+
+
+def require_same_logits(by_rank: list[Tensor | None], logits: Tensor) -> None:
+    """Those of the last stage's ranks are the logits of all samples, or of their replica's."""
+    held = [each for each in by_rank if each is not None]
+    assert held
+    for each in held:
+        shares = logits.chunk(len(logits) // len(each))
+        assert any(torch.allclose(each, share, atol=TOLERANCE, rtol=TOLERANCE) for share in shares)
+
+
+def train_by_calls(folder: Path, plugin: str) -> None:
+    """The same steps by torch's own data parallelism, and a save in torch's format."""
+    booster = Booster(plugin={"ddp": TorchDDPPlugin, "fsdp": TorchFSDPPlugin}[plugin]())
+    model = LLAMA.build_peft()
+    boosted, optimizer, *_ = booster.boost(model, optimizer_of(model.parameters()))
+    for step in range(NUM_STEPS):
+        booster.backward(boosted(**next(training.share(booster, LLAMA, step))).loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    booster.save_lora_as_pretrained(boosted, folder, use_safetensors=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
+def test_torchs_own_data_parallelism_saves_the_same(pool: Pool, tmp_path: Path, plugin: str) -> None:
+    pool.run(2, train_by_calls, tmp_path, plugin)
+    stored = torch.load(tmp_path / "adapter_model.bin", weights_only=True)
+    expected = in_one_process(LLAMA, parts=2)
+    for name, tensor in stored.items():
+        torch.testing.assert_close(tensor, expected[name], atol=TOLERANCE, rtol=TOLERANCE)
+    assert read_by_peft(LLAMA, tmp_path).isfinite().all()
+
+
+def boost_lazily(where: str) -> list[float]:
+    """The loss of a model that was built lazily, beside that of one that was not; B is zero, as peft makes it."""
+    losses = []
+    for is_lazy in (False, True):
+        booster = training.hybrid(tp_size=2)
+        torch.manual_seed(5)
+        model = build_adapted(where, is_lazy)
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B.default.weight"):
+                parameter.data.fill_(0.1)
+        boosted, *_ = booster.boost(model)
+        with torch.no_grad():
+            found = booster.execute_pipeline(training.share(booster, LLAMA, 0), boosted, training.loss_of)
+        losses.append(float(found["loss"]))
+    return losses
+
+
+def build_adapted(where: str, is_lazy: bool) -> Any:
+    config = LoraConfig(r=3, target_modules=["q_proj", "o_proj"], init_lora_weights="gaussian")
+    if not is_lazy:
+        return enable_lora(LLAMA.build_plain(), None, config, None, False)
+    with LazyInitContext():
+        model = LLAMA.build_plain()
+        if where == "inside":
+            return enable_lora(model, None, config, None, False)
+    return enable_lora(model, None, config, None, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["inside", "behind"])
+def test_a_lazily_built_model_takes_adapters(pool: Pool, where: str) -> None:
+    eager, lazy = pool.run(2, boost_lazily, where)[0]
+    assert eager == lazy
+
+
+LORA: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            {"lora_config": LoraConfig(r=2, target_modules=["q_proj", "query"])},
+            ["'query'", "q_proj, up_proj"],
+        ),
+        ({"lora_config": LoraConfig(**LORA, modules_to_save=["score"])}, ["modules_to_save", "'score'"]),
+        (
+            {"lora_config": LoraConfig(**LORA, task_type="SEQ_CLS")},
+            ["'SEQ_CLS'", "LlamaForCausalLM", "'CAUSAL_LM'"],
+        ),
+        ({"lora_config": IA3Config(target_modules=["q_proj"])}, ["IA3Config", "peft.LoraConfig"]),
+        ({}, ["either lora_config", "or pretrained_dir"]),
+        (
+            {"pretrained_dir": "/nowhere", "lora_config": LoraConfig(**LORA)},
+            ["/nowhere", "either lora_config"],
+        ),
+        ({"lora_config": LoraConfig(**LORA), "quantize": True}, ["4 or 8 bits"]),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(arguments: dict[str, Any], told: list[str]) -> None:
+    given = {"pretrained_dir": None, "lora_config": None, "bnb_quantization_config": None, "quantize": False}
+    with pytest.raises(ValueError) as error:
+        enable_lora(LLAMA.build_plain(), **(given | arguments))
+    for each in told:
+        assert each in str(error.value)
+
+
+def test_a_model_with_adapters_takes_no_others() -> None:
+    with pytest.raises(ValueError, match="already: give the plain transformers model, once"):
+        enable_lora(LLAMA.build_peft(), None, LoraConfig(**LORA), None, False)
+
+
+def test_without_peft_the_error_names_it() -> None:
+    with patch.dict(sys.modules, {"peft": None}), pytest.raises(ImportError, match=r"peft.*echelon\[lora\]"):
+        enable_lora(LLAMA.build_plain(), None, None, None, False)
+
+
+def refuse_boosted(folder: Path) -> list[str]:
+    """What a boosted model, one without adapters, and peft's other types are told; folder is as `save` left it."""
+    booster = training.hybrid()
+    boosted, *_ = booster.boost(LLAMA.build_plain())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        other = get_peft_model(
+            LLAMA.build_plain(), IA3Config(target_modules=["q_proj"], feedforward_modules=[])
+        )
+    return [
+        training.refused(lambda: booster.enable_lora(boosted, lora_config=LoraConfig(**LORA))),
+        training.refused(lambda: booster.save_lora_as_pretrained(boosted, folder)),
+        training.refused(lambda: booster.boost(other)),
+    ]
+
+
+def test_models_that_cannot_be_are_refused(pool: Pool, tmp_path: Path) -> None:
+    twice, without, other = pool.run(1, refuse_boosted, tmp_path)[0]
+    assert "already boosted" in twice
+    assert "booster.enable_lora returned" in without
+    assert "type IA3" in other
+
+
+def save_and_break(folder: Path) -> list[str]:
+    """What is told of a folder with a tensor too few, and of a path that is no folder."""
+    booster = training.hybrid()
+    boosted, *_ = booster.boost(LLAMA.build_peft())
+    booster.save_lora_as_pretrained(boosted, folder)
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    taken = next(iter(tensors))
+    tensors["base_model.model.other.lora_A.weight"] = tensors.pop(taken)
+    save_file(tensors, path, metadata={"format": "pt"})
+    incomplete = training.refused(lambda: booster.enable_lora(LLAMA.build_plain(), pretrained_dir=folder))
+    try:
+        booster.save_lora_as_pretrained(boosted, path)
+    except OSError as error:
+        return [taken, incomplete, str(error), *sorted(each.name for each in folder.iterdir())]
+    raise AssertionError("a file was taken for a folder")
+
+
+def test_a_folder_that_does_not_fit_is_told(pool: Pool, tmp_path: Path) -> None:
+    taken, incomplete, no_folder, *files = pool.run(1, save_and_break, tmp_path)[0]
+    assert f"{taken} is missing" in incomplete
+    assert "other.lora_A.weight is not in the model" in incomplete
+    assert "Not a directory" in no_folder and "(rank 0)" in no_folder
+    assert files == ["adapter_config.json", "adapter_model.safetensors"]

@@ -1,0 +1,132 @@
+"""LoRA under every layout against one process: loss, every adapter's gradient, the norm and every weight."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch import nn
+
+from echelon.shardformer.layer import lora
+from echelon.verify.layout import Layout
+from echelon.verify.parity import parity
+
+from ..pool import Pool
+from .adapters import BERT, GPT2, LLAMA, Adapted
+
+# One projection of query, key and value, whose ranks hold a part each of the one key and value.
+FALCON = Adapted(model_type="falcon", targets=("query_key_value", "dense"))
+ALBERT = Adapted(model_type="albert", targets=("query", "key", "value", "dense", "ffn", "ffn_output"))
+# Three heads over two ranks, so one of zeros is added.
+PADDED = Adapted(
+    model_type="llama",
+    num_layers=2,
+    settings=(
+        ("hidden_size", 48),
+        ("num_attention_heads", 3),
+        ("num_key_value_heads", 3),
+        ("head_dim", 16),
+    ),
+)
+# The embedding, whose adapter the first stage has, and a head that the last one has.
+ENDS = Adapted(model_type="llama", num_layers=2, targets=("embed_tokens", "q_proj", "lm_head"))
+# Only the last layer is trained, so nothing that the first stage sends requires a gradient.
+LATE = Adapted(
+    model_type="llama", num_layers=2, targets=("q_proj", "down_proj"), lora=(("layers_to_transform", [1]),)
+)
+MOE = Adapted(model_type="mixtral", num_layers=2, targets=("q_proj", "o_proj"))
+
+LAYOUTS = {
+    "tp2 dp2": Layout(tp=2, dp=2, zero=1),
+    "pp2": Layout(pp=2),
+    "tp2 pp2": Layout(tp=2, pp=2),
+    "dp2 zero1": Layout(dp=2, zero=1),
+    "dp2 zero2": Layout(dp=2, zero=2),
+    "tp2 bf16": Layout(tp=2, precision="bf16"),
+}
+
+
+def departure(choice: Adapted, layout: Layout) -> str | None:
+    return parity(choice, layout).departure
+
+
+@pytest.mark.parametrize(
+    ("choice", "layout"),
+    [
+        (LLAMA, Layout(tp=2)),
+        *(
+            pytest.param(choice, layout, marks=pytest.mark.slow, id=f"{choice.model_type} {name}")
+            for choice in (LLAMA, GPT2, BERT)
+            for name, layout in LAYOUTS.items()
+        ),
+        *(
+            pytest.param(choice, layout, marks=pytest.mark.slow, id=f"{choice.model_type} {layout}")
+            for choice, layout in (
+                (LLAMA, Layout(tp=4)),
+                (GPT2, Layout(tp=2)),
+                (BERT, Layout(tp=2)),
+                (FALCON, Layout(tp=2)),
+                (ALBERT, Layout(tp=2)),
+                (ALBERT, Layout(pp=2)),
+                (PADDED, Layout(tp=2)),
+                (MOE, Layout(tp=2)),
+                (ENDS, Layout(pp=2)),
+                (LATE, Layout(pp=2)),
+                (LLAMA, Layout(tp=2, precision="fp16")),
+                (LLAMA, Layout(pp=2, schedule="zbv")),
+                (LLAMA, Layout(tp=2, pp=2, schedule="zbh1", recompute=1.0)),
+                (LLAMA, Layout(tp=2, sequence="split_gather")),
+                (LLAMA, Layout(tp=2, sequence="split_gather", options=("enable_sequence_regather",))),
+                (LLAMA, Layout(tp=2, sequence="ring")),
+                (GPT2, Layout(tp=2, sequence="split_gather")),
+                (LLAMA, Layout(sp=2, sequence="all_to_all")),
+                (LLAMA, Layout(tp=2, sp=2, sequence="ring_attn")),
+                (LLAMA, Layout(dp=2, wp=2)),
+                (LLAMA, Layout(dp=2, zero=2, overlap_allgather=True)),
+                (LLAMA, Layout(tp=2, options=("enable_jit_fused",))),
+            )
+        ),
+    ],
+)
+def test_a_layout_has_the_numbers_of_one_process(pool: Pool, choice: Adapted, layout: Layout) -> None:
+    assert set(pool.run(layout.world_size, departure, choice, layout, timeout=180.0)) == {None}
+
+
+def unplaced(parameter: nn.Parameter, placement: Any, rank: int) -> None:
+    """In the place of `place`, where a gradient is a part of a sum: leave it so."""
+
+
+SPLIT_INPUTS = lora._split_inputs
+
+
+def unsummed(module: Any, base: Any, group: Any) -> None:
+    """In the place of `_split_inputs`: what A makes of a part of its inputs stays that."""
+    SPLIT_INPUTS(module, base, group)
+    for layer in module.lora_A.values():
+        layer._summed_product = partial(layer._product, bias=None)
+
+
+def unfused(shard: Any) -> dict[str, Any]:
+    """In the place of `_sizes`: as if the features were one block."""
+    return {}
+
+
+# By name what is patched: the object, the attribute and what takes its place; the model that notices.
+MUTATIONS: dict[str, tuple[Adapted, Any, str, Callable[..., Any]]] = {
+    "the gradient of A is a rank's own": (LLAMA, lora, "place", unplaced),
+    "what A makes of a part is not summed": (LLAMA, lora, "_split_inputs", unsummed),
+    "rows of B are cut as one block": (GPT2, lora, "_sizes", unfused),
+}
+
+
+def mutated(mutation: str) -> str | None:
+    choice, *patched = MUTATIONS[mutation]
+    with patch.object(*patched):
+        return parity(choice, Layout(tp=2), num_steps=1).departure
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_mechanism_that_is_taken_out_shows(pool: Pool, mutation: str) -> None:
+    assert pool.run(2, mutated, mutation, timeout=120.0)[0] is not None

@@ -1,0 +1,204 @@
+"""Checkpoints that tests write by hand, cut as some layout would cut them."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from echelon.checkpoint.box import Box, flat_boxes
+from echelon.checkpoint.step_folder import begin_step, commit_step
+from echelon.checkpoint.tensor_file import Entry, FileRecord, TensorFileWriter, dtype_name, write_small
+from echelon.checkpoint.values import write_values
+
+Cut = Callable[[Sequence[int], int], list[list[Box]]]
+
+
+def flat_slices(shape: Sequence[int], ranks: int) -> list[list[Box]]:
+    """As ZeRO cuts: each rank has an equal stretch of the flattened tensor."""
+    numel = Box.whole(shape).numel
+    bounds = [numel * rank // ranks for rank in range(ranks + 1)]
+    return [list(flat_boxes(bounds[rank], bounds[rank + 1], shape)) for rank in range(ranks)]
+
+
+def columns(shape: Sequence[int], ranks: int) -> list[list[Box]]:
+    """As tensor parallelism cuts: along the last dimension, the remainder on the last rank."""
+    if not shape:
+        return [[Box((), ())], *([] for _ in range(ranks - 1))]
+    bounds = [shape[-1] * rank // ranks for rank in range(ranks + 1)]
+    front = (0,) * (len(shape) - 1)
+    return [
+        [Box((*front, bounds[rank]), (*shape[:-1], bounds[rank + 1] - bounds[rank]))]
+        for rank in range(ranks)
+        if bounds[rank] < bounds[rank + 1]
+    ]
+
+
+def small_config(**changes: Any) -> LlamaConfig:
+    """Of a model of some three thousand entries."""
+    return LlamaConfig(
+        **{
+            "vocab_size": 40,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 32,
+            **changes,
+        }
+    )
+
+
+@dataclass
+class Handmade:
+    """What a checkpoint is made of; tests change it before it is written.
+
+    Args:
+        config: of a LlamaForCausalLM.
+        model: weights by name.
+        states: optimizer's tensors by STATE/PARAMETER.
+        cut, ranks: how the states lie in files.
+        max_bytes: of a file of weights.
+    """
+
+    config: LlamaConfig
+    model: dict[str, Tensor]
+    states: dict[str, Tensor]
+    groups: dict[str, Any]
+    training: dict[str, Any]
+    cut: Cut = flat_slices
+    ranks: int = 2
+    max_bytes: int = 2500
+    has_optimizer: bool = True
+    step: int = 100
+    layout: dict[str, int] = field(default_factory=lambda: {"pp": 1, "dp": 2, "sp": 1, "tp": 1})
+
+    @staticmethod
+    def of(config: LlamaConfig, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> "Handmade":
+        """After three steps of AdamW, as it were."""
+        generator = torch.Generator().manual_seed(seed)
+        shapes = _shapes(config.to_json_string())
+        masters = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        names = list(masters)
+        states = {
+            f"exp_avg/{name}": torch.randn(shape, generator=generator) for name, shape in shapes.items()
+        }
+        if dtype != torch.float32:
+            states |= {f"master/{name}": master for name, master in masters.items()}
+        return Handmade(
+            config=config,
+            model={name: master.to(dtype) for name, master in masters.items()},
+            states=states,
+            groups={
+                "optimizer": "AdamW",
+                "groups": [
+                    {"options": {"lr": 1e-3, "betas": (0.9, 0.95)}, "parameters": names[:3]},
+                    {"options": {"lr": 1e-4, "betas": (0.9, 0.95)}, "parameters": names[3:]},
+                ],
+                "scalars": {name: {"step": torch.tensor(3.0)} for name in names},
+                "extra": {"scaler": None, "skipped_steps": 0},
+            },
+            training={
+                "step": 100,
+                "scheduler": {"last_epoch": 100, "_last_lr": [1e-3, 1e-4]},
+                "data": {"epoch": 1, "samples": 320, "seed": 7, "size": 1000},
+                "user": {"note": "by hand", "best": 0.25},
+            },
+        )
+
+    def write(self, directory: Path) -> Path:
+        """Write it below a folder, and return the folder of the step."""
+        folder = begin_step(directory, self.step)
+        for inner in ("model", "random"):
+            (folder / inner).mkdir()
+        records = {
+            **self._write_model(folder, "model"),
+            **(self._write_optimizer(folder, "optimizer") if self.has_optimizer else {}),
+            "training.pt": write_values(
+                folder / "training.pt", self.training | {"layout": {"sizes": self.layout}}
+            ),
+        }
+        for rank in range(self.layout["dp"]):
+            name = f"random/rank-{rank:05}.pt"
+            place = {"pp": 0, "dp": rank, "sp": 0, "tp": 0}
+            state = {"coordinates": place, "cpu": torch.Generator().manual_seed(rank).get_state()}
+            records[name] = write_values(folder / name, state)
+        return commit_step(folder, directory, self.step, records)
+
+    def _write_model(self, folder: Path, inner: str) -> dict[str, FileRecord]:
+        self.config.architectures, self.config.dtype = (
+            ["LlamaForCausalLM"],
+            next(iter(self.model.values())).dtype,
+        )
+        self.config.save_pretrained(folder / inner)
+        config = folder / inner / "config.json"
+        records = {f"{inner}/config.json": write_small(config, config.read_bytes())}
+        files = list(_filled(self.model, self.max_bytes))
+        places = {}
+        for number, tensors in enumerate(files, start=1):
+            name = f"model-{number:05}-of-{len(files):05}.safetensors"
+            records[f"{inner}/{name}"] = write_tensors(folder / inner / name, tensors)
+            places |= dict.fromkeys(tensors, name)
+        listing = {
+            "metadata": {"total_size": sum(x.nbytes for x in self.model.values())},
+            "weight_map": places,
+        }
+        index = f"{inner}/model.safetensors.index.json"
+        records[index] = write_small(folder / index, json.dumps(listing).encode())
+        return records
+
+    def _write_optimizer(self, folder: Path, inner: str) -> dict[str, FileRecord]:
+        (folder / inner).mkdir()
+        files: list[dict[str, Tensor]] = [{} for _ in range(self.ranks)]
+        listing = {}
+        for name, tensor in self.states.items():
+            boxes = []
+            for rank, mine in enumerate(self.cut(tuple(tensor.shape), self.ranks)):
+                for box in mine:
+                    key = f"{name}@{','.join(map(str, box.offset))}"
+                    files[rank][key] = tensor[box.within(Box.whole(tensor.shape))]
+                    place = {"file": f"rank-{rank:05}.safetensors", "key": key}
+                    boxes.append({"offset": list(box.offset), "size": list(box.size), **place})
+            listing[name] = {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "boxes": boxes}
+        records = {
+            f"{inner}/rank-{rank:05}.safetensors": write_tensors(
+                folder / inner / f"rank-{rank:05}.safetensors", tensors
+            )
+            for rank, tensors in enumerate(files)
+        }
+        content = json.dumps({"tensors": listing}).encode()
+        records[f"{inner}/index.json"] = write_small(folder / inner / "index.json", content)
+        records[f"{inner}/groups.pt"] = write_values(folder / inner / "groups.pt", self.groups)
+        return records
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
+    """A file of tensors."""
+    writer = TensorFileWriter(path, [Entry(name, tuple(x.shape), x.dtype) for name, x in tensors.items()])
+    for entry in writer.order:
+        writer.write(tensors[entry.name])
+    return writer.finish()
+
+
+def _filled(tensors: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if found and sum(x.nbytes for x in found.values()) + tensor.nbytes > max_bytes:
+            yield found
+            found = {}
+        found[name] = tensor
+    yield found
+
+
+@cache
+def _shapes(config: str) -> dict[str, tuple[int, ...]]:
+    """Of the tensors of a model, by its config as JSON."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**json.loads(config)))
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -1,0 +1,97 @@
+"""Parts of a run that torch's own data parallelism trains: DDP whole, FSDP in rows. Others are verify/resume.py's."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from echelon import Booster, TorchDDPPlugin, TorchFSDPPlugin
+from echelon.verify.contents import MASTER, PARAMETER, Contents
+from echelon.verify.parity import LOSS_SCALE, Batches, make_optimizer
+from echelon.verify.reference import StepRecord
+from echelon.verify.resume import Outcome, Relay, write_outcome
+
+
+def run_torch_part(relay: Relay, number: int, folder: Path, *, kind: str) -> None:
+    """As `run_part`, under torch's plugin of that kind: a replica on each rank, and batches of one microbatch."""
+    part = relay.parts[number]
+    plugin: Any = (
+        TorchDDPPlugin()
+        if kind == "ddp"
+        else TorchFSDPPlugin(precision=part.layout.precision, initial_scale=LOSS_SCALE)
+    )
+    booster = Booster(plugin=plugin)
+    model = relay.choice.build(relay.seed + number)
+    boosted: Any
+    optimizer: Any
+    boosted, optimizer, *_ = booster.boost(model, make_optimizer(model))
+    first = relay.first_step(number)
+    everything = {"model": boosted, "optimizer": optimizer}
+    loaded = saved = None
+    if number:
+        resumed = booster.load_checkpoint(folder, **everything)
+        assert resumed is not None and resumed.step == first
+        loaded = contents(boosted, optimizer)
+    records = [
+        step(booster, boosted, optimizer, batches, overflows=index == relay.training.overflow_step)
+        for index, batches in enumerate(relay.batches(number), start=first)
+    ]
+    if number + 1 < len(relay.parts):
+        saved = contents(boosted, optimizer)
+        booster.save_checkpoint(folder, first + len(records), **everything).wait()
+    if dist.get_rank() == 0:
+        write_outcome(Outcome(records=records, loaded=loaded, saved=saved), number, folder)
+
+
+def step(booster: Booster, boosted: Any, optimizer: Any, batches: Batches, *, overflows: bool) -> StepRecord:
+    rank, replicas = booster.plugin.data_rank
+    scale = optimizer.scaler.get_scale() if optimizer.scaler.is_enabled() else 1.0
+    loss = boosted(**batches[rank]).loss
+    if overflows and rank == replicas - 1:
+        loss.register_hook(lambda gradient: gradient * torch.inf)
+    booster.backward(loss, optimizer)
+    norm = float(optimizer.clip_grad_by_norm(torch.inf))
+    named = dict(boosted.unwrap().named_parameters())
+    gradients = {name: whole(each.grad) for name, each in named.items() if each.grad is not None}
+    optimizer.step()
+    optimizer.zero_grad()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    return StepRecord(
+        loss=float(mean) / replicas,
+        norm=norm if norm < torch.inf else torch.inf,
+        gradients=gradients,
+        weights={name: whole(each) for name, each in named.items()},
+        loss_scale=scale,
+        skipped=optimizer.skipped_steps,
+    )
+
+
+def contents(boosted: Any, optimizer: Any) -> Contents:
+    """As `contents_of`: parameters are what is stepped."""
+    named = dict(boosted.unwrap().named_parameters())
+    tensors = {prefix + name: whole(each) for name, each in named.items() for prefix in (PARAMETER, MASTER)}
+    values: dict[str, Any] = {}
+    for name, parameter in named.items():
+        for kind, value in optimizer.optim.state.get(parameter, {}).items():
+            if kind == "step":
+                values[f"step/{name}"] = [float(value)]
+            else:
+                tensors[f"{kind}/{name}"] = whole(value)
+    values |= {f"group {index}": options(group) for index, group in enumerate(optimizer.param_groups)}
+    values |= {"loss scaler": optimizer.scaler_state(), "skipped steps": optimizer.skipped_steps}
+    return Contents(tensors=tensors, values=values)
+
+
+def options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy with the rows of all ranks. Collective over the world."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()

@@ -1,0 +1,253 @@
+"""`echelon checkpoint`: what is printed, which status, and which folder is meant."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from echelon.cli.main import app
+
+from ..checkpoint.handmade import Handmade, columns, small_config
+
+HEAD = "lm_head.weight"
+
+
+def call(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def listed(*arguments: object) -> dict[str, Any]:
+    status, output = call("inspect", "--json", *arguments)
+    assert status == 0, output
+    return json.loads(output[output.index("{") :])
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    return Handmade.of(small_config()).write(tmp_path / "run")
+
+
+def test_inspect_shows_all_that_is_in_a_checkpoint(step: Path) -> None:
+    status, output = call("inspect", step)
+    assert status == 0
+    for told in (
+        "step",
+        "100",
+        "LlamaForCausalLM",
+        '{"pp": 1, "dp": 2, "sp": 1, "tp": 1}',
+        "AdamW",
+        '3 parameters, {"lr": 0.001, "betas": [0.9, 0.95]}',
+        '9 parameters, {"lr": 0.0001, "betas": [0.9, 0.95]}',
+        '{"last_epoch": 100, "_last_lr": [0.001, 0.0001]}',
+        '{"epoch": 1, "samples": 320, "seed": 7, "size": 1000}',
+        '{"note": "by hand", "best": 0.25}',
+        "pp 0, dp 0, sp 0, tp 0; pp 0, dp 1, sp 0, tp 0",
+        "optimizer/rank-00001.safetensors",
+        "model/model-00003-of-00003.safetensors",
+    ):
+        assert told in output
+    assert HEAD not in output
+
+
+def test_inspect_counts_tensors_entries_and_bytes(step: Path) -> None:
+    made = Handmade.of(small_config())
+    entries = sum(tensor.numel() for tensor in made.model.values())
+    summary = listed(step)
+    assert [(part["name"], part["tensors"], part["entries"], part["bytes"]) for part in summary["parts"]] == [
+        ("model", 12, entries, 2 * entries),
+        ("exp_avg", 12, entries, 4 * entries),
+        ("master", 12, entries, 4 * entries),
+    ]
+    assert summary["parts"][0]["dtypes"] == {"bfloat16": 2 * entries}
+    assert (summary["step"], summary["layout"]["dp"], summary["scaler"], summary["skipped_steps"]) == (
+        100,
+        2,
+        None,
+        0,
+    )
+    sizes = {str(path.relative_to(step)): path.stat().st_size for path in step.rglob("*") if path.is_file()}
+    assert {file["path"]: file["bytes"] for file in summary["files"]} == sizes
+    assert "tensors" not in summary
+
+
+def test_inspect_lists_tensors_with_their_files(step: Path) -> None:
+    lines = listed(step, "--tensors", "*embed_tokens*")["tensors"]
+    assert [line["name"] for line in lines] == [
+        f"{state}model.embed_tokens.weight" for state in ("", "exp_avg/", "master/")
+    ]
+    assert lines[0]["files"] == ["model/model-00001-of-00003.safetensors"]
+    assert lines[1] == {
+        "name": "exp_avg/model.embed_tokens.weight",
+        "shape": [40, 16],
+        "dtype": "float32",
+        "files": ["optimizer/rank-00000.safetensors", "optimizer/rank-00001.safetensors"],
+    }
+    assert len(listed(step, "--tensors")["tensors"]) == 3 * 12
+    status, output = call("inspect", step, "--tensors", HEAD)
+    assert status == 0 and output.count(HEAD) == 2 and "[40, 16]" in output  # the title, and the line
+
+
+def test_inspect_shows_a_hugging_face_folder(step: Path) -> None:
+    summary = listed(step / "model")
+    assert summary["model_class"] == "LlamaForCausalLM" and summary["step"] is None
+    assert [part["name"] for part in summary["parts"]] == ["model"]
+    status, output = call("inspect", step / "model")
+    assert status == 0 and "LlamaForCausalLM" in output and "optimizer" not in output
+
+
+def test_the_newest_complete_step_of_a_folder_is_taken_and_told(step: Path, tmp_path: Path) -> None:
+    made = Handmade.of(small_config())
+    made.step, made.training["step"] = 7, 7
+    made.write(tmp_path / "run")
+    (tmp_path / "run" / "step-00000200").mkdir()
+    (tmp_path / "run" / ".step-00000300.writing").mkdir()
+    status, output = call("verify", tmp_path / "run")
+    assert (
+        status == 0 and "the newest complete step is step-00000100" in output and f"{step} is sound" in output
+    )
+    assert listed(tmp_path / "run")["step"] == 100
+
+
+def test_diff_is_silent_about_layouts_and_tells_what_differs(step: Path, tmp_path: Path) -> None:
+    made = Handmade.of(small_config())
+    made.cut, made.ranks, made.layout = columns, 3, {"pp": 1, "dp": 1, "sp": 1, "tp": 3}
+    status, output = call("diff", step, made.write(tmp_path / "same"))
+    assert status == 0 and "equal to the bit" in output and "random states are not compared" in output
+    made.model[HEAD].fill_(2.0)
+    made.training["data"]["samples"] = 400
+    a = made.write(tmp_path / "a")
+    made.model[HEAD][0, 0] = 1.75
+    made.training["data"]["samples"] = 401
+    b = made.write(tmp_path / "b")
+    status, output = call("diff", a, b)
+    assert status == 1 and "2 differences" in output
+    cells = [
+        [cell.strip() for cell in line.strip("│").split("│")] for line in output.splitlines() if "│" in line
+    ]
+    assert cells == [
+        ["model", HEAD, "values", "0.25", "0.125", "1 of 640"],
+        ["training", "data.samples", "400 in A, 401 in B", "", "", ""],
+    ]
+    status, output = call("diff", a / "model", b / "model", "--tolerance", 0.2)
+    assert status == 0 and "nothing differs by more than 0.2 of its tensor" in output
+
+
+def test_verify_tells_the_damaged_tensor(step: Path) -> None:
+    status, output = call("verify", step)
+    assert (status, f"{step} is sound" in output) == (0, True)
+    path = step / "model" / "model-00001-of-00003.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 128
+    path.write_bytes(content)
+    status, output = call("verify", step)
+    assert status == 1 and f"{step} is damaged" in output and f"{path} is damaged: " in output
+    status, output = call("verify", step / "model")
+    assert status == 0 and "there are no hashes to compare" in output
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "training.pt", "model/config.json", "optimizer/index.json"]
+)
+@pytest.mark.parametrize("command", ["inspect", "diff", "verify", "export"])
+def test_a_file_that_cannot_be_read_is_told_with_status_1(
+    step: Path, tmp_path: Path, name: str, command: str
+) -> None:
+    (step / name).write_bytes(b"{")
+    others = {"diff": [step], "export": [tmp_path / "out"]}.get(command, [])
+    status, output = call(command, step, *others)
+    assert status == 1 and str(step / name) in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_reshard_and_export_write_what_is_asked_for(step: Path, tmp_path: Path) -> None:
+    out = tmp_path / "again"
+    status, output = call("reshard", step, out, "--optimizer-files", 5, "--dtype", "float16")
+    assert status == 0 and str(out) in output
+    assert call("verify", out)[0] == 0
+    summary = listed(out)
+    assert summary["parts"][0]["dtypes"].keys() == {"float16"} and summary["step"] == 100
+    assert sum(file["path"].startswith("optimizer/rank-") for file in summary["files"]) == 5
+    assert call("reshard", step, tmp_path / "as-many")[0] == 0
+    assert len(list((tmp_path / "as-many" / "optimizer").glob("rank-*"))) == 2
+    assert call("diff", step, tmp_path / "as-many")[0] == 0
+    status, output = call("export", out, tmp_path / "weights", "--masters")
+    assert status == 0
+    assert listed(tmp_path / "weights")["parts"][0]["dtypes"].keys() == {"float32"}
+    assert call("export", step, tmp_path / "small", "--dtype", "float32", "--size-per-shard", 1)[0] == 0
+    assert call("diff", tmp_path / "weights", tmp_path / "small", "--tolerance", 0.01)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("inspect", "nonesuch"), ("nonesuch is no folder",)),
+        (("inspect", "."), ("is no complete checkpoint (it has no manifest.json), holds none (step-…)",)),
+        (("inspect", "STEP", "*norm*"), ("give --tensors too",)),
+        (("diff", "nonesuch", "missing"), ("nonesuch is no folder", "missing is no folder")),
+        (("diff", "STEP", "STEP", "--tolerance", "-1"), ("tolerance=-1.0 must be a number from 0 on",)),
+        (("diff", "STEP", "STEP", "--tolerance", "nan"), ("tolerance=nan must be",)),
+        (("verify", "."), ("is no complete checkpoint",)),
+        (
+            (
+                "reshard",
+                "nonesuch",
+                "STEP",
+                "--size-per-shard",
+                "0",
+                "--optimizer-files",
+                "0",
+                "--dtype",
+                "int8",
+            ),
+            (
+                "nonesuch is no folder",
+                "is there already",
+                "size-per-shard=0",
+                "optimizer-files=0",
+                "dtype='int8'",
+            ),
+        ),
+        (("reshard", "STEP/model", "out"), ("is a Hugging Face folder: `echelon checkpoint export`",)),
+        (("export", "STEP", "no/out"), ("there is no folder no for out: make it first",)),
+        (("export", "STEP/model", "out", "--masters"), ("has no float32 masters: leave --masters out",)),
+    ],
+)
+def test_bad_arguments_are_refused_all_at_once_with_status_2(
+    step: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    told: tuple[str, ...],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, output = call(*(argument.replace("STEP", str(step)) for argument in arguments))
+    assert status == 2, output
+    for part in told:
+        assert part in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_is_full_is_told_with_status_1(
+    step: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "out")
+
+    monkeypatch.setattr("echelon.checkpoint.rewriting.TensorFileWriter.write", full)
+    for command in ("reshard", "export"):
+        status, output = call(command, step, tmp_path / "out")
+        assert status == 1 and "No space left on device" in output
+        assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_what_a_model_of_another_class_needs_is_not_asked_of_it(step: Path) -> None:
+    config = json.loads((step / "model" / "config.json").read_text())
+    shutil.copytree(step / "model", step.parent / "own")
+    (step.parent / "own" / "config.json").write_text(json.dumps(config | {"architectures": ["MyOwn"]}))
+    status, output = call("verify", step.parent / "own")
+    assert status == 0 and "is of no class of transformers (MyOwn): not compared" in output

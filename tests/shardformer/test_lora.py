@@ -1,0 +1,169 @@
+"""LoRA in split models: dropout in front of the adapters, and what is refused. Numbers are in tests/booster."""
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from echelon.shardformer import ShardConfig, ShardFormer, policy_for
+from echelon.shardformer.policy import ModulePolicyDescription, Policy
+from echelon.shardformer.sequence.config import SequenceParallelism
+from echelon.shardformer.shard_former import sharder_or_faults
+
+from ..pool import Pool
+from .compare import build, pieces, require_equal_on_ranks, split
+from .test_dropout import train
+
+LINEAR = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]
+# With dropout among the heads too, so that the region around q and k has a random state of its own; and without.
+REGIONS = ({"attention_dropout": 0.1}, {"attention_dropout": 0.0})
+
+
+def adapted(class_name: str = "LlamaForCausalLM", *, lora: dict[str, Any], **settings: Any) -> Any:
+    """The transformers model, with adapters in it."""
+    return in_peft(class_name, lora=lora, **settings).get_base_model()
+
+
+def in_peft(class_name: str = "LlamaForCausalLM", *, lora: dict[str, Any], **settings: Any) -> Any:
+    with warnings.catch_warnings():
+        # peft 0.21 reads a property that transformers 5.23 has renamed.
+        warnings.simplefilter("ignore", FutureWarning)
+        return get_peft_model(build(class_name, **settings), LoraConfig(r=3, **lora))
+
+
+def dropping(**settings: Any) -> Any:
+    """An equal model on all ranks; B is not zero, so that what A's dropout does shows."""
+    model = adapted(lora={"target_modules": LINEAR, "lora_dropout": 0.5}, use_cache=False, **settings)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.constant_(parameter, 0.1)
+    return model
+
+
+def note(module: nn.Module, args: tuple[Tensor], output: Tensor, *, masks: list[Tensor]) -> None:
+    masks.append(((output == 0) & (args[0] != 0)).to(torch.uint8))
+
+
+def masks_of_adapters() -> None:
+    for settings in REGIONS:
+        model = split(dropping(**settings))
+        layer = model.model.layers[0]
+        masks: dict[str, list[Tensor]] = {name: [] for name in LINEAR}
+        for name, noted in masks.items():
+            owner = layer.self_attn if name[0] in "qko" else layer.mlp
+            dropout = owner.get_submodule(name).lora_dropout.default
+            dropout.register_forward_hook(partial(note, masks=noted))
+        train(model)
+        for name, (mask,) in masks.items():
+            assert 0.3 < mask.float().mean() < 0.7, name
+            first, second = pieces(mask)
+            is_whole = name in ("q_proj", "k_proj", "up_proj")
+            assert torch.equal(first, second) == is_whole, f"{name} with {settings}"
+        assert not torch.equal(*masks["q_proj"], *masks["k_proj"]), "two layers drop the same"
+        require_equal_on_ranks(torch.rand(8), "what is drawn afterwards")
+
+
+def recomputation() -> None:
+    """Dropped again as before: bitwise the same gradients."""
+    for settings in REGIONS:
+        plain, again = (split(dropping(**settings)) for _ in range(2))
+        enable = (
+            getattr(again, "activation_checkpointing_enable", None) or again.gradient_checkpointing_enable
+        )
+        enable()
+        assert train(plain, steps=2) == train(again, steps=2)
+        for (path, one), other in zip(plain.named_parameters(), again.parameters(), strict=True):
+            assert (one.grad is None) == ("lora_" not in path)
+            assert one.grad is None or torch.equal(one.grad, other.grad), path
+
+
+@pytest.mark.parametrize("function", [masks_of_adapters, recomputation])
+def test_adapters_drop_alike_where_their_input_is_whole(pool: Pool, function: Any) -> None:
+    pool.run(2, function)
+
+
+def faults(model: nn.Module) -> str:
+    policy = policy_for(model)
+    policy.set_model(model)
+    return "\n".join(policy.faults(tp_size=2))
+
+
+def merged() -> Any:
+    model = adapted(lora={"target_modules": ["q_proj"]})
+    model.model.layers[0].self_attn.q_proj.merge()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (
+            lambda: adapted(lora={"target_modules": ["lm_head", "q_proj"]}),
+            ["lm_head is split by the vocabulary, and peft's Linear"],
+        ),
+        (
+            lambda: adapted(lora={"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+            ["model.embed_tokens is split by the vocabulary, and peft's ModulesToSaveWrapper"],
+        ),
+        (
+            lambda: adapted(lora={"target_modules": ["q_proj"], "use_dora": True}),
+            ["model.layers.0.self_attn.q_proj (and ", "DoraLinearVariant"],
+        ),
+        (
+            lambda: adapted(lora={"target_modules": ["q_proj"], "modules_to_save": ["o_proj"]}),
+            ["self_attn.o_proj (and ", "ModulesToSaveWrapper around it is not: use LoRA"],
+        ),
+        (
+            lambda: adapted("MixtralForCausalLM", lora={"target_parameters": ["mlp.experts.gate_up_proj"]}),
+            ["model.layers.0.mlp.experts (and ", "peft's ParamWrapper around it is not split either"],
+        ),
+        (merged, ["model.layers.0.self_attn.q_proj has its adapter merged", "unmerge_adapter()"]),
+    ],
+    ids=["head", "embedding", "dora", "saved", "experts", "merged"],
+)
+def test_what_is_not_split_is_refused(make: Any, told: list[str]) -> None:
+    found = faults(make())
+    for each in told:
+        assert each in found, found
+
+
+class OwnPolicy(Policy):
+    """A policy that is no table."""
+
+    def module_policy(self) -> dict[type[nn.Module] | str, ModulePolicyDescription]:
+        return {}
+
+
+def refuse_own_policy() -> list[str]:
+    """What is told of a policy that says nothing of adapters, and of peft's own wrapper."""
+    group = dist.group.WORLD
+    found: list[str] = []
+    model = adapted(lora={"target_modules": ["q_proj"]})
+    sharder_or_faults(model, OwnPolicy(), ShardConfig(tensor_parallel_process_group=group), found)
+    wrapped = in_peft(lora={"target_modules": ["q_proj"]})
+    with pytest.raises(ValueError) as error:
+        ShardFormer(ShardConfig(tensor_parallel_process_group=group)).optimize(wrapped)
+    return [*found, str(error.value)]
+
+
+def test_adapters_that_nobody_would_split_are_refused(pool: Pool) -> None:
+    of_policy, of_wrapper = pool.run(2, refuse_own_policy)[0]
+    assert "model.layers.0.self_attn.q_proj has an adapter, and OwnPolicy does not say" in of_policy
+    assert "PeftModel" in of_wrapper
+    assert "get_base_model()" in of_wrapper
+
+
+def test_dropout_where_sequences_are_spread_over_the_tensor_axis_is_refused() -> None:
+    model = adapted(lora={"target_modules": ["q_proj"], "lora_dropout": 0.1})
+    policy = policy_for(model)
+    policy.set_model(model)
+    for mode in ("split_gather", "ring"):
+        found = policy.sequence_faults(SequenceParallelism(mode=mode), tp_size=2, sp_size=1)
+        assert len(found) == 1
+        assert "lora_dropout above 0 in model.layers.0.self_attn.q_proj (and " in found[0]
+    assert not policy.sequence_faults(SequenceParallelism(mode="all_to_all"), tp_size=1, sp_size=2)
