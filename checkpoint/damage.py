@@ -1,6 +1,8 @@
 """What is wrong with a checkpoint: files that are not as they were written, and files that do not fit together."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -8,13 +10,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig
+from transformers import AutoConfig, initialization
 
 from ..cluster.mesh import AXES
 from .coverage import coverage_faults
 from .model_files import SAFETENSORS
 from .names import TensorNames
-from .opened import read_config, read_mapping, read_random_states
+from .opened import open_states, read_config, read_mapping, read_random_states
 from .random_states import file_name
 from .states import INDEX, StateFiles
 from .step_folder import MANIFEST, damage_of, manifest_of
@@ -78,10 +80,15 @@ def _consistency(folder: Path, step: int) -> Findings:
 def _told(check: Callable[[], Iterable[str]], path: Path) -> list[str]:
     try:
         return list(check())
-    except (KeyError, TypeError, AttributeError) as error:
-        return [f"{path} lacks what it should have, or has it in another form: {error!r}"]
-    except (ValueError, OSError) as error:
-        return [str(error)]
+    except Exception as error:  # what is damaged may make anything of the code that reads it
+        return [_reason(path, error)]
+
+
+def _reason(path: Path, error: Exception) -> str:
+    """What was told of a file, which it names; else what went wrong in reading what is there."""
+    if isinstance(error, ValueError | OSError):
+        return str(error)
+    return f"{path} lacks what it should have, or has it in another form: {error!r}"
 
 
 def _unlisted(folder: Path, listed: Collection[str]) -> list[str]:
@@ -92,10 +99,14 @@ def _unlisted(folder: Path, listed: Collection[str]) -> list[str]:
 def _model(folder: Path) -> tuple[list[str], list[str]]:
     """Faults and notes."""
     try:
-        model, config = WeightFiles(folder), read_config(folder)
-        faults = _index_faults(folder, model)
-    except (ValueError, OSError) as error:
-        return [str(error)], []
+        return _model_findings(folder)
+    except Exception as error:  # as in `_told`
+        return [_reason(folder, error)], []
+
+
+def _model_findings(folder: Path) -> tuple[list[str], list[str]]:
+    model, config = WeightFiles(folder), read_config(folder)
+    faults = _index_faults(folder, model)
     if config is None:
         return faults, [f"{folder} has no config.json to compare the weights with"]
     class_name = next(iter(config.get("architectures") or ()), None)
@@ -134,13 +145,12 @@ def _compare_with_class(
 ) -> tuple[list[str], list[str]]:
     """The names and shapes of what the config makes, beside those in the files."""
     path, class_name = folder / "config.json", model_class.__name__
+    safely = getattr(initialization, "meta_device_safe_creation_ops", nullcontext)  # since 5.1
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), safely():
             built = model_class(AutoConfig.from_pretrained(folder))
-    except ImportError as error:
-        return faults, [f"{path} is not compared with the weights: {error}"]
-    except Exception as error:  # transformers raises what it likes of a config that makes no sense
-        return [*faults, f"{path} makes no {class_name}: {error!r}"], []
+    except Exception as error:  # a class may raise anything, and for want of a package too
+        return faults, [f"{path} makes no {class_name} without memory, so it is not compared: {error!r}"]
     shapes = {name: tuple(tensor.shape) for name, tensor in built.state_dict().items()}
     names = TensorNames.of(built)
     for name in shapes.keys() & model.names:
@@ -157,7 +167,7 @@ def _compare_with_class(
 
 
 def _optimizer_faults(folder: Path) -> list[str]:
-    states = StateFiles(folder / OPTIMIZER)
+    states = open_states(folder / OPTIMIZER)
     groups = read_mapping(folder / OPTIMIZER / GROUPS)
     return [*_state_faults(states), *_group_faults(folder, states, groups)]
 
@@ -226,4 +236,4 @@ def _training_faults(folder: Path, step: int) -> Iterator[str]:
 
 
 def _repeated(names: Sequence[str]) -> list[str]:
-    return [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    return [name for name, count in Counter(names).items() if count > 1]

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .states import StateFiles
+from .states import INDEX, StateFiles
 from .step_folder import MANIFEST, manifest_of, steps_in
 from .step_save import MODEL, OPTIMIZER, RANDOM, TRAINING
 from .trained import GROUPS
 from .values import read_values
-from .weight_files import WeightFiles, has_weights, read_json
+from .weight_files import WeightFiles, has_weights, nbytes, read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def open_folder(path: Path) -> Opened:
         manifest=manifest_of(path) if is_checkpoint else None,
         model=WeightFiles(model),
         config=read_config(model),
-        optimizer=StateFiles(optimizer) if has_optimizer else None,
+        optimizer=open_states(optimizer) if has_optimizer else None,
         groups=read_mapping(optimizer / GROUPS) if has_optimizer else {},
         training=read_mapping(path / TRAINING) if is_checkpoint else {},
         random={
@@ -92,6 +92,23 @@ def open_folder(path: Path) -> Opened:
             for state in (read_random_states(path / RANDOM) if is_checkpoint else {}).values()
         },
     )
+
+
+def open_states(folder: Path) -> StateFiles:
+    """The optimizer's tensors, once their index says of each what it is.
+
+    Raises:
+        ValueError: it does not; names it.
+    """
+    states = StateFiles(folder)
+    for name in states.names:
+        try:
+            nbytes(states, name)
+        except (KeyError, TypeError, ValueError, StopIteration) as error:
+            raise ValueError(
+                f"{folder / INDEX} does not say what {name} is, it is damaged: {error!r}"
+            ) from error
+    return states
 
 
 def read_config(folder: Path) -> Mapping[str, Any] | None:

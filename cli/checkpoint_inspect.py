@@ -1,7 +1,7 @@
 """`echelon checkpoint inspect`: what is in a checkpoint, as tables or as JSON."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -73,7 +73,14 @@ def _lines(summary: Summary) -> Iterator[tuple[str, Any]]:
     yield "skipped steps", summary.skipped_steps
     yield "data", summary.data
     yield "user", summary.user
-    yield "random states", "; ".join(summary.random) or None
+    yield "random states", _ranks(summary.random) if summary.random else None
+
+
+def _ranks(places: Sequence[str]) -> str:
+    """Which ranks, shortened in the middle."""
+    if len(places) > 8:
+        places = [*places[:4], "…", places[-1]]
+    return "; ".join(places)
 
 
 def _parts(summary: Summary) -> Table:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch._ops import OpOverload
 from torch.utils._pytree import tree_map_only
 
 from .value import Call, Geometry, Read, Value
@@ -51,50 +50,82 @@ class _Box:
 
 def pruned(value: Value) -> Value:
     """A value with the same content, of whose needs no more is made than is read; see [Note: parts of values]."""
-    return _pruned(value, {})
+    return _Pruning().value(value)
 
 
-def _pruned(value: Value, found: dict[Any, Value]) -> Value:
-    """See `pruned`. What was done already is found, so that what two calls read stays one value."""
-    if value not in found:
-        reads = {id(each): _part(each, found) for each in value.call.reads()}
-        if all(reads[id(each)] is each for each in value.call.reads()):
-            found[value] = value
-        else:
-            args, kwargs = tree_map_only(
-                Read, lambda each: reads[id(each)], (value.call.args, dict(value.call.kwargs))
+class _Pruning:
+    """What was cut down so far, so that what two calls read stays one value."""
+
+    def __init__(self) -> None:
+        self._values: dict[Value, Value] = {}
+        self._parts: dict[tuple[Value, _Box], tuple[Value, Geometry] | None] = {}
+
+    def value(self, value: Value) -> Value:
+        """See `pruned`."""
+        if value not in self._values:
+            small = (
+                value if value.call.function not in _NEW else replace(value, call=_of_no_content(value.call))
             )
-            found[value] = replace(value, call=replace(value.call, args=args, kwargs=kwargs))
-    return found[value]
+            reads = {id(each): self._read(each) for each in small.call.reads()}
+            if any(reads[id(each)] is not each for each in small.call.reads()):
+                args, kwargs = tree_map_only(
+                    Read, lambda each: reads[id(each)], (small.call.args, dict(small.call.kwargs))
+                )
+                small = replace(small, call=replace(small.call, args=args, kwargs=kwargs))
+            self._values[value] = _copied(small) or small
+        return self._values[value]
+
+    def _read(self, read: Read) -> Read:
+        """What is read, of a value as small as may be."""
+        value = read.value
+        if value is None or value.returned is None or value.call.function not in (*_DIVIDED, *_NEW):
+            return read
+        whole = value.returned[1]
+        place = _place_of(read.geometry, whole) if value.call.function in _DIVIDED else None
+        if place is not None and place[0].sizes != whole.size:
+            box, dims = place
+            if (part := self._part(value, box)) is not None:
+                return Read(part[0], _in_part(part[1], read.geometry, dims))
+        small = self.value(value)
+        return read if small is value else Read(small, read.geometry)
+
+    def _part(self, value: Value, box: _Box) -> tuple[Value, Geometry] | None:
+        """A box of what a call returns, and where in its memory it is; None where the call has to return all of it."""
+        if (value, box) not in self._parts:
+            args = _DIVIDED[value.call.function](value.call, box)
+            if args is None:
+                self._parts[value, box] = None
+            else:
+                part = _value_of(replace(value.call, args=args))
+                assert part.returned is not None
+                self._parts[value, box] = self.value(part), part.returned[1]
+        return self._parts[value, box]
 
 
-def _part(read: Read, found: dict[Any, Value]) -> Read:
-    """What is read, of a value as small as may be."""
-    value = read.value
-    if value is None or value.before is not None or value.returned is None:
-        return read
-    divided = _DIVIDED.get(value.call.function)
-    if divided is None:
-        is_passed = value.call.function in _PASSED
-        small = _pruned(value, found) if is_passed else value
-        return read if small is value else Read(small, read.geometry)
-    whole = value.returned[1]
-    dims = _dims_of(read.geometry, whole)
-    box = None if dims is None else _box_of(read.geometry, whole, dims)
-    if dims is None or box is None or box.sizes == whole.size:
-        small = _pruned(value, found)
-        return read if small is value else Read(small, read.geometry)
-    if (value, box) not in found:
-        args = divided(value.call, box)
-        if args is None:
-            found[value, box] = value
-        else:
-            found[value, box] = _pruned(_value_of(replace(value.call, args=args)), found)
-    small = found[value, box]
-    if small is value:
-        return read
-    assert small.returned is not None
-    return Read(small, _in_part(small.returned[1], read.geometry, dims))
+def _of_no_content(call: Call) -> Call:
+    """A call that wants a tensor's format alone, given that."""
+    source, *rest = call.args
+    if not isinstance(source, Read):
+        return call
+    return replace(call, args=(torch.empty(0, dtype=source.geometry.dtype), *rest))
+
+
+def _copied(value: Value) -> Value | None:
+    """What a value is an exact copy of, in memory of the same form; so it is the same value."""
+    if value.call.function is not _ops.clone.default or value.returned is None:
+        return None
+    read = value.call.args[0]
+    if not isinstance(read, Read) or read.value is None:
+        return None
+    if _form(read.geometry) != _form(value.returned[1]):
+        return None
+    return read.value if read.value.num_bytes == value.num_bytes else None
+
+
+def _form(geometry: Geometry) -> Geometry:
+    """The same where a dimension has a single entry, whatever its stride."""
+    sizes = zip(geometry.size, geometry.stride, strict=True)
+    return replace(geometry, stride=tuple(stride if size != 1 else 1 for size, stride in sizes))
 
 
 def _dims_of(read: Geometry, whole: Geometry) -> list[int | None] | None:
@@ -116,8 +147,10 @@ def _dims_of(read: Geometry, whole: Geometry) -> list[int | None] | None:
     return None if -1 in dims else dims
 
 
-def _box_of(read: Geometry, whole: Geometry, dims: list[int | None]) -> _Box | None:
-    """Which box of the whole is read, None if it is none."""
+def _place_of(read: Geometry, whole: Geometry) -> tuple[_Box, list[int | None]] | None:
+    """Which box of the whole is read, and along which of its dimensions; None if it is no box."""
+    if (dims := _dims_of(read, whole)) is None:
+        return None
     sizes, starts = [1] * len(whole.size), [0] * len(whole.size)
     for size, dim in zip(read.size, dims, strict=True):
         if dim is not None:
@@ -130,7 +163,7 @@ def _box_of(read: Geometry, whole: Geometry, dims: list[int | None]) -> _Box | N
     is_inside = all(
         start >= 0 and end <= size for start, end, size in zip(starts, ends, whole.size, strict=True)
     )
-    return _Box(tuple(starts), tuple(sizes)) if is_inside and not left else None
+    return (_Box(tuple(starts), tuple(sizes)), dims) if is_inside and not left else None
 
 
 def _in_part(part: Geometry, read: Geometry, dims: list[int | None]) -> Geometry:
@@ -168,6 +201,22 @@ def _of_stack(call: Call, box: _Box) -> tuple[Any, ...] | None:
     return [box.without(dim).of(each) for each in chosen], dim
 
 
+def _of_padding(call: Call, box: _Box) -> tuple[Any, ...] | None:
+    source, pads, *fill = call.args
+    if not isinstance(source, Read) or min(pads) < 0:
+        return None
+    padded = list[int]()
+    for dim, size in enumerate(source.geometry.size):
+        index = 2 * (len(source.geometry.size) - 1 - dim)
+        before = pads[index] if index < len(pads) else 0
+        start, length = box.starts[dim] - before, box.sizes[dim]
+        first, last = (min(max(place, 0), size) for place in (start, start + length))
+        box = box.along(dim, first, last - first)
+        missing = min(max(-start, 0), length)
+        padded = [missing, length - missing - (last - first), *padded]
+    return (box.of(source), padded, *fill)
+
+
 def _alike(call: Call) -> list[Read] | None:
     """The tensors that a call puts together, if all are to be read, in one format."""
     tensors = call.args[0]
@@ -198,7 +247,8 @@ _DIVIDED: dict[Any, Callable[[Call, _Box], tuple[Any, ...] | None]] = {
     _ops._to_copy.default: _of_copy,
     _ops.cat.default: _of_concatenation,
     _ops.clone.default: _of_copy,
+    _ops.constant_pad_nd.default: _of_padding,
     _ops.stack.default: _of_stack,
 }
-# Calls that are run on all that they are given, which may itself be a part.
-_PASSED: tuple[OpOverload, ...] = (_ops.constant_pad_nd.default,)
+# Calls that look at nothing of their tensor but its format and device.
+_NEW = (_ops.new_empty.default, _ops.new_full.default, _ops.new_ones.default, _ops.new_zeros.default)

@@ -138,7 +138,7 @@ class ShardFormer:
         Args:
             dataset: a map-style dataset; or a DataLoader of one, whose settings hold where none are given here.
             batch_size: samples per rank of the data axis and step; 1, or the DataLoader's.
-            shuffle: in an order that depends on `seed` and on the sampler's `set_epoch`; False, or as the DataLoader.
+            shuffle: in an order that follows from `seed` and the epoch; False, or as the DataLoader.
             seed: of the order, and of what the collator draws.
             drop_last: leave out samples that do not fill a batch on every rank; False, or the DataLoader's. Then the
                 first samples are given again where the ranks do not divide the data set.

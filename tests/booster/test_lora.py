@@ -129,6 +129,29 @@ def test_torchs_own_data_parallelism_saves_the_same(pool: Pool, tmp_path: Path, 
     assert read_by_peft(LLAMA, tmp_path).isfinite().all()
 
 
+def save_two(folder: Path) -> list[str]:
+    """Save a model with two adapters; what of the second is not in its folder as it was made."""
+    booster = training.hybrid(tp_size=2)
+    model = LLAMA.build_peft()
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["k_proj", "o_proj"], init_lora_weights=False))
+    own = {
+        name.replace(".second", ""): each.clone()
+        for name, each in model.state_dict().items()
+        if ".second" in name
+    }
+    boosted, *_ = booster.boost(model)
+    booster.save_lora_as_pretrained(boosted, folder)
+    stored = load_file(folder / "second" / "adapter_model.safetensors")
+    assert own.keys() == stored.keys()
+    return [name for name, tensor in stored.items() if not torch.equal(tensor, own[name])]
+
+
+@pytest.mark.slow
+def test_each_adapter_is_saved_where_peft_saves_it(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, save_two, tmp_path) == [[], []]
+    assert not any("second" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+
+
 def boost_lazily(where: str) -> list[float]:
     """The loss of a model that was built lazily, beside that of one that was not; B is zero, as peft makes it."""
     losses = []

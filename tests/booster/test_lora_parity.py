@@ -1,6 +1,7 @@
 """LoRA under every layout against one process: loss, every adapter's gradient, the norm and every weight."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -35,7 +36,13 @@ ENDS = Adapted(model_type="llama", num_layers=2, targets=("embed_tokens", "q_pro
 LATE = Adapted(
     model_type="llama", num_layers=2, targets=("q_proj", "down_proj"), lora=(("layers_to_transform", [1]),)
 )
-MOE = Adapted(model_type="mixtral", num_layers=2, targets=("q_proj", "o_proj"))
+MOE = Adapted(
+    model_type="mixtral",
+    num_layers=2,
+    targets=("q_proj", "o_proj"),
+    lora=(("use_rslora", True), ("rank_pattern", {"o_proj": 5})),
+)
+T5 = Adapted(model_type="t5", num_layers=2, targets=("q", "v", "o", "wi", "wo"))
 
 LAYOUTS = {
     "tp2 dp2": Layout(tp=2, dp=2, zero=1),
@@ -74,7 +81,9 @@ def departure(choice: Adapted, layout: Layout) -> str | None:
                 (ENDS, Layout(pp=2)),
                 (LATE, Layout(pp=2)),
                 (LLAMA, Layout(tp=2, precision="fp16")),
-                (LLAMA, Layout(pp=2, schedule="zbv")),
+                (replace(LLAMA, num_layers=4), Layout(pp=2, schedule="zbv")),
+                (T5, Layout(tp=2)),
+                (T5, Layout(pp=2)),
                 (LLAMA, Layout(tp=2, pp=2, schedule="zbh1", recompute=1.0)),
                 (LLAMA, Layout(tp=2, sequence="split_gather")),
                 (LLAMA, Layout(tp=2, sequence="split_gather", options=("enable_sequence_regather",))),

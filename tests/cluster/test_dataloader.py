@@ -267,6 +267,27 @@ def test_a_worker_starts_with_the_data_set_of_the_script() -> None:
     assert isinstance(loader.dataset, Opened)
 
 
+class Seeds(Opened):
+    """What the worker that reads was seeded with, for generators that a data set keeps."""
+
+    def __getitem__(self, index: int) -> int:
+        info = get_worker_info()
+        assert info is not None
+        return info.seed
+
+
+def test_workers_are_seeded_by_the_epoch() -> None:
+    def seeds(loader: SharedLoader) -> set[int]:
+        return set(itertools.chain.from_iterable(loader))
+
+    first, other = (loader_of(Seeds(), rank=rank, num_workers=1) for rank in (0, 1))
+    drawn = [seeds(first), seeds(other), seeds(first)]
+    assert len(set.union(*drawn)) == 3
+    second = loader_of(Seeds(), num_workers=1)
+    second.sampler.set_epoch(1)  # type: ignore[attr-defined]
+    assert seeds(second) == drawn[2]
+
+
 class Backwards(Sampler[int]):
     """A sampler of a user's, in its own order."""
 
@@ -283,18 +304,20 @@ class Backwards(Sampler[int]):
 class Remembering(Backwards):
     """The same, which knows how much of it was asked for."""
 
-    given = 0
+    def __init__(self, dataset: Any, **settings: Any) -> None:
+        super().__init__(dataset, **settings)
+        self.state = {"given": 0}
 
     def __iter__(self) -> Iterator[int]:
-        for number in range(self.given % len(self.own), len(self.own)):
-            self.given = number + 1
+        for number in range(self.state["given"] % len(self.own), len(self.own)):
+            self.state["given"] = number + 1
             yield self.own[number]
 
     def state_dict(self) -> dict[str, int]:
-        return {"given": self.given}
+        return self.state
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.given = state["given"]
+        self.state.update(state)
 
 
 def test_a_sampler_without_a_state_gives_its_order_and_no_position() -> None:

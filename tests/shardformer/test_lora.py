@@ -82,7 +82,7 @@ def recomputation() -> None:
             assert one.grad is None or torch.equal(one.grad, other.grad), path
 
 
-@pytest.mark.parametrize("function", [masks_of_adapters, recomputation])
+@pytest.mark.parametrize("function", [masks_of_adapters, pytest.param(recomputation, marks=pytest.mark.slow)])
 def test_adapters_drop_alike_where_their_input_is_whole(pool: Pool, function: Any) -> None:
     pool.run(2, function)
 

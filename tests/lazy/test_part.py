@@ -1,0 +1,176 @@
+"""Of what is somewhere else no more is looked at than stays, whatever is done to it on the way."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from echelon import LazyInitContext
+from echelon.cluster.placement import Shard
+from echelon.lazy import materialize
+from echelon.lazy.files import open_tensors
+from echelon.lazy.memory import borrow, make
+from echelon.lazy.part import pruned
+from echelon.lazy.tensor import LazyTensor, content_of, lazily, real
+from echelon.lazy.value import Geometry, Value, in_order
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A tensor that stands for one in a file."""
+
+    tensor: Tensor
+    calls: list[int] = field(default_factory=list)
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry.of(self.tensor)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.untyped_storage().nbytes()
+
+    def __call__(self) -> Tensor:
+        self.calls.append(1)
+        return self.tensor
+
+    def look(self) -> str:
+        return str(self.tensor.tolist())
+
+
+def sources() -> list[Tensor]:
+    return [torch.arange(number, number + 48, dtype=torch.float32).view(4, 6, 2) for number in (0, 100, 200)]
+
+
+CHANGES: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "a slice": lambda given: given[0][1:3, ::1, 1].clone(),
+    "a step": lambda given: given[0][:, ::2].clone(),
+    "converted": lambda given: given[0].to(torch.bfloat16)[2:, 1:4].clone(),
+    "stacked": lambda given: torch.stack(given)[1:, 2, :3].clone(),
+    "stacked behind": lambda given: torch.stack(given, dim=-1)[1:, 2, :, 1:2].clone(),
+    "concatenated": lambda given: torch.cat(given, dim=1)[:2, 5:9].clone(),
+    "concatenated behind": lambda given: torch.cat([given[0], given[1]], -1)[..., 1:3].clone(),
+    "experts": lambda given: torch.cat([torch.stack(given), torch.stack(given[::-1])], dim=2)[
+        2:, 1:3, 5:8
+    ].clone(),
+    "turned": lambda given: given[0].transpose(0, 2).contiguous()[1:, :, 1:3].clone(),
+    "turned and kept so": lambda given: (
+        given[0].transpose(0, 1).clone()[2:4, 1:].transpose(0, 1).contiguous()
+    ),
+    "chunks": lambda given: torch.cat(given[0].to(torch.float64).chunk(3, dim=1)[1:], dim=0).contiguous(),
+    "reshaped": lambda given: given[0].reshape(2, 2, 6, 2).transpose(1, 2).reshape(4, 6, 2)[1:, :3].clone(),
+    "padded": lambda given: torch.nn.functional.pad(
+        given[0].to(torch.float64)[3:], (0, 0, 0, 0, 0, 3)
+    ).clone(),
+    "padded on all sides": lambda given: torch.nn.functional.pad(given[0], (1, 2, 0, 3, 2, 1), value=7.0)[
+        1:4, 5:8
+    ],
+    "nothing but padding": lambda given: torch.nn.functional.pad(given[0], (0, 0, 0, 3), value=7.0)[
+        :, 7:
+    ].clone(),
+    "flat": lambda given: given[0].to(torch.float64).view(-1)[7:19].clone(),
+    "expanded": lambda given: given[0][:1].to(torch.float64).expand(3, 6, 2)[:, 1:3].clone(),
+    "written to": lambda given: given[0].clone()[1:].mul_(2)[:2],
+    "written over": lambda given: torch.cat(given[:2])[:5].clone().copy_(given[2][:1].repeat(5, 1, 1)),
+    "of two formats": lambda given: torch.cat([given[0], given[1].bfloat16()])[5:].clone(),
+    "of none": lambda given: torch.cat(given)[3:3].clone(),
+    "its bits": lambda given: given[0].to(torch.float64).view(torch.int64)[1:, 2:4].clone(),
+    "of one axis": lambda given: torch.cat([each.view(-1) for each in given])[40:60].clone(),
+    "of one entry": lambda given: torch.stack([each[1, 2, 1] for each in given])[1].clone(),
+    "shards": lambda given: Shard(size=2, dim=1, blocks=(4, 8), padded=(4, 10)).local(
+        torch.cat(given[:2], 1), 1
+    ),
+    "twice": lambda given: (lambda one: torch.cat([one[1:2], one[3:], one[1:2]]))(given[0].to(torch.float64)),
+    "a copy of a copy": lambda given: given[0].clone().clone().add_(1),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_part_is_the_part_of_the_whole(name: str) -> None:
+    kept = [Kept(each) for each in sources()]
+    before = [each.tensor.clone() for each in kept]
+    found = CHANGES[name]([lazily(each) for each in kept])
+    assert isinstance(found, LazyTensor)
+    expected = CHANGES[name](sources())
+    assert torch.equal(real(found), expected) and real(found).dtype == expected.dtype
+    assert all(torch.equal(each.tensor, other) for each, other in zip(kept, before, strict=True))
+
+
+def made_bytes(found: Tensor) -> int:
+    """How much memory is made on the way to a lazy tensor, itself included, what is borrowed not."""
+    assert isinstance(found, LazyTensor)
+    values = in_order(pruned(content_of(found).value))
+    return sum(each.num_bytes for each in values if not each.is_borrowed)
+
+
+@pytest.mark.parametrize(
+    ("name", "times"),
+    {
+        "a slice": 1,
+        "converted": 1,
+        "stacked": 1,
+        "concatenated": 1,
+        "concatenated behind": 1,
+        "experts": 2,  # what is stacked, and what of it is put side by side
+        "turned": 1,
+        "chunks": 2,
+        "shards": 3,  # put together beforehand, padded, put together
+        "padded": 2,
+    }.items(),
+)
+def test_nothing_but_the_part_is_made(name: str, times: float) -> None:
+    found = CHANGES[name]([lazily(Kept(each)) for each in sources()])
+    assert made_bytes(found) <= times * found.nbytes
+
+
+def test_experts_of_other_ranks_are_not_read() -> None:
+    kept = [Kept(torch.full((2, 3), float(number))) for number in range(6)]
+    fused = torch.stack([lazily(each) for each in kept])
+    assert real(fused[2:4].clone()).unique().tolist() == [2, 3]
+    assert [len(each.calls) for each in kept] == [0, 0, 1, 1, 0, 0]
+
+
+def test_what_is_read_twice_is_made_once() -> None:
+    kept = Kept(torch.randn(4, 4))
+    whole = lazily(kept).exp()
+    assert torch.equal(
+        real(torch.cat([whole[:2], whole[1:]])), torch.cat([kept.tensor.exp()[:2], kept.tensor.exp()[1:]])
+    )
+    assert len(kept.calls) == 1
+
+
+def test_memory_that_is_made_is_never_borrowed() -> None:
+    kept = Kept(torch.randn(4))
+    value = Value.of_source(kept)
+    assert borrow(value).data_ptr() == kept.tensor.data_ptr() != make(value).data_ptr()
+
+
+def test_files_are_neither_written_to_nor_needed_once_a_tensor_is_real(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.arange(6.0)}, path)
+    content = path.read_bytes()
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(lazily(open_tensors(path)["weight"]))
+    model.changed = torch.nn.Parameter(lazily(open_tensors(path)["weight"]))
+    with torch.no_grad():
+        model.changed.add_(1)
+    materialize(model)
+    assert path.read_bytes() == content
+    path.write_bytes(bytes(len(content)))
+    assert model.weight.tolist() == [0, 1, 2, 3, 4, 5] and model.changed.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_model_of_random_numbers_is_not_changed_by_reading_parts() -> None:
+    def build() -> Tensor:
+        return torch.cat([torch.randn(3, 4), torch.rand(3, 4)]).to(torch.bfloat16)[2:5].clone()
+
+    torch.manual_seed(1)
+    eager = build()
+    torch.manual_seed(1)
+    with LazyInitContext():
+        found = build()
+    assert isinstance(found, LazyTensor) and torch.equal(real(found), eager)
