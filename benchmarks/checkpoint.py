@@ -36,7 +36,7 @@ _SAME_BYTES = 0.02  # of the bytes of tensors: what indices and archives add
 def parse_arguments() -> argparse.Namespace:
     parser = common_parser(__doc__)
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
-    parser.add_argument("--folder", type=Path, help="where to save; a folder of the system's by default")
+    parser.add_argument("--folder", help="where to save; a folder of the system's by default")
     return parse(parser)
 
 
