@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from echelon.checkpoint.box import Box
 from echelon.checkpoint.pretrained import open_pretrained
 from echelon.checkpoint.stored import Stored
+from echelon.lazy.files import FileTensor, open_tensors
 from echelon.verify.models import ModelChoice
 
 LLAMA = {
@@ -144,6 +145,13 @@ def test_boxes_are_read_from_every_kind_of_file(
         "d": torch.arange(11),
     }
     assert differences(open_pretrained(write(state, tmp_path)), state) == []
+
+
+def test_tensors_at_odd_bytes_are_moved_to_even_ones(tmp_path: Path) -> None:
+    path = as_an_older_file_with_tensors_at_odd_bytes({"a": torch.randn(5), "b": torch.randn(3)}, tmp_path)
+    sources = open_tensors(path).values()
+    assert all(isinstance(each, FileTensor) and each.start % 4 for each in sources)
+    assert all(each().data_ptr() % 4 == 0 for each in sources)
 
 
 def test_an_index_may_be_given_itself(tmp_path: Path) -> None:

@@ -68,12 +68,13 @@ CHANGES: dict[str, Callable[[list[Tensor]], Tensor]] = {
     ).clone(),
     "padded on all sides": lambda given: torch.nn.functional.pad(given[0], (1, 2, 0, 3, 2, 1), value=7.0)[
         1:4, 5:8
-    ],
+    ].clone(),
     "nothing but padding": lambda given: torch.nn.functional.pad(given[0], (0, 0, 0, 3), value=7.0)[
         :, 7:
     ].clone(),
     "flat": lambda given: given[0].to(torch.float64).view(-1)[7:19].clone(),
     "expanded": lambda given: given[0][:1].to(torch.float64).expand(3, 6, 2)[:, 1:3].clone(),
+    "expanded from a row": lambda given: given[0].to(torch.float64)[1].expand(3, 6, 2)[:, 1:3].clone(),
     "written to": lambda given: given[0].clone()[1:].mul_(2)[:2],
     "written over": lambda given: torch.cat(given[:2])[:5].clone().copy_(given[2][:1].repeat(5, 1, 1)),
     "of two formats": lambda given: torch.cat([given[0], given[1].bfloat16()])[5:].clone(),
