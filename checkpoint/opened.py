@@ -104,7 +104,7 @@ def open_states(folder: Path) -> StateFiles:
     for name in states.names:
         try:
             nbytes(states, name)
-        except (KeyError, TypeError, ValueError, StopIteration) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{folder / INDEX} does not say what {name} is, it is damaged: {error!r}"
             ) from error

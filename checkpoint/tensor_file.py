@@ -226,8 +226,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The format of torch's name."""
-    return next(dtype for dtype in _NAMES if dtype_name(dtype) == name)
+    """The format of torch's name.
+
+    Raises:
+        ValueError: there is none of that name in files.
+    """
+    found = {dtype_name(dtype): dtype for dtype in _NAMES}.get(name)
+    if found is None:
+        raise ValueError(f"{name!r} is no format of tensors in files")
+    return found
+
 
 
 def _header(order: Sequence[Entry]) -> bytes:
