@@ -47,7 +47,9 @@ def outline_of(model: Any) -> Any:
     safely = getattr(initialization, "meta_device_safe_creation_ops", nullcontext)  # since 5.1
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"), safely():
-            return type(model)(copy.deepcopy(model.config))
+            outline = type(model)(copy.deepcopy(model.config))
+            outline.tie_weights()  # transformers 5.0 ties nothing on the meta device by itself
+            return outline
     except TypeError as error:
         raise ValueError(
             f"{type(model).__name__} cannot be built from its config alone ({error}), which shows how its weights are "
