@@ -1,6 +1,7 @@
 """An optimizer as checkpoints see it: what it keeps of which parameters, whoever holds them. Files are states.py."""
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -271,7 +272,8 @@ def _members(every: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in _OWN_OPTIONS}
+    """Those of a group as they are now: a scheduler changes a learning rate that is a tensor in its place."""
+    return {name: deepcopy(value) for name, value in group.items() if name not in _OWN_OPTIONS}
 
 
 def _is_piece(key: str, value: Any, piece: TrainedPiece) -> bool:
