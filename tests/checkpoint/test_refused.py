@@ -1,5 +1,6 @@
 """What cannot be saved or gone on from is refused in words that help, before anything has changed."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from echelon.checkpoint.step_load import choose_step
 from echelon.checkpoint.values import saved_bytes
 
 from ..pool import Pool
+from .crashes import small_run
 
 MAKERS: dict[str, Any] = {
     "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=4),
@@ -97,3 +99,26 @@ def write_alone(folder: Path) -> None:
 
 def test_an_index_of_some_ranks_alone_is_never_written(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, write_alone, tmp_path)
+
+
+def load_with_a_hole(folder: Path) -> None:
+    """An index in which of each state a box is missing."""
+    run = small_run()
+    run.step(0)
+    run.booster.save_optimizer(run.optimizer, folder)
+    run.step(1)
+    before = run.whole()
+    if dist.get_rank() == 0:
+        index = json.loads((folder / "index.json").read_text())
+        for each in index["tensors"].values():
+            each["boxes"].pop()
+        (folder / "index.json").write_text(json.dumps(index))
+    dist.barrier()
+    with pytest.raises(ValueError, match=r"exp_avg/\S+: \d+ of its \d+ entries are nowhere"):
+        run.booster.load_optimizer(run.optimizer, folder)
+    after = run.whole()
+    assert all(torch.equal(each, after[name]) for name, each in before.items())
+
+
+def test_states_that_are_not_stored_are_no_zeros(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, load_with_a_hole, tmp_path / "optimizer")
