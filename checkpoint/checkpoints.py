@@ -19,6 +19,7 @@ from .placing import finish_placing, replace_file, write_together
 from .plan import Holding, holdings_of
 from .pretrained import open_pretrained
 from .saving import Save, Saver
+from .schedulers import scheduler_faults
 from .step_load import Resume, Resumed, choose_step, load_step
 from .step_save import StepToSave, gather_step
 from .trained import STATES, SavedStates, Trained, fit_trained, kept_states, states_to_save
@@ -140,7 +141,10 @@ class Checkpoints:
         """See `Booster.load_lr_scheduler`."""
         with failing_alike("load_lr_scheduler"):
             self._saver.settle()
-            lr_scheduler.load_state_dict(on_first_rank(lambda: read_values(path), self._mesh.side_group()))
+            state = on_first_rank(lambda: read_values(path), self._mesh.side_group())
+            if faults := scheduler_faults(lr_scheduler, state, str(path)):
+                raise ValueError(faults[0])
+            lr_scheduler.load_state_dict(state)
 
     def save_step(
         self,

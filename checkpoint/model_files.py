@@ -1,6 +1,7 @@
 """A model in files that Hugging Face reads, written by all ranks: each the files that are its, whole tensors."""
 
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +24,7 @@ from .torch_file import TorchFileWriter
 
 Records = dict[str, FileRecord]
 Describe = Callable[[torch.dtype, Path], None]
+_DESCRIBING = ".describing"
 
 
 class FileNames(NamedTuple):
@@ -97,8 +99,7 @@ class ModelFiles:
         if self.index is not None and len(self.plans) > 1:
             records[self.index] = write_small(folder / self.index, _index_of(self.plans))
         if self.describe is not None:
-            for path in _written_by(self.describe, folder):
-                records[path.name] = write_small(path, path.read_bytes())
+            records |= _describe_into(folder, self.describe)
 
 
 def plan_model(
@@ -193,10 +194,14 @@ class _Output:
             raise self._failure
 
 
-def _written_by(describe: Callable[[Path], None], folder: Path) -> list[Path]:
-    before = set(folder.iterdir())
-    describe(folder)
-    return sorted(set(folder.iterdir()) - before)
+def _describe_into(folder: Path, describe: Callable[[Path], None]) -> Records:
+    """Write what describes the tensors into a folder in which other ranks may be writing still."""
+    apart = folder / _DESCRIBING
+    apart.mkdir()
+    describe(apart)
+    records = {path.name: write_small(folder / path.name, path.read_bytes()) for path in apart.iterdir()}
+    shutil.rmtree(apart)
+    return records
 
 
 def _index_of(plans: Sequence[FilePlan]) -> bytes:

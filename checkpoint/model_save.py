@@ -31,6 +31,8 @@ def write_model_file(files: ModelFiles, path: Path, group: dist.ProcessGroup) ->
     folder = path.parent / f".{path.name}.writing"
 
     def begin() -> None:
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder: give the name of a file, or shard=True")
         if folder.exists():  # what a save that was interrupted left
             shutil.rmtree(folder)
         folder.mkdir(parents=True)

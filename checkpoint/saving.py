@@ -96,5 +96,5 @@ class Saver:
 
 def _take(save: Save, error: Exception) -> None:
     save.failure = error
-    if dist.get_rank() == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         _logger.error("saving to %s failed: %s. What was complete before stands", save.path, error)

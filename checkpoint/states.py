@@ -86,7 +86,7 @@ def save_states(
     Raises:
         OSError, ValueError, CheckpointError: it failed on some rank; on all of them.
     """
-    writer = _Writer(folder, group.rank())
+    writer = _Writer(folder, group)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     boxed = {name: BoxedTensor(each) for name, each in held.items()}
     with _failures_of_torch():
@@ -184,11 +184,12 @@ class StateFiles:
 class _Writer(StorageWriter):
     """One file per rank, and the index on the first."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.records: dict[str, FileRecord] = {}
         self._folder = folder
-        self._file_name = f"rank-{rank:05}.safetensors"
+        self._num_ranks = group.size()
+        self._file_name = f"rank-{group.rank():05}.safetensors"
 
     def reset(self, checkpoint_id: str | PathLike | None = None) -> None:
         """Nothing is kept between saves."""
@@ -226,7 +227,16 @@ class _Writer(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index."""
+        """Write the index.
+
+        Raises:
+            ValueError: torch was left without a process group, and knows of this rank alone.
+        """
+        if len(results) != self._num_ranks:
+            raise ValueError(
+                "the process group was destroyed before the optimizer's states were written: let a save with use_async "
+                "end, by its wait(), before that"
+            )
         places = {result.index: result.storage_data for each in results for result in each}
         listing = {
             name: _listed(name, stored, places) for name, stored in metadata.state_dict_metadata.items()

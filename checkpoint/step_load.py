@@ -13,7 +13,8 @@ from .held_model import HeldModel
 from .loading import fit
 from .pretrained import open_pretrained
 from .random_states import file_name, nearest_rank, restore_random_state
-from .step_folder import damage_of, manifest_of, recover, step_path, steps_in
+from .schedulers import scheduler_faults
+from .step_folder import MANIFEST, damage_of, manifest_of, recover, step_path, steps_in
 from .step_save import MODEL, OPTIMIZER, RANDOM, TRAINING
 from .trained import Trained, fit_trained
 from .values import read_values
@@ -62,9 +63,13 @@ def choose_step(directory: Path, resume: Resume, group: dist.ProcessGroup) -> Pa
                 if group.rank() == 0:
                     _logger.warning("%s: going on from %s instead", each, path)
             return path
-        told.append(f"{path} is passed over, since {'; '.join(damage)}")
+        told.append(
+            f"{path} {'is passed over' if resume == 'auto' else 'is refused'}, since {'; '.join(damage)}"
+        )
     if not told:
         return None
+    if resume != "auto":
+        raise ValueError("; ".join(told))
     raise ValueError(
         f"no checkpoint to go on from: {'; '.join(told)}. Remove the damaged folders to begin anew"
     )
@@ -105,7 +110,12 @@ def load_step(
     """
     group = mesh.side_group()
     training = on_first_rank(lambda: read_values(path / TRAINING), group)
-    if faults := _absent(path, training, trained, lr_scheduler, dataloader):
+    faults = _absent(path, training, trained, lr_scheduler, dataloader)
+    if lr_scheduler is not None and training["scheduler"] is not None:
+        faults += scheduler_faults(
+            lr_scheduler, training["scheduler"], f"the scheduler's in {path / TRAINING}"
+        )
+    if faults:
         raise ValueError("; ".join(faults))
     stored = alike(lambda: open_pretrained(path / MODEL), group)
     what = str(path / MODEL)
@@ -143,6 +153,12 @@ def _absent(
 
 
 def _candidates(directory: Path, resume: Resume) -> list[Path]:
+    if resume is not None and (directory / MANIFEST).exists() and not steps_in(directory):
+        raise ValueError(
+            f"{directory} is the folder of a step: give {directory.parent}, that of all of them, or resume=None"
+        )
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{directory} is a file: give a folder")
     if resume is None:
         candidates = [directory]
     else:

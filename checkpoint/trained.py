@@ -1,6 +1,7 @@
 """An optimizer as checkpoints see it: what it keeps of which parameters, whoever holds them. Files are states.py."""
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from .consent import alike, on_all_ranks, on_first_rank
 from .copies import Copies
+from .coverage import coverage_faults
 from .held import HeldTensor
 from .placing import Replaced
 from .states import INDEX, StateFiles, load_states, save_states
@@ -246,7 +248,18 @@ def _faults(
         for name in (f"{key}/{piece.name}" for key in by_parameter.get(piece.name, ())):
             if stored.shape(name) != shape:
                 faults.append(f"{name} has shape {stored.shape(name)} there and {shape} here")
+        faults += _holes([*by_parameter.get(piece.name, ()), MASTER], piece.name, stored)
     return faults
+
+
+def _holes(keys: Sequence[str], parameter: str, stored: StateFiles) -> list[str]:
+    """What is not stored of the states of a parameter: torch leaves that as it is."""
+    names = [name for key in keys if (name := f"{key}/{parameter}") in stored.names]
+    return [
+        f"{name}: {fault}"
+        for name in names
+        for fault in coverage_faults(stored.shape(name), [each.box for each in stored.boxes[name]])
+    ]
 
 
 def _group_of(members: Sequence[Sequence[str]]) -> dict[str, int]:
@@ -271,7 +284,8 @@ def _members(every: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in _OWN_OPTIONS}
+    """Those of a group as they are now: a scheduler changes a learning rate that is a tensor in its place."""
+    return {name: deepcopy(value) for name, value in group.items() if name not in _OWN_OPTIONS}
 
 
 def _is_piece(key: str, value: Any, piece: TrainedPiece) -> bool:

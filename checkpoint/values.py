@@ -1,6 +1,7 @@
 """Files of plain values: what a checkpoint holds beside tensors of many bytes."""
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,21 @@ def saved_bytes(values: Any) -> bytes:
     Raises:
         ValueError: they hold something else, which could only be read by running code of the file.
     """
-    content = torch_bytes(values)
     try:
+        content = torch_bytes(values)
         torch.load(io.BytesIO(content), weights_only=True)
     except Exception as error:  # torch raises several kinds, of pickle and its own
         raise ValueError(
             "a checkpoint holds plain values and tensors alone: numbers, texts, lists, tuples, dicts. "
-            f"This could not be read back: {error}"
+            f"This is none: {_unsafe(error)}"
         ) from error
     return content
+
+
+def _unsafe(error: Exception) -> str:
+    """The class that is not to be read, where torch names it in the midst of its advice; else all it says."""
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    return found[1] if found else f"{type(error).__name__}: {error}"
 
 
 def torch_bytes(values: Any) -> bytes:

@@ -8,18 +8,22 @@ import torch.distributed as dist
 
 from ..pool import Pool
 from .crashes import SHARD, small_run
+from .runs import Run
 from .write_points import write_points
 
 
 def save_two_beside_training(directory: Path) -> None:
     """Nothing is written before training went on; the second save has to wait for the first one's copies."""
     run = small_run()
+    for group in run.optimizer.param_groups:
+        group["lr"] = torch.tensor(group["lr"])  # which its scheduler changes in place
     may_write = threading.Event()
-    saved, saves = [], []
+    saved, rates, saves = [], [], []
     with write_points(directory, lambda number, what: may_write.wait(30) and None):
         for step in (1, 2):
             run.step(step)
             saved.append(run.whole())
+            rates.append(rates_of(run))
             saves.append(
                 run.booster.save_checkpoint(
                     directory, step, **run.everything, size_per_shard=SHARD, use_async=True
@@ -35,7 +39,13 @@ def save_two_beside_training(directory: Path) -> None:
         dist.barrier()
         run.booster.load_checkpoint(directory, **run.everything, resume=step)
         assert all(torch.equal(tensor, whole[name]) for name, tensor in run.whole().items()), step
+        assert rates_of(run) == rates[step - 1]
+    assert rates[0] != rates[1]
     assert not torch.equal(saved[0]["model.norm.weight"], saved[1]["model.norm.weight"])
+
+
+def rates_of(run: Run) -> list[float]:
+    return [float(group["lr"]) for group in run.optimizer.param_groups]
 
 
 def test_a_save_beside_training_holds_the_moment_it_was_asked_for(pool: Pool, tmp_path: Path) -> None:

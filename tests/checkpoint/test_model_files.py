@@ -1,0 +1,74 @@
+"""What describes a model is written beside the files that other ranks still write, and touches none of them."""
+
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from echelon.checkpoint.exchange import Assembled
+from echelon.checkpoint.held import held_piece
+from echelon.checkpoint.model_files import SAFETENSORS, Records, _Output, plan_model
+from echelon.checkpoint.plan import holdings_of
+
+from ..pool import Pool
+
+NAMES = ("a", "b", "c", "d", "e")  # each a file; the second rank has the last one
+CONFIG = "config.json"
+
+
+def tensor(name: str) -> torch.Tensor:
+    return torch.arange(64.0) + ord(name)
+
+
+def write_late(folder: Path) -> Records:
+    """A model whose config the first rank writes while the second one is in the middle of its last file."""
+    group = dist.group.WORLD
+    assert group is not None
+    begun, described = folder.parent / "begun", folder.parent / "described"
+
+    def describe(_: torch.dtype, where: Path) -> None:
+        begun.touch()
+        await_file(described)
+        (where / CONFIG).write_text("{}")
+
+    write = _Output._write
+
+    def late(self: _Output, each: Assembled) -> None:
+        if group.rank() == 1 and each.name == LATE:
+            await_file(begun)
+            write(self, each)
+            described.touch()
+        else:
+            write(self, each)
+
+    held = {name: held_piece(name, tensor(name), None, 0) for name in NAMES}
+    every = [holdings_of(held)] * 2
+    files = plan_model(held, every, NAMES, SAFETENSORS, max_bytes=1, describe=describe, group=group)
+    LATE = [written.entry.name for plan in files.plans if plan.writer == 1 for written in plan.tensors][-1]
+    _Output._write = late  # type: ignore[method-assign]
+    try:
+        return files.write(folder)
+    finally:
+        _Output._write = write  # type: ignore[method-assign]
+
+
+def await_file(path: Path) -> None:
+    end = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < end, path
+        time.sleep(0.01)
+
+
+def test_files_that_appear_while_a_model_is_described_are_left_to_their_ranks(
+    pool: Pool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    first, second = pool.run(2, write_late, folder)
+    assert CONFIG in first and not first.keys() & second.keys()
+    assert {path.name for path in folder.iterdir()} == first.keys() | second.keys()
+    for name in NAMES:
+        path = next(path for path in folder.glob("*.safetensors") if name in load_file(path))
+        assert torch.equal(load_file(path)[name], tensor(name))

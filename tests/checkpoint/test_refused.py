@@ -1,0 +1,124 @@
+"""What cannot be saved or gone on from is refused in words that help, before anything has changed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, ReduceLROnPlateau, StepLR
+
+from echelon.checkpoint.model_save import write_model_file
+from echelon.checkpoint.schedulers import scheduler_faults
+from echelon.checkpoint.states import _Writer
+from echelon.checkpoint.step_load import choose_step
+from echelon.checkpoint.values import saved_bytes
+
+from ..pool import Pool
+from .crashes import small_run
+
+MAKERS: dict[str, Any] = {
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=4),
+    "step": lambda optimizer: StepLR(optimizer, 2),
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 0.5**step),
+    "plateau": ReduceLROnPlateau,
+}
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+
+
+@pytest.mark.parametrize("saved", MAKERS)
+@pytest.mark.parametrize("loading", MAKERS)
+def test_a_scheduler_takes_the_state_of_its_own_kind_alone(saved: str, loading: str) -> None:
+    state = MAKERS[saved](optimizer()).state_dict()
+    faults = scheduler_faults(MAKERS[loading](optimizer()), state, "FILE")
+    assert bool(faults) == (saved != loading)
+    assert all(each.startswith("FILE is no state of a ") for each in faults)
+
+
+def test_weights_are_no_state_of_a_scheduler() -> None:
+    scheduler = ExponentialLR(optimizer(), 0.9)
+    (fault,) = scheduler_faults(scheduler, {"a.weight": torch.zeros(2)}, "FILE")
+    assert fault.startswith("FILE is no state of a ExponentialLR: it lacks ") and "gamma" in fault
+    assert scheduler_faults(scheduler, torch.zeros(2), "FILE")
+
+
+@pytest.mark.parametrize(("value", "told"), ((Path("x"), "pathlib"), (lambda: 3, "lambda")))
+def test_what_is_no_plain_value_is_named(value: Any, told: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"plain values and tensors alone: .* This is none: .*{told}"
+    ) as error:
+        saved_bytes({"a": value})
+    assert "weights_only" not in str(error.value)
+
+
+def choices(directory: Path) -> list[str]:
+    group = dist.group.WORLD
+    assert group is not None
+    step = directory / "step-00000003"
+    step.mkdir()
+    (step / "manifest.json").write_text("{}")
+    (directory / "file").touch()
+    told = []
+    for path, resume in (
+        (step, "auto"),
+        (step, 3),
+        (directory, None),
+        (directory / "file", "auto"),
+        (step, None),
+    ):
+        with pytest.raises(ValueError) as error:
+            choose_step(path, resume, group)  # type: ignore[arg-type]
+        told.append(str(error.value))
+    with pytest.raises(OSError) as folder:
+        write_model_file(None, step, group)  # type: ignore[arg-type]  # before a file is looked at
+    return [*told, str(folder.value)]
+
+
+def test_folders_of_another_kind_are_refused_in_words_that_help(pool: Pool, tmp_path: Path) -> None:
+    auto, number, above, file, damaged, model = pool.run(1, choices, tmp_path)[0]
+    for told in (auto, number):
+        assert f"step-00000003 is the folder of a step: give {tmp_path}, that of all of them" in told
+    assert "is refused" in above and "Remove" not in above
+    assert "file is a file: give a folder" in file
+    assert "cannot be read, it is damaged" in damaged and "Remove" not in damaged
+    assert "shard=True" in model
+
+
+def write_alone(folder: Path) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    with pytest.raises(ValueError, match="the process group was destroyed before"):
+        _Writer(folder, group).finish(Metadata({}), [[]])  # of this rank alone
+    _Writer(folder, group).finish(Metadata({}), [[], []])
+
+
+def test_an_index_of_some_ranks_alone_is_never_written(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, write_alone, tmp_path)
+
+
+def load_with_a_hole(folder: Path) -> None:
+    """An index in which of each state a box is missing."""
+    run = small_run()
+    run.step(0)
+    run.booster.save_optimizer(run.optimizer, folder)
+    run.step(1)
+    before = run.whole()
+    if dist.get_rank() == 0:
+        index = json.loads((folder / "index.json").read_text())
+        for each in index["tensors"].values():
+            each["boxes"].pop()
+        (folder / "index.json").write_text(json.dumps(index))
+    dist.barrier()
+    with pytest.raises(ValueError, match=r"exp_avg/\S+: \d+ of its \d+ entries are nowhere"):
+        run.booster.load_optimizer(run.optimizer, folder)
+    after = run.whole()
+    assert all(torch.equal(each, after[name]) for name, each in before.items())
+
+
+def test_states_that_are_not_stored_are_no_zeros(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, load_with_a_hole, tmp_path / "optimizer")
