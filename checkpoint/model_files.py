@@ -1,11 +1,11 @@
 """A model in files that Hugging Face reads, written by all ranks: each the files that are its, whole tensors."""
 
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,6 @@ from .torch_file import TorchFileWriter
 
 Records = dict[str, FileRecord]
 Describe = Callable[[torch.dtype, Path], None]
-_DESCRIBING = ".describing"
 
 
 class FileNames(NamedTuple):
@@ -196,12 +195,11 @@ class _Output:
 
 def _describe_into(folder: Path, describe: Callable[[Path], None]) -> Records:
     """Write what describes the tensors into a folder in which other ranks may be writing still."""
-    apart = folder / _DESCRIBING
-    apart.mkdir()
-    describe(apart)
-    records = {path.name: write_small(folder / path.name, path.read_bytes()) for path in apart.iterdir()}
-    shutil.rmtree(apart)
-    return records
+    with TemporaryDirectory() as apart:
+        describe(Path(apart))
+        return {
+            path.name: write_small(folder / path.name, path.read_bytes()) for path in Path(apart).iterdir()
+        }
 
 
 def _index_of(plans: Sequence[FilePlan]) -> bytes:

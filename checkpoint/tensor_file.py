@@ -237,7 +237,6 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
-
 def _header(order: Sequence[Entry]) -> bytes:
     listing: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
