@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..cluster.mesh import ParallelMesh
@@ -52,8 +53,8 @@ class Checkpoints:
         use_async: bool,
     ) -> Save:
         """See `Booster.save_model`."""
-        if size_per_shard <= 0:
-            raise ValueError(f"size_per_shard={size_per_shard} is in MiB, and must be above 0")
+        if faults := _size_faults(size_per_shard):
+            raise ValueError("; ".join(faults))
         with failing_alike("save_model"):
             self._saver.settle()
             group = self._mesh.side_group()
@@ -97,6 +98,7 @@ class Checkpoints:
                 )
                 write_together(path / adapter.folder, files.write, lora.REPLACED, group)
 
+    @torch.inference_mode(False)  # else training could not change what is loaded
     def load_model(self, model: HeldModel, path: Path, *, strict: bool) -> None:
         """See `Booster.load_model`."""
         with failing_alike("load_model"):
@@ -122,6 +124,7 @@ class Checkpoints:
 
             return self._run(write, path, use_async=use_async)
 
+    @torch.inference_mode(False)  # else training could not change what is loaded
     def load_optimizer(self, trained: Trained, path: Path) -> None:
         """See `Booster.load_optimizer`."""
         with failing_alike("load_optimizer"):
@@ -171,6 +174,7 @@ class Checkpoints:
                 "user": user,
             }
             gathered = gather_step(
+                directory,
                 step,
                 model=model,
                 trained=trained,
@@ -183,6 +187,7 @@ class Checkpoints:
                 return self._saver.begin(lambda: copied.write(directory, keep_last), directory)
             return self._saver.run_and_tell(lambda: gathered.write(directory, keep_last), directory)
 
+    @torch.inference_mode(False)  # else training could not change what is loaded
     def load_step(
         self,
         directory: Path,
@@ -233,14 +238,20 @@ def _step_faults(step: Any, keep_last: Any, size_per_shard: float, dataloader: A
         faults.append(f"step={step!r} must be a whole number, at least 0")
     if keep_last is not None and not _is_count(keep_last, least=1):
         faults.append(f"keep_last={keep_last!r} must be a whole number, at least 1, or None to keep all")
-    if size_per_shard <= 0:
-        faults.append(f"size_per_shard={size_per_shard} is in MiB, and must be above 0")
+    faults += _size_faults(size_per_shard)
     if dataloader is not None and not hasattr(dataloader, "state_dict"):
         faults.append(
             f"dataloader is a {type(dataloader).__name__}, which does not know its position: give one of "
             "booster.plugin.prepare_dataloader, or leave it out and keep the position in `user`"
         )
     return faults
+
+
+def _size_faults(size_per_shard: Any) -> list[str]:
+    is_number = isinstance(size_per_shard, int | float) and not isinstance(size_per_shard, bool)
+    if is_number and size_per_shard > 0:
+        return []
+    return [f"size_per_shard={size_per_shard!r} must be a number of MiB, above 0"]
 
 
 def _is_count(number: Any, *, least: int) -> bool:

@@ -95,6 +95,7 @@ class StepToSave:
 
 
 def gather_step(
+    directory: Path,
     step: int,
     *,
     model: HeldModel,
@@ -106,6 +107,7 @@ def gather_step(
     """What is to be written of a step, as it is now. One all-gather of objects over the world.
 
     Args:
+        directory: where it is to be written.
         step: its number.
         model, trained: what this rank holds.
         training: plain values that are equal on all ranks.
@@ -113,7 +115,7 @@ def gather_step(
         mesh: all ranks.
 
     Raises:
-        ValueError: there are values that cannot be saved; on every rank.
+        ValueError: there are values that cannot be saved, or ranks do not agree on what is saved; on every rank.
     """
     group = mesh.side_group()
     values = {**training, "step": step, "layout": {"sizes": sizes(mesh)}}
@@ -121,9 +123,14 @@ def gather_step(
     def prepare() -> tuple[_Prepared, _Told]:
         held, told = ({}, None) if trained is None else kept_states(trained)
         prepared = _Prepared(held, training=saved_bytes(values), random=random_state(mesh))
-        return prepared, _Told(_share(model, mesh), holdings_of(model.tensors), told)
+        asked = f"step {step} in {directory}"
+        return prepared, _Told(asked, _share(model, mesh), holdings_of(model.tensors), told)
 
     own, every = exchanged(prepare, group)
+    if len({told.asked for told in every}) > 1:
+        raise ValueError(
+            f"every rank saves the same step, and asked for are {[told.asked for told in every]}"
+        )
     files = plan_model(
         model.tensors,
         [told.holdings for told in every],
@@ -155,6 +162,7 @@ class _Prepared(NamedTuple):
 class _Told(NamedTuple):
     """What a rank tells the others of its part; the bytes that each is to write are those that the first one tells."""
 
+    asked: str
     share: float
     holdings: Mapping[str, Holding]
     states: ToldStates | None

@@ -198,13 +198,22 @@ def fit_trained(trained: Trained, folder: Path, group: dist.ProcessGroup) -> Fit
         ValueError: it belongs to another optimizer, other parameter groups or another model; all of it, on every rank.
         FileNotFoundError: there is none.
     """
-    described = on_first_rank(lambda: read_values(folder / GROUPS), group)
+    described = on_first_rank(lambda: _described(folder), group)
     stored = alike(lambda: StateFiles(folder), group)
     members = _members(on_all_ranks(lambda: [[p.name for p in each] for each in trained.groups], group))
     faults = on_all_ranks(lambda: _faults(trained, described, members, stored), group)
     if every := list(dict.fromkeys(fault for each in faults for fault in each)):
         raise ValueError(f"{folder} does not fit this optimizer: {'; '.join(every)}")
     return FittingStates(trained=trained, stored=stored, described=described, group=group)
+
+
+def _described(folder: Path) -> Mapping[str, Any]:
+    if not (folder / GROUPS).is_file():
+        raise FileNotFoundError(
+            f"{folder} holds no optimizer: give that of save_optimizer, or `optimizer` in that of a step"
+        )
+    described: Mapping[str, Any] = read_values(folder / GROUPS)
+    return described
 
 
 def _torch_state(

@@ -35,7 +35,7 @@ def trained_parameters(optimizer: ScaledOptimizer) -> Trained:
         [
             TrainedPiece(optimizer.names[parameter], parameter, _held)
             for parameter in group["params"]
-            if parameter.requires_grad
+            if parameter.requires_grad and parameter.numel()
         ]
         for group in optimizer.optim.param_groups
     ]

@@ -82,6 +82,7 @@ def test_the_script_of_the_readme_trains_alike_on_one_process_and_on_four(tmp_pa
     assert shapes(tmp_path / "llama.safetensors") == saved_alone
 
 
+@pytest.mark.slow
 def test_the_script_moved_from_colossalai_runs(tmp_path: Path) -> None:
     (script,) = code_blocks(COMING, "python")
     found = losses(run_script(script, tmp_path, num_processes=2))
@@ -89,6 +90,7 @@ def test_the_script_moved_from_colossalai_runs(tmp_path: Path) -> None:
     assert all(map(isfinite, found))
 
 
+@pytest.mark.slow
 def test_the_schedule_of_the_pipelines_guide_trains_alike_on_one_process_and_on_two(tmp_path: Path) -> None:
     (script,) = code_blocks(PIPELINE, "python")
     alone = losses(run_script(script, tmp_path, num_processes=None))

@@ -18,6 +18,7 @@ OURS = ("gpipe", "1f1b", "interleaved", "zbh1", "zbv")
 TORCH = ("gpipe", "1f1b", "interleaved", "zbv")
 
 
+@pytest.mark.slow
 def test_every_contender_computes_the_same_and_all_of_it_is_reported(run_quickly, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     times, picture = tmp_path / "times.json", tmp_path / "times.png"
     printed = run_quickly("pipeline.py", "--json", str(times), "--plot", str(picture))

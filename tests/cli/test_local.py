@@ -1,5 +1,6 @@
 """Local processes: what they answer, and how it is told that one failed."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -20,6 +21,7 @@ def fail_on_rank_1(rank: int) -> int:
     return rank
 
 
+@pytest.mark.slow
 def test_every_rank_answers_however_much_it_says() -> None:
     answers = run_on_processes(sum_of_ranks, (10,), num_processes=2, timeout_seconds=60)
     assert answers == [(10, [0] * LARGE), (10, [1] * LARGE)]

@@ -218,6 +218,7 @@ def test_an_error_that_was_handled_is_not_blamed_later(pool: Pool) -> None:
     assert_named(pool.run_failing(3, recover_from_an_error), 2, "rank 2 failed: ValueError: the real one; ")
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_be_freed_ends_itself(pool: Pool, capfd: pytest.CaptureFixture[str]) -> None:
     error = Pool.run_failing(pool, 2, wait_for_one_that_failed_and_lives)[0]
     assert isinstance(error, RankDied)

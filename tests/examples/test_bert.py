@@ -116,6 +116,7 @@ def test_a_missing_folder_and_a_hub_that_cannot_be_reached_say_what_to_give(
     assert pretrained.pretrained_faults(str(tmp_path)) == pretrained.pretrained_faults(None) == []
 
 
+@pytest.mark.slow
 def test_the_first_20_losses_of_tp2_pp2_are_those_of_one_process(tmp_path: Path) -> None:
     common = ("--precision", "fp32", "--dropout", "0", "--epochs", "1", "--max_steps", "20")
     whole, split = tmp_path / "whole.jsonl", tmp_path / "split.jsonl"
@@ -138,18 +139,21 @@ def test_every_other_plugin_runs_and_misses_a_target_with_status_1(plugin: str) 
     assert "seconds=" in output.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_an_option_that_a_plugin_does_not_take_is_refused() -> None:
     arguments = ("--plugin", "torch_ddp", "--tp_size", "2", "--precision", "fp16")
     told = refusal(SCRIPT, *arguments)
     assert "--plugin torch_ddp does not take --tp_size, --precision" in told
 
 
+@pytest.mark.slow
 def test_what_the_plugin_refuses_is_told_at_once() -> None:
     told = refusal(SCRIPT, "--precision", "fp8", "--tp_size", "3")
     assert "precision='fp8'" in told
     assert "tp_size=3" in told
 
 
+@pytest.mark.slow
 def test_a_test_set_that_leaves_one_sample_for_the_last_batch_is_judged_whole() -> None:
     output = run(SCRIPT, "--epochs", "1", "--max_steps", "1", "--batch_size", "37")  # 1000 = 27 × 37 + 1
     assert "accuracy=" in output.strip().splitlines()[-1]

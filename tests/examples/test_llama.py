@@ -267,6 +267,7 @@ def test_all_bad_arguments_are_told_at_once(tmp_path: Path) -> None:
         assert told.count(fault) == 1, fault
 
 
+@pytest.mark.slow
 def test_one_rank_tells_what_is_wrong_with_a_layout() -> None:
     words = ("--tp_size", "4", "--size", "tiny", "--model_type", "llama", "--batch_size", "2")
     done = start(SCRIPT, *words, "--pp_size", "1", "--num_layers_per_stage", "1", "2", processes=2)
@@ -301,6 +302,7 @@ def test_a_config_that_does_not_fit_is_refused(tmp_path: Path, settings: dict, t
     assert [told in fault for fault in faults] == [True]
 
 
+@pytest.mark.slow
 def test_a_config_file_trains_for_epochs_and_too_short_a_text_is_refused(tmp_path: Path) -> None:
     config = LlamaConfig(
         vocab_size=300,

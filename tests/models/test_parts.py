@@ -158,6 +158,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_fault_put_in_is_found(pool: Pool, mutation: str) -> None:
     function, choice, layout = MUTATIONS[mutation]

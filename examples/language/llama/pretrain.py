@@ -333,7 +333,8 @@ def train_and_judge(
         log=arguments.metrics,
         saving=Saving.of(arguments, texts=place.name),  # a digest of what is in them
     )
-    export_model(arguments.save_model, booster, model, texts.tokenizer_of(place))
+    if arguments.save_model is not None:  # else the first rank may have ended, and the texts be gone
+        export_model(arguments.save_model, booster, model, texts.tokenizer_of(place))
     return records
 
 
