@@ -78,6 +78,11 @@ def alike(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:
     return result[0]
 
 
+def faults_of_all(find: Callable[[], list[str]], group: dist.ProcessGroup) -> list[str]:
+    """What any rank found, each once; failures as of `on_all_ranks`."""
+    return list(dict.fromkeys(fault for found in on_all_ranks(find, group) for fault in found))
+
+
 @contextmanager
 def failing_alike(action: str) -> Iterator[None]:
     """Around work that communicates: what fails on every rank alike leaves all of them able to go on.

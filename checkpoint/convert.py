@@ -14,7 +14,7 @@ from .rearranged import Rearranged, master_names, model_tensors, state_tensors
 from .rewriting import Progress, Records, copy_small, write_model, write_states
 from .states import INDEX
 from .step_folder import begin_step, commit_step, damage_of, sync_folder
-from .step_save import MODEL, OPTIMIZER
+from .step_save import MODEL, OPTIMIZER, below
 from .weight_files import all_bytes
 
 
@@ -66,11 +66,10 @@ class Resharding:
         step = self.opened.manifest["step"]
         with _beside(self.out) as beside:
             folder = begin_step(beside, step)
-            written = _write_weights(self, folder / MODEL, progress)
-            records = {f"{MODEL}/{name}": record for name, record in written.items()}
+            records = below(MODEL, _write_weights(self, folder / MODEL, progress))
             if self.opened.optimizer is not None:
-                written = write_states(self.states, folder / OPTIMIZER, self.optimizer_files, progress)
-                records |= {f"{OPTIMIZER}/{name}": record for name, record in written.items()}
+                files = write_states(self.states, folder / OPTIMIZER, self.optimizer_files, progress)
+                records |= below(OPTIMIZER, files)
             for name in _other_files(self.opened):
                 records[name] = copy_small(self.opened.path / name, folder / name)
             os.rename(commit_step(folder, beside, step, records), self.out)

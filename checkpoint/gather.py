@@ -1,4 +1,4 @@
-"""Whole tensors from the ranks' pieces, and the other way round. Files are model_file.py."""
+"""Whole tensors from the ranks' pieces, on one rank, to be compared. What is saved is sent by exchange.py."""
 
 from collections.abc import Mapping
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .consent import alike, on_all_ranks
+from .consent import alike, faults_of_all
 from .held import HeldTensor
 from .names import TensorNames
 from .stored import Stored
@@ -61,8 +61,7 @@ def fit(
     places = _places(stored, names)
     faults = _name_faults(stored, names, places) if strict else []
     faults += _shape_faults(held, stored, places)
-    found = on_all_ranks(lambda: faults, group)
-    if every := list(dict.fromkeys(fault for each in found for fault in each)):
+    if every := faults_of_all(lambda: faults, group):
         raise ValueError(f"{what} does not fit this model: {'; '.join(every)}")
     return Fitting(held, stored, places, group)
 

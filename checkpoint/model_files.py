@@ -96,7 +96,8 @@ class ModelFiles:
         if self.group.rank() > 0:
             return
         if self.index is not None and len(self.plans) > 1:
-            records[self.index] = write_small(folder / self.index, _index_of(self.plans))
+            files = {plan.name: [written.entry for written in plan.tensors] for plan in self.plans}
+            records[self.index] = write_small(folder / self.index, index_of(files))
         if self.describe is not None:
             records |= _describe_into(folder, self.describe)
 
@@ -202,8 +203,9 @@ def _describe_into(folder: Path, describe: Callable[[Path], None]) -> Records:
         }
 
 
-def _index_of(plans: Sequence[FilePlan]) -> bytes:
-    places = {written.entry.name: plan.name for plan in plans for written in plan.tensors}
-    size = sum(written.entry.nbytes for plan in plans for written in plan.tensors)
+def index_of(files: Mapping[str, Sequence[Entry]]) -> bytes:
+    """The index of several files of a model, from what is in each."""
+    places = {entry.name: file for file, entries in files.items() for entry in entries}
+    size = sum(entry.nbytes for entries in files.values() for entry in entries)
     listing = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
     return json.dumps(listing, indent=2).encode()

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from .consent import alike, on_first_rank
+from .consent import on_first_rank
 from .model_files import SAFETENSORS, TORCH, FileNames, ModelFiles
-from .placing import Replaced, require_seen, write_together
+from .placing import Replaced, make_anew, write_together, written_beside
 from .step_folder import sync_folder
 
 
@@ -33,22 +33,16 @@ def write_model_file(files: ModelFiles, path: Path, group: dist.ProcessGroup) ->
     def begin() -> None:
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder: give the name of a file, or shard=True")
-        if folder.exists():  # what a save that was interrupted left
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
+        make_anew(folder)
 
     def place() -> None:
         os.replace(folder / path.name, path)
         sync_folder(path.parent)
+        shutil.rmtree(folder, ignore_errors=True)
 
-    try:
-        on_first_rank(begin, group)
-        alike(lambda: require_seen(folder), group)
+    with written_beside(folder, begin, group):
         files.write(folder)
         on_first_rank(place, group)
-    finally:
-        if group.rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_model_folder(files: ModelFiles, path: Path, group: dist.ProcessGroup) -> None:

@@ -9,7 +9,8 @@ first, and the new one is placed last. What is interrupted there is gone on with
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,16 +50,43 @@ def write_together(
             places: then the next load or save gives them these.
     """
     folder = path / _WRITING
-    try:
-        on_first_rank(lambda: _begin(path, folder), group)
-        alike(lambda: require_seen(folder), group)
+    with written_beside(folder, lambda: _begin(path, folder), group):
         write(folder)
         on_first_rank(lambda: _commit(path, folder, kind), group)
+    on_first_rank(lambda: finish_placing(path), group)
+
+
+@contextmanager
+def written_beside(folder: Path, begin: Callable[[], None], group: dist.ProcessGroup) -> Iterator[None]:
+    """Around writing in a folder that gets its name, or whose files get theirs, at the end. Collective over the group.
+
+    Args:
+        folder: removed where the block fails.
+        begin: makes it, on the first rank.
+        group: all ranks, over the CPU.
+
+    Raises:
+        OSError: it could not be made, or is not seen by all ranks; on every rank.
+    """
+    try:
+        on_first_rank(begin, group)
+        alike(lambda: require_seen(folder), group)
+        yield
     except BaseException:
         if group.rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    on_first_rank(lambda: finish_placing(path), group)
+
+
+def make_anew(folder: Path) -> None:
+    """Make a folder to write in, without what a save that was interrupted left there.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
 
 
 def finish_placing(path: Path) -> None:
@@ -111,9 +139,7 @@ def require_seen(folder: Path) -> None:
 
 def _begin(path: Path, folder: Path) -> None:
     finish_placing(path)
-    if folder.exists():  # what a save that was interrupted left
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
+    make_anew(folder)
 
 
 def _commit(path: Path, folder: Path, kind: Replaced) -> None:

@@ -1,17 +1,17 @@
 """Stored tensors written again by one process: a model's folder, an optimizer's. What is written is convert.py's."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .box import Box
-from .model_files import SAFETENSORS, largest_format
+from .model_files import SAFETENSORS, index_of, largest_format
 from .plan import split_into_files
 from .rearranged import Rearranged
-from .states import INDEX
+from .states import INDEX, listed_box, listed_tensor, state_file, state_key, write_index
 from .stored import Stored
 from .tensor_file import Entry, FileRecord, TensorFileWriter, dtype_name, write_small
 from .weight_files import read_json
@@ -53,7 +53,7 @@ def write_model(
         name: _write_file(folder / name, entries, tensors, progress) for name, entries in named.items()
     }
     if len(files) > 1:
-        records[SAFETENSORS.listing] = write_small(folder / SAFETENSORS.listing, _index(named))
+        records[SAFETENSORS.listing] = write_small(folder / SAFETENSORS.listing, index_of(named))
     for path in sorted(source.iterdir()):
         if path.name == "config.json" and not keeps_formats:
             records[path.name] = _copy_config(path, folder / path.name, largest_format(entries))
@@ -68,23 +68,15 @@ def write_states(tensors: Rearranged, folder: Path, num_files: int, progress: Pr
     records: Records = {}
     listing = {}
     for number, entries in enumerate(_dealt(_entries(tensors), num_files)):
-        file = f"rank-{number:05}.safetensors"
-        keyed = Rearranged({_key(entry): tensors.sources[entry.name] for entry in entries})
+        file = state_file(number)
+        boxes = {entry.name: Box.whole(entry.shape) for entry in entries}
+        keys = {name: state_key(name, box.offset) for name, box in boxes.items()}
+        keyed = Rearranged({keys[entry.name]: tensors.sources[entry.name] for entry in entries})
         records[file] = _write_file(folder / file, _entries(keyed), keyed, progress)
         for entry in entries:
-            box = {
-                "offset": [0] * len(entry.shape),
-                "size": list(entry.shape),
-                "file": file,
-                "key": _key(entry),
-            }
-            listing[entry.name] = {
-                "shape": list(entry.shape),
-                "dtype": dtype_name(entry.dtype),
-                "boxes": [box],
-            }
-    content = json.dumps({"tensors": listing}, separators=(",", ":")).encode()
-    records[INDEX] = write_small(folder / INDEX, content)
+            box = listed_box(boxes[entry.name], file, keys[entry.name])
+            listing[entry.name] = listed_tensor(entry.shape, entry.dtype, [box])
+    records[INDEX] = write_index(folder, listing)
     return records
 
 
@@ -112,16 +104,6 @@ def _dealt(entries: Sequence[Entry], num_files: int) -> list[list[Entry]]:
         files[smallest].append(entry)
         sizes[smallest] += entry.nbytes
     return [file for file in files if file]
-
-
-def _key(entry: Entry) -> str:
-    return f"{entry.name}@{','.join('0' for _ in entry.shape)}"
-
-
-def _index(named: Mapping[str, Sequence[Entry]]) -> bytes:
-    places = {entry.name: file for file, entries in named.items() for entry in entries}
-    total = sum(entry.nbytes for entries in named.values() for entry in entries)
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode()
 
 
 def copy_small(path: Path, to: Path) -> FileRecord:

@@ -94,7 +94,7 @@ def save_states(
     return writer.records
 
 
-def load_states(held: Mapping[str, HeldTensor], folder: Path, *, group: dist.ProcessGroup) -> None:
+def load_states(held: Mapping[str, HeldTensor], stored: "StateFiles", *, group: dist.ProcessGroup) -> None:
     """Fill what this rank holds, under these names. Collective over the group.
 
     Raises:
@@ -103,7 +103,7 @@ def load_states(held: Mapping[str, HeldTensor], folder: Path, *, group: dist.Pro
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     boxed: dict[str, Any] = {name: BoxedTensor(each) for name, each in held.items()}
     with _failures_of_torch():
-        dcp.load(boxed, storage_reader=_Reader(folder), planner=planner, process_group=group)
+        dcp.load(boxed, storage_reader=_Reader(stored), planner=planner, process_group=group)
 
 
 @contextmanager
@@ -113,6 +113,32 @@ def _failures_of_torch() -> Iterator[None]:
         yield
     except dcp.CheckpointException as error:
         raise told_together({rank: each for rank, (each, _) in error.failures.items()}) from error
+
+
+def state_file(number: int) -> str:
+    """The name of one of the files of states: of a rank's, where ranks wrote them."""
+    return f"rank-{number:05}.safetensors"
+
+
+def state_key(name: str, offset: Sequence[int]) -> str:
+    """What a box of a tensor is called in its file."""
+    return f"{name}@{','.join(map(str, offset))}"
+
+
+def listed_box(box: Box, file: str, key: str) -> dict[str, Any]:
+    """A box as the index has it."""
+    return {"offset": list(box.offset), "size": list(box.size), "file": file, "key": key}
+
+
+def listed_tensor(shape: Sequence[int], dtype: torch.dtype, boxes: Sequence[Mapping]) -> dict[str, Any]:
+    """A tensor as the index has it."""
+    return {"shape": list(shape), "dtype": dtype_name(dtype), "boxes": list(boxes)}
+
+
+def write_index(folder: Path, listing: Mapping[str, Any]) -> FileRecord:
+    """Write the index of a folder of states: its tensors by name."""
+    content = json.dumps({"tensors": listing}, separators=(",", ":")).encode()
+    return write_small(folder / INDEX, content)
 
 
 class StoredBox:
@@ -189,7 +215,7 @@ class _Writer(StorageWriter):
         self.records: dict[str, FileRecord] = {}
         self._folder = folder
         self._num_ranks = group.size()
-        self._file_name = f"rank-{group.rank():05}.safetensors"
+        self._file_name = state_file(group.rank())
 
     def reset(self, checkpoint_id: str | PathLike | None = None) -> None:
         """Nothing is kept between saves."""
@@ -241,8 +267,7 @@ class _Writer(StorageWriter):
         listing = {
             name: _listed(name, stored, places) for name, stored in metadata.state_dict_metadata.items()
         }
-        content = json.dumps({"tensors": listing}, separators=(",", ":")).encode()
-        self.records[INDEX] = write_small(self._folder / INDEX, content)
+        self.records[INDEX] = write_index(self._folder, listing)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike) -> bool:
@@ -253,9 +278,9 @@ class _Writer(StorageWriter):
 class _Reader(StorageReader):
     """What `_Writer` wrote."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, stored: StateFiles) -> None:
         super().__init__()
-        self._stored = StateFiles(folder)
+        self._stored = stored
 
     def reset(self, checkpoint_id: str | PathLike | None = None) -> None:
         """Nothing is kept between loads."""
@@ -325,7 +350,7 @@ def _write_item(name: str, held: HeldTensor, box: Box) -> WriteItem:
 
 def _key(index: MetadataIndex) -> str:
     assert index.offset is not None
-    return f"{index.fqn}@{','.join(map(str, index.offset))}"
+    return state_key(index.fqn, index.offset)
 
 
 def _entry(key: str, item: WriteItem) -> Entry:
@@ -337,5 +362,5 @@ def _listed(name: str, stored: Any, places: Mapping[MetadataIndex, Sequence[str]
     boxes = []
     for chunk in stored.chunks:
         file, key = places[MetadataIndex(name, chunk.offsets)]
-        boxes.append({"offset": list(chunk.offsets), "size": list(chunk.sizes), "file": file, "key": key})
-    return {"shape": list(stored.size), "dtype": dtype_name(stored.properties.dtype), "boxes": boxes}
+        boxes.append(listed_box(Box(tuple(chunk.offsets), tuple(chunk.sizes)), file, key))
+    return listed_tensor(stored.size, stored.properties.dtype, boxes)

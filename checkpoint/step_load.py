@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch.distributed as dist
 
 from ..cluster.mesh import ParallelMesh
-from .consent import alike, on_all_ranks, on_first_rank
+from .consent import alike, faults_of_all, on_first_rank
 from .held_model import HeldModel
 from .loading import fit
 from .pretrained import open_pretrained
@@ -90,7 +90,7 @@ def damage_of_step(path: Path, group: dist.ProcessGroup) -> list[str]:
         except (ValueError, OSError) as error:  # what a disk cannot read any more is damage, too
             return [str(error)]
 
-    return list(dict.fromkeys(fault for each in on_all_ranks(share, group) for fault in each))
+    return faults_of_all(share, group)
 
 
 def load_step(

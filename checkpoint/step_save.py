@@ -1,6 +1,5 @@
 """All of a run at one step, gathered from what every rank holds and written. Folders and names are step_folder.py's."""
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,12 +8,12 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ..cluster.mesh import ParallelMesh
-from .consent import alike, exchanged, on_all_ranks, on_first_rank
+from .consent import exchanged, on_all_ranks, on_first_rank
 from .copies import Copies
 from .held import HeldTensor
 from .held_model import HeldModel
 from .model_files import SAFETENSORS, ModelFiles, Records, describing, plan_model
-from .placing import require_seen
+from .placing import written_beside
 from .plan import Holding, holdings_of
 from .random_states import file_name, random_state, sizes
 from .step_folder import begin_step, commit_step, keep_newest, unfinished_path
@@ -60,17 +59,11 @@ class StepToSave:
             OSError: some rank could not write; on every rank. The steps that are there stand.
         """
         group, folder = self.group, unfinished_path(directory, self.step)
-        try:
-            on_first_rank(lambda: self._begin(directory), group)
-            alike(lambda: require_seen(folder), group)
+        with written_beside(folder, lambda: self._begin(directory), group):
             own = self._written(folder)
             records = on_all_ranks(lambda: own | self._write_small(folder), group)
             together = {name: record for each in records for name, record in each.items()}
             on_first_rank(lambda: commit_step(folder, directory, self.step, together), group)
-        except BaseException:
-            if group.rank() == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
         if keep_last is not None:
             on_first_rank(lambda: keep_newest(directory, keep_last, self.step), group)
 
@@ -81,9 +74,9 @@ class StepToSave:
 
     def _written(self, folder: Path) -> Records:
         """This rank's files of tensors and what describes them, by their place in the folder."""
-        records = _below(MODEL, self.model.write(folder / MODEL))
+        records = below(MODEL, self.model.write(folder / MODEL))
         if self.states is not None:
-            records |= _below(OPTIMIZER, self.states.write(folder / OPTIMIZER, self.group))
+            records |= below(OPTIMIZER, self.states.write(folder / OPTIMIZER, self.group))
         return records
 
     def _write_small(self, folder: Path) -> Records:
@@ -174,5 +167,6 @@ def _share(model: HeldModel, mesh: ParallelMesh) -> float:
     return max(everything * mesh.size("pp") / mesh.world_size, _LEAST_BYTES)
 
 
-def _below(folder: str, records: Records) -> Records:
+def below(folder: str, records: Records) -> Records:
+    """Files of a folder by their place in that of the step."""
     return {f"{folder}/{name}": record for name, record in records.items()}

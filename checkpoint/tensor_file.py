@@ -18,32 +18,14 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..lazy.files import OpenFile
+from ..lazy.files import DTYPES, OpenFile
 from .box import Box
 
 ALGORITHM = "xxh3_128"
 _CHUNK = 2**24
 _EARLY_BYTES = 2**25
 
-_NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Entry(NamedTuple):
@@ -288,7 +270,7 @@ def _entries_of(path: Path, header: bytes) -> dict[str, tuple[Entry, int]]:
 
 
 def _entry(name: str, listed: Mapping[str, Any], first: int) -> tuple[Entry, int]:
-    entry = Entry(name, tuple(listed["shape"]), _DTYPES[listed["dtype"]])
+    entry = Entry(name, tuple(listed["shape"]), DTYPES[listed["dtype"]])
     start, end = listed["data_offsets"]
     if start < 0 or end - start != entry.nbytes:
         raise ValueError(f"{entry} does not take bytes {start} to {end}")

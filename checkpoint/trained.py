@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .consent import alike, on_all_ranks, on_first_rank
+from .consent import alike, faults_of_all, on_all_ranks, on_first_rank
 from .copies import Copies
 from .coverage import coverage_faults
 from .held import HeldTensor
@@ -49,15 +50,13 @@ class Trained:
     Args:
         inner: the torch optimizer.
         groups: this rank's pieces by parameter group, in its order.
-        masters: what this rank holds of the float32 weights that are stepped, by parameter.
-        has_masters: whether these are others than the model's own.
+        has_masters: whether the float32 weights that are stepped are others than the model's own.
         extra: loss scale and counts, plain values; equal on all ranks.
         install: takes torch's state dict of `inner` and such values, once masters were filled.
     """
 
     inner: Optimizer
     groups: Sequence[Sequence[TrainedPiece]]
-    masters: Mapping[str, HeldTensor]
     has_masters: bool
     extra: Mapping[str, Any]
     install: Callable[[dict[str, Any], Mapping[str, Any]], None]
@@ -66,6 +65,11 @@ class Trained:
     def pieces(self) -> list[TrainedPiece]:
         """All of this rank."""
         return [piece for group in self.groups for piece in group]
+
+    @cached_property
+    def masters(self) -> dict[str, HeldTensor]:
+        """What this rank holds of the float32 weights that are stepped, by parameter."""
+        return {piece.name: piece.held(piece.name, piece.key) for piece in self.pieces}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +191,7 @@ class FittingStates:
                 name = f"{key}/{piece.name}"
                 state[key] = torch.zeros_like(piece.key, dtype=self.stored.dtype(name), requires_grad=False)
                 held[name] = piece.held(name, state[key])
-        load_states(held, self.stored.folder, group=self.group)
+        load_states(held, self.stored, group=self.group)
         self.trained.install(_torch_state(self.trained, self.described, states), self.described["extra"])
 
 
@@ -201,9 +205,8 @@ def fit_trained(trained: Trained, folder: Path, group: dist.ProcessGroup) -> Fit
     described = on_first_rank(lambda: _described(folder), group)
     stored = alike(lambda: StateFiles(folder), group)
     members = _members(on_all_ranks(lambda: [[p.name for p in each] for each in trained.groups], group))
-    faults = on_all_ranks(lambda: _faults(trained, described, members, stored), group)
-    if every := list(dict.fromkeys(fault for each in faults for fault in each)):
-        raise ValueError(f"{folder} does not fit this optimizer: {'; '.join(every)}")
+    if faults := faults_of_all(lambda: _faults(trained, described, members, stored), group):
+        raise ValueError(f"{folder} does not fit this optimizer: {'; '.join(faults)}")
     return FittingStates(trained=trained, stored=stored, described=described, group=group)
 
 

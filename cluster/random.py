@@ -1,9 +1,11 @@
 """Random state per mesh axis: equal where activations are replicated, different where they are split."""
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 # Odd 64-bit constant of SplitMix64 (Steele, Lea, Flood 2014): spreads neighbouring ranks over the seed space.
 _SPREAD = 0x9E3779B97F4A7C15
@@ -53,6 +55,20 @@ class SplitRandom:
             raise AssertionError("a region was left that was not entered")
         common, self._common = self._common, None
         self._set(common)
+
+    def around(self, module: nn.Module) -> None:
+        """Let what a module draws while it trains differ from rank to rank, by hooks."""
+
+        def enter(module: nn.Module, args: tuple) -> None:
+            if module.training:
+                self.enter()
+
+        def leave(module: nn.Module, args: tuple, output: Any) -> None:
+            if module.training:
+                self.leave()
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
 
     def exchange(self) -> None:
         """Inside of a region, switch to the common state, and the next time back to this rank's own; else nothing."""

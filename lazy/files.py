@@ -20,7 +20,8 @@ from torch import Tensor
 
 from .value import Geometry
 
-_DTYPES = {
+# The formats of safetensors.
+DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -178,7 +179,7 @@ def _of_safetensors(file: OpenFile) -> dict[str, FileTensor]:
     found, faults = {}, []
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
-        if (dtype := _DTYPES.get(entry["dtype"])) is None:
+        if (dtype := DTYPES.get(entry["dtype"])) is None:
             faults.append(f"{name} has the format {entry['dtype']}, for which torch has none")
             continue
         found[name] = FileTensor(file, name, 8 + length + begin, Geometry.dense(dtype, entry["shape"]))

@@ -28,17 +28,14 @@ def held_like(parameter: Tensor, name: str, tensor: Tensor, *, mesh: ParallelMes
 def trained_shards(optimizer: ShardedOptimizer, mesh: ParallelMesh) -> Trained:
     """What this rank steps: stretches of its pieces of parameters."""
     groups: list[list[TrainedPiece]] = [[] for _ in optimizer.param_groups]
-    masters = {}
     for bucket in optimizer.buckets:
         for slot in bucket.slots:
             if slot.piece is not None:
                 held = partial(_held, slot=slot, mesh=mesh)
                 groups[bucket.group_index].append(TrainedPiece(slot.managed.name, slot.piece, held))
-                masters[slot.managed.name] = held(slot.managed.name, slot.piece)
     return Trained(
         inner=optimizer.inner,
         groups=groups,
-        masters=masters,
         has_masters=any(bucket.parameters.dtype != bucket.masters.dtype for bucket in optimizer.buckets),
         extra={"scaler": optimizer.scaler_state(), "skipped_steps": optimizer.skipped_steps},
         install=partial(_install, optimizer),

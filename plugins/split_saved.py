@@ -111,11 +111,9 @@ class SplitCheckpoints:
             ]
             for group in self._optimizer.param_groups
         ]
-        pieces = [piece for group in groups for piece in group]
         return Trained(
             inner=self._optimizer,
             groups=groups,
-            masters={piece.name: piece.held(piece.name, piece.key) for piece in pieces},
             has_masters=False,
             extra={"scaler": None, "skipped_steps": 0},  # as a plugin in float32 has them
             install=lambda state, extra: self._optimizer.load_state_dict(state),

@@ -17,13 +17,11 @@ from .scaled_optimizer import ScaledOptimizer
 
 def held_module(module: nn.Module, adapters: Sequence[Adapter]) -> HeldModel:
     """Its parameters and persistent buffers, whole or in torch's rows; a tied one once."""
-    tensors: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        tensors.setdefault(id(tensor), (name, tensor))
+    names, named = TensorNames.of(module), module.state_dict(keep_vars=True)
     return HeldModel(
         module=module,
-        names=TensorNames.of(module),
-        tensors={name: _held(name, tensor) for name, tensor in tensors.values()},
+        names=names,
+        tensors={name: _held(name, named[name]) for name in names.needed},
         adapters=tuple(adapters),
         loaded=lambda: None,
     )
@@ -42,7 +40,6 @@ def trained_parameters(optimizer: ScaledOptimizer) -> Trained:
     return Trained(
         inner=optimizer.optim,
         groups=groups,
-        masters={piece.name: _held(piece.name, piece.key) for pieces in groups for piece in pieces},
         has_masters=False,
         extra={"scaler": optimizer.scaler_state(), "skipped_steps": optimizer.skipped_steps},
         install=partial(_install, optimizer),

@@ -15,7 +15,7 @@ In front of A, dropout draws the same numbers on all ranks where the input is wh
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 
 from ...cluster.placement import Shard, Shared, place, placement_of
@@ -75,7 +75,8 @@ def _split_inputs(module: Any, base: Linear1D_Row, group: dist.ProcessGroup) -> 
         if base.sequence is not None:  # B computes on this rank's part of the sequence alone
             for parameter in module.lora_B[name].parameters():
                 place(parameter, Shared(size=group.size()), group.rank())
-        _draw_apart(module.lora_dropout[name], SplitRandom(group.rank(), device))
+        if isinstance(module.lora_dropout[name], nn.Dropout):  # identity draws nothing
+            SplitRandom(group.rank(), device).around(module.lora_dropout[name])
 
 
 def _draw_alike(dropout: nn.Module, split_random: SplitRandom) -> None:
@@ -89,23 +90,6 @@ def _draw_alike(dropout: nn.Module, split_random: SplitRandom) -> None:
 
     dropout.register_forward_pre_hook(exchange)
     dropout.register_forward_hook(exchange)
-
-
-def _draw_apart(dropout: nn.Module, split_random: SplitRandom) -> None:
-    """Let dropout draw other numbers on each rank. Identity draws nothing."""
-    if not isinstance(dropout, nn.Dropout):
-        return
-
-    def enter(module: nn.Module, args: tuple) -> None:
-        if module.training:
-            split_random.enter()
-
-    def leave(module: nn.Module, args: tuple, output: Tensor) -> None:
-        if module.training:
-            split_random.leave()
-
-    dropout.register_forward_pre_hook(enter)
-    dropout.register_forward_hook(leave)
 
 
 def _shard(weight: Parameter) -> Shard:

@@ -37,18 +37,7 @@ class PartRandom:
     @staticmethod
     def from_native_module(module: nn.Module, process_group: dist.ProcessGroup) -> nn.Module:
         """Switch random states around the layer; see `SplitRandom`."""
-        random = SplitRandom(process_group.rank(), next(module.parameters()).device)
-
-        def enter(module: nn.Module, args: tuple) -> None:
-            if module.training:
-                random.enter()
-
-        def leave(module: nn.Module, args: tuple, output: Any) -> None:
-            if module.training:
-                random.leave()
-
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave)
+        SplitRandom(process_group.rank(), next(module.parameters()).device).around(module)
         return module
 
 

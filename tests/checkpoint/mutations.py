@@ -13,6 +13,7 @@ from torch import Tensor
 
 from echelon.checkpoint import trained
 from echelon.checkpoint.held import HeldTensor, Part
+from echelon.checkpoint.states import StateFiles
 from echelon.plugins import hybrid_saved
 from echelon.verify.resume import Relay, run_part
 
@@ -46,9 +47,9 @@ def masters_not_loaded() -> Iterator[None]:
     """They are what the 16-bit weights say."""
     original = trained.load_states
 
-    def load(held: Mapping[str, HeldTensor], folder: Path, *, group: dist.ProcessGroup) -> None:
+    def load(held: Mapping[str, HeldTensor], stored: StateFiles, *, group: dist.ProcessGroup) -> None:
         without = {name: each for name, each in held.items() if not name.startswith("master/")}
-        original(without, folder, group=group)
+        original(without, stored, group=group)
 
     with patch.object(trained, "load_states", load):
         yield
@@ -74,13 +75,13 @@ def a_state_left_at_zero() -> Iterator[None]:
     """One tensor of one rank's states is not read."""
     original = trained.load_states
 
-    def load(held: Mapping[str, HeldTensor], folder: Path, *, group: dist.ProcessGroup) -> None:
+    def load(held: Mapping[str, HeldTensor], stored: StateFiles, *, group: dist.ProcessGroup) -> None:
         left = next(name for name in held if name.startswith("exp_avg_sq/") and held[name].parts)
         kept: dict[str, HeldTensor] = dict(held)
         if group.rank() == group.size() - 1:
             parts = tuple(Part(part.box, part.local.clone()) for part in kept[left].parts)
             kept[left] = replace(kept[left], parts=parts)
-        original(kept, folder, group=group)
+        original(kept, stored, group=group)
 
     with patch.object(trained, "load_states", load):
         yield

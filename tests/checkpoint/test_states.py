@@ -37,7 +37,7 @@ def save_twice_held(folder: Path) -> list[str]:
 def load(folder: Path, ends: list[int]) -> None:
     flat = torch.full((120,), -1.0)
     mine = held(flat, ends)
-    load_states(mine, folder, group=dist.group.WORLD)
+    load_states(mine, StateFiles(folder), group=dist.group.WORLD)
     for part in mine["exp_avg/w"].parts:
         assert torch.equal(part.local, WHOLE[part.box.within(Box.whole(SHAPE))])
 
