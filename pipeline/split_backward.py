@@ -9,21 +9,23 @@ Within one backward a layer's weight gradient may wait too, for the sum of input
 (`LaterProduct`; cluster/collectives.py, `copy_beside`).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
-from transformers.pytorch_utils import Conv1D
 
+from ..cluster.gradient_owner import GradientOwner, Owner
 from ..cluster.hooks import has_foreign_hooks
 
 # N rows of all other dimensions together, I input features, O output features
+
+Factors = tuple[Tensor, Tensor]
 
 
 class HeldGradient(NamedTuple):
@@ -33,27 +35,22 @@ class HeldGradient(NamedTuple):
         parameter: the weight, or this rank's piece of it.
         begin: computes the gradient, or begins to; what it returns gives it.
         backward: autograd's number of the one that it is of.
+        factors: whose product it is, where it is no more than that.
+        owner: of the parameter's gradient, where such a product may be added to it.
     """
 
     parameter: Parameter
     begin: Callable[[], Callable[[], Tensor]]
     backward: int
+    factors: Callable[[], Factors] | None = None
+    owner: Owner | None = None
 
-
-class KeptInput(Protocol):
-    """How a layer's input is had again in backward, of which something smaller is kept."""
-
-    def use(self) -> None:
-        """Say in forward that one more layer will ask for it."""
-        ...
-
-    def begin(self, kept: Tensor) -> None:
-        """Begin to make it of what was kept, if that can be done while something else is computed."""
-        ...
-
-    def rows(self, kept: Tensor) -> Tensor:
-        """The input (N, I)."""
-        ...
+    def added(self) -> GradientOwner | None:
+        """Add it to what its owner has; returns the owner if it did."""
+        if self.factors is None or self.owner is None or (owner := self.owner.of(self.parameter)) is None:
+            return None
+        owner.add_product(self.parameter, *self.factors())
+        return owner
 
 
 class WeightGradients:
@@ -75,10 +72,11 @@ class WeightGradients:
     def compute(self, place: tuple[int, int]) -> None:
         """Compute what was held back, and give it to the parameters as a backward would, hooks included."""
         held = self._by_place.pop(place)
-        if held:
-            with torch.no_grad():
-                gradients = list(_each_beside_the_next(held))
-            torch.autograd.backward([each.parameter for each in held], gradients)
+        with torch.no_grad():
+            left = _left_to_autograd(held)
+            gradients = list(_each_beside_the_next(left))
+        if left:
+            torch.autograd.backward([each.parameter for each in left], gradients)
 
     @property
     def is_holding(self) -> bool:
@@ -95,6 +93,21 @@ class WeightGradients:
             return False
         self._holding.append(held)
         return True
+
+
+def _left_to_autograd(held: Sequence[HeldGradient]) -> list[HeldGradient]:
+    """Those that could not be added to their owners' memory at once."""
+    left: list[HeldGradient] = []
+    to_come = Counter(each.parameter for each in held)
+    for each in held:
+        owner = each.added()
+        if owner is None:
+            left.append(each)
+            continue
+        to_come[each.parameter] -= 1
+        if not to_come[each.parameter]:
+            owner.note(each.parameter)
+    return left
 
 
 def _each_beside_the_next(held: Iterable[HeldGradient]) -> Iterator[Tensor]:
@@ -139,180 +152,7 @@ class _Later(Function):
         while ctx.held:
             held = ctx.held.pop()
             # Not of one that asked for gradients of inputs alone, and never came here.
-            if held.backward == torch._C._current_graph_task_id():
+            if held.backward == torch._C._current_graph_task_id() and held.added() is None:
                 product = held.begin()()
                 gradient = product if gradient is None else gradient + product
         return gradient, None
-
-
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    weight_gradients: WeightGradients | None,
-    is_transposed: bool = False,
-    later: LaterProduct | None = None,
-    kept: tuple[Tensor, KeptInput] | None = None,
-    ready: list[Tensor] | None = None,
-) -> Tensor:
-    """A linear layer whose weight gradient may be held back.
-
-    Args:
-        x: (..., I).
-        weight: (O, I), or (I, O) with `is_transposed`.
-        bias: (O) or None.
-        weight_gradients: where it is held; None where no schedule splits backwards.
-        later: of this weight, for when its gradient is not held back that long.
-        kept: what is kept for backward in place of `x`, and how `x` is had again; where autograd is left to itself
-            `x` is kept.
-        ready: the result, where it was computed before (`can_be_ready`). It is taken out.
-
-    Returns:
-        (..., O).
-    """
-    if not torch.is_grad_enabled():
-        return ready.pop() if ready else _product(x, weight, bias, is_transposed)
-    is_plain = weight_gradients is None and later is None and kept is None and not ready
-    if is_plain or not _is_own(x, weight):
-        return _product(x, weight, bias, is_transposed)
-    part, again = (None, None) if kept is None else kept
-    keep = Keep(
-        parameter=cast(Parameter, weight),
-        is_transposed=is_transposed,
-        store=weight_gradients,
-        later=later,
-        again=again,
-    )
-    through = weight if later is None else later.weight
-    out: Tensor = _SplitLinear.apply(x, through, bias, keep, part, ready)
-    return out
-
-
-def can_be_ready(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear` takes a result that was computed before."""
-    is_autocast = torch.is_autocast_enabled(x.device.type)
-    return not is_autocast if not torch.is_grad_enabled() else _is_own(x, weight)
-
-
-def _is_own(x: Tensor, weight: Tensor) -> bool:
-    # A weight that is computed from others (weight_norm, pruning) has a graph that backward runs through once; under
-    # autocast products are of other formats than what they are made of.
-    return weight.is_leaf and weight.requires_grad and not torch.is_autocast_enabled(x.device.type)
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> Tensor:
-    return torch.nn.functional.linear(x, weight.T if is_transposed else weight, bias)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Keep:
-    """A linear layer's weight, and where its gradient may wait."""
-
-    parameter: Parameter
-    is_transposed: bool
-    store: WeightGradients | None
-    later: LaterProduct | None = None
-    again: KeptInput | None = None
-
-    def begin(self, kept: Tensor) -> None:
-        """Begin to have the input again, where its rows are wanted in this backward."""
-        if self.again is not None and not (self.store is not None and self.store.is_holding):
-            self.again.begin(kept)
-
-    def gradient(self, kept: Tensor, gradient_NO: Tensor) -> Tensor | None:
-        """The weight's gradient, or None where it waits.
-
-        Args:
-            kept: the input (..., I), or what was kept of it.
-            gradient_NO: of the output.
-        """
-
-        def begin() -> Callable[[], Tensor]:
-            x_NI = kept.reshape(-1, kept.shape[-1]) if self.again is None else self.again.rows(kept)
-            product = weight_gradient(x_NI, gradient_NO, is_transposed=self.is_transposed)
-            return lambda: product
-
-        held = HeldGradient(self.parameter, begin, torch._C._current_graph_task_id())
-        if self.store is not None and self.store.takes(held):
-            return None
-        if self.later is None:
-            return begin()()
-        self.later.put(held)
-        return None
-
-
-class _SplitLinear(Function):
-    """The products of backward are those that autograd makes of a linear layer: equal to the bit."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        keep: Keep,
-        part: Tensor | None,
-        ready: list[Tensor] | None,
-    ) -> Tensor:
-        ctx.save_for_backward(x if part is None else part, weight)
-        ctx.keep = keep
-        if keep.again is not None:
-            keep.again.use()
-        out = ready.pop() if ready else _product(x, weight, bias, keep.is_transposed)
-        return torch.ops.aten._unsafe_view(out, out.shape)  # or what follows could not write to it in place
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, gradient: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        kept, weight = ctx.saved_tensors
-        needs_input, _, needs_bias, *_ = ctx.needs_input_grad
-        ctx.keep.begin(kept)
-        gradient_NO = gradient.reshape(-1, gradient.shape[-1])
-        of_input = of_bias = None
-        if needs_input:
-            of_input = gradient_NO.mm(weight.T if ctx.keep.is_transposed else weight)
-            of_input = of_input.view(*gradient.shape[:-1], of_input.shape[-1])
-        if needs_bias:
-            of_bias = gradient_NO.sum(0)
-        return of_input, ctx.keep.gradient(kept, gradient_NO), of_bias, None, None, None
-
-
-def weight_gradient(x_NI: Tensor, gradient_NO: Tensor, *, is_transposed: bool) -> Tensor:
-    """The gradient of a linear layer's weight, (O, I), or (I, O) with `is_transposed`."""
-    return x_NI.T.mm(gradient_NO) if is_transposed else gradient_NO.T.mm(x_NI)
-
-
-class _HoldingLinear(nn.Linear):
-    weight_gradients: WeightGradients
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, weight_gradients=self.weight_gradients)
-
-
-class _HoldingConv1D(Conv1D):
-    weight_gradients: WeightGradients
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, weight_gradients=self.weight_gradients, is_transposed=True)
-
-
-_HOLDING = {nn.Linear: _HoldingLinear, Conv1D: _HoldingConv1D}
-
-
-def hold_weight_gradients(model: nn.Module) -> WeightGradients:
-    """Let a model's linear layers hold back their weight gradients when asked to.
-
-    Plain linear layers change their class for a subclass of it. A parallel layer has an attribute
-    `weight_gradients` that it hands to `linear`. Whatever else holds a weight computes its gradient at once.
-    """
-    store = WeightGradients()
-    for module in model.modules():
-        if (holding := _HOLDING.get(type(module))) is not None:
-            module.__class__ = holding
-        elif not hasattr(module, "weight_gradients"):
-            continue
-        module.weight_gradients = store  # type: ignore[assignment]
-    return store

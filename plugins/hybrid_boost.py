@@ -6,13 +6,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..cluster.faults import naming_failures
+from ..cluster.gradient_owner import give_gradients_to
 from ..lazy import materialize
+from ..pipeline.linear import own_linear_layers
 from ..shardformer.checkpoint_config import checkpoint_faults, checkpoint_layers, recomputable_layers
 from ..shardformer.equal_ranks import require_equal_models
 from ..shardformer.shard_config import ShardConfig
 from ..shardformer.shard_former import sharder_or_faults
 from ..shardformer.sharder import ModelSharder
 from ..shardformer.weight_split import WeightSplit, make_weight_parallel, weight_split_or_faults
+from ..zero.embedding import own_embeddings
 from ..zero.optimizer import ShardedOptimizer
 from .hybrid_config import told
 from .hybrid_module import HybridParallelModule
@@ -54,6 +57,9 @@ def boost(
                 gradient_dtype=config.wire_dtype,
             )
         materialize(model)
+        if optimizer is not None:
+            own_embeddings(model)
+            own_linear_layers(model)
         boosted = HybridParallelModule(model, names, plugin, adapters)
         wrapped = None if optimizer is None else _sharded(optimizer, boosted, shared)
         for parameter in model.parameters():  # what no optimizer manages: frozen, or none was given
@@ -61,7 +67,7 @@ def boost(
                 parameter.data = parameter.data.to(config.precision.dtype)
         config.fused.fuse(model, config.precision.dtype)
         if wrapped is not None:
-            wrapped.add_gradients_by_row(model)
+            give_gradients_to(wrapped.reducer, model)
             if config.overlap_allgather:
                 wrapped.publisher.let_arrive_later(model)
         boosted.optimizer = wrapped

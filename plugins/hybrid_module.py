@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.lora import Adapter
 from ..pipeline.cut import held_stages, takes
-from ..pipeline.split_backward import hold_weight_gradients
+from ..pipeline.linear import hold_weight_gradients
 from ..shardformer.equal_ranks import require_equal_inputs
 from ..zero.optimizer import ShardedOptimizer
 from .engine import PipelineEngine

@@ -13,14 +13,13 @@ from math import isfinite
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
 from .bucket import Bucket
 from .elementwise import require_elementwise
-from .embedding import add_gradients_by_row
 from .faults import (
     require_clip_norm,
     require_clip_value,
@@ -250,10 +249,6 @@ class ShardedOptimizer(OptimizerWrapper):
         require_clip_value(clip_value)
         self.reduce_gradients()
         self._gradients.clip_by_value_(float(clip_value))
-
-    def add_gradients_by_row(self, model: nn.Module) -> None:
-        """Let a model's embeddings add their gradients row by row: see embedding.py."""
-        add_gradients_by_row(model, self.reducer)
 
     def settle(self) -> None:
         """Finish reductions that a `last_backward` began, so that a further backward may add to them.

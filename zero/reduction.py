@@ -19,6 +19,7 @@ from .launch_order import LaunchOrder
 from .meeting import Meeting
 from .parameter import ManagedParameter
 from .partition import Partition, require_agreement
+from .product import add_product
 from .writes import WriteWatch
 
 
@@ -164,20 +165,36 @@ class Reducer:
             return self.accumulating()
         return self.last_backward(parameters)
 
-    def takes_rows(self, parameter: Parameter) -> bool:
-        """Whether rows may be added to its gradient now, see embedding.py."""
+    def takes(self, parameter: Parameter) -> bool:
+        """Whether others may add to its gradient now, see cluster/gradient_owner.py."""
         return self._is_accumulating and parameter in self._places and not has_foreign_hooks(parameter)
 
     def add_rows(self, parameter: Parameter, rows_N: Tensor, values_NH: Tensor) -> None:
         """Add (N, H) values to rows of a parameter's gradient; more may come in the same backward."""
+        gradient, is_first = self._to_add_to(parameter)
+        if is_first:
+            gradient.zero_()
+        gradient.index_add_(0, rows_N, values_NH.to(gradient.dtype))
+
+    def add_product(self, parameter: Parameter, left_RN: Tensor, right_NC: Tensor) -> None:
+        """Add a product (R, C) to a parameter's gradient; more may come in the same backward."""
+        gradient, is_first = self._to_add_to(parameter)
+        add_product(gradient, left_RN, right_NC, is_first=is_first)
+
+    def _to_add_to(self, parameter: Parameter) -> tuple[Tensor, bool]:
+        """The gradient of a parameter in its bucket, and whether what is there is to be overwritten."""
         slot, bucket = self._places[parameter]
         self._make_room(bucket)
         slot.collect()
         assert slot.gradient is not None  # borrowed before accumulation
-        if parameter.grad is None:
-            slot.gradient.zero_()
+        is_first = parameter.grad is None
+        if is_first:
             parameter.grad = slot.gradient
-        slot.gradient.index_add_(0, rows_N, values_NH.to(slot.gradient.dtype))
+        return slot.gradient, is_first
+
+    def note(self, parameter: Parameter) -> None:
+        """The parameter's gradient of a backward is complete, outside of autograd."""
+        self._order.note(parameter)
 
     @property
     def has_begun(self) -> bool:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ...cluster.collectives import gather_from, reduce_from
+from ...cluster.gradient_owner import Owner
 from ...cluster.placement import Shard, place, placement_of
-from ...zero.embedding import Owner, embedding, needs_all_uses
+from ...zero.embedding import embedding, needs_all_uses
 from .entry import ProductLayer, enter
 from .parallel_module import ParallelModule, native_faults, require_all, require_native, take_hooks
 from .scaled_embedding import is_scaled, scale_of
@@ -71,7 +72,7 @@ class VocabParallelEmbedding1D(ParallelModule):
             which need all of a row's uses.
     """
 
-    row_gradients: Owner | None = None  # who adds rows of the weight's gradient, see zero/embedding.py
+    gradient_owner: Owner | None = None  # who adds rows of the weight's gradient, see zero/embedding.py
 
     def __init__(
         self,
@@ -125,7 +126,7 @@ class VocabParallelEmbedding1D(ParallelModule):
         local_ids_BS = (ids_BS - first).masked_fill(elsewhere_BS, 0)
         padding = self.padding_idx
         local_padding = padding - first if padding is not None and first <= padding < first + valid else None
-        found_BSH = embedding(local_ids_BS, self.weight, local_padding, row_gradients=self.row_gradients)
+        found_BSH = embedding(local_ids_BS, self.weight, local_padding, owner=self.gradient_owner)
         found_BSH = reduce_from(found_BSH.masked_fill(elsewhere_BS.unsqueeze(-1), 0.0), self.group)
         scale = self.embed_scale
         if scale is None:

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ...cluster.collectives import copy_beside
-from ...pipeline.split_backward import LaterProduct, WeightGradients, can_be_ready, linear
+from ...cluster.gradient_owner import Owner
+from ...pipeline.linear import can_be_ready, linear
+from ...pipeline.split_backward import LaterProduct, WeightGradients
 from ..sequence.regather import Regather
 from ..sequence.regions import RegionSequence, enter_beside
 from ..sequence.ring_products import gather_beside_product
@@ -43,6 +45,7 @@ class ProductLayer(ParallelModule):
     bias: Parameter | None
     output_dim = 0  # nn.Linear holds (O, I)
     weight_gradients: WeightGradients | None = None  # where backward holds them back, see split_backward.py
+    gradient_owner: Owner | None = None  # who adds them to what is there
     # Whether a region's input reaches this layer as it is, as far as is known: see `_early`.
     takes_entered = True
     _later: LaterProduct | None = None
@@ -73,6 +76,7 @@ class ProductLayer(ParallelModule):
             self.weight,
             bias,
             weight_gradients=self.weight_gradients,
+            owner=self.gradient_owner,
             is_transposed=self.output_dim == 1,
             later=later,
             kept=None if given is None else given.kept,

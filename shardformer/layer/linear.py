@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from ...cluster.collectives import gather_from, reduce_from, scatter_to
 from ...cluster.placement import Shard, Shared, place
 from ...cluster.random import SplitRandom
-from ...pipeline.split_backward import Keep
+from ...pipeline.linear import Keep
 from ..sequence.regions import RegionSequence, leave
 from ..sequence.ring_products import row_product
 from .entry import ProductLayer, enter
@@ -197,7 +197,10 @@ class Linear1D_Row(_SplitLinear):
         has_steps = sequence.style == "ring" or sequence.overlap
         if has_steps and self.weight.is_leaf and not torch.is_autocast_enabled(x_BSI.device.type):
             keep = Keep(
-                parameter=self.weight, is_transposed=self.output_dim == 1, store=self.weight_gradients
+                parameter=self.weight,
+                is_transposed=self.output_dim == 1,
+                store=self.weight_gradients,
+                owner=self.gradient_owner,
             )
             return row_product(x_BSI, self.weight, sequence, keep)
         return leave(self._product(x_BSI, None), sequence)

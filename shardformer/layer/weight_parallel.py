@@ -18,7 +18,8 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from ...cluster.placement import Shard, place
-from ...pipeline.split_backward import HeldGradient, LaterProduct, WeightGradients, weight_gradient
+from ...pipeline.linear import weight_gradient
+from ...pipeline.split_backward import HeldGradient, LaterProduct, WeightGradients
 from .parallel_module import ParallelModule, require_native
 from .weight_pool import WeightPool
 

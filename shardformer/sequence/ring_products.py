@@ -18,7 +18,7 @@ from torch.nn.functional import linear, pad
 
 from ...cluster.begun import begin_gather
 from ...cluster.ring import begin_step
-from ...pipeline.split_backward import Keep
+from ...pipeline.linear import Keep
 from .regions import RegionSequence
 
 # Where a stretch begins in the true sequence, and the stretch, without padding.

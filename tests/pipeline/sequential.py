@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from echelon.cluster.mesh import ParallelMesh
 from echelon.pipeline.action import COMPUTES, Op, Schedule
 from echelon.pipeline.communicate import with_communication
+from echelon.pipeline.linear import hold_weight_gradients
 from echelon.pipeline.microbatch import split
 from echelon.pipeline.runner import RunResult, StageLike, run_schedule
 from echelon.pipeline.schedules import build_schedule, forward_only, stage_placement
-from echelon.pipeline.split_backward import hold_weight_gradients
 from echelon.pipeline.transport import Transport
 from echelon.pipeline.validate import validate
 

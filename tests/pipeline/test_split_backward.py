@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from echelon.pipeline.split_backward import hold_weight_gradients
+from echelon.pipeline.linear import hold_weight_gradients
 
 # B batch, S sequence
 PLACE = (0, 0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from echelon.pipeline.split_backward import hold_weight_gradients
+from echelon.pipeline.linear import hold_weight_gradients
 from echelon.shardformer import fused_code
 from echelon.shardformer.fused import FusedKernels
 from echelon.shardformer.fused_code import compile_elementwise

@@ -16,7 +16,7 @@ import echelon.shardformer.layer.weight_pool as weight_pool
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.placement import Shard, placement_of
 from echelon.cluster.traffic import Traffic
-from echelon.pipeline.split_backward import hold_weight_gradients
+from echelon.pipeline.linear import hold_weight_gradients
 from echelon.shardformer.layer.weight_parallel import WeightParallelLinear
 from echelon.shardformer.layer.weight_pool import WeightPool
 from echelon.shardformer.weight_split import make_weight_parallel, weight_faults, weight_model_faults

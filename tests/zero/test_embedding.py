@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.zero.embedding import summed_by_row
+from echelon.cluster.gradient_owner import give_gradients_to
+from echelon.zero.embedding import own_embeddings, summed_by_row
 from echelon.zero.optimizer import ShardedOptimizer
 
 from ..pool import Pool
@@ -39,7 +40,8 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 
 def sharded(model: nn.Sequential, precision: Precision = "fp32") -> ShardedOptimizer:
     optimizer = shard(model, sgd, precision=precision)
-    optimizer.add_gradients_by_row(model)
+    own_embeddings(model)
+    give_gradients_to(optimizer.reducer, model)
     return optimizer
 
 
@@ -238,7 +240,8 @@ def check_twice(stage: int, share: float) -> None:
     for each in batches(4):
         (loss_of(native, each) / 2).backward()
     optimizer = shard(model, sgd, stage=stage, bucket_size=1)
-    optimizer.add_gradients_by_row(model)
+    own_embeddings(model)
+    give_gradients_to(optimizer.reducer, model)
     counts = count_rows(optimizer)
     for number, ids in enumerate(batches(4)[rank::2]):
         context = optimizer.reducer.last_backward if number else optimizer.reducer.every_backward

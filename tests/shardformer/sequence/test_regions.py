@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from echelon.pipeline.split_backward import WeightGradients, hold_weight_gradients
+from echelon.pipeline.linear import hold_weight_gradients
+from echelon.pipeline.split_backward import WeightGradients
 from echelon.shardformer import layer_split
 from echelon.shardformer.layer import entry
 from echelon.shardformer.sequence import regather, regions, ring_products
