@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from .box import Box
 from .consent import alike
@@ -149,7 +150,9 @@ def _write_configs(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> 
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
+        # Not by save_pretrained, which refuses settings that contradict each other: no run is to end for them.
+        path = folder / GENERATION_CONFIG_NAME
+        model.generation_config.to_json_file(path, keys_to_pop=["compile_config"])
 
 
 def largest_format(entries: Sequence[Entry]) -> torch.dtype:

@@ -109,7 +109,12 @@ def keep_newest(directory: Path, count: int, step: int) -> None:
     up_to = step_path(directory, step)
     steps = steps_in(directory)
     for path in steps[steps.index(up_to) + count :]:
-        _remove(path)
+        try:
+            _remove(path)
+        except OSError as error:
+            raise OSError(
+                f"{up_to.name} is complete, and older ones could not be removed: {error}"
+            ) from error
 
 
 def steps_in(directory: Path) -> list[Path]:

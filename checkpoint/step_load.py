@@ -53,6 +53,7 @@ def choose_step(directory: Path, resume: Resume, group: dist.ProcessGroup) -> Pa
     Raises:
         ValueError: what was asked for is damaged, or all there are; which file, and which tensor of it.
         FileNotFoundError: there is no such step.
+        OSError: some rank does not see it, or may not read it.
     """
     candidates = on_first_rank(lambda: _candidates(directory, resume), group)
     told: list[str] = []
@@ -76,9 +77,15 @@ def choose_step(directory: Path, resume: Resume, group: dist.ProcessGroup) -> Pa
 
 
 def damage_of_step(path: Path, group: dist.ProcessGroup) -> list[str]:
-    """All that is not as it was written, each rank having read a share. Collective over the group."""
+    """All that is not as it was written, each rank having read a share. Collective over the group.
+
+    Raises:
+        OSError: some rank does not see it, or may not read it, so that it may be sound; on every rank.
+    """
 
     def share() -> list[str]:
+        if not path.is_dir():
+            raise OSError(f"{path} is not seen here: load from a file system that all machines share")
         try:
             files = manifest_of(path)["files"]
             order = sorted(files, key=lambda name: (-files[name].bytes, name))
@@ -87,6 +94,11 @@ def damage_of_step(path: Path, group: dist.ProcessGroup) -> list[str]:
                 for name in order[group.rank() :: group.size()]
                 for fault in damage_of(path, name, files[name])
             ]
+        except PermissionError as error:
+            raise OSError(
+                f"{error}: whoever runs this may not read {path}, which may be sound. Let them read it, or give the "
+                "number of another step as `resume`"
+            ) from error
         except (ValueError, OSError) as error:  # what a disk cannot read any more is damage, too
             return [str(error)]
 

@@ -28,9 +28,10 @@ def saved_bytes(values: Any) -> bytes:
 
 
 def _unsafe(error: Exception) -> str:
-    """The class that is not to be read, where torch names it in the midst of its advice; else all it says."""
-    found = re.search(r"GLOBAL (\S+)", str(error))
-    return found[1] if found else f"{type(error).__name__}: {error}"
+    """The class that is not to be read, or what else is wrong, where torch names it amid advice; else all it says."""
+    told = str(error)
+    found = re.search(r"GLOBAL (\S+)", told) or re.search(r"WeightsUnpickler error:\s*([^\n]+)", told)
+    return found[1] if found else f"{type(error).__name__}: {told}"
 
 
 def torch_bytes(values: Any) -> bytes:
@@ -49,11 +50,13 @@ def read_values(path: Path) -> Any:
     """What `write_values` wrote.
 
     Raises:
+        OSError: there is no such file, or it may not be read.
         ValueError: the file is damaged; names it.
     """
+    content = path.read_bytes()
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises several kinds, of zip, pickle and its own
-        raise ValueError(f"{path} cannot be read, it is damaged: {error}") from error
+        raise ValueError(
+            f"{path} cannot be read, it is damaged or no file of Echelon's: {_unsafe(error)}"
+        ) from error

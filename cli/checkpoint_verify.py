@@ -1,10 +1,12 @@
 """`echelon checkpoint verify`: whether a checkpoint is as it was written, and fits together."""
 
+from pathlib import Path
+
 import typer
 
-from ..checkpoint.damage import examine_checkpoint, examine_pretrained
+from ..checkpoint.damage import Findings, examine_checkpoint, examine_pretrained
 from ..checkpoint.step_folder import MANIFEST
-from .checkpoint_folder import Folder, chosen_folder, folder_faults, progress_bar
+from .checkpoint_folder import Folder, chosen_folder, folder_faults, progress_bar, told
 from .console import refuse
 
 
@@ -16,15 +18,19 @@ def verify(directory: Folder) -> None:
     """
     refuse("checkpoint verify", folder_faults(directory))
     folder = chosen_folder(directory)
-    if (folder / MANIFEST).is_file():
-        total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        with progress_bar(total, "reading") as progress:
-            findings = examine_checkpoint(folder, progress=progress)
-    else:
-        findings = examine_pretrained(folder)
+    with told("verify"):  # what may not be read may be sound
+        findings = _findings(folder)
     for note in findings.notes:
         typer.echo(f"note: {note}", err=True)
     for fault in findings.faults:
         typer.echo(fault)
     typer.echo(f"{folder} is {'damaged' if findings.faults else 'sound'}")
     raise typer.Exit(1 if findings.faults else 0)
+
+
+def _findings(folder: Path) -> Findings:
+    if not (folder / MANIFEST).is_file():
+        return examine_pretrained(folder)
+    total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    with progress_bar(total, "reading") as progress:
+        return examine_checkpoint(folder, progress=progress)

@@ -67,7 +67,7 @@ def verify(
         **dict(schedule=schedule, chunks=chunks, microbatches=microbatches, max_norm=max_norm),
         **dict(recompute=recompute, steps=steps),
     }
-    options = typer.Typer()
+    options = typer.Typer(add_completion=False)
     options.command()(verify)
     further, faults = further_options(options, then or (), first)
     parts = [Part(layout=layout_of(each), num_steps=each["steps"]) for each in (first, *further)]

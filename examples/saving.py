@@ -60,7 +60,7 @@ def saving_faults(arguments: argparse.Namespace) -> list[str]:
         needing = [f"--{name}" for name in names if getattr(arguments, name)]
         if needing:
             faults.append(f"{', '.join(needing)} without --save_dir: give the folder of the checkpoints, too")
-    elif arguments.resume is None and (there := steps_in(arguments.save_dir)):
+    elif arguments.resume is None and (there := _steps_seen_in(arguments.save_dir)):
         faults.append(
             f"--save_dir {arguments.save_dir} has checkpoints already, the last one {there[0].name}: give --resume "
             "auto to go on from it, or another folder"
@@ -124,7 +124,7 @@ def resumed_records(load: Callable[..., Resumed | None], saving: Saving, num_ste
         return []
     try:
         resumed = load(saving.directory, resume=saving.resume)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         refuse([f"--resume {saving.resume}: {error}"])
         raise
     if resumed is None:
@@ -234,7 +234,16 @@ def _resume(word: str) -> int | str | None:
     return int(word)
 
 
+def _steps_seen_in(path: Path) -> list[Path]:
+    """Steps in a folder, newest first; none where it may not be looked into."""
+    try:
+        return steps_in(path)
+    except PermissionError:
+        return []
+
+
 def _unwritable(path: Path) -> Path | None:
     """What of a path is in the way of making a folder there; None where nothing is."""
-    nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
-    return None if nearest.is_dir() and os.access(nearest, os.W_OK) else nearest
+    # Not Path.exists, which raises where a folder above may not be looked into.
+    nearest = next(each for each in (path, *path.absolute().parents) if os.path.exists(each))
+    return None if os.path.isdir(nearest) and os.access(nearest, os.R_OK | os.W_OK | os.X_OK) else nearest

@@ -1,4 +1,4 @@
-"""What describes a model is written beside the files that other ranks still write, and touches none of them."""
+"""What describes a model is written as it is, beside files that other ranks still write, and touches none of them."""
 
 import time
 from pathlib import Path
@@ -6,13 +6,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from transformers import GenerationConfig, LlamaForCausalLM
 
 from echelon.checkpoint.exchange import Assembled
 from echelon.checkpoint.held import held_piece
-from echelon.checkpoint.model_files import SAFETENSORS, Records, _Output, plan_model
+from echelon.checkpoint.model_files import SAFETENSORS, Records, _Output, describing, plan_model
 from echelon.checkpoint.plan import holdings_of
 
 from ..pool import Pool
+from .handmade import small_config
 
 NAMES = ("a", "b", "c", "d", "e")  # each a file; the second rank has the last one
 CONFIG = "config.json"
@@ -72,3 +74,14 @@ def test_files_that_appear_while_a_model_is_described_are_left_to_their_ranks(
     for name in NAMES:
         path = next(path for path in folder.glob("*.safetensors") if name in load_file(path))
         assert torch.equal(load_file(path)[name], tensor(name))
+
+
+def test_settings_of_generation_that_contradict_each_other_end_no_run(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(small_config())
+    model.generation_config.temperature = 0.5  # without sampling: transformers would refuse to save it
+    describe = describing(model)
+    assert describe is not None
+    describe(torch.bfloat16, tmp_path)
+    read = GenerationConfig.from_pretrained(tmp_path)
+    assert read.temperature == 0.5
+    assert read.eos_token_id == model.generation_config.eos_token_id == 2

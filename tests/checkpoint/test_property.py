@@ -1,7 +1,8 @@
 """A run goes on from a checkpoint under any layout as one process does that never stopped.
 
-Thirty random pairs of layouts: what is loaded equals what was saved, bit for bit, and six steps agree with one process
-within the tolerances of the parity check. Where the layout stays they are the same bits, also with dropout.
+Thirty random pairs of layouts, and two more: what is loaded equals what was saved, bit for bit, and six steps agree
+with one process within the tolerances of the parity check. Where the layout stays they are the same bits, also with
+dropout.
 """
 
 from collections.abc import Callable
@@ -66,13 +67,15 @@ def test_the_pairs_meet_everything() -> None:
         "all_to_all",
         "ring_attn",
     }
-    assert {layout.schedule for layout in layouts} == {each["schedule"] for each in SCHEDULES}
+    schedules = {(layout.schedule, layout.chunks) for layout in layouts if layout.pp > 1}
+    assert schedules == {(each["schedule"], each.get("chunks", 1)) for each in SCHEDULES}
     assert {layout.wp for layout in layouts} == {1, 2, 4}
     for axis in AXES:
         sizes = [(getattr(pair.before, axis), getattr(pair.after, axis)) for pair in PAIRS]
         assert {size for each in sizes for size in each} == {1, 2, 4}, axis
         assert sum(before != after for before, after in sizes) >= 5, axis
-    assert {pair.overflow_step for pair in PAIRS} >= {None, 0, 1, 2}
+    # The last of them is after the save.
+    assert {pair.overflow_step for pair in PAIRS} == {None, 0, 1, 2, 4}
 
 
 DROPOUT = {

@@ -125,6 +125,10 @@ def test_a_process_that_dies_is_told_with_status_1(monkeypatch: pytest.MonkeyPat
         (("--tp", "two"), ("'--tp'", "integer")),
         (("--then", "--pp two"), ("'--pp'", "integer")),
         (("--then", "--pq 2"), ("--pq",)),
+        (
+            ("--then", "--install-completion"),
+            ("--install-completion",),
+        ),  # which would write to the user's home
         (("--then", "--pp 5", "--zero", "9"), ("zero_stage=9", "--then number 1: the model has 4 layers")),
         (
             ("--then", "--seed 3 --max-norm 1"),
