@@ -117,7 +117,7 @@ class Booster:
         """
         return self.plugin.checkpoints.save_model(
             self.plugin.held_model(model),
-            Path(checkpoint),
+            checkpoint,
             shard=shard,
             size_per_shard=size_per_shard,
             use_safetensors=use_safetensors,
@@ -138,7 +138,7 @@ class Booster:
             ValueError: tensors are missing or do not fit; lists all of them, and changes nothing.
             FileNotFoundError: there is nothing of that name.
         """
-        self.plugin.checkpoints.load_model(self.plugin.held_model(model), Path(checkpoint), strict=strict)
+        self.plugin.checkpoints.load_model(self.plugin.held_model(model), checkpoint, strict=strict)
 
     def save_optimizer(self, optimizer: Optimizer, checkpoint: str | Path, use_async: bool = False) -> Save:
         """Write an optimizer's state into a folder, each rank what it holds. Collective over the world.
@@ -154,7 +154,7 @@ class Booster:
             OSError: it could not be written; on every rank.
         """
         return self.plugin.checkpoints.save_optimizer(
-            self.plugin.trained(optimizer), Path(checkpoint), use_async=use_async
+            self.plugin.trained(optimizer), checkpoint, use_async=use_async
         )
 
     def load_optimizer(self, optimizer: Optimizer, checkpoint: str | Path) -> None:
@@ -163,15 +163,15 @@ class Booster:
         Raises:
             ValueError: it is of another optimizer, other parameters or other groups; all of it.
         """
-        self.plugin.checkpoints.load_optimizer(self.plugin.trained(optimizer), Path(checkpoint))
+        self.plugin.checkpoints.load_optimizer(self.plugin.trained(optimizer), checkpoint)
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
         """Write a scheduler's state to a file, on the first rank. Collective over the world."""
-        self.plugin.checkpoints.save_lr_scheduler(lr_scheduler, Path(checkpoint))
+        self.plugin.checkpoints.save_lr_scheduler(lr_scheduler, checkpoint)
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
         """Let a scheduler go on from what `save_lr_scheduler` wrote. Collective over the world."""
-        self.plugin.checkpoints.load_lr_scheduler(lr_scheduler, Path(checkpoint))
+        self.plugin.checkpoints.load_lr_scheduler(lr_scheduler, checkpoint)
 
     def save_checkpoint(
         self,
@@ -198,7 +198,7 @@ class Booster:
             step: its number.
             model, optimizer, lr_scheduler: as `boost` returned them.
             dataloader: of `plugin.prepare_dataloader`, whose position is saved.
-            user: plain values to be saved with it, equal on all ranks.
+            user: plain values to be saved with it, equal on all ranks, or given on the first alone.
             keep_last: then keep so many of the newest checkpoints alone; None keeps all.
             use_async: copy what is to be written, and write while training goes on; the next save, or load, waits.
             size_per_shard: of files of weights, in MiB.
@@ -207,10 +207,10 @@ class Booster:
             The save: `failure`, `done`, and `wait()`, which raises what went wrong.
 
         Raises:
-            ValueError: what is given cannot be saved; on every rank.
+            ValueError: what is given cannot be saved, or ranks ask for different saves; on every rank, nothing written.
         """
         return self.plugin.checkpoints.save_step(
-            Path(directory),
+            directory,
             step,
             model=self.plugin.held_model(model),
             trained=None if optimizer is None else self.plugin.trained(optimizer),
@@ -254,7 +254,7 @@ class Booster:
             FileNotFoundError: there is no such step.
         """
         return self.plugin.checkpoints.load_step(
-            Path(directory),
+            directory,
             model=self.plugin.held_model(model),
             trained=None if optimizer is None else self.plugin.trained(optimizer),
             lr_scheduler=lr_scheduler,
@@ -305,5 +305,5 @@ class Booster:
             ValueError: the model has no adapters.
         """
         self.plugin.checkpoints.save_adapters(
-            self.plugin.held_model(model), Path(checkpoint), use_safetensors=use_safetensors
+            self.plugin.held_model(model), checkpoint, use_safetensors=use_safetensors
         )

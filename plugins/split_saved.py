@@ -48,7 +48,7 @@ class SplitCheckpoints:
     ) -> Save:
         """See `Booster.save_checkpoint`."""
         return self._checkpoints.save_step(
-            Path(directory),
+            directory,
             step,
             model=self._held(),
             trained=self._trained(),
@@ -71,7 +71,7 @@ class SplitCheckpoints:
     ) -> Resumed | None:
         """See `Booster.load_checkpoint`."""
         return self._checkpoints.load_step(
-            Path(directory),
+            directory,
             model=self._held(),
             trained=self._trained(),
             lr_scheduler=lr_scheduler,
@@ -84,7 +84,7 @@ class SplitCheckpoints:
         """Write the whole model as a Hugging Face folder; see `Booster.save_model`."""
         return self._checkpoints.save_model(
             self._held(),
-            Path(checkpoint),
+            checkpoint,
             shard=True,
             size_per_shard=size_per_shard,
             use_safetensors=True,
