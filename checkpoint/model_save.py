@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from .consent import on_first_rank
 from .model_files import SAFETENSORS, TORCH, FileNames, ModelFiles
-from .placing import Replaced, make_anew, write_together, written_beside
+from .placing import Replaced, write_together, written_beside
 from .step_folder import sync_folder
+from .unfinished import make_anew, remove_abandoned, unfinished, unfinished_of_all
 
 
 def _any_number(names: FileNames) -> str:
@@ -28,21 +29,23 @@ def write_model_file(files: ModelFiles, path: Path, group: dist.ProcessGroup) ->
     Raises:
         OSError: it could not be written; on every rank. What was there stands.
     """
-    folder = path.parent / f".{path.name}.writing"
 
-    def begin() -> None:
+    def begin() -> Path:
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder: give the name of a file, or shard=True")
+        remove_abandoned(unfinished_of_all(path))
+        folder = unfinished(path)
         make_anew(folder)
+        return folder
 
-    def place() -> None:
+    def place(folder: Path) -> None:
         os.replace(folder / path.name, path)
         sync_folder(path.parent)
         shutil.rmtree(folder, ignore_errors=True)
 
-    with written_beside(folder, begin, group):
+    with written_beside(begin, group) as folder:
         files.write(folder)
-        on_first_rank(place, group)
+        on_first_rank(lambda: place(folder), group)
 
 
 def write_model_folder(files: ModelFiles, path: Path, group: dist.ProcessGroup) -> None:

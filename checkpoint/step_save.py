@@ -16,7 +16,7 @@ from .model_files import SAFETENSORS, ModelFiles, Records, describing, plan_mode
 from .placing import written_beside
 from .plan import Holding, holdings_of
 from .random_states import file_name, random_state, sizes
-from .step_folder import begin_step, commit_step, keep_newest, unfinished_path
+from .step_folder import begin_step, commit_step, keep_newest
 from .tensor_file import write_small
 from .trained import SavedStates, ToldStates, Trained, kept_states, states_to_save
 from .values import digest_of, saved_bytes
@@ -58,8 +58,8 @@ class StepToSave:
         Raises:
             OSError: some rank could not write; on every rank. The steps that are there stand.
         """
-        group, folder = self.group, unfinished_path(directory, self.step)
-        with written_beside(folder, lambda: self._begin(directory), group):
+        group = self.group
+        with written_beside(lambda: self._begin(directory), group) as folder:
             own = self._written(folder)
             records = on_all_ranks(lambda: own | self._write_small(folder), group)
             together = {name: record for each in records for name, record in each.items()}
@@ -67,10 +67,11 @@ class StepToSave:
         if keep_last is not None:
             on_first_rank(lambda: keep_newest(directory, keep_last, self.step), group)
 
-    def _begin(self, directory: Path) -> None:
+    def _begin(self, directory: Path) -> Path:
         folder = begin_step(directory, self.step)
         for name in (MODEL, RANDOM) if self.states is None else (MODEL, OPTIMIZER, RANDOM):
             (folder / name).mkdir()
+        return folder
 
     def _written(self, folder: Path) -> Records:
         """This rank's files of tensors and what describes them, by their place in the folder."""

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, ReduceLROnPlateau, StepLR
 
+from echelon.checkpoint import step_load
 from echelon.checkpoint.model_save import write_model_file
 from echelon.checkpoint.schedulers import scheduler_faults
 from echelon.checkpoint.states import _Writer
+from echelon.checkpoint.step_folder import begin_step, commit_step
 from echelon.checkpoint.step_load import choose_step
 from echelon.checkpoint.values import saved_bytes
 
@@ -87,6 +90,35 @@ def test_folders_of_another_kind_are_refused_in_words_that_help(pool: Pool, tmp_
     assert "file is a file: give a folder" in file
     assert "cannot be read, it is damaged" in damaged and "Remove" not in damaged
     assert "shard=True" in model
+
+
+def go_back(directory: Path) -> list[tuple[str, list[str]]]:
+    """What is chosen by each wish, and what is told."""
+    group = dist.group.WORLD
+    assert group is not None
+    found = []
+    for save, wish in ((6, "auto"), (12, 6), (9, "auto"), (None, 12), (None, 9)):
+        if save is not None:
+            commit_step(begin_step(directory, save), directory, save, {})
+        with mock.patch.object(step_load._logger, "warning") as warned:
+            path = choose_step(directory, wish, group)  # type: ignore[arg-type]
+        assert path is not None
+        found.append((path.name, [call.args[0] % call.args[1:] for call in warned.call_args_list]))
+    return found
+
+
+def test_going_on_from_an_earlier_step_leaves_later_ones_behind_and_says_so(
+    pool: Pool, tmp_path: Path
+) -> None:
+    (first, back, auto, last, again) = pool.run(1, go_back, tmp_path)[0]
+    assert first == ("step-00000006", []) and last == ("step-00000012", [])
+    assert (
+        back[0] == "step-00000006"
+        and "which leaves later steps behind: step-00000012. They stay" in back[1][0]
+    )
+    assert auto[0] == "step-00000009", "the step that was saved since is the one to go on from"
+    assert "left later ones behind, which stay: step-00000012. Give the number" in auto[1][0]
+    assert again[0] == "step-00000009" and "leaves later steps behind: step-00000012" in again[1][0]
 
 
 def write_alone(folder: Path) -> None:

@@ -102,15 +102,17 @@ def test_inspect_shows_a_hugging_face_folder(step: Path) -> None:
 
 def test_the_newest_complete_step_of_a_folder_is_taken_and_told(step: Path, tmp_path: Path) -> None:
     made = Handmade.of(small_config())
-    made.step, made.training["step"] = 7, 7
-    made.write(tmp_path / "run")
+    made.step, made.training["step"] = 107, 107
+    newest = made.write(tmp_path / "run")
     (tmp_path / "run" / "step-00000200").mkdir()
     (tmp_path / "run" / ".step-00000300.writing").mkdir()
     status, output = call("verify", tmp_path / "run")
     assert (
-        status == 0 and "the newest complete step is step-00000100" in output and f"{step} is sound" in output
+        status == 0
+        and "the newest complete step is step-00000107" in output
+        and f"{newest} is sound" in output
     )
-    assert listed(tmp_path / "run")["step"] == 100
+    assert listed(tmp_path / "run")["step"] == 107
 
 
 def test_diff_is_silent_about_layouts_and_tells_what_differs(step: Path, tmp_path: Path) -> None:
