@@ -102,12 +102,13 @@ class SplitCheckpoints:
         )
 
     def _trained(self) -> Trained:
-        """What this rank steps: all that it holds and trains."""
+        """What this rank steps: all that it holds, but for what is frozen."""
         named = {parameter: name for name, parameter in self._model.named_parameters()}
         groups = [
             [
                 TrainedPiece(named[each], each, partial(held_like, each, mesh=self._mesh))
                 for each in group["params"]
+                if each.requires_grad
             ]
             for group in self._optimizer.param_groups
         ]
