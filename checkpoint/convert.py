@@ -114,8 +114,10 @@ class Export:
             os.rename(folder, self.out)
 
 
-def out_fault(out: Path) -> str | None:
-    """Why nothing can be written there."""
+def out_fault(out: Path, source: Path) -> str | None:
+    """Why nothing can be written there from a folder."""
+    if out != source and out.resolve().is_relative_to(source.resolve()):
+        return f"{out} lies in {source}, which is read and stays as it is: give a path outside of it"
     if out.exists() or out.is_symlink():
         return f"{out} is there already: give a path that is not, or remove it"
     if not out.parent.is_dir():

@@ -215,6 +215,11 @@ def test_reshard_and_export_write_what_is_asked_for(step: Path, tmp_path: Path) 
             ),
         ),
         (("reshard", "STEP/model", "out"), ("is a Hugging Face folder: `echelon checkpoint export`",)),
+        (("export", "STEP", "STEP/out"), ("STEP/out lies in STEP, which is read and stays as it is: give",)),
+        (
+            ("reshard", "STEP", "STEP/model/../new/out"),
+            ("lies in STEP, which is read", "give a path outside of it"),
+        ),
         (("export", "STEP", "no/out"), ("there is no folder no for out: make it first",)),
         (("export", "STEP/model", "out", "--masters"), ("has no float32 masters: leave --masters out",)),
     ],
@@ -230,8 +235,8 @@ def test_bad_arguments_are_refused_all_at_once_with_status_2(
     status, output = call(*(argument.replace("STEP", str(step)) for argument in arguments))
     assert status == 2, output
     for part in told:
-        assert part in output
-    assert not (tmp_path / "out").exists()
+        assert part.replace("STEP", str(step)) in output
+    assert not (tmp_path / "out").exists() and not (step / "out").exists()
 
 
 def test_a_disk_that_is_full_is_told_with_status_1(
