@@ -96,10 +96,13 @@ class Booster:
         size_per_shard: float = 1024,
         use_safetensors: bool = True,
         use_async: bool = False,
+        prefix: str | None = None,
+        gather_dtensor: bool = True,
     ) -> Save:
         """Write the model in files that Hugging Face reads, each rank its share of them. Collective over the world.
 
-        No rank gathers the model: the one that writes a tensor is sent the pieces of it.
+        No rank gathers the model: the one that writes a tensor is sent the pieces of it. Of a model with adapters the
+        weights have the model's own names, and adapters stand beside them under peft's.
 
         Args:
             model: what `boost` returned.
@@ -108,6 +111,9 @@ class Booster:
             size_per_shard: in MiB.
             use_safetensors: safetensors, or torch's own format (`.bin`), where a file is in memory until written.
             use_async: copy what is to be written, and return while it is being written.
+            prefix: of the names of the files of a folder, `PREFIX.model.safetensors`: `from_pretrained` finds none,
+                `load_model` takes the file or the index of several.
+            gather_dtensor: True alone: files hold whole tensors, though nothing is gathered.
 
         Returns:
             The save; `wait()` lets one with `use_async` end, and raises what went wrong.
@@ -122,6 +128,8 @@ class Booster:
             size_per_shard=size_per_shard,
             use_safetensors=use_safetensors,
             use_async=use_async,
+            prefix=prefix,
+            gather_dtensor=gather_dtensor,
         )
 
     def load_model(self, model: nn.Module, checkpoint: str | Path, strict: bool = True) -> None:
@@ -140,7 +148,14 @@ class Booster:
         """
         self.plugin.checkpoints.load_model(self.plugin.held_model(model), checkpoint, strict=strict)
 
-    def save_optimizer(self, optimizer: Optimizer, checkpoint: str | Path, use_async: bool = False) -> Save:
+    def save_optimizer(
+        self,
+        optimizer: Optimizer,
+        checkpoint: str | Path,
+        use_async: bool = False,
+        shard: bool = True,
+        gather_dtensor: bool = True,
+    ) -> Save:
         """Write an optimizer's state into a folder, each rank what it holds. Collective over the world.
 
         Whatever layout loads it: tensors are stored in the coordinates of whole parameters.
@@ -149,12 +164,17 @@ class Booster:
             optimizer: what `boost` returned.
             checkpoint: the folder.
             use_async: as of `save_model`.
+            shard, gather_dtensor: True alone: it is a folder of whole tensors in boxes, and nothing is gathered.
 
         Raises:
             OSError: it could not be written; on every rank.
         """
         return self.plugin.checkpoints.save_optimizer(
-            self.plugin.trained(optimizer), checkpoint, use_async=use_async
+            self.plugin.trained(optimizer),
+            checkpoint,
+            use_async=use_async,
+            shard=shard,
+            gather_dtensor=gather_dtensor,
         )
 
     def load_optimizer(self, optimizer: Optimizer, checkpoint: str | Path) -> None:

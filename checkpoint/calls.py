@@ -1,12 +1,15 @@
 """What calls ask for: whether it can be done, and whether all ranks ask for the same. Doing it is checkpoints.py."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from .consent import on_all_ranks
+
+_PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def agree(name: str, given: Mapping[str, Any], faults: Sequence[str], group: dist.ProcessGroup) -> None:
@@ -61,6 +64,26 @@ def size_faults(size_per_shard: Any) -> list[str]:
     if is_number and size_per_shard > 0:
         return []
     return [f"size_per_shard={size_per_shard!r} must be a number of MiB, above 0"]
+
+
+def prefix_faults(prefix: Any, *, shard: bool) -> list[str]:
+    """Why files cannot be named so."""
+    if prefix is None:
+        return []
+    if not isinstance(prefix, str) or _PREFIX.fullmatch(prefix) is None:
+        return [f"prefix={prefix!r} must be letters, digits, _, - and points: it begins the names of files"]
+    if not shard:
+        return [f"prefix={prefix!r} is for the files of a folder: give shard=True, or name the file so"]
+    return []
+
+
+def gather_faults(gather_dtensor: Any) -> list[str]:
+    """Why tensors cannot be saved in pieces."""
+    if gather_dtensor is True:
+        return []
+    return [
+        f"gather_dtensor={gather_dtensor!r}: files hold whole tensors, which no rank gathers to write; leave it out"
+    ]
 
 
 def lr_scheduler_faults(lr_scheduler: Any) -> list[str]:

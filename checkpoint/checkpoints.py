@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,9 +54,12 @@ class Checkpoints:
         size_per_shard: float,
         use_safetensors: bool,
         use_async: bool,
+        prefix: str | None = None,
+        gather_dtensor: bool = True,
     ) -> Save:
         """See `Booster.save_model`."""
         faults = [*calls.path_faults("checkpoint", checkpoint), *calls.size_faults(size_per_shard)]
+        faults += [*calls.prefix_faults(prefix, shard=shard), *calls.gather_faults(gather_dtensor)]
         given = {
             "model": calls.kind_of(model.module),
             "checkpoint": calls.shown_path(checkpoint),
@@ -63,14 +67,17 @@ class Checkpoints:
             "size_per_shard": size_per_shard,
             "use_safetensors": use_safetensors,
             "use_async": use_async,
+            "prefix": prefix,
         }
         with self._called("save_model", given, faults) as group:
             path = Path(checkpoint)
-            names = SAFETENSORS if use_safetensors else TORCH
+            names = (SAFETENSORS if use_safetensors else TORCH).with_prefix(prefix)
+            own = model.names.of_model()
+            held = {own[name]: replace(each, name=own[name]) for name, each in model.tensors.items()}
             files = plan_model(
-                model.tensors,
-                self._every_holding(model.tensors),
-                model.names.needed,
+                held,
+                self._every_holding(held),
+                list(own.values()),
                 names if shard else FileNames(path.name, "", ""),
                 max_bytes=size_per_shard * MEBI if shard else float("inf"),
                 describe=describing(model.module) if shard else None,
@@ -79,17 +86,23 @@ class Checkpoints:
             )
             if use_async:
                 files = self._copied(files)
-            write = write_model_folder if shard else write_model_file
-            return self._run(lambda: write(files, path, group), path, use_async=use_async)
+
+            def write() -> None:
+                if shard:
+                    write_model_folder(files, path, group, prefix=prefix)
+                else:
+                    write_model_file(files, path, group)
+
+            return self._run(write, path, use_async=use_async)
 
     def save_adapters(self, model: HeldModel, checkpoint: str | Path, *, use_safetensors: bool) -> None:
         """See `Booster.save_lora_as_pretrained`."""
-        faults = calls.path_faults("checkpoint", checkpoint)
         if not model.adapters:
-            faults.append(
+            raise ValueError(
                 "save_lora_as_pretrained takes a boosted model with adapters: give booster.boost what "
                 "booster.enable_lora returned"
             )
+        faults = calls.path_faults("checkpoint", checkpoint)
         given = {
             "model": calls.kind_of(model.module),
             "checkpoint": calls.shown_path(checkpoint),
@@ -126,14 +139,27 @@ class Checkpoints:
             fit(model.tensors, stored, names=model.names, strict=strict, what=str(path), group=group).load()
             model.loaded()
 
-    def save_optimizer(self, trained: Trained, checkpoint: str | Path, *, use_async: bool) -> Save:
+    def save_optimizer(
+        self,
+        trained: Trained,
+        checkpoint: str | Path,
+        *,
+        use_async: bool,
+        shard: bool = True,
+        gather_dtensor: bool = True,
+    ) -> Save:
         """See `Booster.save_optimizer`."""
+        faults = [*calls.path_faults("checkpoint", checkpoint), *calls.gather_faults(gather_dtensor)]
+        if shard is not True:
+            faults.append(
+                f"shard={shard!r}: an optimizer is saved as a folder, to which each rank adds; leave it out"
+            )
         given = {
             "optimizer": calls.kind_of(trained.inner),
             "checkpoint": calls.shown_path(checkpoint),
             "use_async": use_async,
         }
-        with self._called("save_optimizer", given, calls.path_faults("checkpoint", checkpoint)) as group:
+        with self._called("save_optimizer", given, faults) as group:
             path = Path(checkpoint)
             held, every = exchanged(lambda: kept_states(trained), group)
             states = states_to_save(trained, held, every)

@@ -17,10 +17,12 @@ def _any_number(names: FileNames) -> str:
     return names.several.replace("{number:05}", "*").replace("{count:05}", "*")
 
 
-_WEIGHTS = Replaced(
-    entries=(SAFETENSORS.one, SAFETENSORS.listing, TORCH.one, TORCH.listing),
-    others=(_any_number(SAFETENSORS), _any_number(TORCH)),
-)
+def _weights(prefix: str | None) -> Replaced:
+    kinds = [names.with_prefix(prefix) for names in (SAFETENSORS, TORCH)]
+    return Replaced(
+        entries=tuple(entry for names in kinds for entry in (names.one, names.listing)),
+        others=tuple(_any_number(names) for names in kinds),
+    )
 
 
 def write_model_file(files: ModelFiles, path: Path, group: dist.ProcessGroup) -> None:
@@ -48,12 +50,17 @@ def write_model_file(files: ModelFiles, path: Path, group: dist.ProcessGroup) ->
         on_first_rank(lambda: place(folder), group)
 
 
-def write_model_folder(files: ModelFiles, path: Path, group: dist.ProcessGroup) -> None:
+def write_model_folder(
+    files: ModelFiles, path: Path, group: dist.ProcessGroup, *, prefix: str | None = None
+) -> None:
     """Write a model as a folder; what else lies in it stays, weights of an earlier save go. Collective over the group.
 
     See [Note: placing] in placing.py.
 
+    Args:
+        prefix: of the names of its files; those with another one, or none, stay.
+
     Raises:
         OSError: it could not be written; on every rank. What was there stands.
     """
-    write_together(path, files.write, _WEIGHTS, group)
+    write_together(path, files.write, _weights(prefix), group)

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import LlamaForCausalLM
 
 from echelon.checkpoint.values import digest_of
 
 from ..pool import Pool
-from .crashes import small_run
+from .crashes import SHARD, small_run
 from .runs import Run
 
 Call = Callable[[Run, Path], Any]
@@ -121,6 +122,22 @@ IMPOSSIBLE: dict[str, tuple[Call, str]] = {
         lambda run, place: run.booster.load_checkpoint(3, **run.everything),
         f"directory=3 {NO_PATH}",
     ),
+    "a prefix that is a folder": (
+        lambda run, place: run.booster.save_model(run.model, place / "m", shard=True, prefix="a/b"),
+        "prefix='a/b' must be letters, digits",
+    ),
+    "a prefix of one file": (
+        lambda run, place: run.booster.save_model(run.model, place / "m", prefix="ema"),
+        "prefix='ema' is for the files of a folder: give shard=True",
+    ),
+    "pieces of a model": (
+        lambda run, place: run.booster.save_model(run.model, place / "m", gather_dtensor=False),
+        "gather_dtensor=False: files hold whole tensors",
+    ),
+    "an optimizer in one file": (
+        lambda run, place: run.booster.save_optimizer(run.optimizer, place / "o", shard=False),
+        "shard=False: an optimizer is saved as a folder",
+    ),
     "an optimizer to nowhere": (
         lambda run, place: run.booster.save_optimizer(run.optimizer, None),
         f"checkpoint=None {NO_PATH}",
@@ -193,6 +210,31 @@ def test_calls_that_cannot_be_done_or_differ_are_told_on_every_rank(pool: Pool, 
         assert "every rank has to make the same call, and they make different ones" in told[name]
     for name, (_, expected) in IMPOSSIBLE.items():
         assert expected in told[name], f"{name}: {told[name]}"
+
+
+def save_with_prefixes(place: Path) -> None:
+    run = small_run()
+    wholes = []
+    for number, prefix in enumerate((None, "ema", "ema")):
+        run.step(number)
+        run.booster.save_model(
+            run.model, place, shard=True, size_per_shard=SHARD, prefix=prefix, gather_dtensor=True
+        )
+        wholes.append(run.whole())
+    for name, expected in (("", wholes[0]), ("ema.model.safetensors.index.json", wholes[2])):
+        run.booster.load_model(run.model, place / name)
+        found = run.whole()
+        assert all(torch.equal(found[each], expected[each]) for each in found if "/" not in each)
+    run.booster.save_optimizer(run.optimizer, place / "o", shard=True)
+
+
+def test_a_prefix_names_the_files_of_a_model_beside_others(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, save_with_prefixes, tmp_path)
+    names = {path.name for path in tmp_path.glob("*model*")}
+    assert {name.removeprefix("ema.") for name in names if name.startswith("ema.")} == {
+        name for name in names if not name.startswith("ema.")
+    }
+    assert not LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)[1]["missing_keys"]
 
 
 def test_equal_values_have_equal_digests_whichever_objects_they_are() -> None:
