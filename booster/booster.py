@@ -96,10 +96,13 @@ class Booster:
         size_per_shard: float = 1024,
         use_safetensors: bool = True,
         use_async: bool = False,
+        prefix: str | None = None,
+        gather_dtensor: bool = True,
     ) -> Save:
         """Write the model in files that Hugging Face reads, each rank its share of them. Collective over the world.
 
-        No rank gathers the model: the one that writes a tensor is sent the pieces of it.
+        No rank gathers the model: the one that writes a tensor is sent the pieces of it. Of a model with adapters the
+        weights have the model's own names, and adapters stand beside them under peft's.
 
         Args:
             model: what `boost` returned.
@@ -108,6 +111,9 @@ class Booster:
             size_per_shard: in MiB.
             use_safetensors: safetensors, or torch's own format (`.bin`), where a file is in memory until written.
             use_async: copy what is to be written, and return while it is being written.
+            prefix: of the names of the files of a folder, `PREFIX.model.safetensors`: `from_pretrained` finds none,
+                `load_model` takes the file or the index of several.
+            gather_dtensor: True alone: files hold whole tensors, though nothing is gathered.
 
         Returns:
             The save; `wait()` lets one with `use_async` end, and raises what went wrong.
@@ -117,11 +123,13 @@ class Booster:
         """
         return self.plugin.checkpoints.save_model(
             self.plugin.held_model(model),
-            Path(checkpoint),
+            checkpoint,
             shard=shard,
             size_per_shard=size_per_shard,
             use_safetensors=use_safetensors,
             use_async=use_async,
+            prefix=prefix,
+            gather_dtensor=gather_dtensor,
         )
 
     def load_model(self, model: nn.Module, checkpoint: str | Path, strict: bool = True) -> None:
@@ -138,9 +146,16 @@ class Booster:
             ValueError: tensors are missing or do not fit; lists all of them, and changes nothing.
             FileNotFoundError: there is nothing of that name.
         """
-        self.plugin.checkpoints.load_model(self.plugin.held_model(model), Path(checkpoint), strict=strict)
+        self.plugin.checkpoints.load_model(self.plugin.held_model(model), checkpoint, strict=strict)
 
-    def save_optimizer(self, optimizer: Optimizer, checkpoint: str | Path, use_async: bool = False) -> Save:
+    def save_optimizer(
+        self,
+        optimizer: Optimizer,
+        checkpoint: str | Path,
+        use_async: bool = False,
+        shard: bool = True,
+        gather_dtensor: bool = True,
+    ) -> Save:
         """Write an optimizer's state into a folder, each rank what it holds. Collective over the world.
 
         Whatever layout loads it: tensors are stored in the coordinates of whole parameters.
@@ -149,12 +164,17 @@ class Booster:
             optimizer: what `boost` returned.
             checkpoint: the folder.
             use_async: as of `save_model`.
+            shard, gather_dtensor: True alone: it is a folder of whole tensors in boxes, and nothing is gathered.
 
         Raises:
             OSError: it could not be written; on every rank.
         """
         return self.plugin.checkpoints.save_optimizer(
-            self.plugin.trained(optimizer), Path(checkpoint), use_async=use_async
+            self.plugin.trained(optimizer),
+            checkpoint,
+            use_async=use_async,
+            shard=shard,
+            gather_dtensor=gather_dtensor,
         )
 
     def load_optimizer(self, optimizer: Optimizer, checkpoint: str | Path) -> None:
@@ -163,15 +183,15 @@ class Booster:
         Raises:
             ValueError: it is of another optimizer, other parameters or other groups; all of it.
         """
-        self.plugin.checkpoints.load_optimizer(self.plugin.trained(optimizer), Path(checkpoint))
+        self.plugin.checkpoints.load_optimizer(self.plugin.trained(optimizer), checkpoint)
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
         """Write a scheduler's state to a file, on the first rank. Collective over the world."""
-        self.plugin.checkpoints.save_lr_scheduler(lr_scheduler, Path(checkpoint))
+        self.plugin.checkpoints.save_lr_scheduler(lr_scheduler, checkpoint)
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
         """Let a scheduler go on from what `save_lr_scheduler` wrote. Collective over the world."""
-        self.plugin.checkpoints.load_lr_scheduler(lr_scheduler, Path(checkpoint))
+        self.plugin.checkpoints.load_lr_scheduler(lr_scheduler, checkpoint)
 
     def save_checkpoint(
         self,
@@ -198,7 +218,7 @@ class Booster:
             step: its number.
             model, optimizer, lr_scheduler: as `boost` returned them.
             dataloader: of `plugin.prepare_dataloader`, whose position is saved.
-            user: plain values to be saved with it, equal on all ranks.
+            user: plain values to be saved with it, equal on all ranks, or given on the first alone.
             keep_last: then keep so many of the newest checkpoints alone; None keeps all.
             use_async: copy what is to be written, and write while training goes on; the next save, or load, waits.
             size_per_shard: of files of weights, in MiB.
@@ -207,10 +227,10 @@ class Booster:
             The save: `failure`, `done`, and `wait()`, which raises what went wrong.
 
         Raises:
-            ValueError: what is given cannot be saved; on every rank.
+            ValueError: what is given cannot be saved, or ranks ask for different saves; on every rank, nothing written.
         """
         return self.plugin.checkpoints.save_step(
-            Path(directory),
+            directory,
             step,
             model=self.plugin.held_model(model),
             trained=None if optimizer is None else self.plugin.trained(optimizer),
@@ -254,7 +274,7 @@ class Booster:
             FileNotFoundError: there is no such step.
         """
         return self.plugin.checkpoints.load_step(
-            Path(directory),
+            directory,
             model=self.plugin.held_model(model),
             trained=None if optimizer is None else self.plugin.trained(optimizer),
             lr_scheduler=lr_scheduler,
@@ -305,5 +325,5 @@ class Booster:
             ValueError: the model has no adapters.
         """
         self.plugin.checkpoints.save_adapters(
-            self.plugin.held_model(model), Path(checkpoint), use_safetensors=use_safetensors
+            self.plugin.held_model(model), checkpoint, use_safetensors=use_safetensors
         )

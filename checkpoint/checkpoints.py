@@ -1,14 +1,17 @@
 """What a plugin saves and loads: models, optimizers, and all of a run. How is told by the other files."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..cluster.mesh import ParallelMesh
-from . import lora
+from . import calls, lora
 from .consent import alike, exchanged, failing_alike, on_all_ranks, on_first_rank
 from .copies import Copies
 from .held import HeldTensor
@@ -45,24 +48,36 @@ class Checkpoints:
     def save_model(
         self,
         model: HeldModel,
-        path: Path,
+        checkpoint: str | Path,
         *,
         shard: bool,
         size_per_shard: float,
         use_safetensors: bool,
         use_async: bool,
+        prefix: str | None = None,
+        gather_dtensor: bool = True,
     ) -> Save:
         """See `Booster.save_model`."""
-        if faults := _size_faults(size_per_shard):
-            raise ValueError("; ".join(faults))
-        with failing_alike("save_model"):
-            self._saver.settle()
-            group = self._mesh.side_group()
-            names = SAFETENSORS if use_safetensors else TORCH
+        faults = [*calls.path_faults("checkpoint", checkpoint), *calls.size_faults(size_per_shard)]
+        faults += [*calls.prefix_faults(prefix, shard=shard), *calls.gather_faults(gather_dtensor)]
+        given = {
+            "model": calls.kind_of(model.module),
+            "checkpoint": calls.shown_path(checkpoint),
+            "shard": shard,
+            "size_per_shard": size_per_shard,
+            "use_safetensors": use_safetensors,
+            "use_async": use_async,
+            "prefix": prefix,
+        }
+        with self._called("save_model", given, faults) as group:
+            path = Path(checkpoint)
+            names = (SAFETENSORS if use_safetensors else TORCH).with_prefix(prefix)
+            own = model.names.of_model()
+            held = {own[name]: replace(each, name=own[name]) for name, each in model.tensors.items()}
             files = plan_model(
-                model.tensors,
-                self._every_holding(model.tensors),
-                model.names.needed,
+                held,
+                self._every_holding(held),
+                list(own.values()),
                 names if shard else FileNames(path.name, "", ""),
                 max_bytes=size_per_shard * MEBI if shard else float("inf"),
                 describe=describing(model.module) if shard else None,
@@ -71,19 +86,30 @@ class Checkpoints:
             )
             if use_async:
                 files = self._copied(files)
-            write = write_model_folder if shard else write_model_file
-            return self._run(lambda: write(files, path, group), path, use_async=use_async)
 
-    def save_adapters(self, model: HeldModel, path: Path, *, use_safetensors: bool) -> None:
+            def write() -> None:
+                if shard:
+                    write_model_folder(files, path, group, prefix=prefix)
+                else:
+                    write_model_file(files, path, group)
+
+            return self._run(write, path, use_async=use_async)
+
+    def save_adapters(self, model: HeldModel, checkpoint: str | Path, *, use_safetensors: bool) -> None:
         """See `Booster.save_lora_as_pretrained`."""
         if not model.adapters:
             raise ValueError(
                 "save_lora_as_pretrained takes a boosted model with adapters: give booster.boost what "
                 "booster.enable_lora returned"
             )
-        with failing_alike("save_lora_as_pretrained"):
-            self._saver.settle()
-            group = self._mesh.side_group()
+        faults = calls.path_faults("checkpoint", checkpoint)
+        given = {
+            "model": calls.kind_of(model.module),
+            "checkpoint": calls.shown_path(checkpoint),
+            "use_safetensors": use_safetensors,
+        }
+        with self._called("save_lora_as_pretrained", given, faults) as group:
+            path = Path(checkpoint)
             for adapter in model.adapters:
                 held = adapter.held(model.tensors)
                 files = plan_model(
@@ -99,21 +125,42 @@ class Checkpoints:
                 write_together(path / adapter.folder, files.write, lora.REPLACED, group)
 
     @torch.inference_mode(False)  # else training could not change what is loaded
-    def load_model(self, model: HeldModel, path: Path, *, strict: bool) -> None:
+    def load_model(self, model: HeldModel, checkpoint: str | Path, *, strict: bool) -> None:
         """See `Booster.load_model`."""
-        with failing_alike("load_model"):
-            self._saver.settle()
-            group = self._mesh.side_group()
+        given = {
+            "model": calls.kind_of(model.module),
+            "checkpoint": calls.shown_path(checkpoint),
+            "strict": strict,
+        }
+        with self._called("load_model", given, calls.path_faults("checkpoint", checkpoint)) as group:
+            path = Path(checkpoint)
             on_first_rank(lambda: finish_placing(path), group)
             stored = alike(lambda: open_pretrained(path, model.module), group)
             fit(model.tensors, stored, names=model.names, strict=strict, what=str(path), group=group).load()
             model.loaded()
 
-    def save_optimizer(self, trained: Trained, path: Path, *, use_async: bool) -> Save:
+    def save_optimizer(
+        self,
+        trained: Trained,
+        checkpoint: str | Path,
+        *,
+        use_async: bool,
+        shard: bool = True,
+        gather_dtensor: bool = True,
+    ) -> Save:
         """See `Booster.save_optimizer`."""
-        with failing_alike("save_optimizer"):
-            self._saver.settle()
-            group = self._mesh.side_group()
+        faults = [*calls.path_faults("checkpoint", checkpoint), *calls.gather_faults(gather_dtensor)]
+        if shard is not True:
+            faults.append(
+                f"shard={shard!r}: an optimizer is saved as a folder, to which each rank adds; leave it out"
+            )
+        given = {
+            "optimizer": calls.kind_of(trained.inner),
+            "checkpoint": calls.shown_path(checkpoint),
+            "use_async": use_async,
+        }
+        with self._called("save_optimizer", given, faults) as group:
+            path = Path(checkpoint)
             held, every = exchanged(lambda: kept_states(trained), group)
             states = states_to_save(trained, held, every)
             if use_async:
@@ -125,33 +172,32 @@ class Checkpoints:
             return self._run(write, path, use_async=use_async)
 
     @torch.inference_mode(False)  # else training could not change what is loaded
-    def load_optimizer(self, trained: Trained, path: Path) -> None:
+    def load_optimizer(self, trained: Trained, checkpoint: str | Path) -> None:
         """See `Booster.load_optimizer`."""
-        with failing_alike("load_optimizer"):
-            self._saver.settle()
-            group = self._mesh.side_group()
+        given = {"optimizer": calls.kind_of(trained.inner), "checkpoint": calls.shown_path(checkpoint)}
+        with self._called("load_optimizer", given, calls.path_faults("checkpoint", checkpoint)) as group:
+            path = Path(checkpoint)
             on_first_rank(lambda: finish_placing(path), group)
             fit_trained(trained, path, group).load()
 
-    def save_lr_scheduler(self, lr_scheduler: LRScheduler, path: Path) -> None:
+    def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
         """See `Booster.save_lr_scheduler`."""
-        with failing_alike("save_lr_scheduler"):
-            self._saver.settle()
-            group = self._mesh.side_group()
+        with self._called_with_scheduler("save_lr_scheduler", lr_scheduler, checkpoint) as group:
+            path = Path(checkpoint)
             on_first_rank(lambda: replace_file(path, saved_bytes(lr_scheduler.state_dict())), group)
 
-    def load_lr_scheduler(self, lr_scheduler: LRScheduler, path: Path) -> None:
+    def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | Path) -> None:
         """See `Booster.load_lr_scheduler`."""
-        with failing_alike("load_lr_scheduler"):
-            self._saver.settle()
-            state = on_first_rank(lambda: read_values(path), self._mesh.side_group())
+        with self._called_with_scheduler("load_lr_scheduler", lr_scheduler, checkpoint) as group:
+            path = Path(checkpoint)
+            state = on_first_rank(lambda: read_values(path), group)
             if faults := scheduler_faults(lr_scheduler, state, str(path)):
                 raise ValueError(faults[0])
             lr_scheduler.load_state_dict(state)
 
     def save_step(
         self,
-        directory: Path,
+        directory: str | Path,
         step: int,
         *,
         model: HeldModel,
@@ -164,17 +210,24 @@ class Checkpoints:
         use_async: bool,
     ) -> Save:
         """See `Booster.save_checkpoint`."""
-        if faults := _step_faults(step, keep_last, size_per_shard, dataloader):
-            raise ValueError("; ".join(faults))
-        with failing_alike("save_checkpoint"):
-            self._saver.settle()
+        faults = [*calls.path_faults("directory", directory), *calls.step_faults(step, keep_last)]
+        faults += [*calls.size_faults(size_per_shard), *_part_faults(lr_scheduler, dataloader)]
+        given = {
+            "directory": calls.shown_path(directory),
+            "step": step,
+            **_kinds_of(model, trained, lr_scheduler, dataloader),
+            "keep_last": keep_last,
+            "size_per_shard": size_per_shard,
+            "use_async": use_async,
+        }
+        with self._called("save_checkpoint", given, faults):
+            path = Path(directory)
             training = {
                 "scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(),
                 "data": None if dataloader is None else dataloader.state_dict(),
                 "user": user,
             }
             gathered = gather_step(
-                directory,
                 step,
                 model=model,
                 trained=trained,
@@ -184,13 +237,13 @@ class Checkpoints:
             )
             if use_async:
                 copied = self._copied(gathered)
-                return self._saver.begin(lambda: copied.write(directory, keep_last), directory)
-            return self._saver.run_and_tell(lambda: gathered.write(directory, keep_last), directory)
+                return self._saver.begin(lambda: copied.write(path, keep_last), path)
+            return self._saver.run_and_tell(lambda: gathered.write(path, keep_last), path)
 
     @torch.inference_mode(False)  # else training could not change what is loaded
     def load_step(
         self,
-        directory: Path,
+        directory: str | Path,
         *,
         model: HeldModel,
         trained: Trained | None,
@@ -200,11 +253,16 @@ class Checkpoints:
         strict: bool,
     ) -> Resumed | None:
         """See `Booster.load_checkpoint`."""
-        if not (resume is None or resume == "auto" or _is_count(resume, least=0)):
-            raise ValueError(f'resume={resume!r} must be "auto", the number of a step, or None')
-        with failing_alike("load_checkpoint"):
-            self._saver.settle()
-            path = choose_step(directory, resume, self._mesh.side_group())
+        faults = [*calls.path_faults("directory", directory), *calls.resume_faults(resume)]
+        given = {
+            "directory": calls.shown_path(directory),
+            **_kinds_of(model, trained, lr_scheduler, dataloader),
+            "resume": resume,
+            "strict": strict,
+        }
+        faults += _part_faults(lr_scheduler, dataloader)
+        with self._called("load_checkpoint", given, faults) as group:
+            path = choose_step(Path(directory), resume, group)
             if path is None:
                 return None
             return load_step(
@@ -216,6 +274,29 @@ class Checkpoints:
                 strict=strict,
                 mesh=self._mesh,
             )
+
+    @contextmanager
+    def _called(
+        self, name: str, given: Mapping[str, Any], faults: Sequence[str]
+    ) -> Iterator[dist.ProcessGroup]:
+        """Around what a call does, once the last save has ended and all ranks make this call; see `calls.agree`."""
+        with failing_alike(name):
+            self._saver.settle()
+            group = self._mesh.side_group()
+            calls.agree(name, given, faults, group)
+            yield group
+
+    @contextmanager
+    def _called_with_scheduler(
+        self, name: str, lr_scheduler: Any, checkpoint: str | Path
+    ) -> Iterator[dist.ProcessGroup]:
+        faults = [*calls.path_faults("checkpoint", checkpoint), *calls.lr_scheduler_faults(lr_scheduler)]
+        given = {
+            "lr_scheduler": calls.kind_of(lr_scheduler),
+            "checkpoint": calls.shown_path(checkpoint),
+        }
+        with self._called(name, given, faults) as group:
+            yield group
 
     def _every_holding(self, held: Mapping[str, HeldTensor]) -> list[dict[str, Holding]]:
         """What every rank can send. One all-gather of objects over the world."""
@@ -232,27 +313,18 @@ class Checkpoints:
         return (self._saver.begin if use_async else self._saver.run)(work, path)
 
 
-def _step_faults(step: Any, keep_last: Any, size_per_shard: float, dataloader: Any) -> list[str]:
-    faults = []
-    if not _is_count(step, least=0):
-        faults.append(f"step={step!r} must be a whole number, at least 0")
-    if keep_last is not None and not _is_count(keep_last, least=1):
-        faults.append(f"keep_last={keep_last!r} must be a whole number, at least 1, or None to keep all")
-    faults += _size_faults(size_per_shard)
-    if dataloader is not None and not hasattr(dataloader, "state_dict"):
-        faults.append(
-            f"dataloader is a {type(dataloader).__name__}, which does not know its position: give one of "
-            "booster.plugin.prepare_dataloader, or leave it out and keep the position in `user`"
-        )
-    return faults
+def _kinds_of(
+    model: HeldModel, trained: Trained | None, lr_scheduler: Any, dataloader: Any
+) -> dict[str, str | None]:
+    return {
+        "model": calls.kind_of(model.module),
+        "optimizer": None if trained is None else calls.kind_of(trained.inner),
+        "lr_scheduler": calls.kind_of(lr_scheduler),
+        "dataloader": calls.kind_of(dataloader),
+    }
 
 
-def _size_faults(size_per_shard: Any) -> list[str]:
-    is_number = isinstance(size_per_shard, int | float) and not isinstance(size_per_shard, bool)
-    if is_number and size_per_shard > 0:
-        return []
-    return [f"size_per_shard={size_per_shard!r} must be a number of MiB, above 0"]
-
-
-def _is_count(number: Any, *, least: int) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= least
+def _part_faults(lr_scheduler: Any, dataloader: Any) -> list[str]:
+    """Why parts of a run that may be left out cannot be saved or loaded."""
+    faults = [] if lr_scheduler is None else calls.lr_scheduler_faults(lr_scheduler)
+    return faults if dataloader is None else [*faults, *calls.dataloader_faults(dataloader)]

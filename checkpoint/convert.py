@@ -15,6 +15,7 @@ from .rewriting import Progress, Records, copy_small, write_model, write_states
 from .states import INDEX
 from .step_folder import begin_step, commit_step, damage_of, sync_folder
 from .step_save import MODEL, OPTIMIZER, below
+from .unfinished import make_anew, remove_abandoned, unfinished, unfinished_of_all
 from .weight_files import all_bytes
 
 
@@ -113,8 +114,10 @@ class Export:
             os.rename(folder, self.out)
 
 
-def out_fault(out: Path) -> str | None:
-    """Why nothing can be written there."""
+def out_fault(out: Path, source: Path) -> str | None:
+    """Why nothing can be written there from a folder."""
+    if out != source and out.resolve().is_relative_to(source.resolve()):
+        return f"{out} lies in {source}, which is read and stays as it is: give a path outside of it"
     if out.exists() or out.is_symlink():
         return f"{out} is there already: give a path that is not, or remove it"
     if not out.parent.is_dir():
@@ -161,10 +164,9 @@ def _other_files(opened: Opened) -> Iterator[str]:
 @contextmanager
 def _beside(out: Path) -> Iterator[Path]:
     """A folder beside `out`, from which it is renamed; removed in the end, whatever happens."""
-    beside = out.parent / f".{out.name}.writing"
-    if beside.exists():  # of a run that was killed
-        shutil.rmtree(beside)
-    beside.mkdir()
+    remove_abandoned(unfinished_of_all(out))
+    beside = unfinished(out)
+    make_anew(beside)
     try:
         yield beside
     finally:

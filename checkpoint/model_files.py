@@ -34,6 +34,10 @@ class FileNames(NamedTuple):
     several: str
     listing: str
 
+    def with_prefix(self, prefix: str | None) -> "FileNames":
+        """The same behind a prefix and a point, where there is one."""
+        return self if prefix is None else FileNames(*(f"{prefix}.{name}" for name in self))
+
     def of(self, count: int) -> list[str]:
         """The names of so many files."""
         if count == 1:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .states import INDEX, StateFiles
-from .step_folder import MANIFEST, manifest_of, steps_in
+from .step_folder import MANIFEST, manifest_of, newest_first
 from .step_save import MODEL, OPTIMIZER, RANDOM, TRAINING
 from .trained import GROUPS
 from .values import read_values
@@ -55,7 +55,7 @@ def find_folder(path: Path) -> Path:
         )
     if (path / MANIFEST).is_file():
         return path
-    complete = [step for step in steps_in(path) if (step / MANIFEST).is_file()]
+    complete = [step for step in newest_first(path) if (step / MANIFEST).is_file()]
     if complete:
         return complete[0]
     if has_weights(path):

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from .consent import alike, on_first_rank
 from .step_folder import sync_folder
 from .tensor_file import write_small
+from .unfinished import make_anew, remove_abandoned, unfinished, unfinished_of_all
 
-_WRITING, _COMPLETE, _ORDER = ".writing", ".complete", "placing.json"
+_FILES, _COMPLETE, _ORDER = "files", ".complete", "placing.json"
 
 
 class Replaced(NamedTuple):
@@ -49,44 +50,31 @@ def write_together(
         OSError: it could not be written; on every rank. What was there stands, unless the files were only to get their
             places: then the next load or save gives them these.
     """
-    folder = path / _WRITING
-    with written_beside(folder, lambda: _begin(path, folder), group):
+    with written_beside(lambda: _begin(path), group) as folder:
         write(folder)
         on_first_rank(lambda: _commit(path, folder, kind), group)
     on_first_rank(lambda: finish_placing(path), group)
 
 
 @contextmanager
-def written_beside(folder: Path, begin: Callable[[], None], group: dist.ProcessGroup) -> Iterator[None]:
+def written_beside(begin: Callable[[], Path], group: dist.ProcessGroup) -> Iterator[Path]:
     """Around writing in a folder that gets its name, or whose files get theirs, at the end. Collective over the group.
 
     Args:
-        folder: removed where the block fails.
-        begin: makes it, on the first rank.
+        begin: makes the folder, on the first rank; it is removed where the block fails.
         group: all ranks, over the CPU.
 
     Raises:
         OSError: it could not be made, or is not seen by all ranks; on every rank.
     """
+    folder = on_first_rank(begin, group)
     try:
-        on_first_rank(begin, group)
         alike(lambda: require_seen(folder), group)
-        yield
+        yield folder
     except BaseException:
         if group.rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def make_anew(folder: Path) -> None:
-    """Make a folder to write in, without what a save that was interrupted left there.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
 
 
 def finish_placing(path: Path) -> None:
@@ -116,7 +104,8 @@ def replace_file(path: Path, content: bytes) -> None:
         OSError: it cannot be written; what was there stands.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_name(f".{path.name}.writing")
+    remove_abandoned(unfinished_of_all(path))
+    written = unfinished(path)
     try:
         write_small(written, content)
         os.replace(written, path)
@@ -137,9 +126,13 @@ def require_seen(folder: Path) -> None:
         )
 
 
-def _begin(path: Path, folder: Path) -> None:
+def _begin(path: Path) -> Path:
     finish_placing(path)
+    inside = path / _FILES
+    remove_abandoned(unfinished_of_all(inside))
+    folder = unfinished(inside)
     make_anew(folder)
+    return folder
 
 
 def _commit(path: Path, folder: Path, kind: Replaced) -> None:

@@ -14,17 +14,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
 from .tensor_file import ALGORITHM, FileRecord, damage_of_tensors, write_small
+from .unfinished import make_anew, remove_abandoned, unfinished, unfinished_of_all
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})")
 _CHUNK = 2**24
-_REPLACED = ".replaced"
+_REPLACED = "replaced"
+_UNFINISHED = re.compile(r"\.(step-\d{8,})\.(?:writing|replaced|removed)(?:-.*)?")
 
 
 def step_path(directory: Path, step: int) -> Path:
@@ -32,13 +34,8 @@ def step_path(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08}"
 
 
-def unfinished_path(directory: Path, step: int) -> Path:
-    """The folder in which a step is written."""
-    return directory / f".{step_path(directory, step).name}.writing"
-
-
 def begin_step(directory: Path, step: int) -> Path:
-    """Make the folder in which a step is written, and remove what earlier saves left unfinished.
+    """Make the folder in which this process writes a step, and remove what earlier ones left unfinished.
 
     Raises:
         OSError: it cannot be made.
@@ -46,10 +43,9 @@ def begin_step(directory: Path, step: int) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     sync_folder(directory.parent)
     recover(directory)
-    for left in directory.glob(".step-*"):
-        shutil.rmtree(left)
-    folder = unfinished_path(directory, step)
-    folder.mkdir()
+    remove_abandoned(path for path in directory.iterdir() if _UNFINISHED.fullmatch(path.name))
+    folder = unfinished(step_path(directory, step))
+    make_anew(folder)
     return folder
 
 
@@ -64,14 +60,17 @@ def commit_step(folder: Path, directory: Path, step: int, records: Mapping[str, 
         "echelon": _version(),
         "step": step,
         "algorithm": ALGORITHM,
+        "left_behind": [seal for path in later_steps(directory, step) if (seal := _lineage(path).seal)],
         "files": {name: _listed(record) for name, record in sorted(records.items())},
     }
     write_small(folder / MANIFEST, _sealed(manifest))
     for inner in (*(path for path in folder.iterdir() if path.is_dir()), folder):
         sync_folder(inner)
     final = step_path(directory, step)
-    replaced = directory / f".{final.name}{_REPLACED}"
+    replaced = unfinished(final, _REPLACED)
     if final.exists():
+        if replaced.exists():
+            shutil.rmtree(replaced)
         os.rename(final, replaced)
     try:
         os.rename(folder, final)
@@ -92,41 +91,77 @@ def _take_back(folder: Path, final: Path) -> None:
 
 def recover(directory: Path) -> None:
     """Give a step that was about to be replaced its name back, where what replaces it never got there."""
-    for replaced in directory.glob(f".step-*{_REPLACED}"):
-        final = directory / replaced.name.removeprefix(".").removesuffix(_REPLACED)
-        if not final.exists():
-            os.rename(replaced, final)
+    found = [match for path in _entries(directory) if (match := _UNFINISHED.fullmatch(path.name))]
+    for final in {directory / match[1] for match in found}:
+        whole = [each for each in unfinished_of_all(final, _REPLACED) if (each / MANIFEST).is_file()]
+        if whole and not final.exists():
+            os.rename(max(whole, key=lambda each: (each / MANIFEST).stat().st_mtime), final)
 
 
 def keep_newest(directory: Path, count: int, step: int) -> None:
-    """Of a step and those before it remove all but the newest.
+    """Of a step and those before it remove all but the newest; see `newest_first`.
 
-    Later ones are of a run that went on from an earlier step, perhaps since they are damaged: they do not count.
+    Later ones are of before a run went on from an earlier step, perhaps since they are damaged: they do not count.
 
     Raises:
         OSError: it cannot be done.
     """
-    up_to = step_path(directory, step)
-    steps = steps_in(directory)
-    for path in steps[steps.index(up_to) + count :]:
+    later = later_steps(directory, step)
+    steps = [path for path in newest_first(directory) if path not in later]
+    for path in steps[count:]:
         try:
             _remove(path)
         except OSError as error:
             raise OSError(
-                f"{up_to.name} is complete, and older ones could not be removed: {error}"
+                f"{step_path(directory, step).name} is complete, and older ones could not be removed: {error}"
             ) from error
 
 
 def steps_in(directory: Path) -> list[Path]:
-    """The folders of steps, newest first."""
-    if not directory.is_dir():
-        return []
-    found = {
-        int(match[1]): path
-        for path in directory.iterdir()
-        if (match := _NAME.fullmatch(path.name)) and path.is_dir()
-    }
-    return [found[step] for step in sorted(found, reverse=True)]
+    """The folders of steps, the highest number first."""
+    found = [path for path in _entries(directory) if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=_number, reverse=True)
+
+
+def later_steps(directory: Path, step: int) -> list[Path]:
+    """The folders of steps with a higher number, the highest first."""
+    return [path for path in steps_in(directory) if _number(path) > step]
+
+
+def later_than(path: Path) -> list[Path]:
+    """The folders beside that of a step, of steps with a higher number; none beside a folder of another name."""
+    return later_steps(path.parent, _number(path)) if _NAME.fullmatch(path.name) else []
+
+
+def newest_first(directory: Path) -> list[Path]:
+    """The folders of steps, the highest number first, but last those that were left behind; see [Note: left behind]."""
+    steps = steps_in(directory)
+    lineages = {path: _lineage(path) for path in steps}
+    left = {seal for each in lineages.values() for seal in each.left_behind}
+    return sorted(steps, key=lambda path: lineages[path].seal in left)
+
+
+class _Lineage(NamedTuple):
+    """A step's own seal, None where its manifest cannot be read, and those of the later steps that it left behind."""
+
+    seal: str | None
+    left_behind: tuple[str, ...]
+
+
+def _lineage(path: Path) -> _Lineage:
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        return _Lineage(str(manifest["seal"]), tuple(manifest.get("left_behind", ())))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return _Lineage(None, ())
+
+
+def _number(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _entries(directory: Path) -> list[Path]:
+    return list(directory.iterdir()) if directory.is_dir() else []
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
@@ -181,7 +216,7 @@ def sync_folder(folder: Path) -> None:
 
 def _remove(path: Path) -> None:
     """Take a step's name away first: what was half removed must not look like one."""
-    gone = path.with_name(f".{path.name}.removed")
+    gone = unfinished(path, "removed")
     if gone.exists():
         shutil.rmtree(gone)
     os.rename(path, gone)

@@ -1,7 +1,7 @@
 """Choosing a checkpoint that is sound, and going on from it. What lies in its folder is step_save.py's."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +14,16 @@ from .loading import fit
 from .pretrained import open_pretrained
 from .random_states import file_name, nearest_rank, restore_random_state
 from .schedulers import scheduler_faults
-from .step_folder import MANIFEST, damage_of, manifest_of, recover, step_path, steps_in
+from .step_folder import (
+    MANIFEST,
+    damage_of,
+    later_than,
+    manifest_of,
+    newest_first,
+    recover,
+    step_path,
+    steps_in,
+)
 from .step_save import MODEL, OPTIMIZER, RANDOM, TRAINING
 from .trained import Trained, fit_trained
 from .values import read_values
@@ -41,7 +50,8 @@ class Resumed(NamedTuple):
 def choose_step(directory: Path, resume: Resume, group: dist.ProcessGroup) -> Path | None:
     """The folder to go on from, every file of which is as it was written. Collective over the group.
 
-    Each rank reads its share of the files. Of damage the first rank tells where an older checkpoint is taken instead.
+    Each rank reads its share of the files. Of damage the first rank tells where an older checkpoint is taken instead,
+    and of later steps that stay behind; see [Note: left behind] in step_folder.py.
 
     Args:
         directory: of the steps; the step itself where `resume` is None.
@@ -60,9 +70,10 @@ def choose_step(directory: Path, resume: Resume, group: dist.ProcessGroup) -> Pa
     for path in candidates:
         damage = damage_of_step(path, group)
         if not damage:
-            for each in told:
-                if group.rank() == 0:
+            if group.rank() == 0:
+                for each in told:
                     _logger.warning("%s: going on from %s instead", each, path)
+                _tell_later(path, resume, passed_over=candidates[: len(told)])
             return path
         told.append(
             f"{path} {'is passed over' if resume == 'auto' else 'is refused'}, since {'; '.join(damage)}"
@@ -74,6 +85,26 @@ def choose_step(directory: Path, resume: Resume, group: dist.ProcessGroup) -> Pa
     raise ValueError(
         f"no checkpoint to go on from: {'; '.join(told)}. Remove the damaged folders to begin anew"
     )
+
+
+def _tell_later(path: Path, resume: Resume, *, passed_over: Sequence[Path]) -> None:
+    later = [each.name for each in later_than(path) if each not in passed_over]
+    if not later:
+        return
+    if resume == "auto":
+        _logger.warning(
+            "going on from %s; a run that went on from an earlier step left later ones behind, which stay: %s. Give "
+            "the number of a step to go on from one of them",
+            path,
+            ", ".join(later),
+        )
+    else:
+        _logger.warning(
+            "going on from %s, which leaves later steps behind: %s. They stay, unless this run saves a step of the "
+            'same number; resume="auto" takes what this run saves before them',
+            path,
+            ", ".join(later),
+        )
 
 
 def damage_of_step(path: Path, group: dist.ProcessGroup) -> list[str]:
@@ -175,7 +206,7 @@ def _candidates(directory: Path, resume: Resume) -> list[Path]:
         candidates = [directory]
     else:
         recover(directory)
-        candidates = steps_in(directory) if resume == "auto" else [step_path(directory, resume)]
+        candidates = newest_first(directory) if resume == "auto" else [step_path(directory, resume)]
     missing = [path for path in candidates if not path.is_dir()]
     if missing:
         steps = ", ".join(path.name for path in steps_in(missing[0].parent)) or "none"

@@ -1,6 +1,6 @@
 """All of a run at one step, gathered from what every rank holds and written. Folders and names are step_folder.py's."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +16,10 @@ from .model_files import SAFETENSORS, ModelFiles, Records, describing, plan_mode
 from .placing import written_beside
 from .plan import Holding, holdings_of
 from .random_states import file_name, random_state, sizes
-from .step_folder import begin_step, commit_step, keep_newest, unfinished_path
+from .step_folder import begin_step, commit_step, keep_newest
 from .tensor_file import write_small
 from .trained import SavedStates, ToldStates, Trained, kept_states, states_to_save
-from .values import saved_bytes
+from .values import digest_of, saved_bytes
 
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
 TRAINING = "training.pt"
@@ -58,8 +58,8 @@ class StepToSave:
         Raises:
             OSError: some rank could not write; on every rank. The steps that are there stand.
         """
-        group, folder = self.group, unfinished_path(directory, self.step)
-        with written_beside(folder, lambda: self._begin(directory), group):
+        group = self.group
+        with written_beside(lambda: self._begin(directory), group) as folder:
             own = self._written(folder)
             records = on_all_ranks(lambda: own | self._write_small(folder), group)
             together = {name: record for each in records for name, record in each.items()}
@@ -67,10 +67,11 @@ class StepToSave:
         if keep_last is not None:
             on_first_rank(lambda: keep_newest(directory, keep_last, self.step), group)
 
-    def _begin(self, directory: Path) -> None:
+    def _begin(self, directory: Path) -> Path:
         folder = begin_step(directory, self.step)
         for name in (MODEL, RANDOM) if self.states is None else (MODEL, OPTIMIZER, RANDOM):
             (folder / name).mkdir()
+        return folder
 
     def _written(self, folder: Path) -> Records:
         """This rank's files of tensors and what describes them, by their place in the folder."""
@@ -88,7 +89,6 @@ class StepToSave:
 
 
 def gather_step(
-    directory: Path,
     step: int,
     *,
     model: HeldModel,
@@ -100,30 +100,26 @@ def gather_step(
     """What is to be written of a step, as it is now. One all-gather of objects over the world.
 
     Args:
-        directory: where it is to be written.
         step: its number.
         model, trained: what this rank holds.
-        training: plain values that are equal on all ranks.
+        training: plain values by name, those of the first rank; its "user" is None or the same on the others.
         size_per_shard: the largest file of weights, in MiB.
         mesh: all ranks.
 
     Raises:
-        ValueError: there are values that cannot be saved, or ranks do not agree on what is saved; on every rank.
+        ValueError: there are values that cannot be saved, or "user" differs between ranks; on every rank.
     """
     group = mesh.side_group()
     values = {**training, "step": step, "layout": {"sizes": sizes(mesh)}}
 
     def prepare() -> tuple[_Prepared, _Told]:
         held, told = ({}, None) if trained is None else kept_states(trained)
-        prepared = _Prepared(held, training=saved_bytes(values), random=random_state(mesh))
-        asked = f"step {step} in {directory}"
-        return prepared, _Told(asked, _share(model, mesh), holdings_of(model.tensors), told)
+        prepared = _Prepared(held, training=_training_bytes(values), random=random_state(mesh))
+        user = None if values["user"] is None else digest_of(values["user"])
+        return prepared, _Told(user, _share(model, mesh), holdings_of(model.tensors), told)
 
     own, every = exchanged(prepare, group)
-    if len({told.asked for told in every}) > 1:
-        raise ValueError(
-            f"every rank saves the same step, and asked for are {[told.asked for told in every]}"
-        )
+    _refuse_different([told.user for told in every])
     files = plan_model(
         model.tensors,
         [told.holdings for told in every],
@@ -155,10 +151,37 @@ class _Prepared(NamedTuple):
 class _Told(NamedTuple):
     """What a rank tells the others of its part; the bytes that each is to write are those that the first one tells."""
 
-    asked: str
+    user: str | None
     share: float
     holdings: Mapping[str, Holding]
     states: ToldStates | None
+
+
+def _training_bytes(values: Mapping[str, Any]) -> bytes:
+    """The content of `training.pt`.
+
+    Raises:
+        ValueError: there are values that cannot be saved; which of them.
+    """
+    try:
+        return saved_bytes(values)
+    except ValueError:
+        for name, value in values.items():
+            try:
+                saved_bytes(value)
+            except ValueError as error:
+                raise ValueError(f"`{name}` cannot be saved: {error}") from error
+        raise
+
+
+def _refuse_different(users: Sequence[str | None]) -> None:
+    """Refuse values that would be lost: those of the first rank are saved."""
+    others = [rank for rank, user in enumerate(users) if user not in (None, users[0])]
+    if others:
+        raise ValueError(
+            f"`user` is saved once, and rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} gave other values "
+            "than rank 0: give the same on every rank, or None on all but the first"
+        )
 
 
 def _share(model: HeldModel, mesh: ParallelMesh) -> float:

@@ -39,7 +39,7 @@ def reshard(
     With --dtype as a run of that precision would have written it: 16-bit weights have float32 masters beside them,
     float32 weights are their masters. Exit status: 0 written, 1 damaged or not to be written, 2 bad arguments.
     """
-    faults = [*folder_faults(directory), *_faults(out, size_per_shard, dtype)]
+    faults = [*folder_faults(directory), *_faults(directory, out, size_per_shard, dtype)]
     if optimizer_files is not None and optimizer_files < 1:
         faults.append(f"optimizer-files={optimizer_files} must be at least 1")
     if not folder_faults(directory) and not (find_folder(directory) / MANIFEST).is_file():
@@ -70,7 +70,7 @@ def export(
 
     Exit status: 0 written, 1 damaged or not to be written, 2 bad arguments.
     """
-    refuse("checkpoint export", [*folder_faults(directory), *_faults(out, size_per_shard, dtype)])
+    refuse("checkpoint export", [*folder_faults(directory), *_faults(directory, out, size_per_shard, dtype)])
     with told("export"):
         opened = open_folder(chosen_folder(directory))
         fault = masters_fault(opened) if masters else None
@@ -85,8 +85,8 @@ def export(
         _run(made.write, made.total_bytes, out)
 
 
-def _faults(out: Path, size_per_shard: int, dtype: str | None) -> list[str]:
-    faults = [fault] if (fault := out_fault(out)) else []
+def _faults(directory: Path, out: Path, size_per_shard: int, dtype: str | None) -> list[str]:
+    faults = [fault] if (fault := out_fault(out, directory)) else []
     if size_per_shard < 1:
         faults.append(f"size-per-shard={size_per_shard} must be at least 1 (MiB)")
     if dtype is not None and dtype not in DTYPES:

@@ -177,7 +177,7 @@ def train_and_judge(
         tokenizer: what is written with the model.
 
     Raises:
-        Refused, Interrupted: see `train`.
+        Refused, Interrupted, NotSaved: see `train`.
     """
     judge_every = arguments.eval_every * (run.num_steps // arguments.epochs)
     records = train(
@@ -187,8 +187,8 @@ def train_and_judge(
         line_every=run.num_steps,
         log=arguments.metrics,
         saving=Saving.of(arguments),
+        export=lambda: export_model(arguments.save_model, run.booster, run.model, tokenizer),
     )
-    export_model(arguments.save_model, run.booster, run.model, tokenizer)
     if arguments.curve is not None and dist.get_rank() == 0:
         metrics.draw_curve(records, arguments.curve, shares=[f"{metrics.JUDGED}{name}" for name in shares])
     return {

@@ -68,6 +68,10 @@ def saving_faults(arguments: argparse.Namespace) -> list[str]:
     return faults
 
 
+class NotSaved(Exception):
+    """The run came to its end and its last checkpoint could not be written, which the first rank has told."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Saving:
     """Where and how often a run is saved, and from what it goes on.
@@ -171,10 +175,11 @@ class Keeper:
             return
         step, number = len(records), self._interruption.agreed()
         if number or self._saving.is_due(step, self._num_steps):
+            user = {"settings": dict(self._saving.settings), "records": records}
             self._last = self._save(
                 self._saving.directory,
                 step,
-                user={"settings": dict(self._saving.settings), "records": records},
+                user=user if dist.get_rank() == 0 else None,  # speed and memory are each rank's own
                 keep_last=self._saving.keep_last,
                 use_async=self._saving.use_async,
             )
@@ -184,6 +189,18 @@ class Keeper:
                 f"interrupted after step {step}/{self._num_steps}, which {saved}"
             )
             raise Interrupted(number)
+
+    def require_saved(self) -> None:
+        """Let the last save end.
+
+        Raises:
+            NotSaved: it failed, on every rank.
+        """
+        if not self._is_saved():
+            assert self._last is not None
+            told = f"the end of the run could not be saved in {self._saving.directory}: {self._last.failure}"
+            DistCoordinator().print_on_master(told)
+            raise NotSaved
 
     def _is_saved(self) -> bool:
         """Whether the last save was written, once it has ended; why it was not is told by whoever wrote."""

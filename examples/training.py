@@ -16,7 +16,7 @@ import torch.distributed as dist
 import transformers
 from command_line import BAD_ARGUMENTS, Refused, refuse
 from interruption import Interrupted
-from saving import Keeper, Record, Saving, resumed_records
+from saving import Keeper, NotSaved, Record, Saving, resumed_records
 from torch import Tensor, nn
 from tqdm import tqdm
 from train_step import mean_over_replicas, train_step
@@ -67,8 +67,8 @@ def start(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespac
     """Start the processes' group, run, and end it.
 
     Returns:
-        The exit status: what was returned, 2 where the first rank has told why nothing was run, or as of a shell
-        where a signal ended the run.
+        The exit status: what was returned, 1 where the end of the run could not be saved, 2 where the first rank has
+        told why nothing was run, or as of a shell where a signal ended the run.
     """
     launch_from_torch(seed=arguments.seed)
     transformers.logging.set_verbosity_error()
@@ -77,6 +77,8 @@ def start(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespac
         status = run(arguments)
     except Refused:
         status = BAD_ARGUMENTS
+    except NotSaved:
+        status = 1
     except Interrupted as interrupted:
         status = 128 + interrupted.number
     coordinator.destroy()
@@ -115,6 +117,7 @@ def train(
     line_every: int,
     log: Path | None,
     saving: Saving,
+    export: Callable[[], None],
 ) -> list[Record]:
     """All steps that are left, told on the first rank by a bar, lines and a JSON object each; all records. Collective.
 
@@ -124,8 +127,10 @@ def train(
         line_every: steps from one printed line to the next, beside those of evaluations.
         log: a file for a JSON object of each step.
         saving: where it is saved, and what it goes on from.
+        export: writes the model once it is trained; collective over the world.
 
     Raises:
+        NotSaved: all steps were taken, and the last checkpoint was not written.
         Refused: it cannot go on from what is there; the reason was told.
         Interrupted: a signal ended the run, which is saved.
     """
@@ -145,6 +150,8 @@ def train(
             if is_first and (is_judged or step % line_every == 0):
                 tqdm.write(metrics.line_of(record, num_steps), file=sys.stdout)
             keeper.after_step(records)
+    export()
+    keeper.require_saved()
     return records
 
 

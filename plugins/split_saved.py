@@ -48,7 +48,7 @@ class SplitCheckpoints:
     ) -> Save:
         """See `Booster.save_checkpoint`."""
         return self._checkpoints.save_step(
-            Path(directory),
+            directory,
             step,
             model=self._held(),
             trained=self._trained(),
@@ -71,7 +71,7 @@ class SplitCheckpoints:
     ) -> Resumed | None:
         """See `Booster.load_checkpoint`."""
         return self._checkpoints.load_step(
-            Path(directory),
+            directory,
             model=self._held(),
             trained=self._trained(),
             lr_scheduler=lr_scheduler,
@@ -84,7 +84,7 @@ class SplitCheckpoints:
         """Write the whole model as a Hugging Face folder; see `Booster.save_model`."""
         return self._checkpoints.save_model(
             self._held(),
-            Path(checkpoint),
+            checkpoint,
             shard=True,
             size_per_shard=size_per_shard,
             use_safetensors=True,
@@ -102,12 +102,13 @@ class SplitCheckpoints:
         )
 
     def _trained(self) -> Trained:
-        """What this rank steps: all that it holds and trains."""
+        """What this rank steps: all that it holds, but for what is frozen."""
         named = {parameter: name for name, parameter in self._model.named_parameters()}
         groups = [
             [
                 TrainedPiece(named[each], each, partial(held_like, each, mesh=self._mesh))
                 for each in group["params"]
+                if each.requires_grad
             ]
             for group in self._optimizer.param_groups
         ]

@@ -122,6 +122,7 @@ def train(arguments: argparse.Namespace, model: nn.Module, loader: DataLoader, m
             keeper.after_step(records)
     if arguments.save_model is not None:
         checkpoints.save_model(arguments.save_model)
+    keeper.require_saved()
     return records[-1]["loss"]
 
 

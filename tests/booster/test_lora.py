@@ -11,8 +11,9 @@ import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from echelon import Booster, LazyInitContext, TorchDDPPlugin, TorchFSDPPlugin
+from echelon import Booster, HybridParallelPlugin, LazyInitContext, TorchDDPPlugin, TorchFSDPPlugin
 from echelon.plugins.lora_enable import enable_lora
 from echelon.verify.batch import make_batch
 
@@ -57,6 +58,30 @@ def read_by_peft(choice: Adapted, folder: Path) -> Tensor:
     with torch.no_grad():
         logits: Tensor = model(**make_batch(choice, num_samples=8, seed=NUM_STEPS)).logits
     return logits
+
+
+def save_and_load_whole(folder: Path) -> None:
+    first = Booster(plugin=HybridParallelPlugin(tp_size=2, precision="fp32"))
+    model = first.boost(LLAMA.build_peft())[0]
+    first.save_model(model, folder / "saved", shard=True)
+    second = Booster(plugin=HybridParallelPlugin(pp_size=2, precision="fp32", num_microbatches=1))
+    other = second.boost(LLAMA.build_peft(seed=5))[0]
+    second.load_model(other, folder / "saved")
+    second.save_model(other, folder / "again", shard=True)
+
+
+def test_a_model_with_adapters_is_saved_under_its_own_names_and_loads_again(
+    pool: Pool, tmp_path: Path
+) -> None:
+    pool.run(2, save_and_load_whole, tmp_path)
+    saved, again = (load_file(tmp_path / name / "model.safetensors") for name in ("saved", "again"))
+    assert saved.keys() == again.keys()
+    assert all(torch.equal(each, again[name]) for name, each in saved.items())
+    plain = LLAMA.build_plain().state_dict()
+    assert all("lora_" in name for name in saved.keys() - plain.keys())
+    assert any("lora_B" in name for name in saved)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+    assert all(torch.equal(each, read[name]) for name, each in plain.items())
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, ReduceLROnPlateau, StepLR
 
+from echelon.checkpoint import step_load
 from echelon.checkpoint.model_save import write_model_file
 from echelon.checkpoint.schedulers import scheduler_faults
 from echelon.checkpoint.states import _Writer
+from echelon.checkpoint.step_folder import begin_step, commit_step
 from echelon.checkpoint.step_load import choose_step
 from echelon.checkpoint.values import saved_bytes
 
@@ -89,6 +92,35 @@ def test_folders_of_another_kind_are_refused_in_words_that_help(pool: Pool, tmp_
     assert "shard=True" in model
 
 
+def go_back(directory: Path) -> list[tuple[str, list[str]]]:
+    """What is chosen by each wish, and what is told."""
+    group = dist.group.WORLD
+    assert group is not None
+    found = []
+    for save, wish in ((6, "auto"), (12, 6), (9, "auto"), (None, 12), (None, 9)):
+        if save is not None:
+            commit_step(begin_step(directory, save), directory, save, {})
+        with mock.patch.object(step_load._logger, "warning") as warned:
+            path = choose_step(directory, wish, group)  # type: ignore[arg-type]
+        assert path is not None
+        found.append((path.name, [call.args[0] % call.args[1:] for call in warned.call_args_list]))
+    return found
+
+
+def test_going_on_from_an_earlier_step_leaves_later_ones_behind_and_says_so(
+    pool: Pool, tmp_path: Path
+) -> None:
+    (first, back, auto, last, again) = pool.run(1, go_back, tmp_path)[0]
+    assert first == ("step-00000006", []) and last == ("step-00000012", [])
+    assert (
+        back[0] == "step-00000006"
+        and "which leaves later steps behind: step-00000012. They stay" in back[1][0]
+    )
+    assert auto[0] == "step-00000009", "the step that was saved since is the one to go on from"
+    assert "left later ones behind, which stay: step-00000012. Give the number" in auto[1][0]
+    assert again[0] == "step-00000009" and "leaves later steps behind: step-00000012" in again[1][0]
+
+
 def write_alone(folder: Path) -> None:
     group = dist.group.WORLD
     assert group is not None
@@ -122,20 +154,6 @@ def load_with_a_hole(folder: Path) -> None:
 
 def test_states_that_are_not_stored_are_no_zeros(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, load_with_a_hole, tmp_path / "optimizer")
-
-
-def disagree(directory: Path) -> str:
-    run = small_run()
-    with pytest.raises(ValueError) as caught:
-        run.booster.save_checkpoint(directory, dist.get_rank(), **run.everything)
-    run.booster.save_checkpoint(directory, 3, **run.everything).wait()
-    return str(caught.value)
-
-
-def test_ranks_that_ask_for_different_steps_are_told(pool: Pool, tmp_path: Path) -> None:
-    for told in pool.run(2, disagree, tmp_path):
-        assert "every rank saves the same step" in told and "step 0 in" in told and "step 1 in" in told
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
 def train_after_loading_for_inference(directory: Path) -> bool:

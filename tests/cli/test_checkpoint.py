@@ -102,15 +102,17 @@ def test_inspect_shows_a_hugging_face_folder(step: Path) -> None:
 
 def test_the_newest_complete_step_of_a_folder_is_taken_and_told(step: Path, tmp_path: Path) -> None:
     made = Handmade.of(small_config())
-    made.step, made.training["step"] = 7, 7
-    made.write(tmp_path / "run")
+    made.step, made.training["step"] = 107, 107
+    newest = made.write(tmp_path / "run")
     (tmp_path / "run" / "step-00000200").mkdir()
     (tmp_path / "run" / ".step-00000300.writing").mkdir()
     status, output = call("verify", tmp_path / "run")
     assert (
-        status == 0 and "the newest complete step is step-00000100" in output and f"{step} is sound" in output
+        status == 0
+        and "the newest complete step is step-00000107" in output
+        and f"{newest} is sound" in output
     )
-    assert listed(tmp_path / "run")["step"] == 100
+    assert listed(tmp_path / "run")["step"] == 107
 
 
 def test_diff_is_silent_about_layouts_and_tells_what_differs(step: Path, tmp_path: Path) -> None:
@@ -213,6 +215,11 @@ def test_reshard_and_export_write_what_is_asked_for(step: Path, tmp_path: Path) 
             ),
         ),
         (("reshard", "STEP/model", "out"), ("is a Hugging Face folder: `echelon checkpoint export`",)),
+        (("export", "STEP", "STEP/out"), ("STEP/out lies in STEP, which is read and stays as it is: give",)),
+        (
+            ("reshard", "STEP", "STEP/model/../new/out"),
+            ("lies in STEP, which is read", "give a path outside of it"),
+        ),
         (("export", "STEP", "no/out"), ("there is no folder no for out: make it first",)),
         (("export", "STEP/model", "out", "--masters"), ("has no float32 masters: leave --masters out",)),
     ],
@@ -228,8 +235,8 @@ def test_bad_arguments_are_refused_all_at_once_with_status_2(
     status, output = call(*(argument.replace("STEP", str(step)) for argument in arguments))
     assert status == 2, output
     for part in told:
-        assert part in output
-    assert not (tmp_path / "out").exists()
+        assert part.replace("STEP", str(step)) in output
+    assert not (tmp_path / "out").exists() and not (step / "out").exists()
 
 
 def test_a_disk_that_is_full_is_told_with_status_1(

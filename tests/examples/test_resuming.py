@@ -1,6 +1,7 @@
 """The examples save, and go on: a run that was interrupted ends with the figures of one that was not, bit for bit."""
 
 import argparse
+import errno
 import json
 import os
 import signal
@@ -8,14 +9,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from echelon.checkpoint import step_save
+
 from ..pool import Pool
-from .resuming import Trial, signalled_here
-from .scripts import EXAMPLES, load, losses, records_of, run
+from .resuming import Trial, signalled_here, told_alone
+from .scripts import EXAMPLES, load, losses, records_of, run, run_here
 
 PRETRAIN = EXAMPLES / "language" / "llama" / "pretrain.py"
 saving = load(EXAMPLES / "saving.py")
@@ -88,6 +93,30 @@ def test_a_run_that_had_ended_says_so_and_another_one_is_refused(make: Make, tmp
     read = AutoModelForCausalLM.from_pretrained(model)
     ids = AutoTokenizer.from_pretrained(model)("7 sheep", return_tensors="pt").input_ids
     assert torch.isfinite(read(ids, labels=ids).loss)
+
+
+def fail_to_write(script: Path, *arguments: str) -> tuple[int, str]:
+    """`run_here` on a disk that takes no manifest."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "manifest.json")
+
+    with mock.patch.object(step_save, "commit_step", full):
+        return run_here(script, *arguments)
+
+
+@pytest.mark.parametrize("words", (("--save_async",), ()), ids=("beside training", "at once"))
+def test_a_run_whose_end_was_not_saved_says_so_and_fails(
+    make: Make, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    trial = make(tmp_path)
+    model = tmp_path / "model"
+    words = (*trial.words, "--steps", "1", "--save_model", str(model), *words)
+    told = told_alone(trial.pool.run(1, fail_to_write, PRETRAIN, *words), status=1)
+    assert f"the end of the run could not be saved in {trial.checkpoints}: " in told
+    assert "No space left on device" in told
+    assert trial.steps() == []
+    AutoModelForCausalLM.from_pretrained(model)  # which was exported all the same
 
 
 def options(*words: str) -> argparse.Namespace:

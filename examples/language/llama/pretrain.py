@@ -303,7 +303,7 @@ def train_and_judge(
         place: of the packed texts.
 
     Raises:
-        Refused, Interrupted: the model does not fit the plugin, and see `train`; the reason was told.
+        Refused, Interrupted, NotSaved: the model does not fit the plugin, and see `train`; the reason was told.
     """
     optimizer = make_optimizer(model, lr=arguments.lr, weight_decay=arguments.weight_decay, betas=(0.9, 0.95))
     scheduler = models.make_scheduler(
@@ -325,17 +325,20 @@ def train_and_judge(
         unit="tokens",
         units_per_step=arguments.batch_size * arguments.sequence_length,
     )
-    records = train(
+
+    def export() -> None:
+        if arguments.save_model is not None:  # else the first rank may have ended, and the texts be gone
+            export_model(arguments.save_model, booster, model, texts.tokenizer_of(place))
+
+    return train(
         run,
         judge=lambda: evaluate(booster, model, held_out, arguments.eval_sequences),
         judge_every=arguments.eval_every,
         line_every=1,
         log=arguments.metrics,
         saving=Saving.of(arguments, texts=place.name),  # a digest of what is in them
+        export=export,
     )
-    if arguments.save_model is not None:  # else the first rank may have ended, and the texts be gone
-        export_model(arguments.save_model, booster, model, texts.tokenizer_of(place))
-    return records
 
 
 def pretrain(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,253 @@
+"""Calls that cannot be done, or that ranks do not make alike, are one error on every rank; nothing is written."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LlamaForCausalLM
+
+from echelon.checkpoint.values import digest_of
+
+from ..pool import Pool
+from .crashes import SHARD, small_run
+from .runs import Run
+
+Call = Callable[[Run, Path], Any]
+
+# What the first rank does, what the others do, and what is told of each.
+DIFFERENT: dict[str, tuple[Call, Call, str, str]] = {
+    "model or optimizer": (
+        lambda run, place: run.booster.save_model(run.model, place / "m"),
+        lambda run, place: run.booster.save_optimizer(run.optimizer, place / "o"),
+        "save_model(model='LlamaForCausalLM', checkpoint=",
+        "save_optimizer(optimizer='AdamW', checkpoint=",
+    ),
+    "model or step": (
+        lambda run, place: run.booster.save_model(run.model, place / "m", shard=True),
+        lambda run, place: run.booster.save_checkpoint(place, 3, **run.everything),
+        "save_model(",
+        "save_checkpoint(",
+    ),
+    "scheduler or optimizer": (
+        lambda run, place: run.booster.save_lr_scheduler(run.scheduler, place / "s.pt"),
+        lambda run, place: run.booster.save_optimizer(run.optimizer, place / "o"),
+        "save_lr_scheduler(",
+        "save_optimizer(",
+    ),
+    "save or load": (
+        lambda run, place: run.booster.save_model(run.model, place / "m"),
+        lambda run, place: run.booster.load_model(run.model, place / "m"),
+        "save_model(",
+        "load_model(",
+    ),
+    "path": (
+        lambda run, place: run.booster.save_model(run.model, place / "a"),
+        lambda run, place: run.booster.save_model(run.model, place / "b"),
+        "/a'",
+        "/b'",
+    ),
+    "shard": (
+        lambda run, place: run.booster.save_model(run.model, place / "a", shard=True),
+        lambda run, place: run.booster.save_model(run.model, place / "a"),
+        "shard=True",
+        "shard=False",
+    ),
+    "size": (
+        lambda run, place: run.booster.save_model(run.model, place / "a", shard=True, size_per_shard=1),
+        lambda run, place: run.booster.save_model(run.model, place / "a", shard=True, size_per_shard=2),
+        "size_per_shard=1",
+        "size_per_shard=2",
+    ),
+    "use_async": (
+        lambda run, place: run.booster.save_optimizer(run.optimizer, place / "o", use_async=True),
+        lambda run, place: run.booster.save_optimizer(run.optimizer, place / "o"),
+        "use_async=True",
+        "use_async=False",
+    ),
+    "step": (
+        lambda run, place: run.booster.save_checkpoint(place, 0, **run.everything),
+        lambda run, place: run.booster.save_checkpoint(place, 1, **run.everything),
+        "step=0",
+        "step=1",
+    ),
+    "parts": (
+        lambda run, place: run.booster.save_checkpoint(place, 0, **run.everything),
+        lambda run, place: run.booster.save_checkpoint(place, 0, model=run.model),
+        "optimizer='AdamW', lr_scheduler='LambdaLR'",
+        "optimizer=None, lr_scheduler=None",
+    ),
+    "keep_last": (
+        lambda run, place: run.booster.save_checkpoint(place, 0, **run.everything, keep_last=1),
+        lambda run, place: run.booster.save_checkpoint(place, 0, **run.everything),
+        "keep_last=1",
+        "keep_last=None",
+    ),
+    "resume": (
+        lambda run, place: run.booster.load_checkpoint(place, **run.everything, resume=3),
+        lambda run, place: run.booster.load_checkpoint(place, **run.everything),
+        "resume=3",
+        "resume='auto'",
+    ),
+    "faults of one rank": (
+        lambda run, place: run.booster.save_model(run.model, place / "m", size_per_shard=0),
+        lambda run, place: run.booster.save_model(run.model, place / "m"),
+        "size_per_shard=0 must be a number of MiB, above 0",
+        "(rank 0)",
+    ),
+    "user": (
+        lambda run, place: run.booster.save_checkpoint(place, 0, **run.everything, user={"seen": 1}),
+        lambda run, place: run.booster.save_checkpoint(place, 0, **run.everything, user={"seen": 2}),
+        "`user` is saved once, and rank 1 gave other values than rank 0",
+        "or None on all but the first",
+    ),
+    "user of another rank alone": (
+        lambda run, place: run.booster.save_checkpoint(place, 0, **run.everything),
+        lambda run, place: run.booster.save_checkpoint(place, 0, **run.everything, user=[2]),
+        "`user` is saved once, and rank 1 gave other values than rank 0",
+        "or None on all but the first",
+    ),
+}
+NO_PATH = "must be a path, a text that is not empty or a pathlib.Path: give one"
+# What cannot be done, and what is told.
+IMPOSSIBLE: dict[str, tuple[Call, str]] = {
+    "no path for a model": (
+        lambda run, place: run.booster.save_model(run.model, ""),
+        f"checkpoint='' {NO_PATH}",
+    ),
+    "a model from nowhere": (lambda run, place: run.booster.load_model(run.model, None), f"=None {NO_PATH}"),
+    "a number for a folder": (
+        lambda run, place: run.booster.load_checkpoint(3, **run.everything),
+        f"directory=3 {NO_PATH}",
+    ),
+    "a prefix that is a folder": (
+        lambda run, place: run.booster.save_model(run.model, place / "m", shard=True, prefix="a/b"),
+        "prefix='a/b' must be letters, digits",
+    ),
+    "a prefix of one file": (
+        lambda run, place: run.booster.save_model(run.model, place / "m", prefix="ema"),
+        "prefix='ema' is for the files of a folder: give shard=True",
+    ),
+    "pieces of a model": (
+        lambda run, place: run.booster.save_model(run.model, place / "m", gather_dtensor=False),
+        "gather_dtensor=False: files hold whole tensors",
+    ),
+    "an optimizer in one file": (
+        lambda run, place: run.booster.save_optimizer(run.optimizer, place / "o", shard=False),
+        "shard=False: an optimizer is saved as a folder",
+    ),
+    "an optimizer to nowhere": (
+        lambda run, place: run.booster.save_optimizer(run.optimizer, None),
+        f"checkpoint=None {NO_PATH}",
+    ),
+    "an optimizer from a number": (
+        lambda run, place: run.booster.load_optimizer(run.optimizer, 0),
+        f"checkpoint=0 {NO_PATH}",
+    ),
+    "no scheduler and no path": (
+        lambda run, place: run.booster.save_lr_scheduler(5, ""),
+        f"checkpoint='' {NO_PATH}; lr_scheduler is 5, which has no state_dict and load_state_dict: give the scheduler",
+    ),
+    "a scheduler that is none": (
+        lambda run, place: run.booster.load_lr_scheduler(None, place / "s.pt"),
+        "lr_scheduler is None, which has no state_dict",
+    ),
+    "a step with parts that are none": (
+        lambda run, place: run.booster.save_checkpoint(
+            place, -1, model=run.model, lr_scheduler=place, dataloader=[1], keep_last=0
+        ),
+        "step=-1 must be a whole number, at least 0; keep_last=0 must be a whole number, at least 1, or None to keep "
+        "all; lr_scheduler is a PosixPath, which has no state_dict and load_state_dict: give the scheduler that "
+        "booster.boost returned; dataloader is a list, which has",
+    ),
+    "a step that is a word": (
+        lambda run, place: run.booster.save_checkpoint(place, "x", model=run.model, keep_last=True),
+        "step='x' must be a whole number, at least 0; keep_last=True must be",
+    ),
+    "keep_last below": (
+        lambda run, place: run.booster.save_checkpoint(place, 1, model=run.model, keep_last=-1),
+        "keep_last=-1 must be a whole number",
+    ),
+    "a step to go on from": (
+        lambda run, place: run.booster.load_checkpoint(place, **run.everything, resume="newest"),
+        "resume='newest' must be",
+    ),
+    "user values that run code": (
+        lambda run, place: run.booster.save_checkpoint(place, 1, model=run.model, user={"a": lambda: 3}),
+        "`user` cannot be saved: a checkpoint holds plain values and tensors alone",
+    ),
+}
+
+
+def tried(call: Call, run: Run, place: Path) -> str:
+    with pytest.raises(ValueError) as caught:
+        call(run, place)
+    return str(caught.value)
+
+
+def try_all(place: Path) -> dict[str, str]:
+    run = small_run()
+    run.booster.plugin.mesh.side_group()
+    told = {name: tried(row[min(dist.get_rank(), 1)], run, place) for name, row in DIFFERENT.items()}
+    told |= {name: tried(call, run, place) for name, (call, _) in IMPOSSIBLE.items()}
+    dist.barrier()
+    assert list(place.iterdir()) == []
+    user = {"seen": 1} if dist.get_rank() == 0 else None
+    run.booster.save_checkpoint(place, 3, **run.everything, user=user).wait()
+    resumed = run.booster.load_checkpoint(str(place), **run.everything)
+    assert resumed is not None and resumed.user == {"seen": 1}
+    return told
+
+
+def test_calls_that_cannot_be_done_or_differ_are_told_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    told, other = pool.run(2, try_all, tmp_path)
+    assert told == other
+    for name, (*_, first, second) in DIFFERENT.items():
+        assert first in told[name] and second in told[name], f"{name}: {told[name]}"
+    for name in ("step", "path", "resume", "parts"):
+        assert "every rank has to make the same call, and they make different ones" in told[name]
+    for name, (_, expected) in IMPOSSIBLE.items():
+        assert expected in told[name], f"{name}: {told[name]}"
+
+
+def save_with_prefixes(place: Path) -> None:
+    run = small_run()
+    wholes = []
+    for number, prefix in enumerate((None, "ema", "ema")):
+        run.step(number)
+        run.booster.save_model(
+            run.model, place, shard=True, size_per_shard=SHARD, prefix=prefix, gather_dtensor=True
+        )
+        wholes.append(run.whole())
+    for name, expected in (("", wholes[0]), ("ema.model.safetensors.index.json", wholes[2])):
+        run.booster.load_model(run.model, place / name)
+        found = run.whole()
+        assert all(torch.equal(found[each], expected[each]) for each in found if "/" not in each)
+    run.booster.save_optimizer(run.optimizer, place / "o", shard=True)
+
+
+def test_a_prefix_names_the_files_of_a_model_beside_others(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, save_with_prefixes, tmp_path)
+    names = {path.name for path in tmp_path.glob("*model*")}
+    assert {name.removeprefix("ema.") for name in names if name.startswith("ema.")} == {
+        name for name in names if not name.startswith("ema.")
+    }
+    assert not LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)[1]["missing_keys"]
+
+
+def test_equal_values_have_equal_digests_whichever_objects_they_are() -> None:
+    text = "".join(["a", "b"])
+    values = {"x": [text, text, 1.5], "y": torch.arange(3000), "z": {"a", "b", "c"}}
+    equal = {"z": {"c", "b", "a"}, "y": torch.arange(3000), "x": ["ab", "".join(["a", "b"]), 1.5]}
+    assert digest_of(values) == digest_of(equal)
+    changed = torch.arange(3000)
+    changed[1500] = 7  # where the printed form is cut
+    for other in (
+        {**values, "y": changed},
+        {**values, "y": values["y"].float()},
+        {**values, "x": ["ab", "ab", 1.25]},
+        {**values, "z": {"a", "b"}},
+    ):
+        assert digest_of(other) != digest_of(values)
