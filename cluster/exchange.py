@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .mesh import ParallelMesh
 from .renamed import all_gather_single, reduce_scatter_single
-from .slices import Swap, Way, find_way
+from .slices import Slices, Swap, Way, find_way
 from .traffic import OneCollective
 
 
@@ -87,7 +87,8 @@ class Exchange:
     def all_gather_later_(self, flat: Tensor) -> Waitable:
         """`all_gather_`, for which any rank may wait at any time before `release`, and then write to the buffer.
 
-        On CPUs a copy of the own slice is kept for the others until then.
+        On CPUs a copy of the own slice is kept for the others until then; until they have it where that never comes,
+        since the exchange is dropped or the process ends. The first time it is collective in itself.
         """
         if self._way is None:
             return self.all_gather_(flat)
@@ -217,13 +218,11 @@ class _Gather(_Transfer):
     """The slices of all ranks on their way into the whole buffers of all."""
 
     def _post(self) -> Swap:
-        return self._post_own(self._own)
+        return self._way.post(dict.fromkeys(self._others, self._own), self._incoming)
 
-    def _post_own(self, own: Tensor) -> Swap:
-        return self._way.post(
-            dict.fromkeys(self._others, own),
-            {rank: self._slices[rank] for rank in reversed(self._others)},
-        )
+    @property
+    def _incoming(self) -> Slices:
+        return {rank: self._slices[rank] for rank in reversed(self._others)}
 
     def take(self) -> None:
         """Have them in place."""
@@ -240,7 +239,7 @@ class _LateGather(_Gather):
 
     def _post(self) -> Swap:
         self.kept = self._own.clone()
-        return self._post_own(self.kept)
+        return self._way.post_kept(dict.fromkeys(self._others, self.kept), self._incoming)
 
     def wait(self) -> None:
         """Have the slices in place. Once more does nothing."""

@@ -6,14 +6,10 @@ was told for one sum also says that the one before has been read; so with two su
 for the end of another's reading. A sum that has begun is ended before the next one begins. Of 4 MiB on two ranks (2
 cores) gloo's all-reduce took 4.6 to 4.9 ms and this 2.0 to 2.2, of 512 KiB 0.9 and 0.3 to 0.5.
 
-[Note: the last sum] Nothing follows the last sum of a group that would say that it has been read. So every rank counts
-the sums that it has ended, in memory that the others may read. A rank whose process ends, or that drops the group,
-keeps its memory until all others have counted as far. They have begun that sum too, or it would not have ended here.
+Nothing follows the last sum of a group that would say that it has been read; see readers.py.
 """
 
-import ctypes
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, finalize
 
@@ -21,18 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import gather_integers
 from .large_pages import large_pages
 from .messages import Heard, hear, numbers_of, tell
 from .process_memory import Neighbours, find_neighbours
+from .readers import Readers
 from .traffic import OneCollective
 
 _TAG = 2**20  # of messages between two ranks; those of slices.py count from 0
 _PIECE = 2**17  # elements that are read and added at a time: they stay in a core's cache
 # With more ranks everybody's reading of everything costs more than a ring.
 _MOST_RANKS = 4
-_PATIENCE_SECONDS = 10.0  # for a rank that lives and does not end a sum that it has begun
-_NO_MORE = 2**62  # the count of a rank that ends no further sum
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -42,14 +36,11 @@ class ReadSums:
     Args:
         neighbours: its processes.
         rank: of this process.
-        ended: how many sums this rank has ended.
-        counts: where the other ranks' `ended` are, by rank.
+        readers: how many sums they have ended.
     """
 
-    def __init__(
-        self, neighbours: Neighbours, rank: int, ended: ctypes.c_int64, counts: Mapping[int, int]
-    ) -> None:
-        self._neighbours, self._rank, self._ended, self._counts = neighbours, rank, ended, counts
+    def __init__(self, neighbours: Neighbours, rank: int, readers: Readers) -> None:
+        self._neighbours, self._rank, self._readers = neighbours, rank, readers
         self._shown = [torch.empty(0, dtype=torch.uint8)] * 2
         self._read = torch.empty(0, dtype=torch.uint8)
         self._number = 0
@@ -73,7 +64,7 @@ class ReadSums:
         try:
             self._fill(own, total, _addresses(own, told))
         finally:
-            self._ended.value += 1
+            self._readers.note()
 
     def _fill(self, own: Tensor, total: Tensor, addresses: dict[int, int]) -> None:
         """Fill in the sum from where the others' tensors are."""
@@ -96,29 +87,15 @@ class ReadSums:
         if running is not piece:
             piece.copy_(running)
 
-    def close(self) -> None:
-        """Wait until the other ranks have read what this one showed, or are gone; see [Note: the last sum]."""
-        number, self._ended.value = (
-            self._ended.value,
-            _NO_MORE,
-        )  # first: others that end too may wait for this one
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        for rank in self._counts:
-            while self._ended_by(rank) < number and time.monotonic() < deadline:
-                time.sleep(0.001)
-
-    def _ended_by(self, rank: int) -> int:
-        """How many sums another rank has ended."""
-        count = torch.empty(1, dtype=torch.int64)
-        try:
-            self._neighbours.read(rank, self._counts[rank], count)
-        except ConnectionError:  # it is gone
-            return _NO_MORE
-        return int(count)
+    def leave(self) -> None:
+        """This rank sums up no more; the others may still read what it brought."""
+        self._readers.end()
+        self._readers.keep(self._shown)
 
     def show(self, x: Tensor) -> Tensor:
         """A flat copy where the others may read it until the sum after the next."""
         self._number = 1 - self._number
+        self._readers.shown += 1
         if self._shown[self._number].nbytes < x.nbytes:
             self._shown[self._number] = large_pages(torch.empty(x.nbytes, dtype=torch.uint8))
         shown = self._shown[self._number][: x.nbytes].view(x.dtype)
@@ -194,16 +171,10 @@ def begin_sum_by_reading(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Te
 
 def _open(group: dist.ProcessGroup, neighbours: Neighbours) -> ReadSums:
     """The memory for sums over a group, there until the others need it no more. One all-gather of an integer."""
-    ended = ctypes.c_int64(0)
-    _COUNTS.append(ended)
-    places = gather_integers((ctypes.addressof(ended),), group)
-    counts = {rank: place for rank, (place,) in enumerate(places) if rank != group.rank()}
-    sums = ReadSums(neighbours, group.rank(), ended, counts)
-    finalize(group, sums.close)  # also where the process ends
+    sums = ReadSums(neighbours, group.rank(), Readers.of(group, neighbours))
+    finalize(group, sums.leave)  # also where the process ends
     return sums
 
 
-# Of all groups that ever were, 8 bytes each: others look at them as long as they live.
-_COUNTS: list[ctypes.c_int64] = []
 # By group, as long as that lives; none refers back to its group.
 _SUMS: WeakKeyDictionary[dist.ProcessGroup, ReadSums | None] = WeakKeyDictionary()

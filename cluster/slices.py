@@ -1,15 +1,17 @@
 """How slices of memory get from rank to rank on CPUs: sent, or read by who needs them. What for, is exchange.py."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import count
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch.distributed as dist
 from torch import Tensor
 
 from .messages import hear, numbers_of, tell
 from .process_memory import Neighbours, find_neighbours
+from .readers import Readers
 
 # In elements: 1 MiB of float32. Up to 16 times that it makes no difference.
 _PIECE = 2**18
@@ -54,6 +56,13 @@ class Way(ABC):
             incoming: memory for what comes from each: `room` for it, or for all of it.
         """
 
+    @abstractmethod
+    def post_kept(self, outgoing: Slices, incoming: Slices) -> Swap:
+        """`post` of slices that are there until the others have them, also if the swap is dropped or the process ends.
+
+        The first time it is collective in itself.
+        """
+
 
 def find_way(group: dist.ProcessGroup) -> Way:
     """The quicker way that the group can go. Collective over it."""
@@ -77,6 +86,10 @@ class Sending(Way):
         """See `Way`."""
         return _Sent(self._group, outgoing, incoming)
 
+    def post_kept(self, outgoing: Slices, incoming: Slices) -> Swap:
+        """See `Way`."""
+        return _KeptSent(self._group, outgoing, incoming)
+
 
 class _Sent(Swap):
     def __init__(self, group: dist.ProcessGroup, outgoing: Slices, incoming: Slices) -> None:
@@ -99,6 +112,23 @@ class _Sent(Swap):
             work.wait()
 
 
+class _KeptSent(_Sent):
+    def __init__(self, group: dist.ProcessGroup, outgoing: Slices, incoming: Slices) -> None:
+        super().__init__(group, outgoing, incoming)
+        self._departure = finalize(self, _wait_for_sends, self._sends)
+
+    def finish(self) -> None:
+        super().finish()
+        self._departure.detach()
+
+
+def _wait_for_sends(sends: Iterable[dist.Work]) -> None:
+    """Wait until they are under way for good, or nobody is there to receive them."""
+    for work in sends:
+        with suppress(RuntimeError):
+            work.wait()
+
+
 _TAGS: WeakKeyDictionary[dist.ProcessGroup, "count[int]"] = WeakKeyDictionary()
 
 
@@ -112,6 +142,7 @@ class Reading(Way):
         self._neighbours = neighbours
         # Of all that a group has had: what one left under way, with a model that is gone, must not meet another's.
         self._tags = _TAGS.setdefault(group, count(step=2))
+        self._readers: Readers | None = None  # of what is kept
 
     def room(self, length: int) -> int:
         """One piece: nothing arrives before it is asked for."""
@@ -120,6 +151,19 @@ class Reading(Way):
     def post(self, outgoing: Slices, incoming: Slices) -> Swap:
         """See `Way`."""
         return _Read(self._group, self._neighbours, outgoing, incoming, tag=next(self._tags))
+
+    def post_kept(self, outgoing: Slices, incoming: Slices) -> Swap:
+        """See `Way`."""
+        if self._readers is None:
+            self._readers = Readers.of(self._group, self._neighbours)
+        return _KeptRead(
+            self._group,
+            self._neighbours,
+            outgoing,
+            incoming,
+            tag=next(self._tags),
+            readers=self._readers,
+        )
 
 
 class _Read(Swap):
@@ -147,13 +191,47 @@ class _Read(Swap):
                 self._neighbours.read(rank, addresses[rank] + start * into.element_size(), into)
                 found.append(into)
             yield start, found
-        self._sends += tell(self._group, dict.fromkeys(addresses, (0,)), self._tag + 1)
+        self._tell_read(addresses)
+
+    def _tell_read(self, ranks: Iterable[int]) -> None:
+        self._sends += tell(self._group, dict.fromkeys(ranks, (0,)), self._tag + 1)
 
     def finish(self) -> None:
         for read in hear(self._group, self._incoming, self._tag + 1).values():
             numbers_of(read)
         for work in self._sends:
             work.wait()
+
+
+class _KeptRead(_Read):
+    """Reading is told as ever, and counted besides: who drops what it showed, or ends, hears nothing any more."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        neighbours: Neighbours,
+        outgoing: Slices,
+        incoming: Slices,
+        *,
+        tag: int,
+        readers: Readers,
+    ) -> None:
+        super().__init__(group, neighbours, outgoing, incoming, tag=tag)
+        readers.shown += 1
+        self._departure = finalize(self, readers.keep, list(outgoing.values()))
+        self._note = finalize(self, readers.note)  # once: called, or when this is dropped
+
+    def pieces(self) -> Iterator[tuple[int, list[Tensor]]]:
+        yield from super().pieces()
+        self._note()
+
+    def _tell_read(self, ranks: Iterable[int]) -> None:
+        with suppress(RuntimeError):  # who ends or drops what it showed needs not be told
+            super()._tell_read(ranks)
+
+    def finish(self) -> None:
+        super().finish()
+        self._departure.detach()
 
 
 def _length(slices: Slices) -> int:

@@ -10,6 +10,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..zero.faults import require_clip_norm, require_clip_value, require_finite_norm
+from ..zero.precision import beyond_fp16
+
+# torch's GradScaler has no lowest scale: it halves until it multiplies by 0, and skips every step without a word. The
+# other plugins' defaults give up at this one, after so many overflows in a row.
+_LOWEST_SCALE = 1.0
+_MOST_OVERFLOWS = 2
 
 
 class ScaledOptimizer(Optimizer):
@@ -33,6 +39,7 @@ class ScaledOptimizer(Optimizer):
         self.names = names
         self.last_norm: float | None = None
         self.skipped_steps = 0
+        self._overflows_in_a_row = 0
         self._is_scaled = False  # whether gradients of a scaled loss have come since the last step
         self._is_unscaled = False
 
@@ -48,7 +55,8 @@ class ScaledOptimizer(Optimizer):
         """Update the parameters, or skip where a scaled gradient overflowed.
 
         Raises:
-            RuntimeError: under a loss scale, where there are no scaled gradients.
+            RuntimeError: under a loss scale, where there are no scaled gradients, or where they overflow although it
+                has fallen to 1.
         """
         self._require_scaled("step()")
         self.scaler.step(self.optim)
@@ -152,5 +160,9 @@ class ScaledOptimizer(Optimizer):
         """Let the scale fall after an overflow, or grow."""
         before = self.scaler.get_scale()
         self.scaler.update()
-        self.skipped_steps += self.scaler.get_scale() < before
+        overflow = self.scaler.get_scale() < before
+        self.skipped_steps += overflow
+        self._overflows_in_a_row = self._overflows_in_a_row + 1 if overflow else 0
         self._is_scaled = self._is_unscaled = False
+        if self._overflows_in_a_row >= _MOST_OVERFLOWS and before <= _LOWEST_SCALE:
+            raise beyond_fp16(self._overflows_in_a_row, f"has fallen to {before:g}")

@@ -1,6 +1,7 @@
 """Which optimizers may be given slices of parameters: those that treat every entry on its own."""
 
 import inspect
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -23,15 +24,18 @@ KNOWN = frozenset(
         torch.optim.SGD,
     }
 )
-_SHAPE = (4, 6)
-_CUT = 10  # inside a row, so that rows and columns are cut too
+# More than what optimizers take for large: some keep small matrices whole, or quantize states of long ones by blocks.
+_SHAPE = (160, 144)
+_CUT = 10_000  # inside a row, so that rows and columns are cut too
 _STEPS = 3
 
 
 def require_elementwise(optimizer: Optimizer) -> None:
     """Refuse an optimizer that gives other numbers on slices of a parameter than on the whole.
 
-    An unknown class is tried: it steps a small matrix whole, and the same entries as two 1-D pieces.
+    An unknown class is tried: it steps a matrix whole, and the same entries as two 1-D pieces, with the options of each
+    parameter group, by which some choose how they update. Each piece has an optimizer of its own, as on a rank: some
+    adapt to all that they hold.
 
     Raises:
         ValueError: the optimizer is not element-wise, or cannot be tried.
@@ -41,36 +45,63 @@ def require_elementwise(optimizer: Optimizer) -> None:
         return
     name = f"{kind.__module__}.{kind.__qualname__}"
     known = ", ".join(sorted(each.__name__ for each in KNOWN))
-    advice = f"use one that updates every entry on its own, such as torch.optim's {known}"
+    advice = (
+        f"use one that updates every entry on its own, such as torch.optim's {known}; or TorchDDPPlugin, under which "
+        "every rank has all parameters whole"
+    )
     try:
         with torch.random.fork_rng(devices=[]):
-            whole, pieces = _updates(optimizer, cut=False), _updates(optimizer, cut=True)
+            alike = all(_treats_alike(optimizer, options) for options in _options(optimizer))
     except Exception as error:
         raise ValueError(
             f"{name} could not be tried on slices of a parameter ({type(error).__name__}: {error}), so it "
             f"may not be element-wise, which sharing out its states needs: {advice}"
         ) from error
-    if not torch.allclose(whole, pieces, rtol=1e-4, atol=1e-4 * whole.abs().max().item()):
+    if not alike:
         raise ValueError(
             f"{name} is not element-wise: it updates a slice of a parameter otherwise than the whole, "
             f"so its states cannot be shared out: {advice}"
         )
 
 
-def _updates(optimizer: Optimizer, *, cut: bool) -> Tensor:
-    """How far each entry of a matrix moves in a few steps, 1-D; with `cut` it is held as two 1-D pieces."""
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Those of the parameter groups, each once."""
+    found: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        if options.get("lr") == 0:
+            options["lr"] = 1e-2  # a step that moves nothing would prove nothing
+        found.setdefault(repr(options), options)
+    return list(found.values())
+
+
+def _treats_alike(optimizer: Optimizer, options: dict[str, Any]) -> bool:
+    """Whether a matrix moves as its pieces do."""
+    whole, pieces = (_updates(optimizer, options, cut=cut) for cut in (False, True))
+    return torch.allclose(whole, pieces, rtol=1e-4, atol=1e-4 * whole.abs().max().item())
+
+
+def _updates(optimizer: Optimizer, options: dict[str, Any], *, cut: bool) -> Tensor:
+    """How far each entry of a matrix moves in a few steps, 1-D; with `cut` it is two 1-D pieces, on a rank each."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(_SHAPE, generator=generator)
     parameters = [Parameter(piece.clone()) for piece in _pieces(start, cut)]
-    trial = type(optimizer)(parameters, **_arguments(optimizer))
+    trials = [_trial(optimizer, parameter, options) for parameter in parameters]
     torch.manual_seed(0)
     for _ in range(_STEPS):
         gradient = torch.randn(_SHAPE, generator=generator)
         gradient.view(-1)[_CUT:] *= 100  # so that what depends on a norm differs between the pieces
-        for parameter, piece in zip(parameters, _pieces(gradient, cut), strict=True):
+        for trial, parameter, piece in zip(trials, parameters, _pieces(gradient, cut), strict=True):
             parameter.grad = piece.clone()
-        trial.step()
+            trial.step()
     return torch.cat([parameter.detach().view(-1) for parameter in parameters]) - start.view(-1)
+
+
+def _trial(optimizer: Optimizer, parameter: Parameter, options: dict[str, Any]) -> Optimizer:
+    """Another optimizer of the kind, on one parameter."""
+    trial = type(optimizer)([parameter], **_arguments(optimizer))
+    trial.param_groups[0].update(deepcopy(options))
+    return trial
 
 
 def _pieces(x: Tensor, cut: bool) -> tuple[Tensor, ...]:
@@ -80,7 +111,4 @@ def _pieces(x: Tensor, cut: bool) -> tuple[Tensor, ...]:
 def _arguments(optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's own defaults, as far as its constructor takes them."""
     accepted = inspect.signature(type(optimizer)).parameters
-    arguments = {name: value for name, value in optimizer.defaults.items() if name in accepted}
-    if arguments.get("lr") == 0:
-        arguments["lr"] = 1e-2  # a step that moves nothing would prove nothing
-    return arguments
+    return {name: value for name, value in optimizer.defaults.items() if name in accepted}

@@ -150,10 +150,19 @@ class DynamicScaler:
         # One overflow at the minimum is a bad batch, whose step is skipped; a row of them is no accident.
         at_minimum = self.scale <= self._config.min_scale
         if at_minimum and self._overflows_in_a_row >= self._config.hysteresis:
-            raise RuntimeError(
-                f"fp16 gradients are infinite or NaN for {self._overflows_in_a_row} steps in a row although "
-                f"the loss scale has reached min_scale={self._config.min_scale:g}, so scaling cannot help. "
-                "Either the loss itself is not finite (print it; lower the learning rate, look for a "
-                "division or logarithm of zero), or the model leaves the range of fp16: use precision='bf16'"
-            )
+            raise beyond_fp16(self._overflows_in_a_row, f"has reached min_scale={self._config.min_scale:g}")
         self.scale = max(self.scale * self._config.backoff_factor, self._config.min_scale)
+
+
+def beyond_fp16(in_a_row: int, where: str) -> RuntimeError:
+    """The error of a loss scale that cannot help.
+
+    Args:
+        in_a_row: how many steps overflowed.
+        where: what the scale is or has done.
+    """
+    return RuntimeError(
+        f"fp16 gradients are infinite or NaN for {in_a_row} steps in a row although the loss scale {where}, so scaling "
+        "cannot help. Either the loss itself is not finite (print it; lower the learning rate, look for a division or "
+        "logarithm of zero), or the model leaves the range of fp16: use precision='bf16'"
+    )

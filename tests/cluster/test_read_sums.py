@@ -1,13 +1,10 @@
 """Sums that ranks read from each other's memory."""
 
-import ctypes
 import gc
-import multiprocessing
 import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -192,27 +189,3 @@ def test_a_process_ends_when_the_others_have_read_its_last_sum(tmp_path: Path) -
             stack.callback(process.kill)
         told = [process.communicate(timeout=100) for process in processes]
     assert told == [("[3.0]\n", "")] * 2
-
-
-def seconds_to_close(pid: int, others: ctypes.c_int64) -> float:
-    """How long a rank that has ended 3 sums waits for a process that has ended so many."""
-    places = {1: ctypes.addressof(others)}
-    sums = read_sums.ReadSums(process_memory.Neighbours({1: pid}), 0, ctypes.c_int64(3), places)
-    start = time.monotonic()
-    sums.close()
-    return time.monotonic() - start
-
-
-def test_who_ends_waits_for_the_count_of_others_but_not_for_ever_nor_for_the_dead() -> None:
-    count = ctypes.c_int64(2)
-    reader = threading.Timer(0.2, lambda: setattr(count, "value", 3))
-    reader.start()
-    assert 0.1 < seconds_to_close(os.getpid(), count) < 5
-    assert seconds_to_close(os.getpid(), count) < 0.1, "they have read it"
-    with patch.object(read_sums, "_PATIENCE_SECONDS", 0.1):
-        assert 0.1 <= seconds_to_close(os.getpid(), ctypes.c_int64(2)) < 5
-    dead = multiprocessing.get_context("fork").Process(target=int)
-    dead.start()
-    dead.join()
-    assert dead.pid is not None
-    assert seconds_to_close(dead.pid, ctypes.c_int64(2)) < 5

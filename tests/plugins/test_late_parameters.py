@@ -4,19 +4,43 @@ from typing import Any
 
 import pytest
 
-from echelon import LowLevelZeroPlugin
+from echelon import LowLevelZeroPlugin, PipelineGradientCheckpointConfig
 
 from ..pool import Pool
 from . import training
 
+QUICK: list[tuple[str, dict[str, Any]]] = [
+    ("hybrid", {"tp_size": 2, "zero_stage": 1}),
+    ("hybrid", {"pp_size": 2, "zero_stage": 2, "pp_style": "zbv"}),
+    ("zero", {"stage": 2, "precision": "bf16"}),
+]
+SLOW: list[dict[str, Any]] = [
+    {"zero_stage": 1, "zero_size": 2},
+    {"zero_stage": 2, "zero_size": 2, "precision": "bf16"},
+    {"zero_stage": 2, "tp_size": 2, "cpu_offload": True, "precision": "bf16"},
+    {"zero_stage": 1, "tp_size": 2, "precision": "fp16", "initial_scale": 2.0**22, "hysteresis": 1},
+    {
+        "zero_stage": 1,
+        "sp_size": 2,
+        "enable_sequence_parallelism": True,
+        "sequence_parallelism_mode": "all_to_all",
+    },
+    {
+        "zero_stage": 2,
+        "tp_size": 2,
+        "enable_sequence_parallelism": True,
+        "sequence_parallelism_mode": "split_gather",
+        "gradient_checkpoint_config": PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0),
+    },
+    {"zero_stage": 1, "wp_size": 2},
+    {"zero_stage": 2, "wp_size": 2, "precision": "bf16"},
+    {"zero_stage": 1, "pp_size": 2, "zero_bucket_size_in_m": 0.001, "communication_dtype": "bf16"},
+]
+
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [
-        ("hybrid", {"tp_size": 2, "zero_stage": 1}),
-        ("hybrid", {"pp_size": 2, "zero_stage": 2, "pp_style": "zbv"}),
-        ("zero", {"stage": 2, "precision": "bf16"}),
-    ],
+    [*QUICK, *(pytest.param("hybrid", settings, marks=pytest.mark.slow) for settings in SLOW)],
     ids=str,
 )
 def test_losses_are_those_of_parameters_that_arrive_at_once(
