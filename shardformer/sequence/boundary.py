@@ -1,7 +1,8 @@
 """Where sequences are taken apart and put together: at the first and the last layer of a stack.
 
 All that a model computes around its layers it computes on whole sequences, as ever: embeddings, masks, positions,
-pooling, losses; but for what before_layers.py knows to go by position. What the layers do with a part of one is the regions' business, or attention's.
+pooling, losses; but for what before_layers.py knows to go by position. What the layers do with a part of one is the
+regions' business, or attention's.
 
 [Note: gradients over the sequence axis] Each of its ranks differentiates the same loss, and the optimizer takes the
 mean of what they accumulate. Behind the last layer all of them compute the same, and so is the mean. In front of it a
