@@ -38,6 +38,14 @@ class Shapes(TorchDispatchMode):
         return result
 
 
+def is_whole(shape: tuple[int, ...]) -> bool:
+    """Whether a tensor has a whole sequence, with padding or not, or the rows of both samples'.
+
+    40 rows may be those of two parts.
+    """
+    return bool({LENGTH, 2 * LENGTH, 80} & set(shape)) or (len(shape) > 2 and 40 in shape)
+
+
 def hold_no_whole_sequence(tp: int) -> None:
     whole = build("LlamaForCausalLM").train()
     model = boosted(deepcopy(whole), tp=tp).train()
@@ -45,8 +53,7 @@ def hold_no_whole_sequence(tp: int) -> None:
         with Shapes() as shapes:
             model(**batch(LENGTH)).loss.backward()
         assert any(20 in shape for shape in shapes.made)
-        # Rows of a part, (B·S/2, V), are as many as positions of the whole with padding.
-        wholes = [shape for shape in shapes.made if {LENGTH, 2 * LENGTH, 80} & set(shape) or 40 in shape[1:]]
+        wholes = [shape for shape in shapes.made if is_whole(shape)]
         assert not wholes, wholes
         model.zero_grad()
     if tp == 1:
@@ -72,17 +79,22 @@ def read(module: nn.Module, args: tuple, output: Tensor) -> None:
 
 
 def compute_with_what_is_looked_up() -> None:
-    """GPT-2 adds positions, Gemma multiplies; a user's hook reads."""
-    for name in ("LlamaForCausalLM", "GemmaForCausalLM", "GPT2LMHeadModel"):
-        whole = build(name, **({"num_key_value_heads": 2} if name.startswith("Gemma") else {})).train()
-        model = boosted(deepcopy(whole)).train()
+    """GPT-2 adds positions, Granite multiplies; Gemma does so within its embedding; a user's hook reads."""
+    both, always, never = [LENGTH, 20], [LENGTH], [20]  # of which parts first, and the whole from then on
+    for name, first, later in (
+        ("LlamaForCausalLM", both, always),
+        ("GraniteForCausalLM", both, always),
+        ("GPT2LMHeadModel", always, always),
+        ("GemmaForCausalLM", never, never),
+    ):
+        whole = build(
+            name, **({"num_key_value_heads": 2} if name.startswith("G") and "GPT" not in name else {})
+        )
+        model = boosted(deepcopy(whole.train())).train()
         if name == "LlamaForCausalLM":
-            model.unwrap().model.embed_tokens.register_forward_hook(
-                lambda *given: str(given[2].sum()) and None
-            )
-        lengths = looked_up(model, batch(LENGTH))
-        assert lengths == ([LENGTH] if name == "GPT2LMHeadModel" else [LENGTH, 20]), (name, lengths)
-        assert looked_up(model, batch(LENGTH)) == [LENGTH]
+            model.unwrap().model.embed_tokens.register_forward_hook(read)
+        assert looked_up(model, batch(LENGTH)) == first, name
+        assert looked_up(model, batch(LENGTH)) == later, name
         model(**batch(LENGTH)).loss.backward()
         whole(**batch(LENGTH)).loss.backward()
         require_same_gradients(model, whole)
