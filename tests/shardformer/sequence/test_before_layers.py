@@ -87,9 +87,8 @@ def compute_with_what_is_looked_up() -> None:
         ("GPT2LMHeadModel", always, always),
         ("GemmaForCausalLM", never, never),
     ):
-        whole = build(
-            name, **({"num_key_value_heads": 2} if name.startswith("G") and "GPT" not in name else {})
-        )
+        settings = {} if name == "GPT2LMHeadModel" else {"num_key_value_heads": 2}
+        whole = build(name, **settings)
         model = boosted(deepcopy(whole.train())).train()
         if name == "LlamaForCausalLM":
             model.unwrap().model.embed_tokens.register_forward_hook(read)
