@@ -92,7 +92,7 @@ def compute_with_what_is_looked_up() -> None:
         model = boosted(deepcopy(whole.train())).train()
         if name == "LlamaForCausalLM":
             model.unwrap().model.embed_tokens.register_forward_hook(read)
-        assert looked_up(model, batch(LENGTH)) == first, name
+        assert sorted(looked_up(model, batch(LENGTH))) == sorted(first), name
         assert looked_up(model, batch(LENGTH)) == later, name
         model(**batch(LENGTH)).loss.backward()
         whole(**batch(LENGTH)).loss.backward()
