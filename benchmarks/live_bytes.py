@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from echelon.shardformer.sequence.part_tensor import PartTensor
+
 
 class LiveBytes(TorchDispatchMode):
     """A context that counts the storages made inside it which are still there.
@@ -88,7 +90,8 @@ def bytes_before_layers(compute: Callable[[], None], *, embedding: nn.Module, fi
             live.peak = live.now
 
         def watch(module: nn.Module, args: Any, output: Tensor) -> None:
-            output.register_hook(arrive)
+            part = output.part if isinstance(output, PartTensor) else None  # what is there of the output
+            (output if part is None else part).register_hook(arrive)
 
         handles = (
             first_layer.register_forward_pre_hook(arrive),

@@ -33,7 +33,7 @@ from .hybrid_boost import boost
 from .hybrid_config import HybridConfig, PipelineConfig, told
 from .hybrid_module import HybridParallelModule
 from .hybrid_saved import held_tensors, trained_shards
-from .internevo import plugin_arguments
+from .internevo import in_its_words, plugin_arguments
 from .ledger import Ledger
 
 
@@ -218,7 +218,12 @@ class HybridParallelPlugin(Plugin):
         Raises:
             ValueError: all that is not understood, or cannot be done, at once.
         """
-        return cls(**plugin_arguments(config, **others))
+        arguments = plugin_arguments(config, **others)
+        try:
+            return cls(**arguments)
+        except ValueError as error:
+            configured = {name: value for name, value in arguments.items() if name not in others}
+            raise ValueError(in_its_words(str(error), configured)) from None
 
     @property
     def tp_size(self) -> int:

@@ -5,6 +5,7 @@ lists them.
 """
 
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,16 @@ _NOT_OF_PLUGIN = (
     *("alert_address", "enable_tb", "tensorboard", "tensorboard_folder", "resume_tb_folder", "batch_count"),
     *("cudnn_deterministic", "cudnn_benchmark", "generation", "gradient_handler"),
 )
+# What becomes of sizes, as it is called here and there.
+_CALLED = {
+    "tp_size": "tensor.size",
+    "sp_size": "tensor.size",
+    "pp_size": "pipeline.size",
+    "wp_size": "weight.size",
+    "zero_size": "zero1.size",
+    "num_model_chunks": "num_chunks",
+    "num_microbatches": "data.micro_num",
+}
 _WEIGHT_TUNING = ("launch_allgather_before", "forward_overlap_per")
 _ZERO_TUNING = ("use_split_tensor_optim", "all_gather_size")
 
@@ -91,6 +102,23 @@ def plugin_arguments(config: Mapping[str, Any] | str | Path, **others: Any) -> d
         raise ValueError(told([f"InternEvo's configuration: {fault}" for fault in faults]))
     _tell(left)
     return found | {name: value for name, value in others.items() if name not in sections}
+
+
+def in_its_words(fault: str, arguments: Mapping[str, Any]) -> str:
+    """A fault of the plugin's arguments, with what the configuration calls those that it names.
+
+    Args:
+        fault: what the plugin says.
+        arguments: those that came of the configuration alone.
+    """
+    names = [name for name in _CALLED if name in arguments and re.search(rf"\b{name}\b", fault)]
+    if not names:
+        return fault
+    called = {name: f"{name}={arguments[name]} is {_CALLED[name]}" for name in names}
+    size, wp_size = arguments.get("zero_size", -1), arguments.get("wp_size", 1)
+    if "zero_size" in names and size > 1 and wp_size > 1:
+        called["zero_size"] = f"zero_size={size} is zero1.size={size // wp_size} times weight.size={wp_size}"
+    return f"{fault}\nin InternEvo's configuration {', '.join(called.values())}"
 
 
 def _parallel_section(root: Section, faults: list[str]) -> Section:

@@ -11,9 +11,14 @@ from ..pipeline.balance import layer_faults
 from ..pipeline.cut import held_stages
 from ..pipeline.plan import StagePlan
 from ..pipeline.setting_faults import setting_faults, settings_of
+from .sequence.attention_faults import TENSOR_INSTEAD
 from .sequence.config import SequenceParallelism
+from .sequence.layer_parts import SEQUENCE_INSTEAD
 from .sequence.spread import spread_faults
 from .shard_config import ShardConfig
+
+# In the place of advice to take a mode that the same model is refused.
+_NO_OTHER = "leave enable_sequence_parallelism out, for no other mode takes this model either"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +105,18 @@ class Policy(ABC):
         """
         if settings.mode is None:
             return []
+        found = self._mode_faults(settings, tp_size=tp_size, sp_size=sp_size)
+        other = SequenceParallelism(mode="all_to_all" if settings.is_on_tensor_axis else "split_gather")
+        # Over one rank each, for what the sizes are at fault for others may not be.
+        if found and self._mode_faults(other, tp_size=1, sp_size=1):
+            found = [
+                fault.replace(TENSOR_INSTEAD, _NO_OTHER).replace(SEQUENCE_INSTEAD, _NO_OTHER)
+                for fault in found
+            ]
+        return found
+
+    def _mode_faults(self, settings: SequenceParallelism, *, tp_size: int, sp_size: int) -> list[str]:
+        """Why this model's sequences cannot be spread in this one mode."""
         found = spread_faults(self.model, self.stage_plan(), settings, tp_size=tp_size, sp_size=sp_size)
         return found or (self.region_faults(settings) if settings.is_on_tensor_axis else [])
 

@@ -12,6 +12,7 @@ from .checkpoint_config import recomputable_layers
 from .layer.parallel_module import ParallelModule
 from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from .sequence.axis import axis_of
+from .sequence.before_layers import compute_parts_before_layers
 from .sequence.loss import keep_spread, stays_spread
 from .sequence.spread import reckoning, spread_sequences
 from .shard_config import ShardConfig
@@ -73,6 +74,8 @@ class ModelSharder:
         remember_stages(self.model, stages)  # it may be another
         if spread_layer is not None and (axis := axis_of(self.model.get_submodule(spread_layer))) is not None:
             keep_spread(self.model, axis)
+        if self.shard_config.sequence.is_on_sequence_axis and (plan := self.policy.stage_plan()) is not None:
+            compute_parts_before_layers(self.model, plan)
         return shared
 
     def _cut(self) -> None:

@@ -24,11 +24,14 @@ from .ring import ring_attention
 
 ALL_TO_ALL, RING = "all_to_all", "ring_attn"
 
+_UNSPREAD = (
+    "under 'ring_attn' only layers whose sequences are spread may: use sequence_parallelism_mode='all_to_all'"
+)
+
 # What attention is told, and what models hand to it besides: what the mask says too, and what is not about attention.
-_TOLD = frozenset(("scaling", "dropout", "is_causal"))
+_TOLD = frozenset(("scaling", "dropout", "is_causal", "softcap"))
 _BY_HEADS = _TOLD | frozenset(
     (
-        "softcap",
         "sliding_window",
         "position_bias",
         "s_aux",
@@ -103,6 +106,7 @@ def ring_attention_of(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     """Attention as transformers calls it, by `ring_attention`; by torch's own where the module's sequences are whole.
@@ -115,6 +119,7 @@ def ring_attention_of(
             those before.
         dropout: probability, 0 outside of training.
         scaling: of the scores; None is D to the power of -1/2.
+        softcap: of the scores; for sequences that are spread.
         **kwargs: what need not be known.
 
     Returns:
@@ -127,6 +132,8 @@ def ring_attention_of(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     axis = axis_of(module)
     if axis is None:
+        if softcap is not None:
+            raise ValueError(f"{type(module).__name__} caps its scores (softcap={softcap}): {_UNSPREAD}")
         mask, causal = _whole_mask(attention_mask, is_causal=causal)
         attend = kernel_of(module, SDPA)
         return attend(module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal)
@@ -138,6 +145,7 @@ def ring_attention_of(
         mask=attention_mask,
         is_causal=causal,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=softcap,
         dropout=dropout,
         inner=axis.rings,
     )

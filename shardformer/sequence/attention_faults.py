@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from .attention import ALL_TO_ALL, KNOWN, RING, models_around
 from .native import EAGER, KERNELS
 
-_INSTEAD = "use sequence_parallelism_mode='split_gather' or 'ring'"
+TENSOR_INSTEAD = "use sequence_parallelism_mode='split_gather' or 'ring'"
 _RING_INSTEAD = "use sequence_parallelism_mode='all_to_all', 'split_gather' or 'ring'"
 _MIXERS = (_ConvNd, _BatchNorm, nn.RNNBase)  # what is at one position comes from others too
 _MIXER_NAMES = re.compile("Attention|Mixer|Mamba|Recurrent|DeltaNet|SSM|Lightning|Rwkv")
@@ -47,9 +47,9 @@ def sequence_attention_faults(
     if not parts:
         return [
             f"{option}: no layers of {type(model).__name__} call attention through transformers' AttentionInterface, "
-            f"by which alone each can see the whole sequence: {_INSTEAD}, or leave {option} out"
+            f"by which alone each can see the whole sequence: {TENSOR_INSTEAD}, or leave {option} out"
         ]
-    reasons = [reason for part in parts for reason in _part_reasons(part, mode)]
+    reasons = [reason for part in parts for reason in _part_reasons(part)]
     reasons += [reason for layer in layers for reason in _layer_reasons(layer, mode)]
     return [f"{option}: {reason}" for reason in dict.fromkeys(reasons)]
 
@@ -67,7 +67,7 @@ def _attending(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _part_reasons(part: PreTrainedModel, mode: str) -> Iterator[str]:
+def _part_reasons(part: PreTrainedModel) -> Iterator[str]:
     name, config = type(part).__name__, part.config
     kernel = config._attn_implementation
     if kernel not in KERNELS:
@@ -76,55 +76,50 @@ def _part_reasons(part: PreTrainedModel, mode: str) -> Iterator[str]:
             "attn_implementation='sdpa' or 'eager'"
         )
     if not part._can_set_attn_implementation():
-        yield f"{name} takes its attention once and for all when it is built: {_INSTEAD}"
+        yield f"{name} takes its attention once and for all when it is built: {TENSOR_INSTEAD}"
     if config.is_encoder_decoder:
-        yield f"{name} has a decoder that attends to another sequence than its own: {_INSTEAD}"
+        yield f"{name} has a decoder that attends to another sequence than its own: {TENSOR_INSTEAD}"
     if getattr(config, "output_attentions", False):
         yield f"{name} is to return attention weights, which no rank has: config.output_attentions=False"
     if kernel == EAGER and getattr(config, "reorder_and_upcast_attn", False):
         yield (
-            f"{name} computes attention of its own (config.reorder_and_upcast_attn): set that to False, or {_INSTEAD}"
+            f"{name} computes attention of its own (config.reorder_and_upcast_attn): set that to False, or "
+            f"{TENSOR_INSTEAD}"
         )
-    caps = [
-        f"{key}={value}"
-        for key, value in vars(config).items()
-        if "attn" in key and "softcap" in key and value
-    ]
-    if mode == RING and caps:
-        yield f"{name} caps its attention scores ({', '.join(caps)}): {_RING_INSTEAD}"
 
 
 def _layer_reasons(layer: nn.Module, mode: str) -> Iterator[str]:
     attentions = [each for each in layer.modules() if _is_attention(each)]
     if not attentions:
-        yield f"{type(layer).__name__} computes no attention through transformers' AttentionInterface: {_INSTEAD}"
+        yield f"{type(layer).__name__} computes no attention through transformers' AttentionInterface: {TENSOR_INSTEAD}"
     inside = {id(each) for attention in attentions for each in attention.modules()}
     for path, module in layer.named_modules():
         name = type(module).__name__
         is_around = any(_is_attention(each) for each in module.modules())
         named_so = _MIXER_NAMES.search(name) is not None and id(module) not in inside and not is_around
         if isinstance(module, _MIXERS) or named_so:
-            yield f"{type(layer).__name__} mixes positions by {name}, which sees those of one rank alone: {_INSTEAD}"
+            yield (
+                f"{type(layer).__name__} mixes positions by {name}, which sees those of one rank alone: "
+                f"{TENSOR_INSTEAD}"
+            )
         if is_around and _CROSS.search(path.rpartition(".")[2]):
-            yield f"{type(layer).__name__} attends to another sequence than its own ({path}): {_INSTEAD}"
+            yield f"{type(layer).__name__} attends to another sequence than its own ({path}): {TENSOR_INSTEAD}"
         if "arange(" in _code(type(module)):
-            yield f"{name} counts positions by itself, and would count those of one rank alone: {_INSTEAD}"
+            yield f"{name} counts positions by itself, and would count those of one rank alone: {TENSOR_INSTEAD}"
     for attention in attentions:
         yield from _argument_reasons(attention, mode)
 
 
 def _argument_reasons(attention: nn.Module, mode: str) -> Iterator[str]:
     """What the module hands to attention that would be lost there."""
-    name, instead = type(attention).__name__, _RING_INSTEAD if mode == RING else _INSTEAD
+    name, instead = type(attention).__name__, _RING_INSTEAD if mode == RING else TENSOR_INSTEAD
     given = {
         argument for call in _CALL.findall(_code(type(attention))) for argument in _ARGUMENT.findall(call)
     }
     known = KNOWN[mode] | {"query", "key", "value", "attention_mask", "output_attentions"}
-    if mode == RING:
-        known |= {"softcap"}  # of which the config says whether there is one
-        if getattr(attention, "sinks", None) is not None:
-            yield f"{name} has sinks, logits of its own beside the scores: {instead}"
-            given -= {"s_aux"}
+    if mode == RING and getattr(attention, "sinks", None) is not None:
+        yield f"{name} has sinks, logits of its own beside the scores: {instead}"
+        given -= {"s_aux"}
     others = set(_DEFAULT.findall(_code(type(attention)))) - {"eager_attention_forward"}
     config: Any = attention.config
     if mode == ALL_TO_ALL and others and config._attn_implementation == EAGER:
@@ -133,7 +128,7 @@ def _argument_reasons(attention: nn.Module, mode: str) -> Iterator[str]:
             "with attn_implementation='sdpa'"
         )
     if _READS_MASK.search(_code(type(attention))):
-        yield f"{name} computes with the mask itself, which is that of the whole sequence: {_INSTEAD}"
+        yield f"{name} computes with the mask itself, which is that of the whole sequence: {TENSOR_INSTEAD}"
     if unknown := sorted(given - known):
         yield f"{name} hands {', '.join(unknown)} to its attention, of which this one knows nothing: {instead}"
 

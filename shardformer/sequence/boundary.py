@@ -1,7 +1,8 @@
 """Where sequences are taken apart and put together: at the first and the last layer of a stack.
 
 All that a model computes around its layers it computes on whole sequences, as ever: embeddings, masks, positions,
-pooling, losses. What the layers do with a part of one is the regions' business, or attention's.
+pooling, losses; but for what before_layers.py knows to go by position. What the layers do with a part of one is the
+regions' business, or attention's.
 
 [Note: gradients over the sequence axis] Each of its ranks differentiates the same loss, and the optimizer takes the
 mean of what they accumulate. Behind the last layer all of them compute the same, and so is the mean. In front of it a
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from .axis import SequenceAxis
 from .part_random import CommonRandom, PartRandom, draws, samplewise
+from .part_tensor import PartTensor
 
 _DIM = 1  # of the sequence in hidden states (B, S, H)
 # What layers are given besides hidden states with an entry for each position, and the dimension of those.
@@ -52,9 +54,11 @@ class Boundary:
                     "enable_sequence_parallelism out for this model"
                 )
             self.axis.length = hidden.shape[_DIM]
-            if not is_held:
-                return args, kwargs
-            return put(take_apart(hidden, self.axis, is_data=self._is_data))
+            if isinstance(hidden, PartTensor):
+                if is_held and hidden.part is not None:
+                    return put(hidden.part)
+                hidden = hidden.whole()
+            return put(take_apart(hidden, self.axis, is_data=self._is_data) if is_held else hidden)
 
         first.register_forward_pre_hook(begin, with_kwargs=True)
 
@@ -97,13 +101,18 @@ class Boundary:
 
     def _own(self, layer: nn.Module, name: str, value: Any) -> Any:
         if name in _BY_POSITION:
-            return tree_map_only(Tensor, lambda x: self.axis.own(x, _BY_POSITION[name]), value)
+            return tree_map_only(Tensor, lambda x: self._part(x, _BY_POSITION[name]), value)
         if name not in _WHOLE and isinstance(value, Tensor) and self.axis.length in value.shape:
             raise ValueError(
                 f"{type(layer).__name__} is given {name} of {tuple(value.shape)}, and nothing says how a sequence of "
                 f"{self.axis.length} is cut in it: use sequence_parallelism_mode='split_gather' for this model"
             )
         return value
+
+    def _part(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's, which may be there without the whole."""
+        part = x.part if isinstance(x, PartTensor) else None
+        return self.axis.own(x, dim) if part is None else part
 
 
 def _hidden(

@@ -25,6 +25,7 @@ class View:
     Args:
         seen: all of them, the triangle, or numbers to add to the scores, minus infinity at keys that are not seen.
         scale: by which scores are multiplied.
+        softcap: what they then come near to and never pass, as softcap · tanh(score / softcap); None is no bound.
         dropout: the probability with which a key is left out.
         seed: of the random numbers for that.
     """
@@ -32,6 +33,7 @@ class View:
     seen: Seen | Tensor
     _: KW_ONLY
     scale: float
+    softcap: float | None = None
     dropout: float = 0.0
     seed: int = 0
 
@@ -120,9 +122,13 @@ def _over_query_heads(gradient_BNKD: Tensor, x_BMKD: Tensor) -> Tensor:
 
 
 def _plain_scores(q: Tensor, k: Tensor, view: View) -> Tensor:
-    """(B, N, Q, K) in float32 or wider."""
+    """(B, N, Q, K) in float32 or wider, as if all were seen."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(dtype) @ k.to(dtype).mT * view.scale
+    return scores if view.softcap is None else scores.div_(view.softcap).tanh_().mul_(view.softcap)
+
+
+def _masked(scores: Tensor, view: View) -> Tensor:
     if isinstance(view.seen, Tensor):
         return scores + view.seen
     if view.seen is Seen.TRIANGLE:
@@ -140,7 +146,7 @@ def _kept(probabilities: Tensor, view: View) -> Tensor:
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
-    scores = _plain_scores(q, k, view)
+    scores = _masked(_plain_scores(q, k, view), view)
     lse = scores.logsumexp(-1)
     scores -= lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
     return _kept(scores.exp_(), view) @ v.to(scores.dtype), lse
@@ -149,12 +155,15 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]
 def _plain_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: View
 ) -> Gradients:
-    probabilities = (_plain_scores(q, k, view) - lse.unsqueeze(-1)).exp_()
+    scores = _plain_scores(q, k, view)
+    probabilities = (_masked(scores, view) - lse.unsqueeze(-1)).exp_()
     dtype = probabilities.dtype
     gradient, q, k, v, out = (each.to(dtype) for each in (gradient, q, k, v, out))
     dv = _kept(probabilities, view).mT @ gradient
     weighted = _kept(gradient @ v.mT, view) - (gradient * out).sum(-1, keepdim=True)
     dscores = weighted * probabilities * view.scale
+    if view.softcap is not None:
+        dscores *= 1 - (scores / view.softcap).square()  # tanh' = 1 − tanh²
     return dscores @ k, dscores.mT @ q, dv
 
 
@@ -202,7 +211,8 @@ def _as_arguments(view: View) -> tuple[bool, Tensor | None]:
 
 
 def _cpu_flash_takes(q: Tensor, v: Tensor, view: View) -> bool:
-    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and not view.dropout
+    is_plain = view.softcap is None and not view.dropout
+    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and is_plain
 
 
 def _cuda_flash_takes(q: Tensor, v: Tensor, view: View) -> bool:
@@ -212,6 +222,7 @@ def _cuda_flash_takes(q: Tensor, v: Tensor, view: View) -> bool:
         and q.shape[-1] == v.shape[-1] <= 256
         and q.shape[-1] % 8 == 0
         and not isinstance(view.seen, Tensor)
+        and view.softcap is None
         and not view.dropout
     )
 

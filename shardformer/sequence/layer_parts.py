@@ -20,7 +20,9 @@ _BY_POSITION = ("Norm", "Dropout", "DropPath", "LayerScale", "Linear", "Conv1D",
 _BY_POSITION_OF = ("torch.nn.modules.activation", "transformers.activations")
 # Classes whose code does so without harm: OPT's puts the tokens of all samples in one row, and back.
 _CHECKED = ("OPTDecoderLayer",)
-_ADVICE = "leave enable_sequence_parallelism out, or use a sequence_parallelism_mode on the sequence axis"
+SEQUENCE_INSTEAD = (
+    "leave enable_sequence_parallelism out, or use a sequence_parallelism_mode on the sequence axis"
+)
 
 
 def whole_paths(table: Table, layer: nn.Module) -> list[str]:
@@ -62,7 +64,9 @@ def layer_part_faults(table: Table, layer: nn.Module) -> list[str]:
     apart = (*whole_paths(table, layer), *active_regions(layer, table))
     found = []
     if "" in whole_paths(table, layer):
-        found.append(f"{kind} holds experts itself, which take tokens without their places: {_ADVICE}")
+        found.append(
+            f"{kind} holds experts itself, which take tokens without their places: {SEQUENCE_INSTEAD}"
+        )
     if getattr(layer, "chunk_size_feed_forward", 0):
         found.append(
             f"{kind} has chunk_size_feed_forward={layer.chunk_size_feed_forward}, which cuts sequences too: set it to 0"
@@ -72,9 +76,11 @@ def layer_part_faults(table: Table, layer: nn.Module) -> list[str]:
             continue
         where = f"{kind}.{name}" if name else kind
         if not list(module.children()) and not is_by_position(module):
-            found.append(f"{where} is a {type(module).__name__}, which may mix positions: {_ADVICE}")
+            found.append(f"{where} is a {type(module).__name__}, which may mix positions: {SEQUENCE_INSTEAD}")
         elif list(module.children()) and (mixing := _mixing(module)):
-            found.append(f"the code of {where} {mixing}, and may know of the whole sequence: {_ADVICE}")
+            found.append(
+                f"the code of {where} {mixing}, and may know of the whole sequence: {SEQUENCE_INSTEAD}"
+            )
     return found
 
 

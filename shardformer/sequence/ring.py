@@ -40,6 +40,7 @@ def ring_attention(
     mask: Mask | Tensor | None,
     is_causal: bool,
     scale: float,
+    softcap: float | None = None,
     dropout: float = 0.0,
     inner: DoubleRing | None = None,
 ) -> Tensor:
@@ -55,6 +56,7 @@ def ring_attention(
         mask: for the whole sequence; a tensor as `GivenMask` has it. None: all is seen, or the past if `is_causal`.
         is_causal: read where there is no mask.
         scale: by which scores are multiplied.
+        softcap: what they then come near to and never pass; no fused kernel takes it.
         dropout: the probability with which a key is left out; the random numbers differ from rank to rank.
         inner: the rings of a double ring; None is a single one.
 
@@ -72,6 +74,7 @@ def ring_attention(
         rank=axis.rank,
         rings=(axis.group,) if inner is None else (inner.outer, inner.inner),
         scale=scale,
+        softcap=softcap,
         dropout=dropout,
         seed=int(torch.randint(2**62, ())) if dropout else 0,
     )
@@ -93,14 +96,14 @@ class _Call:
     rank: int
     rings: Rings
     scale: float
+    softcap: float | None
     dropout: float
     seed: int
 
     def pieces(self, q: Tensor, v: Tensor, source: int) -> Iterator[Piece]:
         """Those of this rank's queries and the keys of another."""
-        is_whole = self.mask.is_plain and is_fused(
-            q, v, View(Seen.ALL, scale=self.scale, dropout=self.dropout)
-        )
+        view = View(Seen.ALL, scale=self.scale, softcap=self.softcap, dropout=self.dropout)
+        is_whole = self.mask.is_plain and is_fused(q, v, view)
         return pieces(
             self.mask,
             self.order,
@@ -114,7 +117,7 @@ class _Call:
         """How the queries of a piece look at its keys."""
         # By the place in the whole sequence, so that ranks whose random state is the same drop other keys.
         seed = hash((self.seed, piece.queries.start, piece.keys.start)) % 2**63
-        return View(piece.seen, scale=self.scale, dropout=self.dropout, seed=seed)
+        return View(piece.seen, scale=self.scale, softcap=self.softcap, dropout=self.dropout, seed=seed)
 
 
 class _RingAttention(Function):

@@ -1,6 +1,9 @@
 """What the tables of decoders do not split, and why, on models without memory."""
 
+import pytest
+
 from echelon.shardformer import table_for
+from echelon.shardformer.sequence.config import MODES, SequenceParallelism
 from echelon.shardformer.table_policy import TablePolicy
 from echelon.verify.models import ModelChoice
 
@@ -35,3 +38,26 @@ def test_shared_heads_that_cannot_be_padded_in_one_projection_are_refused() -> N
 def test_a_shared_head_whose_width_does_not_divide_is_refused() -> None:
     (found,) = faults("phi3", tp_size=4, num_key_value_heads=1, hidden_size=24)
     assert "4 ranks would share a key-value head of width 6, which is not divisible by 4" in found
+
+
+def sequence_faults(model_type: str, mode: str, **settings: object) -> list[str]:
+    table = table_for(model_type)
+    assert table is not None
+    policy = TablePolicy(table)
+    policy.set_model(ModelChoice(model_type=model_type, settings=tuple(settings.items())).build_on_meta())
+    return policy.sequence_faults(SequenceParallelism(mode=mode), tp_size=2, sp_size=2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("model_type", "settings"), [("gpt2", {"add_cross_attention": True}), ("beit", {})])
+def test_nobody_is_sent_to_a_mode_that_is_refused_too(
+    model_type: str, settings: dict[str, object], mode: str
+) -> None:
+    found = sequence_faults(model_type, mode, **settings)
+    assert found and all("no other mode takes this model" in each for each in found), found
+    assert not [each for each in found if "or 'ring'" in each or "on the sequence axis" in each]
+
+
+def test_a_mode_that_is_not_refused_is_advised() -> None:
+    found = sequence_faults("bloom", "ring_attn")
+    assert found and all("use sequence_parallelism_mode='split_gather' or 'ring'" in each for each in found)

@@ -26,7 +26,7 @@ REFUSED = {
     "split_gather": NEVER,
     "ring": NEVER,
     "all_to_all": NEVER | CROSS | OWN_ATTENTION,
-    "ring_attn": NEVER | CROSS | OWN_ATTENTION | {"gemma2"},  # which caps its scores
+    "ring_attn": NEVER | CROSS | OWN_ATTENTION,
 }
 QUICK = {("mixtral", "split_gather"), ("t5", "ring"), ("qwen3", "all_to_all"), ("vit", "ring_attn")}
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from echelon.shardformer import layer_split
 from echelon.shardformer.sequence import boundary, loss
 from echelon.shardformer.sequence.axis import SequenceAxis
+from echelon.shardformer.sequence.before_layers import PartsAlone
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 
@@ -39,13 +40,26 @@ def a_share_counts_once() -> AbstractContextManager:
     return patch.object(loss._SumOfShares, "backward", staticmethod(lambda ctx, gradient: (gradient, None)))
 
 
+@contextmanager
+def the_first_ranks_part(*, of_positions: bool) -> Iterator[None]:
+    """In front of the layers, of positions or of tokens."""
+    own = PartsAlone._own
+
+    def first(self: PartsAlone, whole: Tensor) -> Tensor:
+        assert self._given is not None
+        is_meant = ("position_ids" in self._given[1]) == of_positions
+        return self._axis.order.own(whole, -1, 0) if is_meant else own(self, whole)
+
+    with patch.object(PartsAlone, "_own", first):
+        yield
+
+
 def positions_are_those_of_the_first_rank() -> AbstractContextManager:
-    own = SequenceAxis.own
+    return the_first_ranks_part(of_positions=True)
 
-    def first(self: SequenceAxis, x: Tensor, dim: int, *, padding: int = 0) -> Tensor:
-        return self.order.own(x, dim, 0) if dim == -2 else own(self, x, dim, padding=padding)
 
-    return patch.object(SequenceAxis, "own", first)
+def tokens_are_those_of_the_first_rank() -> AbstractContextManager:
+    return the_first_ranks_part(of_positions=False)
 
 
 @contextmanager
@@ -72,6 +86,7 @@ def labels_are_cut_before_they_are_shifted() -> Iterator[None]:
         (a_part_counts_once, GPT2, Layout(sp=2, sequence="all_to_all")),
         (a_share_counts_once, LLAMA, Layout(sp=2, sequence="ring_attn")),
         (positions_are_those_of_the_first_rank, LLAMA, Layout(sp=2, sequence="all_to_all")),
+        (tokens_are_those_of_the_first_rank, LLAMA, Layout(sp=2, sequence="ring_attn")),
         (labels_are_cut_before_they_are_shifted, LLAMA, Layout(sp=2, sequence="all_to_all")),
     ],
     ids=lambda value: getattr(value, "__name__", None) or getattr(value, "model_type", None) or str(value),

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from echelon import HybridParallelPlugin, PipelineGradientCheckpointConfig
-from echelon.plugins.internevo import plugin_arguments
+from echelon.plugins.internevo import in_its_words, plugin_arguments
+
+from ..pool import Pool
 
 ISSUE = {
     "zero1": {"size": 8, "fsdp": False},
@@ -305,3 +307,24 @@ def test_other_json_is_refused(tmp_path: Path, text: str, told: str) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=told):
         plugin_arguments(path)
+
+
+def test_faults_of_the_plugin_are_told_in_words_of_the_configuration() -> None:
+    arguments = plugin_arguments(ISSUE)
+    assert in_its_words("zero_size=32 must divide the 8 ranks", arguments) == (
+        "zero_size=32 must divide the 8 ranks\nin InternEvo's configuration zero_size=32 is zero1.size=8 times "
+        "weight.size=4"
+    )
+    assert in_its_words("sp_size=2, wp_size=4", arguments).endswith(
+        "\nin InternEvo's configuration sp_size=2 is tensor.size, wp_size=4 is weight.size"
+    )
+    assert in_its_words("precision='fp9'", arguments) == "precision='fp9'"
+
+
+def configure_for_three_stages() -> None:
+    with pytest.raises(ValueError, match=r"InternEvo's configuration .*pp_size=3 is pipeline\.size"):
+        HybridParallelPlugin.from_config({"pipeline": 3})
+
+
+def test_a_plugin_that_cannot_be_had_says_so_in_those_words(pool: Pool) -> None:
+    pool.run(1, configure_for_three_stages)

@@ -182,8 +182,10 @@ def attend_with_flash() -> None:
     for function in (partial(all_to_all_attention, "sdpa"), ring_attention_of):
         with pytest.raises(ValueError, match="Attention hands indices to its attention"):
             function(module, q, k, v, None, indices=positions)
-    with pytest.raises(ValueError, match="hands s_aux, softcap to its attention"):
+    with pytest.raises(ValueError, match="hands s_aux to its attention"):
         ring_attention_of(module, q, k, v, None, softcap=50.0, s_aux=torch.zeros(4))
+    with pytest.raises(ValueError, match="caps its scores"):
+        ring_attention_of(Attention(module.config), q, k, v, None, softcap=50.0)
 
 
 def test_flash_attention_gets_whole_positions_and_what_is_unknown_is_refused(pool: Pool) -> None:

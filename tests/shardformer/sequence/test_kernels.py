@@ -1,6 +1,7 @@
 """Kernels for a block against products in float64."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -42,13 +43,16 @@ def put_together(tensors: Sequence[Tensor], views: Sequence[View]) -> list[Tenso
     return [out, sum(dq), torch.cat(dk, 2), torch.cat(dv, 2)]
 
 
-def in_one(tensors: Sequence[Tensor], bias: Tensor, kept: Tensor | None = None) -> list[Tensor]:
+def in_one(
+    tensors: Sequence[Tensor], bias: Tensor, kept: Tensor | None = None, softcap: float | None = None
+) -> list[Tensor]:
     """The same by products over all keys, in float64."""
     q, k, v, gradient = (each.detach().cpu().double() for each in tensors)
     for each in (q, k, v):
         each.requires_grad_()
     keys, values = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
-    scores = SCALE * q @ keys.mT + bias
+    scores = SCALE * q @ keys.mT
+    scores = (scores if softcap is None else softcap * (scores / softcap).tanh()) + bias
     sees = (scores > -torch.inf).any(-1, keepdim=True)
     weights = scores.masked_fill(~sees, 0).softmax(-1) * sees
     out = (weights if kept is None else weights * kept) @ values
@@ -121,6 +125,16 @@ def test_the_first_kernel_that_can_is_chosen() -> None:
     assert chosen(tensors, View(Seen.ALL, scale=1, dropout=0.1)) is NAMES["_plain"]
     narrow = [tensors[0], tensors[1], tensors[2][..., :4]]
     assert chosen(narrow, View(Seen.ALL, scale=1)) is NAMES["_plain"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scores_are_capped_before_keys_are_hidden(case: str) -> None:
+    tensors, softcap = inputs(dtype=torch.float64), 0.5
+    views = [replace(view, softcap=softcap) for view in views_of(CASES[case])]
+    assert chosen(tensors, views[0]) is NAMES["_plain"]
+    expected = in_one(tensors, bias_of(CASES[case]), softcap=softcap)
+    for found, wanted in zip(put_together(tensors, views), expected, strict=True):
+        assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_dropout_leaves_out_the_same_keys_in_backward() -> None:

@@ -1,0 +1,164 @@
+"""What stands in front of the layers and goes position by position computes this rank's part of a sequence alone.
+
+That is an embedding which is a model's only entry, and rotary tables. The model goes on with a `PartTensor`, which has
+the shape of the whole, and the first layer takes the part: no rank holds hidden states of a whole sequence, nor their
+gradient. A model that computes with what the embedding returns gets the whole of it, from its first call on.
+
+Gradients are those of [Note: gradients over the sequence axis] in boundary.py: of an embedding each rank accumulates
+what its own part adds, as it does where the whole is taken apart.
+"""
+
+from collections.abc import Mapping
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ...pipeline.plan import StagePlan, is_within
+from ...zero.embedding import needs_all_uses
+from ..layer.embedding import VocabParallelEmbedding1D
+from ..layer.parallel_module import require_all
+from ..layer.scaled_embedding import is_scaled
+from .axis import SequenceAxis, axis_of
+from .part_tensor import DIM, PartTensor
+
+# Frequencies that do not follow from the longest position that a call is given.
+_FIXED_ROTARY = {"default", "linear", "yarn", "llama3", "proportional"}
+
+
+def compute_parts_before_layers(model: nn.Module, plan: StagePlan) -> None:
+    """Let what stands in front of a model's layers compute parts where it can, by hooks. After all replacements.
+
+    Args:
+        model: a split one whose sequences are spread over the sequence axis.
+        plan: where its layers and entries are.
+    """
+    paths = plan.layer_paths(model)
+    layers = [model.get_submodule(path) for path in paths]
+    held = next((layer for layer in layers if axis_of(layer) is not None), None)
+    if held is None:
+        return
+    axis = axis_of(held)
+    assert axis is not None
+    for name, module in model.named_modules():
+        is_entry = plan.entry == (name,) and _looks_up(module)
+        if is_entry or (_is_rotary(module) and not any(is_within(name, path) for path in paths)):
+            PartsAlone(axis, layers[0]).around(module)
+
+
+class PartsAlone:
+    """Hooks around a module that computes each position on its own, from one (B, S) tensor of whole numbers.
+
+    Args:
+        axis: of the layers behind it.
+        first: of those.
+    """
+
+    def __init__(self, axis: SequenceAxis, first: nn.Module) -> None:
+        self._axis, self._first = axis, first
+        self._given: tuple[tuple, dict[str, Any], int] | None = None  # of the call that is running
+        self._is_whole = False  # whether the whole was needed, which it will be again
+
+    def around(self, module: nn.Module) -> None:
+        """Let it compute parts."""
+        module.register_forward_pre_hook(self._cut, with_kwargs=True)
+        module.register_forward_hook(self._stand_in)
+
+    def _cut(
+        self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]
+    ) -> tuple[tuple, dict[str, Any]] | None:
+        self._given = None
+        leaves, form = tree_flatten((args, dict(kwargs)))
+        places = [place for place, each in enumerate(leaves) if _is_by_position(each)]
+        is_watched = bool(module._backward_hooks or module._backward_pre_hooks)  # they take the tensor itself
+        if self._is_whole or is_watched or len(places) != 1 or _reenters(self._first):
+            return None
+        (place,) = places
+        _require_rows(module, leaves[place])
+        self._given = args, dict(kwargs), leaves[place].shape[-1]
+        leaves[place] = self._own(leaves[place])
+        own: tuple[tuple, dict[str, Any]] = tree_unflatten(leaves, form)
+        return own
+
+    def _stand_in(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        if self._given is None:
+            return output
+        (given_args, given_kwargs, length), self._given = self._given, None
+
+        @cache
+        def make_all() -> list[Any]:
+            self._is_whole = True
+            return tree_flatten(module(*given_args, **given_kwargs))[0]
+
+        def stand_in(place: int, part: Tensor) -> PartTensor:
+            if part.shape[DIM] * self._axis.order.size != self._axis.order.padded(length):
+                raise AssertionError(
+                    f"{type(module).__name__} made {tuple(part.shape)} of a part of {length}"
+                )
+            return PartTensor(
+                self._without_padding(part, length), length=length, make_whole=lambda: make_all()[place]
+            )
+
+        leaves, form = tree_flatten(output)
+        return tree_unflatten([stand_in(*each) for each in enumerate(leaves)], form)
+
+    def _own(self, whole: Tensor) -> Tensor:
+        """This rank's part, padded as `take_apart` does it."""
+        missing = self._axis.order.padded(whole.shape[-1]) - whole.shape[-1]
+        padding = whole[..., -1:].expand(*whole.shape[:-1], missing)
+        return self._axis.own(torch.cat([whole, padding], -1) if missing else whole, -1)
+
+    def _without_padding(self, part: Tensor, length: int) -> Tensor:
+        """A part whose padding, which stands at its end, has no gradient."""
+        stretches = self._axis.order.stretches(self._axis.rank, length)
+        count = sum(position < length for stretch in stretches for position in stretch)
+        if not part.requires_grad or count == part.shape[DIM]:
+            return part
+        return torch.cat(
+            [part.narrow(DIM, 0, count), part.narrow(DIM, count, part.shape[DIM] - count).detach()], DIM
+        )
+
+
+def _require_rows(module: nn.Module, whole: Tensor) -> None:
+    """Tell all ranks of an entry that a vocabulary lacks, of which only one of them would look up the row."""
+    if isinstance(count := getattr(module, "num_embeddings", None), int):
+        is_row = (whole >= 0) & (whole < count)
+        require_all(is_row, lambda: f"entry {whole[~is_row][0].item()} is outside the vocabulary of {count}")
+
+
+def _looks_up(module: nn.Module) -> bool:
+    """Whether it is an embedding of which each position is a row."""
+    if isinstance(module, VocabParallelEmbedding1D):
+        return True
+    is_plain = type(module) is nn.Embedding or is_scaled(module)
+    return is_plain and isinstance(module, nn.Embedding) and not needs_all_uses(module)
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    """Whether it is one of transformers' rotary tables, with frequencies that are the same for all lengths."""
+    kind = type(module)
+    if not (kind.__module__.startswith("transformers.") and kind.__name__.endswith("RotaryEmbedding")):
+        return False
+    types: Any = getattr(module, "rope_type", None)
+    return bool(types) and set(types.values() if isinstance(types, Mapping) else [types]) <= _FIXED_ROTARY
+
+
+def _is_by_position(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.ndim == 2
+        and value.shape[-1] > 0
+        and not value.is_floating_point()
+    )
+
+
+def _reenters(layer: nn.Module) -> bool:
+    """Whether a layer is recomputed by an autograd function, which wants the tensor itself that it is given."""
+    if not getattr(layer, "gradient_checkpointing", False):
+        return False
+    checkpoint: Any = getattr(layer, "_gradient_checkpointing_func", None)
+    checkpoint = getattr(checkpoint, "checkpoint", checkpoint)  # of a RememberingLength
+    is_told = isinstance(checkpoint, partial)
+    return not (is_told and checkpoint.keywords.get("use_reentrant") is False)
