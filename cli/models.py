@@ -10,6 +10,7 @@ from rich.table import Table
 
 from ..shardformer import model_types
 from ..shardformer.sequence.config import MODES
+from ..shardformer.table import class_libraries
 from ..verify.matrix import FEATURES, ModelRow, kept_matrix, layouts_of, refusals, rows_of
 from .console import table_console
 
@@ -62,7 +63,8 @@ def page(kept: dict[str, Any]) -> str:
         '"yes": every head trains under the layout as in one process: loss, every gradient, the norm and every updated',
         "weight, over three AdamW steps with microbatches of unequal size, in fp32 where nothing else is said.",
         '"3 of 4": so many heads do. Nothing: not tried. By "table": `shardformer/tables`; by "plan": derived from',
-        "transformers' own. TP and PP are two ranks of the one axis.",
+        "transformers' own. TP and PP are two ranks of the one axis. Of a model made of several (BLIP-2, Gemma 3 with",
+        "images) a pipeline cuts the language model alone; the others stand whole in front of it, on its first stage.",
         "",
         "Features are tried with the usual head, by the same comparison with a process that has none of them: flash",
         "attention, xFormers, fused operators and fused norm under tp2 on CPUs. [fused.md](fused.md) says what",
@@ -135,4 +137,4 @@ def _versions(kept: dict[str, Any]) -> str:
 
 
 def _source(row: ModelRow) -> str:
-    return "table" if row.model_type in model_types() else "plan"
+    return "table" if {row.model_type} & {*model_types(), *class_libraries()} else "plan"

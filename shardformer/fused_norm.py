@@ -78,8 +78,13 @@ def fuse_norms(model: nn.Module, dtype: torch.dtype) -> NormReport:
 
 
 def available_kernels(device: torch.device) -> Kernels:
-    """The kernels of apex where it is installed, else those of Liger, else torch's own; off CUDA torch's own."""
-    if device.type == "cuda" and find_spec("apex") is not None:
+    """The kernels of apex where it was built with them, else those of Liger, else torch's own; off CUDA torch's own."""
+    # apex can be installed without its kernels, and another package has its name.
+    if (
+        device.type == "cuda"
+        and find_spec("apex") is not None
+        and find_spec("fused_layer_norm_cuda") is not None
+    ):
         return _apex()
     if device.type == "cuda" and find_spec("liger_kernel") is not None:
         return _liger()

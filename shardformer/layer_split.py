@@ -1,8 +1,8 @@
 """What becomes of one layer by a table. Tables are table.py; what becomes of the whole model is table_policy.py."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch.distributed as dist
@@ -77,7 +77,12 @@ class LayerSplit:
             replacement
             for path, dim in (*table.split.items(), *table.biases.items())
             for replacement in split_parameter(
-                self._layer, path, dim, copies=self._copies(path), num_blocks=table.fused.get(path, 1)
+                self._layer,
+                path,
+                dim,
+                copies=self._copies(path),
+                num_blocks=table.fused.get(path, 1),
+                cut=self._cut_of(path),
             )
         ]
 
@@ -91,10 +96,10 @@ class LayerSplit:
             values[path] = HeldCount(held, whole) if path in table.divisors else held
         attends = not table.key_value or present(layer, table.key_value)  # some layers attend otherwise
         if table.groups is not None and attends:
-            heads = self._heads
+            heads = self.heads
             values[table.groups] = heads.padded_group // heads.copies
         for path in _held(layer, table.divide_key_value):
-            heads = self._heads
+            heads = self.heads
             whole = _attribute(layer, path) * heads.padded_key_value // heads.key_value
             values[path] = whole * heads.copies // heads.ranks
         for path in table.divide:
@@ -107,7 +112,7 @@ class LayerSplit:
     def _held_count(self, path: str, whole: int) -> int:
         """What this rank holds of so many, counted with the heads of zeros where they are counts of heads."""
         if self._table.region_of(path) in self._table.attention:
-            whole = whole * self._heads.padded_query // self._heads.query
+            whole = whole * self.heads.padded_query // self.heads.query
         return whole // self._group.size()
 
     def _linear_layers(self, randoms: dict[str, SplitRandom]) -> list[Replacement]:
@@ -149,7 +154,7 @@ class LayerSplit:
                 if has_parameter(self._layer, path)
                 for owner, _, name in [path.rpartition(".")]
             ),
-            *self._put(table.norms, lambda name: SplitRMSNorm, lambda name: {"copies": self._copies(name)}),
+            *self._put(table.norms, lambda name: SplitRMSNorm, self._norm_kwargs),
         ]
 
     def _regions(self, randoms: dict[str, SplitRandom]) -> list[Replacement]:
@@ -206,7 +211,7 @@ class LayerSplit:
         ]
 
     def _column_type(self, name: str) -> Any:
-        if isinstance(self._table.fused.get(name), HeadOrder) and self._heads.copies > 1:
+        if isinstance(self._table.fused.get(name), HeadOrder) and self.heads.copies > 1:
             return SharedKeyValueLinear1D_Col
         return GPT2FusedLinearConv1D_Col if self._is_conv1d(name) else Linear1D_Col
 
@@ -224,35 +229,49 @@ class LayerSplit:
         kwargs: dict[str, Any] = {"reduce_input_gradient": False}
         _, outputs = widths(self._layer.get_submodule(name))
         if isinstance(fused, HeadOrder):
-            if self._heads.copies > 1:
-                kwargs["num_key_value_heads"] = self._heads.padded_key_value
-            return kwargs | _sizes(self._heads.fused_cut(fused, outputs))
+            if self.heads.copies > 1:
+                kwargs["num_key_value_heads"] = self.heads.padded_key_value
+            return kwargs | _sizes(self.heads.fused_cut(fused, outputs))
         if name in table.key_value:
-            cut = self._heads.key_value_cut(outputs)
+            cut = self.heads.key_value_cut(outputs)
             return kwargs | _sizes(cut) | {"copies": cut.copies}
         if table.region_of(name) in table.attention:
-            return kwargs | _sizes(self._heads.query_cut(outputs, num_blocks=fused or 1))
+            return kwargs | _sizes(self.heads.query_cut(outputs, num_blocks=fused or 1))
         return kwargs | ({} if fused is None else {"split_sizes": (outputs // fused,) * fused})
 
     def _row_kwargs(self, name: str) -> dict[str, Any]:
         if name not in self._table.attention.values():
             return {}
         inputs, _ = widths(self._layer.get_submodule(name))
-        return _sizes(self._heads.query_cut(inputs))
+        return _sizes(self.heads.query_cut(inputs))
+
+    def _norm_kwargs(self, name: str) -> dict[str, Any]:
+        cut, weight = self._cut_of(name), self._layer.get_submodule(name).get_parameter("weight")
+        return {"copies": self._copies(name), **({} if cut is None else _sizes(cut(weight.shape[0])))}
+
+    def _cut_of(self, name: str) -> Callable[[int], Cut] | None:
+        """How what has entries for heads is cut between them, from their number; None where none are added."""
+        table = self._table
+        if table.region_of(name) not in table.attention and not (table.attention and name in table.biases):
+            return None
+        if name in table.key_value:
+            return self.heads.key_value_cut
+        return partial(self.heads.query_cut, num_blocks=table.fused.get(name, 1))
 
     def _copies(self, name: str) -> int:
         """How many neighbouring ranks hold the same piece."""
-        return self._heads.copies if name in self._table.key_value else 1
+        return self.heads.copies if name in self._table.key_value else 1
 
     def _by_head(self, region: str) -> dict[str, Any]:
         names = self._table.by_head.get(region)
         if names is None:
             return {}
-        held = self._heads.held_by(self._group.rank())
-        return {"by_head": names, "num_heads": self._heads.query, "held_heads": held}
+        held = self.heads.held_by(self._group.rank())
+        return {"by_head": names, "num_heads": self.heads.query, "held_heads": held}
 
     @property
-    def _heads(self) -> Heads:
+    def heads(self) -> Heads:
+        """Those of its attention."""
         return heads_of(self._config, self._layer, self._table, self._group.size())
 
     def _split_randoms(self) -> dict[str, SplitRandom]:
@@ -267,13 +286,33 @@ class LayerSplit:
 
 
 def split_parameter(
-    root: nn.Module, path: str, dim: int, *, copies: int = 1, num_blocks: Any = 1
+    root: nn.Module,
+    path: str,
+    dim: int,
+    *,
+    copies: int = 1,
+    num_blocks: Any = 1,
+    cut: Callable[[int], Cut] | None = None,
 ) -> list[Replacement]:
-    """The split of a parameter as it is, where it is; see `SplitParameter` for the arguments."""
+    """The split of a parameter as it is, where it is.
+
+    Args:
+        root: a layer or a model.
+        path: of the parameter, seen from there.
+        dim: the dimension that is cut.
+        copies: how many neighbouring ranks hold the same piece.
+        num_blocks: how many blocks of equal length it fuses along that dimension, each cut on its own.
+        cut: between heads, from the length of that dimension; None cuts it evenly.
+    """
     owner, _, name = path.rpartition(".")
-    if path not in {held for held, _ in root.named_parameters(remove_duplicate=False)}:
+    parameter = dict(root.named_parameters(remove_duplicate=False)).get(path)
+    if parameter is None:
         return []
-    kwargs = {"name": name, "dim": dim, "copies": copies, "num_blocks": num_blocks}
+    length = parameter.shape[dim]
+    sizes: dict[str, Any] = {"split_sizes": (length // num_blocks,) * num_blocks}
+    if cut is not None:
+        sizes = _sizes(cut(length))
+    kwargs = {"name": name, "dim": dim, "copies": copies, **sizes}
     return [Replacement(suffix=owner, target_module=SplitParameter, kwargs=kwargs)]
 
 

@@ -21,10 +21,13 @@ def widths(projection: Any) -> tuple[int, int]:
 
 def heads_of(config: Any, layer: nn.Module, table: Table, ranks: int) -> Heads:
     """The heads of a layer's attention; of one that is not yet split."""
-    path, query = table.key_value_heads, config.num_attention_heads
-    if not table.has_key_value_heads:
-        return Heads(query=query, key_value=query, ranks=ranks)
-    key_value: Any = config.num_key_value_heads if path is None else reduce(getattr, path.split("."), layer)
+
+    def number(path: str | None, name: str) -> int:
+        found: Any = getattr(config, name) if path is None else reduce(getattr, path.split("."), layer)
+        return int(found)
+
+    query = number(table.query_heads, "num_attention_heads")
+    key_value = number(table.key_value_heads, "num_key_value_heads") if table.has_key_value_heads else query
     return Heads(query=query, key_value=key_value, ranks=ranks)
 
 

@@ -54,9 +54,11 @@ class Table:
             `column` itself. One that lies in another takes its place in the layers that have it (experts in an MLP).
         column: linear layers split by output features.
         row: linear layers split by input features; each ends a region.
-        attention: regions whose split activations are heads, as many as the config's `num_attention_heads`, each with
-            the row-split layer that ends it. Where the ranks do not divide their number, heads of zeros are added. In
-            other tables the ranks must divide it.
+        attention: regions whose split activations are heads, each with the row-split layer that ends it. Where the
+            ranks do not divide their number, heads of zeros are added, also to what is split or a bias and has
+            entries for them. In other tables the ranks must divide it.
+        query_heads: path of the attribute with the number of query heads, of whatever part of a layer; None is the
+            config's `num_attention_heads`.
         joined: by region whose module also uses its input whole (ALBERT's attention adds it to its output), the
             column-split layers that take the input; they begin the region together.
         whole: modules inside a region that work on replicated activations, behind its end.
@@ -79,7 +81,7 @@ class Table:
             attribute of a config that a module holds is changed for this module alone.
         divide_key_value: the same for counts of key-value heads, of which each rank holds one at least.
         divisors: of `divide`, those by which the layer's code divides whole widths too.
-        divisible: names in the config of numbers, or of lists of them, that must divide by the ranks.
+        divisible: names in the config of numbers that must divide by the ranks, where `attention` says nothing.
         split: parameters inside a region that are split as they are, each with the dimension that is cut.
         biases: parameters beside the regions, which are given a value per head of them (position biases), each with
             the dimension that is cut.
@@ -112,6 +114,7 @@ class Table:
     column: tuple[str, ...] = ()
     row: tuple[str, ...] = ()
     attention: Mapping[str, str] = field(default_factory=dict)
+    query_heads: str | None = None
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
     second_input: Mapping[str, str] = field(default_factory=dict)
@@ -221,20 +224,12 @@ class Table:
         ]
 
     def _bias_faults(self) -> list[str]:
-        """What has a value per head where heads cannot be told or added."""
-        found = [
+        """Values per head in the wrong place."""
+        return [
             f"biases {name!r} lies in the region {self.region_of(name)!r}: put it in split"
             for name in self.biases
             if self.region_of(name) is not None
         ]
-        found += [
-            f"{kind} {name!r} has entries for heads, or is of all of them together, so none can be added: leave out "
-            "attention"
-            for kind in ("split", "biases", "shared_biases", "norms")
-            for name in getattr(self, kind)
-            if self.attention and (self.region_of(name) in self.attention or "biases" in kind)
-        ]
-        return found
 
     def _optional_faults(self) -> list[str]:
         """Optional names that stand for nothing."""
@@ -281,6 +276,11 @@ def table_for_class(kind: type) -> Table | None:
     """The table of a class of models, or of the nearest class that it was made from, or None."""
     names = (f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
     return next((_TABLES_OF_CLASSES[name] for name in names if name in _TABLES_OF_CLASSES), None)
+
+
+def class_libraries() -> set[str]:
+    """The libraries of the classes that have a table."""
+    return {name.partition(".")[0] for name in _TABLES_OF_CLASSES}
 
 
 def table_for(model_type: str) -> Table | None:

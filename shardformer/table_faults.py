@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
-from math import gcd
 from typing import Any
 
 from torch import nn
@@ -99,7 +98,7 @@ def _missing(
 
 def _missing_attributes(layers: Mapping[str, nn.Module], table: Table) -> list[str]:
     """Attributes that are named and not there, though their module is; each once."""
-    single = [path for path in (table.groups, table.key_value_heads) if path is not None]
+    single = [path for path in (table.groups, table.query_heads, table.key_value_heads) if path is not None]
     return [
         f"the table names {name!r} in a layer, and {paths[0]}{_and_more(paths)} has no attribute of this name"
         for name in dict.fromkeys((*table.divide, *table.divide_key_value, *single))
@@ -141,10 +140,9 @@ def _head_faults(config: Any, layers: Mapping[str, nn.Module], table: Table, ran
     if not table.column or table.attention:
         return []  # all heads are those of parts, or are padded
     found = [
-        f"{name}={count} is not divisible by tp_size={ranks}: use one of tp_size={divisors(common)}"
+        f"{name}={count} is not divisible by tp_size={ranks}: use one of tp_size={divisors(count)}"
         for name, count in ((name, getattr(config, name)) for name in table.divisible)
-        for common in [gcd(*count) if isinstance(count, (list, tuple)) else count]
-        if common % ranks
+        if count % ranks
     ]
     if not table.has_key_value_heads:
         return found
@@ -236,6 +234,7 @@ def _length_faults(layers: Sequence[nn.Module], table: Table, place: str, ranks:
         for blocks in [table.fused.get(name, 1)]
         for parameters in held
         if name in parameters and isinstance(blocks, int) and name not in table.key_value
+        if table.region_of(name) not in table.attention  # padded
     }
     return [
         f"{place}.{name} is {length} long where it is cut, which is not divisible by tp_size={ranks}: use one of "

@@ -141,12 +141,14 @@ class TablePolicy(Policy):
             for name, target in self._ends().items()
             if _is_held(self.model, name)
         ]
+        all_layers = layers_of(self.model, self._stacks())
+        some_layer = self._split_of(next(iter(all_layers.values()))) if self.table.shared_biases else None
+        cut = some_layer.heads.query_cut if some_layer is not None and self.table.attention else None
         shared_biases = [
             replacement
             for path, dim in self.table.shared_biases.items()
-            for replacement in split_parameter(self.model, self._from_model(path), dim)
+            for replacement in split_parameter(self.model, self._from_model(path), dim, cut=cut)
         ]
-        all_layers = layers_of(self.model, self._stacks())
         layers = {path: layer for path, layer in all_layers.items() if not isinstance(layer, StandIn)}
         return ModulePolicyDescription(
             attribute_replacement={

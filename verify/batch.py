@@ -28,7 +28,7 @@ def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str,
     def integers(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=drawn)
 
-    lead = (num_samples, 3) if choice.head_name == "choice" else (num_samples,)
+    lead = (num_samples, 3) if choice.head_name in ("choice", "double") else (num_samples,)
     ids = integers(3, VOCABULARY, *lead, LENGTH)
     lengths = integers(LENGTH // 2, LENGTH + 1, *lead)
     lengths.view(-1)[0] = LENGTH
@@ -67,17 +67,23 @@ def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str,
     }
     if choice.head_name == "pretraining":
         labels["pretraining"] |= pretraining.get(choice.model_type, {})
+    if choice.head_name == "double":  # the next token, and which choice is right
+        labels["double"] = labels["causal"] | {
+            "mc_token_ids": lengths - 1,
+            "mc_labels": integers(0, 3, num_samples),
+        }
     return {"input_ids": ids, "attention_mask": mask, **labels[choice.head_name]}
 
 
 def loss_of(outputs: object, inputs: object) -> Tensor:
-    """The model's own loss, or where it has none a fixed weighted sum of its outputs, tensors or several of them.
+    """The model's own loss, or both of two heads; where it has none a fixed weighted sum of its outputs.
 
     Not of the states of images, which a pipeline's last stage has not: what they become is in the others.
     """
     loss = getattr(outputs, "loss", None)
     if loss is not None:
-        return loss
+        second = getattr(outputs, "mc_loss", None)
+        return loss if second is None else loss + second
     if isinstance(outputs, Mapping):
         values = [value for name, value in outputs.items() if name != "image_hidden_states"]
     else:

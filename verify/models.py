@@ -28,6 +28,7 @@ HEADS: dict[str, str | None] = {
     "causal": "AutoModelForCausalLM",
     "masked": "AutoModelForMaskedLM",
     "pretraining": "AutoModelForPreTraining",
+    "double": None,
     "classification": "AutoModelForSequenceClassification",
     "token": "AutoModelForTokenClassification",
     "question": "AutoModelForQuestionAnswering",

@@ -41,6 +41,7 @@ BEGINS = {"gemma3": 0.2}
 FURTHER_HEADS = {
     ("beit", "masked_image"): "BeitForMaskedImageModeling",
     ("deit", "teacher"): "DeiTForImageClassificationWithTeacher",
+    ("gpt2", "double"): "GPT2DoubleHeadsModel",
 }
 
 # Its weights begin so large that a small model's steps make much of their rounding.

@@ -46,18 +46,37 @@ class SplitRMSNorm(ParallelModule):
     Args:
         native: the norm to split; see `norm_faults`.
         process_group: the tensor axis, of size T.
+        split_sizes, padded_sizes, stretches: how the features are cut, see `Shard`, where they are `blocks`, `padded`
+            and so on; None cuts them evenly. Features that are added are zeros in what is normed.
         copies: how many neighbouring ranks hold the same features (key-value heads fewer than ranks).
     """
 
-    def __init__(self, native: nn.Module, process_group: dist.ProcessGroup, *, copies: int = 1) -> None:
+    def __init__(
+        self,
+        native: nn.Module,
+        process_group: dist.ProcessGroup,
+        *,
+        split_sizes: tuple[int, ...] | None = None,
+        padded_sizes: tuple[int, ...] | None = None,
+        stretches: int = 1,
+        copies: int = 1,
+    ) -> None:
         if faults := norm_faults(native):
             raise TypeError(f"this {type(native).__name__} {faults[0]}")
         super().__init__()
         self.group = process_group
         self.epsilon = epsilon_of(native)
         self.weight: Parameter = native.weight  # type: ignore[assignment]
-        size = process_group.size()
-        shard = Shard(size=size, dim=0, blocks=(self.weight.shape[0],), copies=copies)
+        features = self.weight.shape[0]
+        self._counted = features * copies  # by all ranks together
+        shard = Shard(
+            size=process_group.size(),
+            dim=0,
+            blocks=split_sizes or (features,),
+            padded=padded_sizes,
+            stretches=stretches,
+            copies=copies,
+        )
         place(self.weight, shard, process_group.rank())
         self.train(native.training)
 
@@ -73,7 +92,7 @@ class SplitRMSNorm(ParallelModule):
 
         Every rank's activations depend on the mean, so its gradient is summed too. Copies are in it equally often.
         """
-        squares_BS1 = x_BSH.float().pow(2).mean(-1, keepdim=True) / self.group.size()
+        squares_BS1 = x_BSH.float().pow(2).sum(-1, keepdim=True) / self._counted
         mean_BS1 = copy_to(reduce_from(squares_BS1, self.group), self.group)
         return _normalized(x_BSH, self.weight, mean_BS1, self.epsilon)
 

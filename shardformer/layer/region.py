@@ -193,8 +193,10 @@ class SplitParameter:
         *,
         name: str,
         dim: int,
+        split_sizes: tuple[int, ...],
+        padded_sizes: tuple[int, ...] | None = None,
+        stretches: int = 1,
         copies: int = 1,
-        num_blocks: int = 1,
     ) -> nn.Module:
         """Place the parameter as a `Shard`; the module itself stays as it is.
 
@@ -203,11 +205,15 @@ class SplitParameter:
             process_group: the tensor axis.
             name: of the parameter.
             dim: the dimension that is cut.
-            copies: how many neighbouring ranks hold the same piece.
-            num_blocks: how many blocks of equal length it fuses along that dimension, each cut on its own.
+            split_sizes, padded_sizes, stretches, copies: see `Shard`, where they are `blocks`, `padded` and so on.
         """
-        parameter = module.get_parameter(name)
-        blocks = (parameter.shape[dim] // num_blocks,) * num_blocks
-        shard = Shard(size=process_group.size(), dim=dim, blocks=blocks, copies=copies)
-        place(parameter, shard, process_group.rank())
+        shard = Shard(
+            size=process_group.size(),
+            dim=dim,
+            blocks=split_sizes,
+            padded=padded_sizes,
+            stretches=stretches,
+            copies=copies,
+        )
+        place(module.get_parameter(name), shard, process_group.rank())
         return module

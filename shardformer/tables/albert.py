@@ -22,6 +22,7 @@ ALBERT = Table(
     whole=tuple(f"{region}.LayerNorm" for region in _INPUTS),
     column=(*(name for names in _INPUTS.values() for name in names), *_WIDENING),
     row=(*(f"{region}.dense" for region in _INPUTS), *(f"{layer}.ffn_output" for layer in _LAYERS)),
+    attention={region: f"{region}.dense" for region in _INPUTS},
     optional=_LAYERS[1:],
     dropout={
         region: RegionDropout(probability=f"{region}.attention_dropout.p", row=f"{region}.dense")

@@ -10,12 +10,20 @@ _VISION = Table(
     regions=("self_attn", "mlp"),
     column=(*(f"self_attn.{name}_proj" for name in "qkv"), "mlp.fc1"),
     row=("self_attn.out_proj", "mlp.fc2"),
+    attention={"self_attn": "self_attn.out_proj"},
     divide=("self_attn.num_heads", "self_attn.embed_dim"),
     dropout={"self_attn": RegionDropout(probability="self_attn.dropout", row="self_attn.out_proj")},
 )
 # There attention shapes its output by the width of its input, so it stays whole.
 _OLDER_VISION = replace(
-    _VISION, regions=("mlp",), column=("mlp.fc1",), row=("mlp.fc2",), divide=(), divisible=(), dropout={}
+    _VISION,
+    regions=("mlp",),
+    column=("mlp.fc1",),
+    row=("mlp.fc2",),
+    attention={},
+    divide=(),
+    divisible=(),
+    dropout={},
 )
 
 

@@ -24,7 +24,6 @@ QWEN3 = replace(LLAMA, partial=("self_attn.q_norm", "self_attn.k_norm"))
 # The same over all heads together.
 OLMO2 = replace(
     LLAMA,
-    attention={},
     norms=QWEN3.partial,
     key_value=(*LLAMA.key_value, "self_attn.k_norm"),
 )

@@ -13,6 +13,7 @@ _VISION = Table(
     regions=("attn", "mlp"),
     column=("attn.qkv", "mlp.lin1"),
     row=("attn.proj", "mlp.lin2"),
+    attention={"attn": "attn.proj"},
     fused={"attn.qkv": 3},
     divide=("attn.num_attention_heads",),
     partial=_POSITIONS,

@@ -23,8 +23,9 @@ SWINV2 = Table(
     regions=("attention.self", "intermediate"),
     column=("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"),
     row=("attention.output.dense", "output.dense"),
+    attention={"attention.self": "attention.output.dense"},
+    query_heads="attention.self.num_attention_heads",
     divide=("attention.self.num_attention_heads", "attention.self.all_head_size"),
-    divisible=("num_heads",),
     split={"attention.self.logit_scale": 0, f"{_BIASES}.2.weight": 0},
     partial=(f"{_BIASES}.0",),
     dropout={
@@ -35,8 +36,7 @@ SWINV2 = Table(
 SWIN = replace(
     VIT,
     stage=_STAGE,
-    attention={},
-    divisible=("num_heads",),
+    query_heads="attention.num_attention_heads",
     split={"attention.relative_position_bias.relative_position_bias_table": 1},
     # The names of releases before 5.9.
     older={

@@ -36,10 +36,10 @@ T5 = Table(
     regions=(*_ATTENTIONS, *_FEED_FORWARDS),
     column=(*(f"{path}.{name}" for path in _ATTENTIONS for name in "qkv"), *_WIDENING),
     row=(*(f"{path}.o" for path in _ATTENTIONS), *(f"{path}.wo" for path in _FEED_FORWARDS)),
+    attention={path: f"{path}.o" for path in _ATTENTIONS},
     second_input={_CROSS: "key_value_states"},
     optional=(_CROSS, *_FEED_FORWARDS, *_WIDENING, _BIAS),
     divide=tuple(f"{path}.{name}" for path in _ATTENTIONS for name in ("n_heads", "inner_dim")),
-    divisible=("num_heads",),
     split={f"{_BIAS}.weight": 1},
     dropout={
         path: RegionDropout(probability=f"{path}.{probability}", row=f"{path}.{row}")

@@ -13,9 +13,10 @@ TIMM_VIT = Table(
     regions=("attn", "mlp"),
     column=("attn.qkv", "mlp.fc1"),
     row=("attn.proj", "mlp.fc2"),
+    attention={"attn": "attn.proj"},
+    query_heads="attn.num_heads",
     fused={"attn.qkv": 3},
     divide=("attn.num_heads", "attn.attn_dim"),
-    divisible=(),
     partial=("attn.q_norm", "attn.k_norm"),
     dropout={
         "attn": RegionDropout(probability="attn.attn_drop.p", row="attn.proj"),

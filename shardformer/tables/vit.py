@@ -36,7 +36,6 @@ _BIAS = f"{_ATTENTION}.relative_position_bias"
 _SHARED = "encoder.relative_position_bias"
 _OLDER_BEIT = replace(
     _OLDER,
-    attention={},
     stage=replace(
         _OLDER_STAGE,
         everywhere=(_SHARED,),
@@ -53,7 +52,6 @@ _OLDER_BEIT = replace(
 # The biases of a layer, or of all layers in one.
 BEIT = replace(
     VIT,
-    attention={},
     stage=replace(
         _STAGE,
         everywhere=("shared_position_bias",),

@@ -21,10 +21,11 @@ WHISPER = Table(
     regions=(*_ATTENTIONS, "fc1"),
     column=(*(f"{path}.{name}_proj" for path in _ATTENTIONS for name in "qkv"), "fc1"),
     row=(*(f"{path}.out_proj" for path in _ATTENTIONS), "fc2"),
+    attention={path: f"{path}.out_proj" for path in _ATTENTIONS},
+    query_heads="self_attn.num_heads",  # encoder and decoder may differ
     second_input={_CROSS: "key_value_states"},
     optional=(_CROSS,),
     divide=tuple(f"{path}.num_heads" for path in _ATTENTIONS),
-    divisible=("encoder_attention_heads", "decoder_attention_heads"),
     dropout={
         **{
             path: RegionDropout(probability=f"{path}.dropout", row=f"{path}.out_proj") for path in _ATTENTIONS

@@ -112,7 +112,7 @@ def test_a_process_that_dies_is_told_with_status_1(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--model", "t5", "--tp", "3"), ("num_heads=4 is not divisible by tp_size=3",)),
+        (("--model", "sam", "--tp", "3"), ("num_attention_heads=4 is not divisible by tp_size=3",)),
         (("--pp", "5"), ("4 layers and the pipeline 5 stages",)),
         (("--pp", "3", "--schedule", "zbv"), ("4 layers and the pipeline 6 stages",)),
         (("--pp", "5", "--steps", "0"), ("4 layers and the pipeline 5 stages", "steps=0")),

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -10,6 +11,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from transformers import modeling_flash_attention_utils as flash_utils
 
 
 class LowerTriangularMask:
@@ -43,6 +45,68 @@ def memory_efficient_attention(
     return torch.einsum("bnqk,bknd->bqnd", weights, value)
 
 
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor:
+    """Attention over (B, length, heads, width); the last query sees the last key, and a window is inclusive."""
+    assert k.shape == v.shape, "flash-attn takes keys and values of one width"
+    assert q.shape[-1] == k.shape[-1] and q.shape[2] % k.shape[2] == 0, (
+        "key-value heads do not divide the queries'"
+    )
+    assert alibi_slopes is None and not return_attn_probs
+    k, v = (each.repeat_interleave(q.shape[2] // k.shape[2], 2) for each in (k, v))
+    scores = torch.einsum("bqnd,bknd->bnqk", q, k) * (
+        q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    )
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    ahead = torch.arange(k.shape[1])[None] - torch.arange(q.shape[1])[:, None] - (k.shape[1] - q.shape[1])
+    left, right = window_size[0], 0 if causal else window_size[1]
+    unseen = ((ahead > right) if right >= 0 else ahead < -k.shape[1]) | (
+        (ahead < -left) if left >= 0 else False
+    )
+    weights = nn.functional.dropout(scores.float().masked_fill(unseen, -torch.inf).softmax(-1), dropout_p)
+    return torch.einsum("bnqk,bknd->bqnd", weights.to(v.dtype), v)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    """The same of samples one behind the other, (tokens, heads, width); they begin where `cu_seqlens` says."""
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32 and block_table is None
+    queries, keys = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+    assert (max(queries), max(keys)) == (max_seqlen_q, max_seqlen_k)
+    settings: dict[str, Any] = dict(softmax_scale=softmax_scale, causal=causal, window_size=window_size)
+    settings |= dict(softcap=softcap, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    samples = zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
+    return torch.cat([flash_attn_func(*(each[None] for each in sample), **settings)[0] for sample in samples])
+
+
 @contextmanager
 def installed(**modules: dict[str, Any]) -> Iterator[None]:
     """Let modules be importable, each with these attributes; dots of a name are written as two underscores."""
@@ -66,3 +130,39 @@ def installed_xformers() -> Iterator[mock.Mock]:
     attributes = {"memory_efficient_attention": attention, "LowerTriangularMask": LowerTriangularMask}
     with installed(xformers__ops=attributes), devices:
         yield attention
+
+
+@contextmanager
+def installed_flash_attn() -> Iterator[list[str]]:
+    """flash-attn, on the CPU too; gives the names of its functions that were called."""
+    called: list[str] = []
+
+    def noted(function: Any) -> Any:
+        @wraps(function)  # transformers reads the signature
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            called.append(function.__name__)
+            found: Tensor = function(*args, **kwargs)
+            return found
+
+        return call
+
+    functions = {
+        "flash_attn_func": noted(flash_attn_func),
+        "flash_attn_varlen_func": noted(flash_attn_varlen_func),
+        "flash_attn_with_kvcache": None,
+    }
+    padding = {"pad_input": flash_utils._pad_input, "unpad_input": flash_utils._unpad_input}
+    found = {
+        "general_availability_check": lambda: True,
+        "supported_devices": ((lambda: True, "cpu"),),
+    }
+    unloaded = dict.fromkeys(
+        ("_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_process_flash_kwargs_fn")
+    )
+    with (
+        installed(flash_attn=functions, flash_attn__bert_padding=padding),
+        mock.patch.multiple(flash_utils, is_flash_attn_2_available=lambda: True, **unloaded),
+        mock.patch.dict(flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], found),
+        mock.patch("echelon.shardformer.fused.flash_kernel", lambda device: "flash_attention_2"),
+    ):
+        yield called

@@ -16,7 +16,7 @@ from ..pool import Pool
 LAYOUTS = (Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2), Layout(tp=2, dp=2, zero=1))
 QUICK_LAYOUT = Layout(tp=2, pp=2)
 # Heads whose weight may be the embedding's.
-TIED_HEADS = ("causal", "seq2seq", "masked", "speech", "image_text")
+TIED_HEADS = ("causal", "double", "seq2seq", "masked", "speech", "image_text")
 # Model types of six kinds that also run on four ranks of one axis.
 WIDE = ("llama", "gpt2", "bert", "t5", "swin", "vit")
 

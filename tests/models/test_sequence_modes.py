@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from transformers import CONFIG_MAPPING
+from transformers.models.beit import modeling_beit
 
 from echelon.shardformer import model_types
 from echelon.shardformer.sequence.config import MODES, TENSOR_MODES
@@ -18,15 +19,17 @@ from echelon.verify.parity import parity
 from ..pool import Pool
 
 # Layers that work on windows of images, or run several times, or know of all positions besides.
-NEVER = {"albert", "beit", "sam", "sam_vision_model", "swin", "swinv2"}
+NEVER = {"albert", "sam", "sam_vision_model", "swin", "swinv2"}
+# So does BEiT's since transformers 5.9; before that it is told the image's size.
+KNOWS_POSITIONS = {"beit"} if hasattr(modeling_beit, "BeitMLP") else set()
 # Attention to another sequence, and attention that computes by the model's own code alone.
 CROSS = {"bart", "blip-2", "marian", "mbart", "mt5", "pegasus", "t5", "umt5", "whisper"}
 OWN_ATTENTION = {"bloom", "falcon", "gpt_neo", "gptj"}
 REFUSED = {
-    "split_gather": NEVER,
-    "ring": NEVER,
-    "all_to_all": NEVER | CROSS | OWN_ATTENTION,
-    "ring_attn": NEVER | CROSS | OWN_ATTENTION,
+    "split_gather": NEVER | KNOWS_POSITIONS,
+    "ring": NEVER | KNOWS_POSITIONS,
+    "all_to_all": NEVER | CROSS | OWN_ATTENTION | {"beit"},
+    "ring_attn": NEVER | CROSS | OWN_ATTENTION | {"beit"},
 }
 QUICK = {("mixtral", "split_gather"), ("t5", "ring"), ("qwen3", "all_to_all"), ("vit", "ring_attn")}
 

@@ -90,6 +90,44 @@ VARIANTS: dict[str, tuple[str, dict[str, object], Layout]] = {
     "gpt_neox, 3 heads": ("gpt_neox", {"hidden_size": 24, "num_attention_heads": 3}, TP2),
     "opt, 3 heads": ("opt", {"hidden_size": 24, "num_attention_heads": 3, "word_embed_proj_dim": 24}, TP2),
     "bert, 3 heads": ("bert", {"hidden_size": 24, "num_attention_heads": 3}, MIXED),
+    "albert, 3 heads": ("albert", {"hidden_size": 24, "num_attention_heads": 3}, MIXED),
+    "bart, 3 heads, and 6 of the decoder": (
+        "bart",
+        {"d_model": 24, "encoder_attention_heads": 3, "decoder_attention_heads": 6},
+        TP4,
+    ),
+    "beit, 3 heads, biases of each layer": ("beit", {"hidden_size": 24, "num_attention_heads": 3}, MIXED),
+    "beit, 3 heads, biases of all layers": (
+        "beit",
+        {
+            "hidden_size": 24,
+            "num_attention_heads": 3,
+            "use_relative_position_bias": False,
+            "use_shared_relative_position_bias": True,
+        },
+        TP2,
+    ),
+    "blip-2, 3 heads of images, 5 of queries": (
+        "blip-2",
+        {
+            "vision_config": {"hidden_size": 24, "num_attention_heads": 3},
+            "qformer_config": {"hidden_size": 40, "num_attention_heads": 5, "encoder_hidden_size": 24},
+        },
+        TP2,
+    ),
+    "olmo2, 3 heads": ("olmo2", heads(3, 3), MIXED),
+    "olmo2, 6 heads, 3 keys on 4 ranks": ("olmo2", heads(6, 3), TP4),
+    "olmo2, 6 heads, 2 keys on 4 ranks": ("olmo2", heads(6, 2), TP4),
+    "swin, 3 and 6 heads": ("swin", {"num_heads": [3, 6, 6], "embed_dim": 24}, TP4),
+    "swinv2, 3 and 6 heads": ("swinv2", {"num_heads": [3, 6, 6], "embed_dim": 24}, TP2),
+    "t5, 3 heads": ("t5", {"num_heads": 3}, MIXED),
+    "t5, 6 heads on 4 ranks": ("t5", {"num_heads": 6}, TP4),
+    "umt5, 3 heads": ("umt5", {"num_heads": 3}, ZERO),
+    "whisper, 3 heads": (
+        "whisper",
+        {"d_model": 24, "encoder_attention_heads": 3, "decoder_attention_heads": 3},
+        MIXED,
+    ),
     "vit, 3 heads": ("vit", {"hidden_size": 24, "num_attention_heads": 3}, TP2),
 }
 

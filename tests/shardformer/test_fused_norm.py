@@ -182,5 +182,7 @@ def test_apex_comes_before_liger_and_both_only_on_cuda() -> None:
         require("liger_kernel", cuda)
         require("torch", cpu)
         with installed(apex__normalization__fused_layer_norm=apex):
+            require("liger_kernel", cuda)  # it has no kernels
+        with installed(apex__normalization__fused_layer_norm=apex, fused_layer_norm_cuda={}):
             require("apex", cuda)
             require("torch", cpu)
