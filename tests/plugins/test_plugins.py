@@ -178,7 +178,7 @@ REFUSALS = {
         "zero_stage=7",
         "pp_style: there is no schedule 'zigzag'",
     ),
-    "refuse_without_microbatches": ("needs num_microbatches",),
+    "refuse_without_microbatches": ("needs num_microbatches", "cannot have num_model_chunks=3"),
     "refuse_sequences_on_two_axes": (
         "over the tensor axis, and tp_size is 1",
         "sp_size=2 with sequence_parallelism_mode='split_gather'",

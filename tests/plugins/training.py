@@ -318,7 +318,7 @@ def refuse_sizes() -> str:
 
 
 def refuse_without_microbatches() -> str:
-    return refused(lambda: HybridParallelPlugin(pp_size=2, precision="fp32"))
+    return refused(lambda: HybridParallelPlugin(pp_size=2, precision="fp32", num_model_chunks=3))
 
 
 def refuse_sequences_on_two_axes() -> str:
