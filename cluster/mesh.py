@@ -1,7 +1,8 @@
 """The mesh of processes: which ranks share which axis. What they exchange is collectives.py."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from math import prod
 
@@ -67,6 +68,21 @@ def default_timeout() -> timedelta:
     backend = distributed_c10d._get_default_group()._get_backend(default_device())
     timeout: timedelta = backend.options._timeout
     return timeout
+
+
+@contextmanager
+def connecting_pairs_apart() -> Iterator[None]:
+    """Groups that are made inside get a communicator for each pair of ranks that exchange something. Private to torch.
+
+    Where the default group was bound to a device (`init_process_group(device_id=…)`), torch gives each new group one
+    communicator for all its ranks, on which NCCL would run all that they send and receive one after the other.
+    """
+    default = distributed_c10d._get_default_group()
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
 
 
 def torch_mesh(device_type: str, shape: tuple[int, ...], dims: tuple[str, ...]) -> DeviceMesh:
@@ -190,7 +206,8 @@ class ParallelMesh:
         pipeline/transport.py. The first groups are the same at every call.
         """
         while len(self._pipeline_groups) < count:
-            group = self._new_group("pp", (tuple(range(self.size("pp"))),))
+            with connecting_pairs_apart():
+                group = self._new_group("pp", (tuple(range(self.size("pp"))),))
             assert group is not None
             self._pipeline_groups.append(group)
         return self._pipeline_groups[:count]

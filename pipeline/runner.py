@@ -103,6 +103,17 @@ def run_schedule(
         around_backward=around_backward,
         trace=trace,
     )
+    _run_to_the_end(run, actions, transport, weight_gradients)
+    return run.result()
+
+
+def _run_to_the_end(
+    run: "_Run",
+    actions: Sequence[Action],
+    transport: Transport | None,
+    weight_gradients: WeightGradients | None,
+) -> None:
+    """Do the actions and wait for all sends; after what breaks off the transport refuses further steps."""
     if transport is not None:
         transport.check_open()
     try:
@@ -117,7 +128,6 @@ def run_schedule(
         if isinstance(error, StopIteration):  # or the caller would take it for the end of the data
             raise RuntimeError("the model or the criterion raised StopIteration") from error
         raise
-    return run.result()
 
 
 class _Run:

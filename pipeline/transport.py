@@ -190,9 +190,9 @@ class Transport:
     """The ways between the stages of a pipeline. Making one is collective over the world.
 
     [Note: channels] From one rank to another there is one channel for activations and one for gradients, each
-    with a communicator of its own: NCCL runs what shares one in a single order, and a receive that is posted
-    ahead holds it until its tensor comes. What arrives on a channel must be received in the order in which it
-    was sent; a validated schedule sees to it. Sends return at once and end by `flush`.
+    with a communicator of its own (`ParallelMesh.pipeline_groups`): NCCL runs what shares one in a single order,
+    and a receive that is posted ahead holds it until its tensor comes. What arrives on a channel must be received
+    in the order in which it was sent; a validated schedule sees to it. Sends return at once and end by `flush`.
 
     [Note: shapes that are not known yet] A stage tells the next one the shapes of its outputs once for every
     signature of a microbatch. A receive of a signature that was not met before cannot be posted ahead: it is

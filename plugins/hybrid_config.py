@@ -60,13 +60,21 @@ class PipelineConfig:
     def faults(self, pp_size: int) -> list[str]:
         """All that is wrong with it, each with what would work."""
         found = self._number_faults(pp_size)
+        style = self._style_faults(pp_size)
         num_stages = None  # not known where the schedule is not
-        if not found:
-            style = style_faults(self.style, self.num_model_chunks, pp_size, self.num_microbatches)
-            found = [f"pp_style: {fault}" for fault in style]
-            num_stages = None if style else len(self.placement(pp_size))
-        found += switch_faults({"overlap_p2p": self.overlap_p2p})
+        if not found and not style:
+            num_stages = len(self.placement(pp_size))
+        found += [*style, *switch_faults({"overlap_p2p": self.overlap_p2p})]
         return found + self._layer_faults(num_stages) + self._checkpoint_faults(num_stages)
+
+    def _style_faults(self, pp_size: int) -> list[str]:
+        """What is wrong with the schedule, of whichever number of microbatches where that makes no sense itself."""
+        if whole_number_faults({"num_model_chunks": self.num_model_chunks}):
+            return []
+        number = self.num_microbatches
+        is_known = number is not None and not whole_number_faults({"": number}) and not is_below_one(number)
+        faults = style_faults(self.style, self.num_model_chunks, pp_size, number if is_known else None)
+        return [f"pp_style: {fault}" for fault in faults]
 
     def _number_faults(self, pp_size: int) -> list[str]:
         parts = {"num_microbatches": self.num_microbatches, "microbatch_size": self.microbatch_size}

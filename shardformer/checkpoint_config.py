@@ -85,7 +85,7 @@ def checkpoint_faults(
                 f"{other[0]} cannot be recomputed: it is no GradientCheckpointingLayer of transformers. Leave "
                 "gradient_checkpoint_config out"
             )
-    return found
+    return list(dict.fromkeys(found))
 
 
 def checkpoint_layers(

@@ -13,6 +13,7 @@ from ..cluster.random import SplitRandom
 from .adapted import is_lora, plain, plain_path
 from .config_view import ConfigView
 from .head_order import Cut, HeadOrder, Heads
+from .layer.common_input import CommonInput
 from .layer.held_count import HeldCount
 from .layer.key_value import SharedKeyValueLinear1D_Col
 from .layer.linear import (
@@ -51,6 +52,7 @@ class LayerSplit:
         config: of the model, where it has one.
         group: the tensor axis.
         sequence: how sequences are spread over that between regions; None leaves them whole.
+        common_input: of the regions of all layers, for the second input of some; None for a layer on its own.
     """
 
     def __init__(
@@ -61,9 +63,10 @@ class LayerSplit:
         group: dist.ProcessGroup,
         *,
         sequence: RegionSequence | None = None,
+        common_input: CommonInput | None = None,
     ) -> None:
         self._table, self._layer, self._config, self._group = table, layer, config, group
-        self._sequence = sequence
+        self._sequence, self._common_input = sequence, common_input or CommonInput()
 
     def replacements(self) -> list[Replacement]:
         """What takes the places of its sub-modules, or is done to them, in this order; the path "" is the layer."""
@@ -172,12 +175,16 @@ class LayerSplit:
             lambda name: Region,
             lambda name: {
                 "split_random": randoms.get(name),
-                "second_input": table.second_input.get(name),
+                **self._second_input(name),
                 "sequence": self._sequence_of(name),
                 **self._by_head(name),
             },
         )
         return [*joined, *single]
+
+    def _second_input(self, region: str) -> dict[str, Any]:
+        name = self._table.second_input.get(region)
+        return {} if name is None else {"second_input": name, "common_input": self._common_input}
 
     def _parts(self) -> list[Replacement]:
         """What is done to modules that compute on parts of sequences, and to those among them that do not."""

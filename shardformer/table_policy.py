@@ -9,6 +9,7 @@ from torch import nn
 from ..pipeline.plan import StagePlan
 from ..pipeline.stand_in import StandIn
 from .forward_code import scales_alone
+from .layer.common_input import CommonInput
 from .layer.embedding import VocabParallelEmbedding1D, VocabParallelLMHead1D
 from .layer.loss import route_loss
 from .layer_split import LayerSplit, split_parameter
@@ -37,10 +38,12 @@ class TablePolicy(Policy):
     def __init__(self, table: Table) -> None:
         self.table = self._newest = table
         self._parts: dict[str, TablePolicy] = {}
+        self._common_input = CommonInput()
 
     def set_model(self, model: nn.Module) -> None:
         """Give the policy the model that it is for, and those of the parts theirs."""
         super().set_model(model)
+        self._common_input = CommonInput()
         self.table = table_as_installed(self._newest, model, self._from_model)
         self._parts = {}
         for path, table in self._part_tables().items():
@@ -243,7 +246,14 @@ class TablePolicy(Policy):
         group = self.shard_config.tensor_parallel_process_group
         assert group is not None
         config = getattr(self.model, "config", None)
-        return LayerSplit(self.table, layer, config, group, sequence=self._sequence_around(layer))
+        return LayerSplit(
+            self.table,
+            layer,
+            config,
+            group,
+            sequence=self._sequence_around(layer),
+            common_input=self._common_input,
+        )
 
     def _sequence_around(self, layer: nn.Module) -> RegionSequence | None:
         """How the regions of a layer gather the sequences that are spread around them, None where they are whole."""

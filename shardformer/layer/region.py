@@ -17,6 +17,7 @@ from ...cluster.placement import Shard, Shared, place
 from ...cluster.random import SplitRandom
 from ..adapted import plain
 from ..sequence.regions import RegionSequence
+from .common_input import CommonInput
 from .entry import ProductLayer, enter
 from .linear import Linear1D_Col
 
@@ -31,6 +32,7 @@ class Region:
         *,
         split_random: SplitRandom | None = None,
         second_input: str | None = None,
+        common_input: CommonInput | None = None,
         by_head: Mapping[str, int] | None = None,
         num_heads: int = 1,
         held_heads: Sequence[int] = (),
@@ -43,6 +45,7 @@ class Region:
             process_group: the tensor axis.
             split_random: random state to switch to until the region's exit, where the region drops at random.
             second_input: the name of another replicated argument that passes `copy_to` too, where it is given.
+            common_input: of all regions that may be given the same one, which then passes in the first of them alone.
             by_head: names of arguments with an entry for each head, each with the dimension of the heads (or of
                 samples and heads, the heads innermost); this rank takes those of its heads. A length of 1 stays.
             num_heads: how many heads there are on all ranks.
@@ -51,6 +54,8 @@ class Region:
         """
         inputs = list(inspect.signature(module.forward).parameters)
         second = (second_input, inputs.index(second_input)) if second_input is not None else ()
+        common = common_input or CommonInput()
+        common.num_regions += 1
         cut = {key: dim for name, dim in (by_head or {}).items() for key in (name, inputs.index(name))}
 
         def place_of(key: int | str) -> int:
@@ -58,6 +63,9 @@ class Region:
             if isinstance(key, int):
                 return key
             return inputs.index(key) if key in inputs else len(inputs)
+
+        def pass_copy_to(xs: Sequence[Tensor]) -> list[Tensor]:
+            return enter(xs, process_group, _entry_layers(module), sequence)
 
         def enter_region(
             module: nn.Module, args: tuple, kwargs: dict[str, Any]
@@ -69,7 +77,7 @@ class Region:
             first = min(tensors, key=place_of)
             # In one order on all ranks: backward all-reduces in that order too.
             entering = [key for key in (first, *second) if isinstance(given.get(key), Tensor)]
-            entered = enter([given[key] for key in entering], process_group, _entry_layers(module), sequence)
+            entered = common.enter([given[key] for key in entering], pass_copy_to)
             given.update(zip(entering, entered, strict=True))
             for key in cut.keys() & given.keys():
                 if isinstance(given[key], Tensor):

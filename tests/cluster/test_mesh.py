@@ -95,6 +95,22 @@ def pipeline_groups() -> tuple[list[int], bool]:
     return dist.get_process_group_ranks(down), down is up
 
 
+def groups_beside_a_bound_device() -> tuple[list[object], object]:
+    """The devices that a pipeline's groups are bound to, where the default group is; and that one's then."""
+    mesh, default = ParallelMesh(pp=2), dist.distributed_c10d._get_default_group()
+    device = torch.device("cuda", 0)  # which nothing here looks for
+    default.bound_device_id = device
+    try:
+        bound = [group.bound_device_id for group in mesh.pipeline_groups(2)]
+        return bound, default.bound_device_id
+    finally:
+        default.bound_device_id = None
+
+
+def test_groups_of_a_pipeline_are_bound_to_no_device_and_so_connect_by_pairs(pool: Pool) -> None:
+    assert pool.run(2, groups_beside_a_bound_device) == [([None, None], torch.device("cuda", 0))] * 2
+
+
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [

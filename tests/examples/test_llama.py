@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig
+from transformers.utils import logging
 
 from .scripts import EXAMPLES, load, records_of, refusal, run, start
 
@@ -184,6 +185,23 @@ def test_a_model_that_cannot_be_split_is_refused_without_its_weights() -> None:
     widths, *_, layers = models.split_faults(config, tp_size=3, num_stages=33)
     assert "11008 wide, which is not divisible by tp_size=3" in widths
     assert "32 layers and the pipeline 33 stages" in layers
+
+
+def test_default_configs_are_looked_through_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some warn of their own ids, once in a process."""
+    before, native, found = logging.get_verbosity(), models.AutoConfig.for_model, set()
+
+    def for_model(name: str) -> PretrainedConfig:
+        found.add(logging.get_verbosity())
+        return native(name)
+
+    monkeypatch.setattr(models.AutoConfig, "for_model", for_model)
+    try:
+        logging.set_verbosity_warning()
+        models.causal_types()
+        assert (found, logging.get_verbosity()) == ({logging.ERROR}, logging.WARNING)
+    finally:
+        logging.set_verbosity(before)
 
 
 def test_encoders_are_no_causal_types() -> None:

@@ -21,6 +21,16 @@ from echelon.pipeline.validate import validate
 # B batch, W width
 WIDTH = 6
 Batch = dict[str, Tensor]
+# Schedules, each with its chunks per rank.
+STYLES = [
+    ("gpipe", 1),
+    ("gpipe", 2),
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("zbh1", 1),
+    ("zbv", 2),
+]
 
 
 def make_layers(count: int = 6, dtype: torch.dtype = torch.float32) -> list[nn.Module]:

@@ -10,14 +10,17 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from echelon.pipeline import transport
-from echelon.pipeline.action import Action, Op
+from echelon.pipeline.action import Action, Op, inputs, result
 from echelon.pipeline.communicate import with_communication
 from echelon.pipeline.microbatch import merge
 from echelon.pipeline.runner import RunResult, run_schedule
-from echelon.pipeline.schedules import gpipe
+from echelon.pipeline.schedules import build_schedule, gpipe
+from echelon.pipeline.simulate import Costs, Span, simulate
+from echelon.pipeline.trace import Trace
 
 from ..pool import Pool
 from .sequential import (
+    STYLES,
     WIDTH,
     Batch,
     CountingStage,
@@ -34,16 +37,6 @@ from .sequential import (
     reference,
     shuffled,
 )
-
-STYLES = [
-    ("gpipe", 1),
-    ("gpipe", 2),
-    ("1f1b", 1),
-    ("interleaved", 2),
-    ("interleaved", 3),
-    ("zbh1", 1),
-    ("zbv", 2),
-]
 
 
 def train_like_one_process(
@@ -68,6 +61,26 @@ def test_losses_and_gradients_are_those_of_one_process(
 @pytest.mark.parametrize("style, num_chunks", STYLES)
 def test_without_overlap_they_are_the_same(pool: Pool, style: str, num_chunks: int) -> None:
     pool.run(2, train_like_one_process, style, num_chunks, LayerStage, False)
+
+
+def train_traced(style: str, num_chunks: int) -> list[Span]:
+    pipeline, trace = Pipeline(style=style, num_chunks=num_chunks), Trace(torch.device("cpu"))
+    pipeline.train(pieces(11, 5), trace=trace)
+    return trace.spans()
+
+
+@pytest.mark.parametrize("style, num_chunks", STYLES)
+def test_what_is_simulated_is_done_in_that_order_and_after_what_it_needs(
+    pool: Pool, style: str, num_chunks: int
+) -> None:
+    by_rank = pool.run(3, train_traced, style, num_chunks)
+    simulated = simulate(build_schedule(style, 3, 5, num_chunks), Costs())
+    for found, expected in zip(by_rank, simulated.spans, strict=True):
+        assert [span.action for span in found] == [span.action for span in expected]
+    ends = {result(span.action): span.end for found in by_rank for span in found}
+    for action, start, _ in (span for found in by_rank for span in found):
+        for need in inputs(action, 3 * num_chunks):
+            assert ends[need] <= start, f"{action} began before {need} was done"
 
 
 def run_shuffled_schedules() -> None:

@@ -12,11 +12,12 @@ from torch import Tensor
 from echelon.cluster.mesh import ParallelMesh
 from echelon.pipeline.communicate import with_communication
 from echelon.pipeline.runner import run_schedule
-from echelon.pipeline.schedules import one_f_one_b
+from echelon.pipeline.schedules import one_f_one_b, stage_placement
 from echelon.pipeline.transport import Transport
 
 from ..pool import Pool
 from .sequential import (
+    STYLES,
     WIDTH,
     Batch,
     LayerStage,
@@ -102,10 +103,10 @@ def test_different_batches_on_the_ranks_are_refused(pool: Pool) -> None:
     assert any("must be given the same batch" in str(error) for error in errors)
 
 
-def die_in_step(dying_rank: int) -> None:
-    pipeline = Pipeline()
+def die_in_step(dying_rank: int, style: str, num_chunks: int) -> None:
+    pipeline = Pipeline(style=style, num_chunks=num_chunks)
     pipeline.train(pieces(6, 3))
-    if pipeline.stage.index == dying_rank:
+    if pipeline.rank == dying_rank:
         forward = pipeline.stage.forward
         calls: list[int] = []
 
@@ -119,12 +120,24 @@ def die_in_step(dying_rank: int) -> None:
     pipeline.train(pieces(6, 3))
 
 
+@pytest.mark.parametrize(
+    ("style", "num_chunks"),
+    [
+        ("1f1b", 1),
+        # Every one needs a new process.
+        *(pytest.param(*style, marks=pytest.mark.slow) for style in STYLES if style != ("1f1b", 1)),
+    ],
+)
 @pytest.mark.parametrize("dying_rank", [0, 1])
-def test_a_rank_that_dies_is_named_by_its_peer(pool: Pool, dying_rank: int) -> None:
-    error = pool.run_failing(2, die_in_step, dying_rank)[1 - dying_rank]
+def test_a_rank_that_dies_is_named_by_its_peer(
+    pool: Pool, dying_rank: int, style: str, num_chunks: int
+) -> None:
+    error = pool.run_failing(2, die_in_step, dying_rank, style, num_chunks)[1 - dying_rank]
     assert isinstance(error, RuntimeError)
+    placement = stage_placement(style, 2, num_chunks)
+    stage = "|".join(str(stage) for stage, rank in enumerate(placement) if rank == dying_rank)
     assert re.search(
-        rf"lost rank {dying_rank} \(pipeline stage {dying_rank}\) while (sending|receiving) the "
+        rf"lost rank {dying_rank} \(pipeline stage ({stage})\) while (sending|receiving) the "
         r"(activations|gradients) of microbatch \d at stage \d: .*(connection|broken pipe)",
         str(error),
         re.IGNORECASE,

@@ -1,6 +1,8 @@
 """The plugins through the Booster, as scripts call them."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -176,7 +178,7 @@ REFUSALS = {
         "zero_stage=7",
         "pp_style: there is no schedule 'zigzag'",
     ),
-    "refuse_without_microbatches": ("needs num_microbatches",),
+    "refuse_without_microbatches": ("needs num_microbatches", "cannot have num_model_chunks=3"),
     "refuse_sequences_on_two_axes": (
         "over the tensor axis, and tp_size is 1",
         "sp_size=2 with sequence_parallelism_mode='split_gather'",
@@ -246,9 +248,26 @@ def test_data_that_ends_on_every_rank_ends_the_loop(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("how", ["raises", "is killed"])
-def test_every_rank_names_the_one_that_failed_in_a_step(pool: Pool, how: str) -> None:
-    errors = pool.run_failing(4, training.die_in_a_step, 1, how, timeout=60.0)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp_size": 2, "pp_size": 2},
+        *(
+            pytest.param(
+                {"pp_size": 4, "pp_style": style, "num_model_chunks": chunks}, marks=pytest.mark.slow
+            )
+            for style, chunks in (("gpipe", 2), ("1f1b", 1), ("interleaved", 2), ("zbh1", 1), ("zbv", 2))
+        ),
+    ],
+    ids=str,
+)
+def test_every_rank_names_the_one_that_failed_in_a_step(pool: Pool, sizes: dict[str, Any], how: str) -> None:
+    errors = pool.run_failing(4, training.die_in_a_step, 1, how, sizes, timeout=60.0)
     assert isinstance(errors[1], ZeroDivisionError) or type(errors[1]).__name__ == "RankDied"
     for rank in (0, 2, 3):
         assert type(errors[rank]).__name__ == "RankFailure", errors[rank]
         assert "rank 1 " in str(errors[rank])
+        if "tp_size" not in sizes:  # where another axis may be what a rank waits for
+            assert re.search(
+                r"lost rank \d \(pipeline stage \d\) while .* of microbatch \d at", str(errors[rank])
+            )

@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -317,7 +318,7 @@ def refuse_sizes() -> str:
 
 
 def refuse_without_microbatches() -> str:
-    return refused(lambda: HybridParallelPlugin(pp_size=2, precision="fp32"))
+    return refused(lambda: HybridParallelPlugin(pp_size=2, precision="fp32", num_model_chunks=3))
 
 
 def refuse_sequences_on_two_axes() -> str:
@@ -437,12 +438,12 @@ def end_of_data() -> None:
     booster.execute_pipeline(iter([]), model, loss_of, optimizer)
 
 
-def die_in_a_step(victim: int, how: str) -> None:
+def die_in_a_step(victim: int, how: str, sizes: dict[str, Any]) -> None:
     import os
     import signal
 
-    booster = hybrid(tp_size=2, pp_size=2)
-    model, optimizer = boosted(booster)
+    booster = hybrid(**sizes)
+    model, optimizer = boosted(booster, replace(BERT, num_layers=8))
 
     def criterion(outputs: Any, inputs: Any) -> Tensor:
         return loss_of(outputs, inputs)

@@ -53,6 +53,7 @@ def t5() -> nn.Module:
         "num_heads": 2,
         "vocab_size": 64,
         "num_layers": 1,
+        "num_decoder_layers": 3,
         "dropout_rate": 0.0,
     }
     return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, tie_word_embeddings=False))
@@ -62,9 +63,12 @@ def one(products: int) -> list[str]:
     return ["begin", *["product"] * products, "end"]
 
 
-# From the last layer to the first: head, MLP, (cross-attention, which two tensors enter,) attention.
+# From the last layer to the first: head, MLP, (cross-attention, which two tensors enter,) attention. The encoder's
+# states enter in the first layer of the decoder, for all of them.
 LLAMA = [*one(1), *one(2), *one(3)]
-DECODER = [*one(1), *one(1), "begin", "begin", *["product"] * 3, "end", "end", *one(3)]
+LATER_LAYER = [*one(1), *one(3), *one(3)]
+FIRST_LAYER = [*one(1), "begin", "begin", *["product"] * 3, "end", "end", *one(3)]
+DECODER = [*one(1), *LATER_LAYER, *LATER_LAYER, *FIRST_LAYER]
 ENCODER = [*one(1), *one(3)]
 
 

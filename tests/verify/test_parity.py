@@ -1,6 +1,7 @@
 """Parity of every layout with one process, and that the check can fail."""
 
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -129,19 +130,25 @@ def test_other_schedules_microbatch_counts_and_clipping_agree(pool: Pool, layout
     assert check(pool, MODELS["llama-tied"], layout).departure is None
 
 
-SCHEDULES = {
-    "gpipe×2": {"schedule": "gpipe", "chunks": 2},
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "1f1b": {},
     "gpipe": {"schedule": "gpipe"},
+    "gpipe×2": {"schedule": "gpipe", "chunks": 2},
+    "interleaved": {"schedule": "interleaved"},
     "interleaved×2": {"schedule": "interleaved", "chunks": 2},
     "zbh1": {"schedule": "zbh1"},
     "zbv": {"schedule": "zbv"},
 }
+# Interleaved with one chunk is 1F1B's order, and that is quick below and beside other axes.
+SLOW_SCHEDULES = ("1f1b", "interleaved")
 SCHEDULE_CASES = [
     (model, schedule, pp, () if is_quick else pytest.mark.slow)
     for model in ("llama", "gpt2", "bert-classification")
     for schedule in SCHEDULES
     for pp in (2, 4)
-    for is_quick in [(model == "llama") == (pp == 2) and model != "bert-classification"]
+    for is_quick in [
+        (model == "llama") == (pp == 2) and model != "bert-classification" and schedule not in SLOW_SCHEDULES
+    ]
 ]
 
 
@@ -154,6 +161,7 @@ def test_every_schedule_gives_equal_bits(pool: Pool, model: str, schedule: str, 
     report = check(pool, choice, Layout(pp=pp, microbatches=5, **SCHEDULES[schedule]))
     assert report.departure is None
     assert report.steps[0].measure("gradient").distance == 0.0
+    assert report.steps[0].measure("loss").distance == 0.0
 
 
 TIED = {
@@ -165,9 +173,9 @@ TIED = {
 TIED_CASES = [
     (model, schedule, pp, () if is_quick else pytest.mark.slow)
     for model in TIED
-    for schedule in ("1f1b", *SCHEDULES)
+    for schedule in SCHEDULES
     for pp in (2, 4)
-    for is_quick in [(model, pp) in (("t5", 4), ("t5-tied", 2))]
+    for is_quick in [(model, pp) in (("t5", 4), ("t5-tied", 2)) and schedule != "interleaved"]
 ]
 
 
@@ -177,7 +185,7 @@ TIED_CASES = [
 )
 def test_every_schedule_sums_what_stages_share(pool: Pool, model: str, schedule: str, pp: int) -> None:
     choice = TIED[model] if model.startswith("t5") else replace(TIED[model], num_layers=9)
-    layout = Layout(pp=pp, microbatches=5, **SCHEDULES.get(schedule, {}))
+    layout = Layout(pp=pp, microbatches=5, **SCHEDULES[schedule])
     report = check(pool, choice, layout)
     assert report.departure is None
     # What several stages hold is added up in another order.
@@ -185,16 +193,30 @@ def test_every_schedule_sums_what_stages_share(pool: Pool, model: str, schedule:
     assert report.steps[0].measure("loss").distance <= 1e-6 * report.steps[0].reference_loss
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2, "zero": 1}], ids=str)
+BESIDE_CASES = [
+    (model, sizes, schedule, pp, () if is_quick else pytest.mark.slow)
+    for model in ("llama-tied", "t5", "gpt2", "bert")
+    for sizes in ({"tp": 2}, {"dp": 2, "zero": 1})
+    for schedule in SCHEDULES
+    for pp in (2, 4)
+    for is_quick in [(model, pp) == ("llama-tied", 2) and schedule not in SLOW_SCHEDULES]
+]
+
+
 @pytest.mark.parametrize(
-    "model", ["llama-tied", *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "gpt2", "bert"))]
+    ("model", "sizes", "schedule", "pp"),
+    [
+        pytest.param(*case, id=f"{case[0]}-{'·'.join(case[1])}-{case[2]}-{case[3]}", marks=marks)
+        for *case, marks in BESIDE_CASES
+    ],
 )
 def test_every_schedule_agrees_beside_tensor_parallelism_and_zero(
-    pool: Pool, schedule: str, sizes: dict[str, int], model: str
+    pool: Pool, model: str, sizes: dict[str, int], schedule: str, pp: int
 ) -> None:
-    choice = replace(MODELS[model], num_layers=5) if model in MODELS else ModelChoice(model_type=model)
-    report = check(pool, choice, Layout(pp=2, microbatches=4, **sizes, **SCHEDULES[schedule]))
+    choice = MODELS.get(model) or ModelChoice(model_type=model)
+    if model != "t5":  # whose encoder and decoder have four each
+        choice = replace(choice, num_layers=2 * pp + 1)
+    report = check(pool, choice, Layout(pp=pp, microbatches=4, **sizes, **SCHEDULES[schedule]))
     assert report.departure is None
 
 

@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
+from transformers.utils import logging
 
 from echelon.shardformer.shard_former import policy_for
 from echelon.shardformer.table import model_types
@@ -32,11 +33,20 @@ DEFAULT_SIZE = "tiny"
 
 def causal_types() -> list[str]:
     """The model types that read from left to right and that a table can split."""
-    return [
+    names = [
         name
         for name in model_types()
         if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and name not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-        for config in [AutoConfig.for_model(name)]
+    ]
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # some default configs warn of their own ids
+    try:
+        configs = {name: AutoConfig.for_model(name) for name in names}
+    finally:
+        logging.set_verbosity(verbosity)
+    return [
+        name
+        for name, config in configs.items()
         if not config.is_encoder_decoder and config.get_text_config() is config
     ]
 
