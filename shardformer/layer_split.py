@@ -263,7 +263,10 @@ class LayerSplit:
             return None
         if name in table.key_value:
             return self.heads.key_value_cut
-        return partial(self.heads.query_cut, num_blocks=table.fused.get(name, 1))
+        fused = table.fused.get(name, 1)
+        if isinstance(fused, HeadOrder):
+            return partial(self.heads.fused_cut, fused)
+        return partial(self.heads.query_cut, num_blocks=fused)
 
     def _copies(self, name: str) -> int:
         """How many neighbouring ranks hold the same piece."""

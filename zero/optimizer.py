@@ -37,8 +37,9 @@ from .parameter import ManagedParameter
 from .partition import arriving_bytes, partitions_by_stride
 from .precision import DynamicScaler, PrecisionConfig
 from .publication import Publisher
-from .reduction import Reducer, require_one_layout
+from .reduction import Reducer
 from .state import load_local_state, local_state
+from .sums import require_one_layout
 from .true_gradients import TrueGradients
 from .wrapper import OptimizerWrapper
 
