@@ -107,9 +107,14 @@ def _gradients(
     """The loss, and the float32 gradients of the parameters that got any, without the scale."""
     sums: dict[str, Tensor] = {}
     losses = []
+    dtype = next(worker.parameters()).dtype
     for replica, microbatches in enumerate(replicas):
         parts = []
         for microbatch in microbatches:
+            microbatch = {
+                name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+                for name, tensor in microbatch.items()
+            }
             part = criterion(worker(**microbatch), microbatch)
             parts.append(part.detach().float())
             if overflows and replica == len(replicas) - 1:

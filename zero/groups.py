@@ -79,13 +79,16 @@ def _is_fresh(state: dict[str, Any]) -> bool:
 
 def _state_of_piece(optimizer: Optimizer, slot: Slot) -> dict[str, Any]:
     assert slot.piece is not None
-    state = optimizer.state[slot.parameter]
-    return {key: _piece_of_constant(value, slot.piece) for key, value in state.items()}
+    # A number of its own is the count of steps; another one belongs to a parameter that is a number.
+    return {
+        key: _piece_of_constant(value, slot.piece)
+        if isinstance(value, Tensor) and (value.dim() or (not slot.weight.dim() and key != "step"))
+        else value
+        for key, value in optimizer.state[slot.parameter].items()
+    }
 
 
-def _piece_of_constant(value: Any, piece: Parameter) -> Any:
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return value
+def _piece_of_constant(value: Tensor, piece: Parameter) -> Tensor:
     constant = value.flatten()[0]
     if not bool((value == constant).all()):
         raise AssertionError(f"the state of a parameter before the first step is not one number: {value}")

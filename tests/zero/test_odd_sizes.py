@@ -149,3 +149,23 @@ def check_case(case: Odd, *, stage: int, zero_size: int) -> None:
         torch.testing.assert_close(
             parameter.detach(), expected.weights[name], rtol=1e-5, atol=1e-3 * LR, msg=name
         )
+
+
+def test_a_number_is_trained_by_an_optimizer_that_begins_with_state(pool: Pool) -> None:
+    pool.run(2, check_number)
+
+
+def check_number() -> None:
+    """Adagrad makes its sums when it is built, as numbers for a parameter that is one."""
+    scale, native = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(2.0))
+    model = nn.ParameterDict({"scale": scale})
+    optimizer = shard(model, torch.optim.Adagrad)
+    plain = torch.optim.Adagrad([native])
+    for _ in range(3):
+        optimizer.backward(scale.square())
+        optimizer.step()
+        optimizer.zero_grad()
+        native.grad = None
+        native.square().backward()
+        plain.step()
+    assert torch.equal(scale, native)
