@@ -76,8 +76,12 @@ def prompted_image(choice: ModelChoice, num_samples: int, drawn: Generator) -> B
 
 
 def image_text(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
-    """Images with text that begins with their places in it; what a language model is to say of both."""
+    """Images with text that begins with their places in it, what a language model is to say of both; or one alone."""
+    if choice.head_name == "image_embedding":
+        return image(choice, num_samples, drawn)
     tokens, mask = _tokens(num_samples, LENGTH, drawn)
+    if choice.head_name == "text_embedding":
+        return {"input_ids": tokens, "attention_mask": mask}
     targets, target_mask = _tokens(num_samples, TARGET_LENGTH, drawn)
     places = torch.full((num_samples, NUM_QUERIES), IMAGE_TOKEN)
     labels = {

@@ -45,6 +45,8 @@ HEADS: dict[str, str | None] = {
     "mask_generation": "AutoModelForMaskGeneration",
     "image_text": "AutoModelForImageTextToText",
     "zero_shot_image": "AutoModelForZeroShotImageClassification",
+    "image_embedding": None,
+    "text_embedding": None,
     "base": "AutoModel",
 }
 
@@ -192,7 +194,7 @@ class ModelChoice:
             bos_token_id=1,
             eos_token_id=END,
             is_decoder=self.head_name == "causal",
-            use_qformer_text_input=self.head_name == "zero_shot_image",
+            use_qformer_text_input=self.head_name in ("zero_shot_image", "text_embedding"),
             **EXPERTS,
         )
 

@@ -112,8 +112,8 @@ def _gradients(
         parts = []
         for microbatch in microbatches:
             microbatch = {
-                name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-                for name, tensor in microbatch.items()
+                name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+                for name, value in microbatch.items()
             }
             part = criterion(worker(**microbatch), microbatch)
             parts.append(part.detach().float())

@@ -40,6 +40,8 @@ BEGINS = {"gemma3": 0.2}
 # Heads that no Auto class of transformers builds, by type and head: the class.
 FURTHER_HEADS = {
     ("beit", "masked_image"): "BeitForMaskedImageModeling",
+    ("blip-2", "image_embedding"): "Blip2VisionModelWithProjection",
+    ("blip-2", "text_embedding"): "Blip2TextModelWithProjection",
     ("deit", "teacher"): "DeiTForImageClassificationWithTeacher",
     ("gpt2", "double"): "GPT2DoubleHeadsModel",
 }

@@ -10,6 +10,7 @@ _VISION = Table(
     regions=("self_attn", "mlp"),
     column=("self_attn.qkv", "mlp.fc1"),
     row=("self_attn.projection", "mlp.fc2"),
+    attention={"self_attn": "self_attn.projection"},
     fused={"self_attn.qkv": 3},
     divide=("self_attn.num_heads",),
     divisors=("self_attn.num_heads",),
@@ -30,6 +31,7 @@ _NEWER_QFORMER = Table(
         *(f"{path}.dense" for path in _FEED_FORWARDS),
     ),
     row=(*(f"{path}.output.dense" for path in _ATTENTIONS), *_FEED_FORWARDS.values()),
+    attention={f"{path}.attention": f"{path}.output.dense" for path in _ATTENTIONS},
     second_input={"crossattention.attention": "encoder_hidden_states"},
     optional=("crossattention", "intermediate", "output.dense"),
     dropout={
@@ -69,6 +71,7 @@ def _table(*qformer: str) -> Table:
             PartStages(part="language_model", entry=("vision_model.embeddings",), leading=leading),
             # Retrieval has none, and runs its Q-Former twice in one forward, for images and for text.
             PartStages(part="vision_model"),
+            PartStages(part="qformer", entry=("embeddings",)),  # of text alone
         ),
         parts={"vision_model": _VISION, "qformer": _QFORMER, "language_model": None},
         further_embeddings=("embeddings.word_embeddings",),
