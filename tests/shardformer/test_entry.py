@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 from echelon.cluster import collectives
 from echelon.cluster.placement import Shard, placement_of
 from echelon.pipeline import split_backward
+from echelon.pipeline.linear import linear
 from echelon.shardformer import ShardConfig, ShardFormer
 
 from ..pool import Pool
@@ -183,8 +184,8 @@ def check_uses() -> None:
     x, y = torch.randn(2, 4, 2).unbind(0)
     later = split_backward.LaterProduct(weight)
     unused = split_backward.LaterProduct(nn.Parameter(torch.randn(3, 2)))
-    first = split_backward.linear(x, weight, None, weight_gradients=None, later=later)
-    second = split_backward.linear(y, weight, None, weight_gradients=None)
+    first = linear(x, weight, None, weight_gradients=None, later=later)
+    second = linear(y, weight, None, weight_gradients=None)
     (first.square().sum() + second.square().sum()).backward()
     expected = torch.autograd.grad(
         sum(nn.functional.linear(each, weight).square().sum() for each in (x, y)), [weight]

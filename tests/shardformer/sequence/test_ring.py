@@ -222,7 +222,14 @@ def drop_out() -> tuple[Tensor, Tensor]:
 
 
 def test_ranks_of_one_random_state_drop_other_keys() -> None:
-    alike: dict[str, Any] = {"mask": None, "order": None, "length": 8, "rings": (), "scale": 1.0}
+    alike: dict[str, Any] = {
+        "mask": None,
+        "order": None,
+        "length": 8,
+        "rings": (),
+        "scale": 1.0,
+        "softcap": None,
+    }
     call = ring._Call(**alike, rank=0, dropout=0.5, seed=3)
     at = [Piece(slice(4), slice(4), range(row, row + 4), range(4), Seen.ALL) for row in (0, 4)]
     assert call.view(at[0]).seed != call.view(at[1]).seed == call.view(at[1]).seed
