@@ -1,5 +1,6 @@
 """All of a run at one step, gathered from what every rank holds and written. Folders and names are step_folder.py's."""
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,8 +70,12 @@ class StepToSave:
 
     def _begin(self, directory: Path) -> Path:
         folder = begin_step(directory, self.step)
-        for name in (MODEL, RANDOM) if self.states is None else (MODEL, OPTIMIZER, RANDOM):
-            (folder / name).mkdir()
+        try:
+            for name in (MODEL, RANDOM) if self.states is None else (MODEL, OPTIMIZER, RANDOM):
+                (folder / name).mkdir()
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         return folder
 
     def _written(self, folder: Path) -> Records:
