@@ -2,10 +2,12 @@
 
 [Note: the last reading] Who reads another process's memory is in nobody's way there, and nothing waits for it when a
 process ends or drops what is read. So every rank counts what it has read, where the others may see it. Memory that is
-dropped before all others have counted as far is kept, and a process that ends waits for them first.
+dropped before all others have counted as far is kept, and a process that ends waits for them first, unless an error
+ends it.
 """
 
 import ctypes
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from weakref import finalize
@@ -82,7 +84,9 @@ _LEFT: list[tuple[Readers, Sequence[Tensor]]] = []
 
 
 def _wait_for_all() -> None:
-    """Wait until what was left has been read."""
+    """Wait until what was left has been read; not in a process that an error ends, for which others may wait."""
+    if getattr(sys, "last_type", None) is not None:
+        return
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while not all(readers.are_done() for readers, _ in _LEFT) and time.monotonic() < deadline:
         time.sleep(0.001)

@@ -4,6 +4,8 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -64,6 +66,27 @@ def test_a_process_that_ends_waits_for_others_but_not_for_ever() -> None:
     count.value = 2
     with patch.object(readers, "_PATIENCE_SECONDS", 0.1):
         readers._wait_for_all()
+
+
+SCRIPT = """
+import ctypes, os
+import torch
+from echelon.cluster.process_memory import Neighbours
+from echelon.cluster.readers import Readers, _LEFT, _wait_for_all
+from weakref import finalize
+finalize(Readers, _wait_for_all)
+count = ctypes.c_int64(0)
+own = Readers(Neighbours({1: os.getpid()}), ctypes.c_int64(0), {1: ctypes.addressof(count)})
+own.shown = 1
+own.keep([torch.ones(3)])
+assert _LEFT
+raise LookupError("in the middle of a step")
+"""
+
+
+def test_a_process_that_an_error_ends_waits_for_nobody() -> None:
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and "in the middle of a step" in ended.stderr
 
 
 @pytest.mark.parametrize("reads", [True, False], ids=["read", "sent"])
