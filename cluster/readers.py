@@ -87,6 +87,8 @@ def _wait_for_all() -> None:
     """Wait until what was left has been read; not in a process that an error ends, for which others may wait."""
     if getattr(sys, "last_type", None) is not None:
         return
+    for count in _COUNTS:  # a process that ends reads no more, or two that end would wait for each other
+        count.value = _NO_MORE
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while not all(readers.are_done() for readers, _ in _LEFT) and time.monotonic() < deadline:
         time.sleep(0.001)

@@ -89,6 +89,54 @@ def test_a_process_that_an_error_ends_waits_for_nobody() -> None:
     assert ended.returncode == 1 and "in the middle of a step" in ended.stderr
 
 
+LAST = """
+import ctypes, os, sys
+import torch
+from echelon.cluster.process_memory import Neighbours
+from echelon.cluster.readers import _COUNTS, _LEFT, Readers, _wait_for_all
+from weakref import finalize
+finalize(Readers, _wait_for_all)
+count = ctypes.c_int64(0)
+_COUNTS.append(count)
+print(os.getpid(), ctypes.addressof(count), flush=True)
+pid, place = (int(number) for number in sys.stdin.readline().split())
+own = Readers(Neighbours({1: pid}), count, {1: place})
+own.shown = 1
+own.keep([torch.ones(3)])
+assert _LEFT
+print("left", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_two_processes_that_end_do_not_wait_for_each_other() -> None:
+    """Each has left what the other one has not read, and will not."""
+    ranks = [subprocess.Popen([sys.executable, "-c", LAST], stdin=-1, stdout=-1, text=True) for _ in range(2)]
+    try:
+        places = [answer(rank) for rank in ranks]
+        for rank, place in zip(ranks, reversed(places), strict=True):
+            tell(rank, place)
+        assert [answer(rank) for rank in ranks] == ["left\n"] * 2
+        for rank in ranks:
+            tell(rank, "end\n")
+        assert [rank.wait(timeout=30) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def answer(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def tell(process: "subprocess.Popen[str]", line: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(line)
+    process.stdin.flush()
+
+
 @pytest.mark.parametrize("reads", [True, False], ids=["read", "sent"])
 def test_what_one_rank_drops_before_the_others_look_is_there(pool: Pool, reads: bool) -> None:
     pool.run(2, check_dropped, reads)
