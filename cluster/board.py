@@ -105,7 +105,7 @@ class Board:
         if rank not in self._processes and (process := self._get(f"process/{rank}")) is not None:
             self._processes[rank] = process[0], process[1]
         place, process_id = self._processes.get(rank, ("", 0))
-        return place == _place() and _has_ended(process_id)
+        return place == _place() and has_ended(process_id)
 
     def _get(self, key: str) -> Any:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
@@ -118,7 +118,7 @@ def _place() -> str:
     return f"{socket.gethostname()} {os.readlink(namespace) if namespace.exists() else ''}"
 
 
-def _has_ended(process_id: int) -> bool:
+def has_ended(process_id: int) -> bool:
     """Whether a process of this machine no longer runs; one that nobody has waited for yet counts as ended."""
     try:
         os.kill(process_id, 0)

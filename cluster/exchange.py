@@ -62,7 +62,9 @@ class Exchange:
     def reduce_scatter_(self, flat: Tensor) -> Waitable:
         """Begin to bring the mean over the ranks into this rank's slice; the others keep what they hold."""
         if self._way is not None:
-            return self._begin(_Mean(self, self._way, flat, OneCollective("reduce_scatter", flat.nbytes)))
+            return self._begin(
+                _Mean(self, self._way, flat, OneCollective("reduce_scatter", flat.nbytes, self.group))
+            )
         work: Waitable = reduce_scatter_single(
             self.own(flat), flat, op=dist.ReduceOp.AVG, group=self.group, async_op=True
         )
@@ -72,7 +74,7 @@ class Exchange:
         """Begin to bring the mean over the ranks into the whole buffer."""
         if self._way is not None:
             return self._begin(
-                _MeanEverywhere(self, self._way, flat, OneCollective("all_reduce", flat.nbytes))
+                _MeanEverywhere(self, self._way, flat, OneCollective("all_reduce", flat.nbytes, self.group))
             )
         work: Waitable = dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self.group, async_op=True)
         return work
@@ -80,7 +82,9 @@ class Exchange:
     def all_gather_(self, flat: Tensor) -> Waitable:
         """Begin to fill the buffer with the slices that the ranks own."""
         if self._way is not None:
-            return self._begin(_Gather(self, self._way, flat, OneCollective("all_gather", flat.nbytes)))
+            return self._begin(
+                _Gather(self, self._way, flat, OneCollective("all_gather", flat.nbytes, self.group))
+            )
         work: Waitable = all_gather_single(flat, self.own(flat), group=self.group, async_op=True)
         return work
 
@@ -92,7 +96,9 @@ class Exchange:
         """
         if self._way is None:
             return self.all_gather_(flat)
-        self._late.append(_LateGather(self, self._way, flat, OneCollective("all_gather", flat.nbytes)))
+        self._late.append(
+            _LateGather(self, self._way, flat, OneCollective("all_gather", flat.nbytes, self.group))
+        )
         return self._late[-1]
 
     def release(self) -> None:

@@ -1,4 +1,6 @@
-"""The memory of other processes of this machine, read without their doing. What is read when is exchange.py.
+"""Other processes of this machine: their memory, read without their doing, and lines to them (messages.py).
+
+What is read when is exchange.py's, read_sums.py's and direct.py's.
 
 [Note: reading instead of sending] Linux lets a process copy from another one of the same user
 (process_vm_readv(2)): one copy, where sockets make two and wake both ends up. exchange.py says what that saves. Between
@@ -9,6 +11,7 @@ import ctypes
 import os
 import secrets
 from collections.abc import Mapping
+from contextlib import closing, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import gather_integers
+from .mesh import default_timeout
+from .messages import Door, Messages, knock
 
 
 class _Extent(ctypes.Structure):
@@ -29,9 +34,11 @@ class Neighbours(NamedTuple):
 
     Args:
         pids: by rank in the group.
+        messages: the lines from this one to the others.
     """
 
     pids: Mapping[int, int]
+    messages: Messages = Messages({}, {})
 
     def read(self, rank: int, address: int, into: Tensor) -> None:
         """Fill a contiguous tensor from an address in the process of a rank, which must not change it meanwhile.
@@ -54,15 +61,26 @@ def find_neighbours(group: dist.ProcessGroup) -> Neighbours | None:
     """The processes of the group, None where one cannot read all others. Two all-gathers of a few integers.
 
     Every rank reads a random number from every other one: an equal process number on another machine is no
-    neighbour.
+    neighbour. The lines to them are new ones.
     """
     number = secrets.randbits(62)
     token = torch.tensor([number])
-    every = gather_integers((os.getpid(), token.data_ptr(), number), group)
-    found = Neighbours({rank: pid for rank, (pid, _, _) in enumerate(every)})
-    reads_all = all(_holds(found, rank, address, number) for rank, (_, address, number) in enumerate(every))
-    everybody = all(ok for (ok,) in gather_integers((int(reads_all),), group))  # before the token is gone
-    return found if everybody else None
+    later = range(group.rank() + 1, group.size())
+    with closing(Door(number, len(later))) if _PROCESS_VM_READV else nullcontext() as door:
+        every = gather_integers((os.getpid(), token.data_ptr(), number), group)
+        pids = {rank: pid for rank, (pid, _, _) in enumerate(every)}
+        found = Neighbours(pids)
+        is_near = all(_holds(found, rank, address, number) for rank, (_, address, number) in enumerate(every))
+        earlier = {rank: knock(every[rank][2]) if is_near else None for rank in range(group.rank())}
+        lines = {rank: line for rank, line in earlier.items() if line is not None}
+        is_near = is_near and len(lines) == len(earlier)
+        if not all(near for (near,) in gather_integers((int(is_near),), group)):  # before the token is gone
+            for line in lines.values():
+                line.close()
+            return None
+        assert door is not None  # or this process could read nothing
+        lines |= door.let_in({pids[rank]: rank for rank in later})
+    return Neighbours(pids, Messages(lines, pids, default_timeout().total_seconds()))
 
 
 def _holds(neighbours: Neighbours, rank: int, address: int, number: int) -> bool:

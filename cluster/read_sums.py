@@ -10,7 +10,6 @@ Nothing follows the last sum of a group that would say that it has been read; se
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 from weakref import WeakKeyDictionary, finalize
 
 import torch
@@ -18,12 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .large_pages import large_pages
-from .messages import Heard, hear, numbers_of, tell
 from .process_memory import Neighbours, find_neighbours
 from .readers import Readers
 from .traffic import OneCollective
 
-_TAG = 2**20  # of messages between two ranks; those of slices.py count from 0
 _PIECE = 2**17  # elements that are read and added at a time: they stay in a core's cache
 # With more ranks everybody's reading of everything costs more than a ring.
 _MOST_RANKS = 4
@@ -41,6 +38,7 @@ class ReadSums:
 
     def __init__(self, neighbours: Neighbours, rank: int, readers: Readers) -> None:
         self._neighbours, self._rank, self._readers = neighbours, rank, readers
+        self._others = [other for other in neighbours.pids if other != rank]
         self._shown = [torch.empty(0, dtype=torch.uint8)] * 2
         self._read = torch.empty(0, dtype=torch.uint8)
         self._number = 0
@@ -58,13 +56,30 @@ class ReadSums:
         self._under_way = _Sum(self, x, group)
         return self._under_way
 
-    def end(self, own: Tensor, total: Tensor, told: "_Told") -> None:
+    def tell(self, own: Tensor) -> None:
+        """Tell all other ranks where this one's tensor is."""
+        for rank in self._others:
+            self._neighbours.messages.tell(rank, 0, own.data_ptr(), own.nbytes)
+
+    def end(self, own: Tensor, total: Tensor) -> None:
         """Fill in the sum, once all ranks have come to it."""
         self._under_way = None
         try:
-            self._fill(own, total, _addresses(own, told))
+            self._fill(own, total, self._addresses(own))
         finally:
             self._readers.note()
+
+    def _addresses(self, own: Tensor) -> dict[int, int]:
+        """Where the tensors of all other ranks are, once they have come to the same sum."""
+        heard = {rank: self._neighbours.messages.hear(rank, 0) for rank in self._others}
+        sizes = {self._rank: own.nbytes, **{rank: nbytes for rank, (_, nbytes) in heard.items()}}
+        if len(set(sizes.values())) > 1:
+            brought = ", ".join(f"rank {rank} of the group {sizes[rank]} bytes" for rank in sorted(sizes))
+            raise RuntimeError(
+                f"ranks that compute the same bring tensors of different sizes to a sum: {brought}. Give every rank "
+                "of a tensor-parallel group the same batch"
+            )
+        return {rank: address for rank, (address, _) in heard.items()}
 
     def _fill(self, own: Tensor, total: Tensor, addresses: dict[int, int]) -> None:
         """Fill in the sum from where the others' tensors are."""
@@ -103,14 +118,6 @@ class ReadSums:
         return shown
 
 
-class _Told(NamedTuple):
-    """The messages of one sum: where each rank's tensor is, and how long."""
-
-    rank: int
-    sends: list[dist.Work]
-    heard: dict[int, Heard]
-
-
 class _Sum:
     """One sum that has begun. Called, it gives it; called again, it gives the same."""
 
@@ -118,36 +125,15 @@ class _Sum:
         self._sums = sums
         self._own = sums.show(x)
         self._total = torch.empty_like(x, memory_format=torch.contiguous_format)
-        self._told: _Told | None = _tell(self._own, group)
+        self._is_open = True
+        with OneCollective("all_reduce", self._own.nbytes, group):
+            sums.tell(self._own)
 
     def __call__(self) -> Tensor:
-        if self._told is not None:
-            told, self._told = self._told, None
-            self._sums.end(self._own, self._total, told)
+        if self._is_open:
+            self._is_open = False
+            self._sums.end(self._own, self._total)
         return self._total
-
-
-def _tell(own: Tensor, group: dist.ProcessGroup) -> _Told:
-    """Begin to tell all other ranks where this one's tensor is, and to hear where theirs are."""
-    others = [rank for rank in range(group.size()) if rank != group.rank()]
-    with OneCollective("all_reduce", own.nbytes):
-        sends = tell(group, dict.fromkeys(others, (own.data_ptr(), own.nbytes)), _TAG)
-        return _Told(group.rank(), sends, hear(group, others, _TAG, count=2))
-
-
-def _addresses(own: Tensor, told: _Told) -> dict[int, int]:
-    """Where the tensors of all other ranks are, once they have come to the same sum."""
-    heard = {rank: numbers_of(each) for rank, each in told.heard.items()}
-    for work in told.sends:
-        work.wait()
-    sizes = {told.rank: own.nbytes, **{rank: nbytes for rank, (_, nbytes) in heard.items()}}
-    if len(set(sizes.values())) > 1:
-        brought = ", ".join(f"rank {rank} of the group {sizes[rank]} bytes" for rank in sorted(sizes))
-        raise RuntimeError(
-            f"ranks that compute the same bring tensors of different sizes to a sum: {brought}. Give every rank of "
-            "a tensor-parallel group the same batch"
-        )
-    return {rank: address for rank, (address, _) in heard.items()}
 
 
 def begin_sum_by_reading(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor] | None:

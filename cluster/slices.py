@@ -4,12 +4,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
-from weakref import WeakKeyDictionary, finalize
+from weakref import finalize
 
 import torch.distributed as dist
 from torch import Tensor
 
-from .messages import hear, numbers_of, tell
 from .process_memory import Neighbours, find_neighbours
 from .readers import Readers
 
@@ -129,9 +128,6 @@ def _wait_for_sends(sends: Iterable[dist.Work]) -> None:
             work.wait()
 
 
-_TAGS: WeakKeyDictionary[dist.ProcessGroup, "count[int]"] = WeakKeyDictionary()
-
-
 class Reading(Way):
     """Ranks tell each other where slices lie, and read them, see process_memory.py."""
 
@@ -140,8 +136,7 @@ class Reading(Way):
     def __init__(self, group: dist.ProcessGroup, neighbours: Neighbours) -> None:
         self._group = group
         self._neighbours = neighbours
-        # Of all that a group has had: what one left under way, with a model that is gone, must not meet another's.
-        self._tags = _TAGS.setdefault(group, count(step=2))
+        self._tags = count(step=2)
         self._readers: Readers | None = None  # of what is kept
 
     def room(self, length: int) -> int:
@@ -150,39 +145,25 @@ class Reading(Way):
 
     def post(self, outgoing: Slices, incoming: Slices) -> Swap:
         """See `Way`."""
-        return _Read(self._group, self._neighbours, outgoing, incoming, tag=next(self._tags))
+        return _Read(self._neighbours, outgoing, incoming, tag=next(self._tags))
 
     def post_kept(self, outgoing: Slices, incoming: Slices) -> Swap:
         """See `Way`."""
         if self._readers is None:
             self._readers = Readers.of(self._group, self._neighbours)
-        return _KeptRead(
-            self._group,
-            self._neighbours,
-            outgoing,
-            incoming,
-            tag=next(self._tags),
-            readers=self._readers,
-        )
+        return _KeptRead(self._neighbours, outgoing, incoming, tag=next(self._tags), readers=self._readers)
 
 
 class _Read(Swap):
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        neighbours: Neighbours,
-        outgoing: Slices,
-        incoming: Slices,
-        *,
-        tag: int,
-    ) -> None:
-        self._group, self._neighbours, self._incoming = group, neighbours, incoming
+    def __init__(self, neighbours: Neighbours, outgoing: Slices, incoming: Slices, *, tag: int) -> None:
+        self._neighbours, self._incoming = neighbours, incoming
         self._length, self._tag = _length(outgoing), tag
-        self._sends = tell(group, {rank: (slice_.data_ptr(),) for rank, slice_ in outgoing.items()}, tag)
-        self._places = hear(group, incoming, tag)
+        for rank, slice_ in outgoing.items():
+            neighbours.messages.tell(rank, tag, slice_.data_ptr())
 
     def pieces(self) -> Iterator[tuple[int, list[Tensor]]]:
-        addresses = {rank: numbers_of(place)[0] for rank, place in self._places.items()}
+        messages = self._neighbours.messages
+        addresses = {rank: messages.hear(rank, self._tag)[0] for rank in self._incoming}
         step = _length(self._incoming)
         for start in range(0, self._length, step):
             found = []
@@ -191,32 +172,21 @@ class _Read(Swap):
                 self._neighbours.read(rank, addresses[rank] + start * into.element_size(), into)
                 found.append(into)
             yield start, found
-        self._tell_read(addresses)
-
-    def _tell_read(self, ranks: Iterable[int]) -> None:
-        self._sends += tell(self._group, dict.fromkeys(ranks, (0,)), self._tag + 1)
+        for rank in self._incoming:  # it may be changed
+            messages.tell(rank, self._tag + 1)
 
     def finish(self) -> None:
-        for read in hear(self._group, self._incoming, self._tag + 1).values():
-            numbers_of(read)
-        for work in self._sends:
-            work.wait()
+        for rank in self._incoming:
+            self._neighbours.messages.hear(rank, self._tag + 1)
 
 
 class _KeptRead(_Read):
     """Reading is told as ever, and counted besides: who drops what it showed, or ends, hears nothing any more."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        neighbours: Neighbours,
-        outgoing: Slices,
-        incoming: Slices,
-        *,
-        tag: int,
-        readers: Readers,
+        self, neighbours: Neighbours, outgoing: Slices, incoming: Slices, *, tag: int, readers: Readers
     ) -> None:
-        super().__init__(group, neighbours, outgoing, incoming, tag=tag)
+        super().__init__(neighbours, outgoing, incoming, tag=tag)
         readers.shown += 1
         self._departure = finalize(self, readers.keep, list(outgoing.values()))
         self._note = finalize(self, readers.note)  # once: called, or when this is dropped
@@ -224,10 +194,6 @@ class _KeptRead(_Read):
     def pieces(self) -> Iterator[tuple[int, list[Tensor]]]:
         yield from super().pieces()
         self._note()
-
-    def _tell_read(self, ranks: Iterable[int]) -> None:
-        with suppress(RuntimeError):  # who ends or drops what it showed needs not be told
-            super()._tell_read(ranks)
 
     def finish(self) -> None:
         super().finish()

@@ -58,6 +58,8 @@ class Traffic(TorchDispatchMode):
         counts: by axis (or "world") and kind; kinds of messages below `SMALL_BYTES` begin with "small ".
     """
 
+    open: ClassVar[list["Traffic"]] = []
+
     def __init__(self, mesh: ParallelMesh) -> None:
         super().__init__()
         self.counts: dict[tuple[str, str], Count] = defaultdict(Count)
@@ -65,21 +67,26 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation; count it if it communicates."""
-        if func.namespace == "c10d":
-            self._count(func._schema.name.split("::")[1], args)
+        operation = func._schema.name.split("::")[1] if func.namespace == "c10d" else ""
+        if operation in _KINDS and OneCollective.entered is None:  # barriers and the like move nothing
+            kind, place = _KINDS[operation]
+            nbytes = sum(tensor.nbytes for tensor in _tensors(args[place]))
+            self.count(kind, nbytes, _group_of(args))
         return func(*args, **(kwargs or {}))
 
-    def _count(self, operation: str, args: Any) -> None:
-        if operation not in _KINDS:  # barriers and the like move nothing
-            return
-        kind, place = _KINDS[operation]
-        nbytes = sum(tensor.nbytes for tensor in _tensors(args[place]))
-        if (whole := OneCollective.entered) is not None:
-            if self in whole.counted:
-                return
-            whole.counted.add(self)
-            kind, nbytes = whole.kind, whole.nbytes
-        group = _group_of(args)
+    def __enter__(self) -> "Traffic":
+        """Begin to count."""
+        Traffic.open.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Count no more."""
+        Traffic.open.remove(self)
+        super().__exit__(*error)
+
+    def count(self, kind: str, nbytes: int, group: dist.ProcessGroup) -> None:
+        """Count one message, or one collective, about tensors of so many bytes."""
         count = self.counts[self._mesh.axis_of(group), f"small {kind}" if nbytes < SMALL_BYTES else kind]
         count.calls += 1
         count.nbytes += nbytes
@@ -87,24 +94,28 @@ class Traffic(TorchDispatchMode):
 
 
 class OneCollective:
-    """A collective made of messages, or of reading memory: what begins inside this context is counted as that one.
+    """A collective, or message, made of other ones or of reading memory: all inside this context is counted as that.
 
     It may be entered again, and is counted once.
 
     Args:
         kind: what it is called.
         nbytes: of the whole tensor that it is about.
+        group: of several ranks, between which it goes.
     """
 
     entered: ClassVar["OneCollective | None"] = None
 
-    def __init__(self, kind: str, nbytes: int) -> None:
-        self.kind = kind
-        self.nbytes = nbytes
-        self.counted: set[Traffic] = set()
+    def __init__(self, kind: str, nbytes: int, group: dist.ProcessGroup) -> None:
+        self._kind, self._nbytes, self._group = kind, nbytes, group
+        self._is_counted = False
 
     def __enter__(self) -> None:
         OneCollective.entered = self
+        if not self._is_counted:
+            for traffic in Traffic.open:
+                traffic.count(self._kind, self._nbytes, self._group)
+        self._is_counted = True
 
     def __exit__(self, *_: object) -> None:
         OneCollective.entered = None

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..cluster.direct import Direct, direct_ways
+from ..cluster.exchange import Waitable
 from ..cluster.mesh import ParallelMesh
 from .action import Action, Op, counterpart, send_of
 from .tensor_spec import TensorSpec, checksum, packed, spec_of, takes_gradient, told, unpacked
@@ -29,7 +31,7 @@ _ALWAYS_UNDER_WAY = 4
 class _UnderWay(NamedTuple):
     action: Action
     tensor: Tensor  # keeps the memory until the send is done
-    work: dist.Work
+    work: Waitable
 
 
 class Arrival:
@@ -38,7 +40,7 @@ class Arrival:
     def __init__(self, channel: "_Receiving", action: Action) -> None:
         self.action = action
         self.tensors: list[Tensor] = []
-        self.works: list[dist.Work] = []
+        self.works: list[Waitable] = []
         self.is_posted = False
         self._channel = channel
 
@@ -63,8 +65,8 @@ class Arrival:
 class _End:
     """One end of a channel: what travels one way between two ranks, activations or gradients, in one order."""
 
-    def __init__(self, group: dist.ProcessGroup, *, peer: int, peer_global_rank: int) -> None:
-        self._group = group
+    def __init__(self, way: Direct, *, peer: int, peer_global_rank: int) -> None:
+        self._way = way
         self._peer = peer
         self._peer_global_rank = peer_global_rank
 
@@ -78,8 +80,8 @@ class _End:
 
 
 class _Sending(_End):
-    def __init__(self, group: dist.ProcessGroup, *, peer: int, peer_global_rank: int) -> None:
-        super().__init__(group, peer=peer, peer_global_rank=peer_global_rank)
+    def __init__(self, way: Direct, *, peer: int, peer_global_rank: int) -> None:
+        super().__init__(way, peer=peer, peer_global_rank=peer_global_rank)
         self.under_way: deque[_UnderWay] = deque()
         self._bytes_under_way = 0
         # Whether the receiver may post only when it needs the tensors: then waiting for it could deadlock.
@@ -92,7 +94,7 @@ class _Sending(_End):
             while self._bytes_under_way > _MAX_BYTES_UNDER_WAY and len(self.under_way) >= _ALWAYS_UNDER_WAY:
                 self.wait_for_oldest()
         try:
-            work = self._group.send([tensor], self._peer, 0)
+            work = self._way.send(tensor, self._peer)
         except RuntimeError as error:
             raise self.lost(action, error) from error
         self.under_way.append(_UnderWay(action, tensor, work))
@@ -120,10 +122,8 @@ class _Sending(_End):
 
 
 class _Receiving(_End):
-    def __init__(
-        self, group: dist.ProcessGroup, *, peer: int, peer_global_rank: int, device: torch.device
-    ) -> None:
-        super().__init__(group, peer=peer, peer_global_rank=peer_global_rank)
+    def __init__(self, way: Direct, *, peer: int, peer_global_rank: int, device: torch.device) -> None:
+        super().__init__(way, peer=peer, peer_global_rank=peer_global_rank)
         self._device = device
         self._unposted: deque[tuple[Arrival, Hashable]] = deque()
         self._specs: dict[tuple[int, Hashable], tuple[TensorSpec, ...]] = {}
@@ -179,9 +179,9 @@ class _Receiving(_End):
             raise self.lost(action, error) from error
         return numbers.tolist()
 
-    def _post(self, action: Action, tensor: Tensor) -> dist.Work:
+    def _post(self, action: Action, tensor: Tensor) -> Waitable:
         try:
-            return self._group.recv([tensor], self._peer, 0)
+            return self._way.receive(tensor, self._peer)
         except RuntimeError as error:
             raise self.lost(action, error) from error
 
@@ -310,18 +310,18 @@ class Transport:
         ends: dict[tuple, _Sending | _Receiving] = {}
         routes = _routes(self._placement)
         kinds = sorted({(send.value, sender < receiver) for send, _, sender, receiver in routes})
-        groups = dict(zip(kinds, mesh.pipeline_groups(len(kinds)), strict=True))
+        ways = dict(zip(kinds, direct_ways(mesh, len(kinds)), strict=True))
         greeting = torch.zeros(1, device=self._device)
         for send, stage, sender, receiver in routes:
             if own not in (sender, receiver):
                 continue
             peer = receiver if sender == own else sender
             settings = {"peer": peer, "peer_global_rank": global_ranks[peer]}
-            group = groups[send.value, sender < receiver]
+            way = ways[send.value, sender < receiver]
             channel, action = (send, sender, receiver), Action(send, stage, 0)
             is_new = channel not in ends
             if sender == own:
-                sending = ends.setdefault(channel, _Sending(group, **settings))
+                sending = ends.setdefault(channel, _Sending(way, **settings))
                 assert isinstance(sending, _Sending)
                 self._sending[send, stage] = sending
                 if is_new:
@@ -329,7 +329,7 @@ class Transport:
                     sending.flush()
             else:
                 receive = counterpart(action)
-                receiving = ends.setdefault(channel, _Receiving(group, device=self._device, **settings))
+                receiving = ends.setdefault(channel, _Receiving(way, device=self._device, **settings))
                 assert isinstance(receiving, _Receiving)
                 self._receiving[receive.op, receive.stage] = receiving
                 if is_new:

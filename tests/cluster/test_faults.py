@@ -98,6 +98,7 @@ def threads() -> list[str]:
 
 
 def count_threads() -> list[int]:
+    time.sleep(1.5)  # that of the test before ends too
     counts = [len(threads())]
     for _ in range(2):
         start_watch()
