@@ -21,7 +21,8 @@ from .board import has_ended
 
 _TICK_SECONDS = 1.0  # how often who waits looks whether the other process still lives
 _PAUSE_SECONDS = 0.001  # between two attempts to send what there was no room for
-_LONGEST = 256  # bytes
+MOST_NUMBERS = 500  # in a message, besides its tag
+_LONGEST = 8 * (MOST_NUMBERS + 1)  # bytes
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 

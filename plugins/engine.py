@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..cluster.agreement import batch_hash, gather_integers
+from ..cluster.agreement import batch_hash
 from ..cluster.mesh import ParallelMesh
+from ..cluster.small_numbers import all_reduce_, begin_gathering, broadcast_
 from ..pipeline.action import Action, Op, Schedule
 from ..pipeline.communicate import with_communication
 from ..pipeline.cut import Stage
@@ -158,7 +159,7 @@ class PipelineEngine:
         is_shared = self._mesh.size("pp", "sp", "tp") > 1
         code = batch_hash(batch) if is_shared and has_batch else 0
         samples = batch_size(batch) if has_batch else 0
-        found = gather_integers((int(has_batch), code, samples, self._mesh.rank("dp")))
+        found = begin_gathering((int(has_batch), code, samples, self._mesh.rank("dp")))()
         ended = [rank for rank, (has_batch, *_) in enumerate(found) if not has_batch]
         if len(ended) == len(found):
             raise StopIteration
@@ -234,10 +235,10 @@ class PipelineEngine:
                 figures[2] = 1
         num_replicas = self._mesh.size("dp")
         if self._mesh.size("pp") > 1:
-            dist.broadcast(figures, group=self._mesh.group("pp"), group_src=self._last_rank)
+            broadcast_(figures, self._last_rank, self._mesh.group("pp"))
         own = figures.clone()
         if num_replicas > 1:
-            dist.all_reduce(figures, group=self._mesh.group("dp"))
+            all_reduce_(figures, dist.ReduceOp.SUM, self._mesh.group("dp"))
         num_weighted = int(figures[2])
         if num_weighted not in (0, num_replicas):
             raise ValueError(

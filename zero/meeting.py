@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from ..cluster.agreement import begin_gathering_integers
+from ..cluster.small_numbers import begin_gathering
 
 _CALLS = ("backward()", "reduce_gradients()", "step()")  # that communicate
 
@@ -29,7 +29,7 @@ class Meeting:
         """
         self.end()
         if self._group.size() > 1:
-            self._outcome = begin_gathering_integers((_CALLS.index(call), state), self._group)
+            self._outcome = begin_gathering((_CALLS.index(call), state), self._group)
 
     def end(self) -> set[int]:
         """The states of all ranks, once they are known; nothing where none were asked for since.

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..cluster.small_numbers import all_reduce_
+
 # float32 sums of this many squares lose nothing that matters; longer ones do (6e-4 for 16M entries on CPU).
 _ROW = 1024
 
@@ -31,8 +33,8 @@ def norm_over_all_ranks(
     if isinf(norm_type):
         # A maximum over ranks may drop a NaN (gloo's does), never an infinity.
         largest = torch.where(local.isfinite(), local, torch.inf).max()
-        return _reduced(largest, dist.ReduceOp.MAX)
-    return _reduced(local.pow(norm_type).sum(), dist.ReduceOp.SUM).pow(1 / norm_type)
+        return all_reduce_(largest, dist.ReduceOp.MAX)
+    return all_reduce_(local.pow(norm_type).sum(), dist.ReduceOp.SUM).pow(1 / norm_type)
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
@@ -48,8 +50,3 @@ def _norm(x: Tensor, norm_type: float) -> Tensor:
         rest = torch.linalg.vector_norm(x[whole:], norm_type)
         rows = torch.cat([rows, rest.view(1)])
     return torch.linalg.vector_norm(rows, norm_type, dtype=torch.float64)
-
-
-def _reduced(value: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-    dist.all_reduce(value, op=operation)
-    return value

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..cluster.exchange import Exchange, Waitable, exchange_of
 from ..cluster.mesh import ParallelMesh
+from ..cluster.small_numbers import all_reduce_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,7 @@ class Partition:
     def maximum_(self, flags: Tensor) -> None:
         """The largest of each entry over the group, in place. One all-reduce."""
         if self.group.size() > 1:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+            all_reduce_(flags, dist.ReduceOp.MAX, self.group)
 
 
 def partitions_by_stride(

@@ -16,6 +16,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from ...cluster.collectives import all_reduce
+from ...cluster.small_numbers import all_reduce_
 from .embedding import VocabParallelLMHead1D, VocabRange
 from .parallel_module import require_all
 
@@ -30,15 +32,14 @@ class _VocabParallelCrossEntropy(Function):
         scores_NP = logits_NP.to(torch.float32, copy=True)
         scores_NP[:, held.valid :] = -torch.inf
         maximum_N = scores_NP.amax(-1)
-        dist.all_reduce(maximum_N, dist.ReduceOp.MAX, group=group)
+        all_reduce_(maximum_N, dist.ReduceOp.MAX, group)
         scores_NP -= maximum_N.unsqueeze(-1)
 
         here_N = (labels_N >= held.first) & (labels_N < held.first + held.valid)
         index_N = (labels_N - held.first).masked_fill(~here_N, 0)
         label_score_N = scores_NP.gather(-1, index_N.unsqueeze(-1)).squeeze(-1).masked_fill(~here_N, 0.0)
         exponentials_NP = scores_NP.exp_()
-        sums_2N = torch.stack([exponentials_NP.sum(-1), label_score_N])
-        dist.all_reduce(sums_2N, group=group)
+        sums_2N = all_reduce(torch.stack([exponentials_NP.sum(-1), label_score_N]), group)
 
         exponentials_NP /= sums_2N[0].unsqueeze(-1)
         ctx.save_for_backward(exponentials_NP, index_N, here_N)

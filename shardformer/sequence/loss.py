@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from ...cluster.collectives import all_reduce
 from ...pipeline.plan import StagePlan, is_within
 from ..forward_code import scales_alone
 from ..layer.loss import VocabParallelLogits, has_causal_loss, shifted, with_logits
@@ -135,9 +135,7 @@ class _SumOfShares(Function):
     @staticmethod
     def forward(ctx: Any, share: Tensor, axis: SequenceAxis) -> Tensor:
         ctx.size = axis.order.size
-        total = share.clone()
-        dist.all_reduce(total, group=axis.group)
-        return total
+        return all_reduce(share, axis.group)
 
     @staticmethod
     @once_differentiable
