@@ -50,7 +50,7 @@ class Direct(Protocol):
     """
 
     def send(self, tensor: Tensor, rank: int) -> Departure:
-        """Begin to send a contiguous tensor, which must stay as it is until that was waited for."""
+        """Begin to send a contiguous tensor, which the caller keeps as it is until that was waited for."""
         ...
 
     def receive(self, tensor: Tensor, rank: int) -> Waitable:

@@ -1,14 +1,14 @@
 """Messages between processes of one machine: order, room, and what becomes of them when a process ends."""
 
+import atexit
 import gc
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -40,21 +40,42 @@ def senders() -> list[threading.Thread]:
 
 
 @contextmanager
-def child(line: socket.socket, script: str) -> Iterator["subprocess.Popen[str]"]:
-    """A process that runs a script with `told`: messages to this one, which is its rank 0."""
-    start = (
-        "import os, socket, sys, time\n"
-        "from echelon.cluster.messages import Messages\n"
-        f"told = Messages({{0: socket.socket(fileno={line.fileno()})}}, {{0: os.getppid()}}, 30.0)\n"
-    )
-    command = [sys.executable, "-c", start + script]
-    process = subprocess.Popen(command, pass_fds=(line.fileno(),), stdout=-1, stderr=-1, text=True)
-    line.close()
+def child(does: Callable[[Messages], None]) -> Iterator[tuple[Messages, int]]:
+    """The line to a fork, rank 1, that does something with its own, to rank 0, and ends as processes do; its number."""
+    ours, its = connected()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            ours.close()
+            atexit._clear()
+            does(Messages({0: its}, {0: os.getppid()}, 30.0))
+            atexit._run_exitfuncs()
+            code = 0
+        finally:
+            os._exit(code)
+    its.close()
     try:
-        yield process
+        yield Messages({1: ours}, {1: pid}, 30.0), pid
     finally:
-        process.kill()
-        process.communicate()
+        if pid not in ENDED:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+ENDED: set[int] = set()
+
+
+def ends_well(pid: int, seconds: float) -> bool:
+    """Whether a child ends by itself in time."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            ENDED.add(pid)
+            return status == 0
+        time.sleep(0.01)
+    return False
 
 
 def test_each_tag_has_an_order_of_its_own() -> None:
@@ -154,68 +175,82 @@ def test_signals_neither_lose_nor_break_what_is_heard() -> None:
     assert len(came) > 5
 
 
-HELD = """
-if os.fork() == 0:
-    os.closerange(0, 3)
-    told.hear(0, 99)  # until the other end is closed
-told.tell(0, 1, 11)
-time.sleep(60)
-"""
+def tell_and_stay(told: Messages) -> None:
+    told.tell(0, 1, 11)
+    time.sleep(60)
 
 
-@pytest.mark.parametrize("script", ["told.tell(0, 1, 11); time.sleep(60)", HELD], ids=["alone", "forked"])
-def test_a_process_that_is_killed_is_noticed_also_where_a_child_holds_its_lines(script: str) -> None:
-    ours, its = connected()
-    with child(its, script) as process:
-        here = Messages({1: ours}, {1: process.pid}, 60.0)
+def tell_and_stay_with_a_child(told: Messages) -> None:
+    if os.fork() == 0:
+        told.hear(0, 99)  # until the other end is closed
+    tell_and_stay(told)
+
+
+@pytest.mark.parametrize("does", [tell_and_stay, tell_and_stay_with_a_child])
+def test_a_process_that_is_killed_is_noticed_also_where_a_child_holds_its_lines(
+    does: Callable[[Messages], None],
+) -> None:
+    with child(does) as (here, pid):
         here.hear(1, 1)
-        threading.Timer(0.3, process.kill).start()
+        threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
         start = time.monotonic()
-        with pytest.raises(RuntimeError, match=f"process {process.pid}, rank 1 of the group") as raised:
+        with pytest.raises(RuntimeError, match=f"process {pid}, rank 1 of the group") as raised:
             here.hear(1, 1)
         assert _BROKEN.search(str(raised.value))
         assert time.monotonic() - start < 5
         here.close()
 
 
+def tell_three(told: Messages) -> None:
+    for number in range(3):
+        told.tell(0, 1, number)
+
+
 def test_what_a_process_told_before_it_ended_is_heard() -> None:
-    ours, its = connected()
-    with child(its, "for number in range(3): told.tell(0, 1, number)\n") as process:
-        here = Messages({1: ours}, {1: process.pid}, 30.0)
+    with child(tell_three) as (here, pid):
         here.tell(1, 0, 5)  # which it never hears
-        assert process.wait(timeout=60) == 0
+        assert ends_well(pid, 10)
         assert [here.hear(1, 1)[0] for _ in range(3)] == [0, 1, 2]
         with pytest.raises(RuntimeError, match="Connection closed by peer"):
             here.hear(1, 1)
 
 
-FLOOD = f"for number in range({MANY}): told.tell(0, 1, number)\n"
+def flood(told: Messages) -> None:
+    for number in range(MANY):
+        told.tell(0, 1, number)
 
 
 def test_a_process_that_ends_waits_for_room() -> None:
-    ours, its = connected()
-    with child(its, FLOOD) as process:
-        here = Messages({1: ours}, {1: process.pid}, 30.0)
+    with child(flood) as (here, pid):
         here.hear(1, 1)
-        time.sleep(0.5)
-        assert process.poll() is None
+        assert not ends_well(pid, 0.3)
         assert [here.hear(1, 1)[0] for _ in range(MANY - 1)] == list(range(1, MANY))
-        assert process.wait(timeout=30) == 0
+        assert ends_well(pid, 10)
+
+
+def flood_and_fail(told: Messages) -> None:
+    flood(told)
+    sys.last_type = LookupError  # the interpreter sets it once it has printed an exception
 
 
 def test_a_process_that_an_error_ends_waits_for_no_room() -> None:
-    ours, its = connected()
-    with child(its, FLOOD + "raise LookupError('in the middle')\n") as process:
-        assert "in the middle" in process.communicate(timeout=60)[1]
-        assert process.returncode == 1
-    ours.close()
+    with child(flood_and_fail) as (_, pid):
+        assert ends_well(pid, 10)
+
+
+def flood_once_asked(told: Messages) -> None:
+    told.hear(0, 5)
+    flood(told)
 
 
 def test_two_processes_that_end_do_not_wait_for_each_other() -> None:
-    first, second = connected()
-    script = FLOOD + "print(flush=True); sys.stdin.readline()\n"
-    with child(first, script) as one, child(second, script) as other:
-        assert one.wait(timeout=60) == 0 and other.wait(timeout=60) == 0
+    """This one ends too, as far as the other one can see."""
+    with child(flood_once_asked) as (here, pid):
+        for _ in range(MANY):
+            here.tell(1, 5)
+        with patch.object(messages, "_LINES", list(here._lines.values())):
+            messages._end_sending()
+        assert ends_well(pid, 10)
 
 
 def test_a_stranger_is_not_taken_for_a_rank() -> None:
@@ -224,17 +259,18 @@ def test_a_stranger_is_not_taken_for_a_rank() -> None:
     assert door is not None
     stranger = knock(number)
     assert stranger is not None
-    script = (
-        f"from echelon.cluster.messages import knock\nMessages({{0: knock({number})}}, {{0: 1}}).tell(0, 1, 5)\n"
-    )
-    ours, its = connected()
-    with child(its, script) as process:
-        assert process.wait(timeout=60) == 0
-        lines = door.let_in({process.pid: 1})
-    assert Messages(lines, {1: process.pid}).hear(1, 1)[0] == 5
+
+    def come(told: Messages) -> None:
+        line = knock(number)
+        assert line is not None
+        Messages({0: line}, {0: 1}).tell(0, 1, 5)
+
+    with child(come) as (_, pid):
+        assert ends_well(pid, 10)
+        lines = door.let_in({pid: 1})
+    assert Messages(lines, {1: pid}).hear(1, 1)[0] == 5
     with stranger:
         assert stranger.recv(10) == b"", "it was shown out"
-    ours.close()
     door.close()
     assert knock(number) is None
 

@@ -2,12 +2,15 @@
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from echelon.cluster import process_memory
 from echelon.cluster.mesh import ParallelMesh
 from echelon.pipeline.action import COMPUTES, Op, Schedule
 from echelon.pipeline.communicate import with_communication
@@ -129,6 +132,7 @@ class Pipeline:
         style, num_chunks: the schedule, which places the stages.
         dtype: of the layers.
         overlap: see `Transport`.
+        reads: whether stages may read each other's memory, or must send, as between machines.
     """
 
     def __init__(
@@ -139,13 +143,15 @@ class Pipeline:
         num_chunks: int = 1,
         dtype: torch.dtype = torch.float32,
         overlap: bool = True,
+        reads: bool = True,
     ) -> None:
         self.mesh = ParallelMesh(pp=dist.get_world_size())
         self.rank = self.mesh.rank("pp")
         self.style, self.num_chunks, self.overlap = style, num_chunks, overlap
         self.placement = stage_placement(style, self.mesh.size("pp"), num_chunks)
         self.num_stages = len(self.placement)
-        self.transport = Transport(self.mesh, self.placement, overlap=overlap)
+        with nullcontext() if reads else patch.object(process_memory, "_PROCESS_VM_READV", None):
+            self.transport = Transport(self.mesh, self.placement, overlap=overlap)
         self.stage_class = stage_class
         self.layers = make_layers(max(6, self.num_stages), dtype=dtype)
         self.expected = make_layers(max(6, self.num_stages), dtype=dtype)
