@@ -1,8 +1,8 @@
 """A small sequential model as pipeline stages and as one process, and schedules to run on it; no tests."""
 
 import random
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.cluster import process_memory
+from echelon.cluster import direct, process_memory
 from echelon.cluster.mesh import ParallelMesh
+from echelon.pipeline import transport
 from echelon.pipeline.action import COMPUTES, Op, Schedule
 from echelon.pipeline.communicate import with_communication
 from echelon.pipeline.linear import hold_weight_gradients
@@ -224,6 +225,13 @@ class Pipeline:
                     assert torch.equal(own[f"{index}.{name}"], expected[f"{index}.{name}"]), f"{index}.{name}"
                 else:
                     assert parameter.grad is None
+
+
+@contextmanager
+def as_if_large() -> Iterator[None]:
+    """As few tensors are under way as where they are large."""
+    with patch.object(transport, "_MAX_BYTES_UNDER_WAY", 0), patch.object(direct, "_LARGE", 0):
+        yield
 
 
 def pieces(samples: int, count: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Batch]:

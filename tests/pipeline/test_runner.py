@@ -1,21 +1,13 @@
 """The runner over real processes against the same computation in one process: equal to the bit."""
 
 import random
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from echelon.cluster import direct
-from echelon.cluster.faults import _default_store
-from echelon.pipeline import transport
 from echelon.pipeline.action import Action, Op, inputs, result
 from echelon.pipeline.communicate import with_communication
 from echelon.pipeline.microbatch import merge
@@ -33,6 +25,7 @@ from .sequential import (
     LayerStage,
     Pipeline,
     StageClass,
+    as_if_large,
     criterion,
     gradients,
     identity,
@@ -81,50 +74,6 @@ def test_where_no_memory_can_be_read_they_are_the_same(
     pool: Pool, style: str, num_chunks: int, overlap: bool
 ) -> None:
     pool.run(2, train_like_one_process, style, num_chunks, CountingStage, overlap, False)
-
-
-def train_with_large_tensors(style: str, num_chunks: int, reads: bool) -> None:
-    pipeline = Pipeline(style=style, num_chunks=num_chunks, reads=reads)
-    with as_if_large():
-        for seed in range(2):  # in the first step shapes are told, and sends are not held back
-            pipeline.check_train(pieces(12, 12, seed))
-            pipeline.evaluate(pieces(12, 12, seed))
-
-
-@pytest.mark.parametrize("style, num_chunks", STYLES)
-def test_ranks_that_hold_back_large_tensors_do_not_wait_for_each_other(
-    pool: Pool, style: str, num_chunks: int
-) -> None:
-    """Both may be about to send when neither has come to what it will do with the other's tensors."""
-    pool.run(2, train_with_large_tensors, style, num_chunks, True, timeout=30)
-
-
-def test_ranks_that_must_send_large_tensors_do_not_wait_for_each_other(pool: Pool) -> None:
-    pool.run(2, train_with_large_tensors, "gpipe", 2, False, timeout=30)
-
-
-def evaluate_and_meet() -> None:
-    """The first rank is late, so that the last one is done before anybody hears that it has read all."""
-    pipeline = Pipeline()
-    if pipeline.rank == 0:
-        pipeline.stage.forward = slow_at_the_end(pipeline.stage.forward)  # type: ignore[method-assign]
-    pipeline.evaluate(pieces(400, 400))
-    dist.barrier()
-
-
-def slow_at_the_end(forward: Callable) -> Callable:
-    def slow(microbatch: Batch, received: tuple[Tensor, ...]) -> Any:
-        calls.append(1)
-        if len(calls) == 399:
-            time.sleep(1)
-        return forward(microbatch, received)
-
-    calls: list[int] = []
-    return slow
-
-
-def test_more_microbatches_than_the_kernel_has_room_for_messages_end(pool: Pool) -> None:
-    pool.run(2, evaluate_and_meet, timeout=30)
 
 
 def train_traced(style: str, num_chunks: int) -> list[Span]:
@@ -290,71 +239,6 @@ def test_an_error_passes_through_and_closes_the_transport(pool: Pool) -> None:
     errors = pool.run_failing(2, fail_in_criterion)
     assert isinstance(errors[1], ZeroDivisionError)
     assert "lost rank 1 (pipeline stage 1)" in str(errors[0])
-
-
-def fail_and_live_on() -> None:
-    pipeline, store = Pipeline(), _default_store()
-    assert store is not None
-    pipeline.train(pieces(6, 3))
-    if pipeline.rank == 1:
-        with pytest.raises(ZeroDivisionError):
-            pipeline.train(pieces(6, 3), criterion=lambda outputs, microbatch: 1 / 0)
-        store.get("the other rank has noticed")
-        return
-    with pytest.raises(RuntimeError, match=r"lost rank 1 \(pipeline stage 1\)"):
-        pipeline.train(pieces(6, 3))
-    store.set("the other rank has noticed", "")
-
-
-def test_a_rank_whose_step_broke_off_is_not_waited_for_though_it_lives(pool: Pool) -> None:
-    pool.run(2, fail_and_live_on, timeout=15)
-
-
-class WatchedStage(LayerStage):
-    """Counts at every call how many of its earlier inputs and outputs are still in memory."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.storages: list[StorageWeakRef] = []
-        self.alive: list[int] = []
-
-    def forward(self, microbatch: Batch, received: tuple[Tensor, ...]) -> Any:
-        self.alive.append(sum(not storage.expired() for storage in self.storages))
-        output = super().forward(microbatch, received)
-        kept = output if not self.is_last else received
-        self.storages += [StorageWeakRef(tensor.untyped_storage()) for tensor in kept]
-        return output
-
-
-@contextmanager
-def as_if_large() -> Iterator[None]:
-    """As few tensors are under way as where they are large."""
-    with patch.object(transport, "_MAX_BYTES_UNDER_WAY", 0), patch.object(direct, "_LARGE", 0):
-        yield
-
-
-def train_watched(name: str, reads: bool) -> list[int]:
-    pipeline = Pipeline(stage_class=WatchedStage, reads=reads)
-    stage: Any = pipeline.stage
-    with as_if_large():
-        for _ in range(2):  # in the first step shapes are told, and sends are not waited for
-            stage.storages.clear()
-            stage.alive.clear()
-            pipeline.train(pieces(12, 12), name)
-            assert all(storage.expired() for storage in stage.storages)
-    return stage.alive
-
-
-@pytest.mark.parametrize("reads", [True, False], ids=["read", "sent"])
-def test_outputs_are_freed_once_sent_and_inputs_after_their_backward(pool: Pool, reads: bool) -> None:
-    # 4 large sends may be under way, and gloo may still hold the tensor of the last one that was waited for. What the
-    # receiver expects, and has not read, is two or three further ones.
-    most = 8 if reads else 5
-    first, last = pool.run(2, train_watched, "gpipe", reads)
-    assert max(first) <= most < 11
-    assert last == list(range(12)), "all inputs live until their backwards"
-    first, last = pool.run(2, train_watched, "1f1b", reads)
-    assert max(first) <= most and max(last) <= 1
 
 
 def some_weights(outputs: Any, microbatch: Batch) -> Any:
