@@ -11,7 +11,7 @@ import ctypes
 import os
 import secrets
 from collections.abc import Mapping
-from contextlib import closing, nullcontext
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .agreement import gather_integers
 from .mesh import default_timeout
-from .messages import Door, Messages, knock
+from .messages import Messages, knock, open_door
 
 
 class _Extent(ctypes.Structure):
@@ -66,20 +66,25 @@ def find_neighbours(group: dist.ProcessGroup) -> Neighbours | None:
     number = secrets.randbits(62)
     token = torch.tensor([number])
     later = range(group.rank() + 1, group.size())
-    with closing(Door(number, len(later))) if _PROCESS_VM_READV else nullcontext() as door:
+    with ExitStack() as stack:
+        door = open_door(number, len(later)) if _PROCESS_VM_READV else None
+        if door is not None:
+            stack.callback(door.close)
         every = gather_integers((os.getpid(), token.data_ptr(), number), group)
         pids = {rank: pid for rank, (pid, _, _) in enumerate(every)}
         found = Neighbours(pids)
-        is_near = all(_holds(found, rank, address, number) for rank, (_, address, number) in enumerate(every))
+        is_near = door is not None and all(
+            _holds(found, rank, address, number) for rank, (_, address, number) in enumerate(every)
+        )
         earlier = {rank: knock(every[rank][2]) if is_near else None for rank in range(group.rank())}
-        lines = {rank: line for rank, line in earlier.items() if line is not None}
+        lines = {rank: stack.enter_context(line) for rank, line in earlier.items() if line is not None}
         is_near = is_near and len(lines) == len(earlier)
         if not all(near for (near,) in gather_integers((int(is_near),), group)):  # before the token is gone
-            for line in lines.values():
-                line.close()
             return None
-        assert door is not None  # or this process could read nothing
+        assert door is not None  # or this process would not be near
         lines |= door.let_in({pids[rank]: rank for rank in later})
+        stack.pop_all()
+        door.close()
     return Neighbours(pids, Messages(lines, pids, default_timeout().total_seconds()))
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..cluster.direct import Direct, direct_ways
+from ..cluster.direct import Departure, Direct, direct_ways
 from ..cluster.exchange import Waitable
 from ..cluster.mesh import ParallelMesh
 from .action import Action, Op, counterpart, send_of
@@ -21,9 +21,9 @@ _DOING = {
     Op.RECV_BACKWARD: "receiving the gradients",
 }
 
-# How many bytes may be under way on one channel, besides the latest sends. Gloo tells that a send is done only to
-# who waits for it, so the oldest is waited for where there are more, and its memory is free. Waiting cannot
-# deadlock: a valid schedule runs even if every send blocks, see [Note: rendezvous channels].
+# How many bytes may be under way on one channel that the receiver does not expect yet, besides the latest sends. Where
+# there are more, the oldest is waited for, and the memory of those that are done is free. Waiting cannot deadlock: a
+# valid schedule runs even if every send blocks until its receive is posted, see [Note: rendezvous channels].
 _MAX_BYTES_UNDER_WAY = 64 * 2**20
 _ALWAYS_UNDER_WAY = 4
 
@@ -31,7 +31,7 @@ _ALWAYS_UNDER_WAY = 4
 class _UnderWay(NamedTuple):
     action: Action
     tensor: Tensor  # keeps the memory until the send is done
-    work: Waitable
+    work: Departure
 
 
 class Arrival:
@@ -70,6 +70,10 @@ class _End:
         self._peer = peer
         self._peer_global_rank = peer_global_rank
 
+    def close(self) -> None:
+        """Let the peer know, after a step that broke off. What was sent stays: the peer may still read it."""
+        self._way.close()
+
     def lost(self, action: Action, error: RuntimeError) -> RuntimeError:
         """The peer's name before what the backend says; its words and class stay for who goes by them."""
         kind = type(error) if isinstance(error, dist.DistError) else RuntimeError
@@ -83,42 +87,52 @@ class _Sending(_End):
     def __init__(self, way: Direct, *, peer: int, peer_global_rank: int) -> None:
         super().__init__(way, peer=peer, peer_global_rank=peer_global_rank)
         self.under_way: deque[_UnderWay] = deque()
-        self._bytes_under_way = 0
+        self._num_expected = 0  # of the first of them, which the receiver expects
+        self._bytes_unexpected = 0
         # Whether the receiver may post only when it needs the tensors: then waiting for it could deadlock.
         self.is_describing = False
 
     def post(self, action: Action, tensor: Tensor) -> None:
         """Start a send."""
-        self._bytes_under_way += tensor.nbytes
+        self._bytes_unexpected += tensor.nbytes
         if not self.is_describing:
-            while self._bytes_under_way > _MAX_BYTES_UNDER_WAY and len(self.under_way) >= _ALWAYS_UNDER_WAY:
-                self.wait_for_oldest()
+            while (
+                self._bytes_unexpected > _MAX_BYTES_UNDER_WAY
+                and len(self.under_way) - self._num_expected >= _ALWAYS_UNDER_WAY
+            ):
+                self._wait_until_one_more_is_expected()
         try:
             work = self._way.send(tensor, self._peer)
         except RuntimeError as error:
             raise self.lost(action, error) from error
         self.under_way.append(_UnderWay(action, tensor, work))
 
-    def wait_for_oldest(self) -> None:
-        """Wait for the oldest send, and forget its tensor."""
-        action, tensor, work = self.under_way[0]
+    def flush(self) -> None:
+        """Wait for all sends, and forget their tensors."""
+        while self.under_way:
+            self._wait_for_first()
+        self._num_expected = self._bytes_unexpected = 0
+        self.is_describing = False
+
+    def _wait_for_first(self) -> None:
+        action, _, work = self.under_way[0]
         try:
             work.wait()
         except RuntimeError as error:
             raise self.lost(action, error) from error
         self.under_way.popleft()
-        self._bytes_under_way -= tensor.nbytes
 
-    def forget(self) -> None:
-        """Drop all sends, after a step that broke off."""
-        self.under_way.clear()
-        self._bytes_under_way = 0
-
-    def flush(self) -> None:
-        """Wait for all sends."""
-        while self.under_way:
-            self.wait_for_oldest()
-        self.is_describing = False
+    def _wait_until_one_more_is_expected(self) -> None:
+        action, tensor, work = self.under_way[self._num_expected]
+        try:
+            work.wait_until_expected()
+        except RuntimeError as error:
+            raise self.lost(action, error) from error
+        self._num_expected += 1
+        self._bytes_unexpected -= tensor.nbytes
+        while self._num_expected and self.under_way[0].work.is_done:
+            self._wait_for_first()
+            self._num_expected -= 1
 
 
 class _Receiving(_End):
@@ -280,10 +294,10 @@ class Transport:
     def close(self, reason: str) -> None:
         """Refuse all further use: after a step that broke off, the peers stand elsewhere in it."""
         self._failure = self._failure or reason
-        for sending in self._sending.values():
-            sending.forget()
         for receiving in self._receiving.values():
             receiving.forget_unposted()
+        for end in (*self._sending.values(), *self._receiving.values()):
+            end.close()
 
     def check_open(self) -> None:
         """Raise RuntimeError where an earlier step broke off."""

@@ -1,14 +1,18 @@
 """A small sequential model as pipeline stages and as one process, and schedules to run on it; no tests."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from echelon.cluster import direct, process_memory
 from echelon.cluster.mesh import ParallelMesh
+from echelon.pipeline import transport
 from echelon.pipeline.action import COMPUTES, Op, Schedule
 from echelon.pipeline.communicate import with_communication
 from echelon.pipeline.linear import hold_weight_gradients
@@ -129,6 +133,7 @@ class Pipeline:
         style, num_chunks: the schedule, which places the stages.
         dtype: of the layers.
         overlap: see `Transport`.
+        reads: whether stages may read each other's memory, or must send, as between machines.
     """
 
     def __init__(
@@ -139,13 +144,15 @@ class Pipeline:
         num_chunks: int = 1,
         dtype: torch.dtype = torch.float32,
         overlap: bool = True,
+        reads: bool = True,
     ) -> None:
         self.mesh = ParallelMesh(pp=dist.get_world_size())
         self.rank = self.mesh.rank("pp")
         self.style, self.num_chunks, self.overlap = style, num_chunks, overlap
         self.placement = stage_placement(style, self.mesh.size("pp"), num_chunks)
         self.num_stages = len(self.placement)
-        self.transport = Transport(self.mesh, self.placement, overlap=overlap)
+        with nullcontext() if reads else patch.object(process_memory, "_PROCESS_VM_READV", None):
+            self.transport = Transport(self.mesh, self.placement, overlap=overlap)
         self.stage_class = stage_class
         self.layers = make_layers(max(6, self.num_stages), dtype=dtype)
         self.expected = make_layers(max(6, self.num_stages), dtype=dtype)
@@ -218,6 +225,13 @@ class Pipeline:
                     assert torch.equal(own[f"{index}.{name}"], expected[f"{index}.{name}"]), f"{index}.{name}"
                 else:
                     assert parameter.grad is None
+
+
+@contextmanager
+def as_if_large() -> Iterator[None]:
+    """As few tensors are under way as where they are large."""
+    with patch.object(transport, "_MAX_BYTES_UNDER_WAY", 0), patch.object(direct, "_LARGE", 0):
+        yield
 
 
 def pieces(samples: int, count: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Batch]:

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from echelon.pipeline import transport
 from echelon.pipeline.action import Action, Op, inputs, result
 from echelon.pipeline.communicate import with_communication
 from echelon.pipeline.microbatch import merge
@@ -27,6 +25,7 @@ from .sequential import (
     LayerStage,
     Pipeline,
     StageClass,
+    as_if_large,
     criterion,
     gradients,
     identity,
@@ -40,10 +39,16 @@ from .sequential import (
 
 
 def train_like_one_process(
-    style: str, num_chunks: int, stage_class: StageClass = LayerStage, overlap: bool = True
+    style: str,
+    num_chunks: int,
+    stage_class: StageClass = LayerStage,
+    overlap: bool = True,
+    reads: bool = True,
 ) -> None:
     """Steps of different batch sizes and numbers of microbatches, unequal ones too, gradients adding up."""
-    pipeline = Pipeline(stage_class=stage_class, style=style, num_chunks=num_chunks, overlap=overlap)
+    pipeline = Pipeline(
+        stage_class=stage_class, style=style, num_chunks=num_chunks, overlap=overlap, reads=reads
+    )
     for seed, (samples, count) in enumerate([(8, 4), (7, 3), (7, 3), (1, 1), (9, 8), (8, 4)]):
         pipeline.check_train(pieces(samples, count, seed))
         pipeline.evaluate(pieces(samples + 3, count, seed))
@@ -61,6 +66,14 @@ def test_losses_and_gradients_are_those_of_one_process(
 @pytest.mark.parametrize("style, num_chunks", STYLES)
 def test_without_overlap_they_are_the_same(pool: Pool, style: str, num_chunks: int) -> None:
     pool.run(2, train_like_one_process, style, num_chunks, LayerStage, False)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("style, num_chunks", [("1f1b", 1), ("interleaved", 2), ("zbv", 2)])
+def test_where_no_memory_can_be_read_they_are_the_same(
+    pool: Pool, style: str, num_chunks: int, overlap: bool
+) -> None:
+    pool.run(2, train_like_one_process, style, num_chunks, CountingStage, overlap, False)
 
 
 def train_traced(style: str, num_chunks: int) -> list[Span]:
@@ -83,18 +96,21 @@ def test_what_is_simulated_is_done_in_that_order_and_after_what_it_needs(
             assert ends[need] <= start, f"{action} began before {need} was done"
 
 
-def run_shuffled_schedules() -> None:
+def run_shuffled_schedules(reads: bool = True) -> None:
     """Each with shapes that were not seen before, so that these are exchanged in the middle of it."""
-    generator, pipeline = random.Random(0), Pipeline()
+    generator, pipeline = random.Random(0), Pipeline(reads=reads)
     accepted = list(filter(is_valid, (shuffled(generator, pipeline.num_stages, 6) for _ in range(60))))
     for number, schedule in enumerate(accepted):
         pipeline.check_step(pieces(12 + 5 * number, 6, seed=number), schedule)
+        with as_if_large():
+            pipeline.check_step(pieces(12 + 5 * number, 6, seed=number), schedule)
     assert len(accepted) > 8
 
 
+@pytest.mark.parametrize("reads", [True, False], ids=["read", "sent"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_what_the_validator_accepts_runs(pool: Pool, world_size: int) -> None:
-    pool.run(world_size, run_shuffled_schedules)
+def test_what_the_validator_accepts_runs(pool: Pool, world_size: int, reads: bool) -> None:
+    pool.run(world_size, run_shuffled_schedules, reads)
 
 
 def evaluate_between_steps() -> None:
@@ -223,44 +239,6 @@ def test_an_error_passes_through_and_closes_the_transport(pool: Pool) -> None:
     errors = pool.run_failing(2, fail_in_criterion)
     assert isinstance(errors[1], ZeroDivisionError)
     assert "lost rank 1 (pipeline stage 1)" in str(errors[0])
-
-
-class WatchedStage(LayerStage):
-    """Counts at every call how many of its earlier inputs and outputs are still in memory."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.storages: list[StorageWeakRef] = []
-        self.alive: list[int] = []
-
-    def forward(self, microbatch: Batch, received: tuple[Tensor, ...]) -> Any:
-        self.alive.append(sum(not storage.expired() for storage in self.storages))
-        output = super().forward(microbatch, received)
-        kept = output if not self.is_last else received
-        self.storages += [StorageWeakRef(tensor.untyped_storage()) for tensor in kept]
-        return output
-
-
-def train_watched(name: str) -> list[int]:
-    pipeline = Pipeline(stage_class=WatchedStage)
-    stage: Any = pipeline.stage
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport, "_MAX_BYTES_UNDER_WAY", 0)  # as if the tensors were large
-        for _ in range(2):  # in the first step shapes are told, and sends are not waited for
-            stage.storages.clear()
-            stage.alive.clear()
-            pipeline.train(pieces(12, 12), name)
-            assert all(storage.expired() for storage in stage.storages)
-    return stage.alive
-
-
-def test_outputs_are_freed_once_sent_and_inputs_after_their_backward(pool: Pool) -> None:
-    # 4 large sends may be under way, and gloo may still hold the tensor of the last one that was waited for.
-    first, last = pool.run(2, train_watched, "gpipe")
-    assert max(first) <= 5 < 11
-    assert last == list(range(12)), "all inputs live until their backwards"
-    first, last = pool.run(2, train_watched, "1f1b")
-    assert max(first) <= 5 and max(last) <= 1
 
 
 def some_weights(outputs: Any, microbatch: Batch) -> Any:

@@ -30,8 +30,8 @@ from .sequential import (
 )
 
 
-def train_in_dtype(dtype: torch.dtype) -> None:
-    pipeline = Pipeline(dtype=dtype)
+def train_in_dtype(dtype: torch.dtype, reads: bool) -> None:
+    pipeline = Pipeline(dtype=dtype, reads=reads)
     for seed in range(2):
         pipeline.check_train(pieces(7, 3, seed, dtype), scale=double)
 
@@ -40,9 +40,10 @@ def double(loss: Tensor) -> Tensor:
     return loss * 2
 
 
+@pytest.mark.parametrize("reads", [True, False], ids=["read", "sent"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_dtypes_travel_unchanged(pool: Pool, dtype: torch.dtype) -> None:
-    pool.run(2, train_in_dtype, dtype)
+def test_other_dtypes_travel_unchanged(pool: Pool, dtype: torch.dtype, reads: bool) -> None:
+    pool.run(2, train_in_dtype, dtype, reads)
 
 
 def train_beside_replicas() -> None:
@@ -75,16 +76,19 @@ class UnsteadyStage(LayerStage):
         return (torch.cat([output[0], output[0]], 1),) if wide else output
 
 
-def train_with_changing_shapes() -> None:
-    pipeline = Pipeline(stage_class=UnsteadyStage)
+def train_with_changing_shapes(reads: bool) -> None:
+    pipeline = Pipeline(stage_class=UnsteadyStage, reads=reads)
     microbatches = pieces(4, 2)
     pipeline.train(microbatches)
     microbatches[1]["x"][0, 0] = 1000
     pipeline.train(microbatches)
 
 
-def test_a_shape_that_changes_under_a_known_signature_is_refused_by_the_sender(pool: Pool) -> None:
-    sender, receiver = pool.run_failing(2, train_with_changing_shapes)
+@pytest.mark.parametrize("reads", [True, False], ids=["read", "sent"])
+def test_a_shape_that_changes_under_a_known_signature_is_refused_by_the_sender(
+    pool: Pool, reads: bool
+) -> None:
+    sender, receiver = pool.run_failing(2, train_with_changing_shapes, reads)
     assert isinstance(sender, ValueError)
     assert re.search(
         r"stage 0 sends float32 \[2, 12\] for microbatch 1.*it sent float32 \[2, 6\]", str(sender)
@@ -103,8 +107,8 @@ def test_different_batches_on_the_ranks_are_refused(pool: Pool) -> None:
     assert any("must be given the same batch" in str(error) for error in errors)
 
 
-def die_in_step(dying_rank: int, style: str, num_chunks: int) -> None:
-    pipeline = Pipeline(style=style, num_chunks=num_chunks)
+def die_in_step(dying_rank: int, style: str, num_chunks: int, reads: bool) -> None:
+    pipeline = Pipeline(style=style, num_chunks=num_chunks, reads=reads)
     pipeline.train(pieces(6, 3))
     if pipeline.rank == dying_rank:
         forward = pipeline.stage.forward
@@ -121,18 +125,19 @@ def die_in_step(dying_rank: int, style: str, num_chunks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("style", "num_chunks"),
+    ("style", "num_chunks", "reads"),
     [
-        ("1f1b", 1),
+        ("1f1b", 1, True),
+        ("1f1b", 1, False),
         # Every one needs a new process.
-        *(pytest.param(*style, marks=pytest.mark.slow) for style in STYLES if style != ("1f1b", 1)),
+        *(pytest.param(*style, True, marks=pytest.mark.slow) for style in STYLES if style != ("1f1b", 1)),
     ],
 )
 @pytest.mark.parametrize("dying_rank", [0, 1])
 def test_a_rank_that_dies_is_named_by_its_peer(
-    pool: Pool, dying_rank: int, style: str, num_chunks: int
+    pool: Pool, dying_rank: int, style: str, num_chunks: int, reads: bool
 ) -> None:
-    error = pool.run_failing(2, die_in_step, dying_rank, style, num_chunks)[1 - dying_rank]
+    error = pool.run_failing(2, die_in_step, dying_rank, style, num_chunks, reads)[1 - dying_rank]
     assert isinstance(error, RuntimeError)
     placement = stage_placement(style, 2, num_chunks)
     stage = "|".join(str(stage) for stage, rank in enumerate(placement) if rank == dying_rank)
