@@ -12,6 +12,7 @@ from .attention_xformers import XFORMERS
 
 FLASH_ATTENTION_2 = "flash_attention_2"
 SDPA = "sdpa"
+FLASH_ATTN_DTYPES = (torch.float16, torch.bfloat16)  # what the flash-attn package computes in
 
 # By name of transformers, the kernel in words, and the attribute of model classes that says whether they know it.
 _KERNELS = {
@@ -19,6 +20,11 @@ _KERNELS = {
     SDPA: ("sdpa (torch's fused attention)", "_supports_sdpa"),
     XFORMERS: ("xFormers", None),
 }
+
+# Whose masks transformers drops in silence with flash-attn: tokens of an image see each other, also those behind them.
+_BOTH_WAYS = ("gemma3", "gemma4", "gemma4_unified", "molmo2", "paligemma", "pi0")
+# Whose decoders attend to an encoder's states without a mask.
+_WHOLE_STATES = ("vision-encoder-decoder", "whisper")
 
 
 def flash_kernel(device: torch.device) -> str:
@@ -94,11 +100,32 @@ def _part_faults(part: PreTrainedModel, kernel: str, option: str) -> list[str]:
             f"caps its attention scores ({', '.join(caps)}), which {words} cannot: leave {option} out, or set that to "
             "None in the config and train another model"
         )
+    if kernel == FLASH_ATTENTION_2 and (lost := _lost_mask(part)):
+        found.append(
+            f"{lost}: leave {option} out; transformers then takes torch's own fused attention, with the mask"
+        )
     if getattr(part.config, "output_attentions", False):
         found.append(
             f"is to return attention weights, which {words} does not compute: config.output_attentions=False"
         )
     return [each for each in found if each is not None]
+
+
+def _lost_mask(part: PreTrainedModel) -> str | None:
+    """What transformers makes of a part's masks with flash-attn, where that is not what they say."""
+    kind = part.config.model_type
+    if kind in _BOTH_WAYS:
+        return "lets the tokens of an image see those behind them, which transformers drops with flash-attn"
+    if getattr(part.config, "alibi", False):
+        return "adds slopes of the heads to its scores (alibi=True), which it cannot with flash-attn"
+    if "local" in getattr(part.config, "attention_layers", ()):
+        return "has layers that see the last tokens alone (attention_layers), which see all with flash-attn"
+    if part.config.is_encoder_decoder and kind not in _WHOLE_STATES:
+        return (
+            "attends from its decoder to an encoder's states, where transformers with flash-attn takes the padding of "
+            "the states for that of the decoder's tokens"
+        )
+    return None
 
 
 def _choice_fault(part: PreTrainedModel, kernel: str, option: str) -> str | None:

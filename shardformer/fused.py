@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from . import attention_xformers
-from .attention import FLASH_ATTENTION_2, attention_faults, flash_kernel, set_attention
+from .attention import FLASH_ATTENTION_2, FLASH_ATTN_DTYPES, attention_faults, flash_kernel, set_attention
 from .attention_xformers import XFORMERS, register_xformers
 from .fused_code import compile_elementwise
 from .fused_norm import fuse_norms
@@ -69,7 +69,7 @@ class FusedKernels:
                     "(pip install flash-attn --no-build-isolation), or leave this out; transformers then takes "
                     "torch's own fused attention"
                 )
-            if dtype is torch.float32:
+            if dtype is not None and dtype not in FLASH_ATTN_DTYPES:
                 found.append(
                     "enable_flash_attention=True: flash-attn computes in 16 bits alone: use precision='bf16' or "
                     "'fp16', or leave it out; transformers then takes torch's own fused attention"

@@ -70,7 +70,8 @@ class Table:
             which ends a region as a row-split layer does.
         by_head: by region, the names of other inputs that have an entry for each query head (position biases), each
             with the dimension of the heads, which may follow the samples in it; the ranks take those of their heads.
-            An input that has one entry for all heads stays as it is. They have no gradient.
+            An input that has one entry for all heads stays as it is, and so does one of two dimensions (flash-attn's
+            masks of padding). They have no gradient.
         fused: of `column` and `split`, what each one fuses: a number of projections of equal length, or (of `column`)
             the heads of query, key and value in an order. One that is cut between heads as it is needs no entry.
         key_value: of `column`, `split` and `norms`, those with one block per key-value head.

@@ -47,7 +47,8 @@ class Region:
             second_input: the name of another replicated argument that passes `copy_to` too, where it is given.
             common_input: of all regions that may be given the same one, which then passes in the first of them alone.
             by_head: names of arguments with an entry for each head, each with the dimension of the heads (or of
-                samples and heads, the heads innermost); this rank takes those of its heads. A length of 1 stays.
+                samples and heads, the heads innermost); this rank takes those of its heads. A length of 1 stays, and
+                so does what has two dimensions: it is of samples and tokens.
             num_heads: how many heads there are on all ranks.
             held_heads: those of this rank.
             sequence: how the first tensor is spread, which is gathered (backward reduce-scatter) instead.
@@ -80,7 +81,7 @@ class Region:
             entered = common.enter([given[key] for key in entering], pass_copy_to)
             given.update(zip(entering, entered, strict=True))
             for key in cut.keys() & given.keys():
-                if isinstance(given[key], Tensor):
+                if isinstance(given[key], Tensor) and given[key].ndim > 2:
                     given[key] = own_heads(given[key], cut[key], num_heads, held_heads)
             return tuple(given[index] for index in range(len(args))), {name: given[name] for name in kwargs}
 

@@ -56,10 +56,8 @@ def set_sequence_attention(model: nn.Module, mode: str) -> None:
     """
     _register()
     for part in models_around(model, lambda module: axis_of(module) is not None):
-        name = _attention_name(mode, part.config._attn_implementation)
-        part.set_attn_implementation({"": name})
-        if part.config._attn_implementation != name:
-            raise AssertionError(f"transformers did not take {name!r} for {type(part).__name__}")
+        # `set_attn_implementation` takes a name with "flash" in it for that of a package, and would look for it.
+        part.config._attn_implementation = {"": _attention_name(mode, part.config._attn_implementation)}
 
 
 def all_to_all_attention(

@@ -2,8 +2,9 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,10 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from transformers import modeling_flash_attention_utils as flash_utils
+from transformers.integrations import flash_attention as flash_integration
+
+# Models that import what calls flash-attn only where that is installed.
+_IMPORT_IF_INSTALLED = ("falcon", "gpt_neo", "gptj")
 
 
 class LowerTriangularMask:
@@ -118,8 +123,14 @@ def installed(**modules: dict[str, Any]) -> Iterator[None]:
             path = ".".join(parts[:length])
             made.setdefault(path, ModuleType(path)).__spec__ = ModuleSpec(path, None, is_package=True)
         vars(made[name]).update(attributes)
-    with mock.patch.dict(sys.modules, made):
+    replaced = {name: sys.modules[name] for name in made if name in sys.modules}
+    sys.modules.update(made)
+    try:
         yield
+    finally:  # what was imported in the meantime stays
+        for name in made:
+            del sys.modules[name]
+        sys.modules.update(replaced)
 
 
 @contextmanager
@@ -134,8 +145,11 @@ def installed_xformers() -> Iterator[mock.Mock]:
 
 @contextmanager
 def installed_flash_attn() -> Iterator[list[str]]:
-    """flash-attn, on the CPU too; gives the names of its functions that were called."""
+    """flash-attn, on the CPU and in float32 too; gives the names of its functions that were called."""
     called: list[str] = []
+    late_importers = [
+        import_module(f"transformers.models.{name}.modeling_{name}") for name in _IMPORT_IF_INSTALLED
+    ]
 
     def noted(function: Any) -> Any:
         @wraps(function)  # transformers reads the signature
@@ -161,8 +175,18 @@ def installed_flash_attn() -> Iterator[list[str]]:
     )
     with (
         installed(flash_attn=functions, flash_attn__bert_padding=padding),
-        mock.patch.multiple(flash_utils, is_flash_attn_2_available=lambda: True, **unloaded),
+        mock.patch.multiple(flash_utils, is_flash_attn_2_available=lambda **_: True, **unloaded),
         mock.patch.dict(flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], found),
-        mock.patch("echelon.shardformer.fused.flash_kernel", lambda device: "flash_attention_2"),
+        # transformers would round what is in float32, as the package does not take that.
+        mock.patch.object(flash_integration, "get_target_dtype", lambda query, module: None),
+        mock.patch.multiple(
+            "echelon.shardformer.fused",
+            flash_kernel=lambda device: "flash_attention_2",
+            FLASH_ATTN_DTYPES=(torch.float16, torch.bfloat16, torch.float32),
+        ),
+        ExitStack() as stack,
     ):
+        forward = {"_flash_attention_forward": flash_utils._flash_attention_forward}
+        for module in late_importers:
+            stack.enter_context(mock.patch.multiple(module, **forward, create=True))
         yield called

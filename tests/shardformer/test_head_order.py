@@ -1,9 +1,16 @@
 """How heads are dealt out to ranks, and where heads of zeros are added. No processes: the ranks are numbers."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
+from echelon.pipeline.plan import StagePlan
 from echelon.shardformer.head_order import Cut, HeadOrder, Heads
+from echelon.shardformer.lookup import heads_of
+from echelon.shardformer.table import Table
 
 
 @pytest.mark.parametrize(
@@ -62,3 +69,40 @@ def test_each_block_of_a_fused_projection_is_padded() -> None:
     assert (by_kind.blocks, by_kind.padded) == ((48, 24, 24), (64, 32, 32))
     between = Heads(query=3, key_value=3, ranks=2).fused_cut(HeadOrder.BY_GROUP, 9 * 8)
     assert (between.blocks, between.padded) == ((72,), (96,))
+
+
+class Attention(nn.Module):
+    """A layer's own numbers of heads, which differ from the config's."""
+
+    num_queries, num_keys = 12, 6
+
+
+CONFIG = SimpleNamespace(num_attention_heads=8, num_key_value_heads=4)
+OWN: dict[str, Any] = {"query_heads": "attn.num_queries"}
+GROUPED: dict[str, Any] = {"key_value": ("attn.k",)}
+
+
+@pytest.mark.parametrize(
+    ("named", "query", "key_value"),
+    [
+        ({}, 8, 8),  # nothing that is split knows key-value heads
+        (OWN, 12, 12),
+        (GROUPED, 8, 4),
+        (GROUPED | OWN, 12, 4),
+        (GROUPED | {"key_value_heads": "attn.num_keys"}, 8, 6),
+        (GROUPED | OWN | {"key_value_heads": "attn.num_keys"}, 12, 6),
+    ],
+)
+def test_heads_are_the_layers_where_a_table_names_them_else_the_configs(
+    named: dict[str, Any], query: int, key_value: int
+) -> None:
+    table = Table(
+        stage=StagePlan(layers="layers", entry=()),
+        regions=("attn",),
+        column=("attn.q", "attn.k"),
+        row=("attn.o",),
+        attention={"attn": "attn.o"},
+        **named,
+    )
+    layer = nn.ModuleDict({"attn": Attention()})
+    assert heads_of(CONFIG, layer, table, 2) == Heads(query=query, key_value=key_value, ranks=2)

@@ -1,0 +1,116 @@
+"""Every model type that has a table with a stand-in of the package flash-attn, in layouts beside one process.
+
+The stand-in has the package's signatures and computes in float32 too, so that it is compared as closely as all else.
+Some rows are quick, the others are `slow`. In one process it is tests/shardformer/test_flash_attn.py.
+"""
+
+import pytest
+import transformers
+from transformers import CONFIG_MAPPING
+from transformers import modeling_flash_attention_utils as flash_utils
+
+from echelon.shardformer import model_types
+from echelon.verify.layout import Layout
+from echelon.verify.models import ModelChoice
+from echelon.verify.parity import parity
+
+from ..pool import Pool
+from .stand_ins import installed_flash_attn
+from .test_features import EagerChoice
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(flash_utils, "FLASH_ATTENTION_COMPATIBILITY_MATRIX"),
+    reason=f"transformers {transformers.__version__} looks for flash-attn in another way",
+)
+OPTIONS = ("enable_flash_attention",)
+# Classes of transformers that do not know it, each with what tells so.
+UNKNOWN = dict.fromkeys(
+    (
+        *("beit", "blip-2", "bloom", "mt5", "sam", "sam_vision_model", "swin", "swinv2", "t5", "umt5"),
+        *("blip_2_vision_model",),
+    ),
+    "cannot compute attention with flash_attention_2",
+)
+# What they compute with it is something else.
+DEPARTING = {
+    **dict.fromkeys(("bart", "marian", "mbart", "pegasus"), "the padding of the states"),
+    "gemma3": "the tokens of an image",
+}
+# Those that choose their attention when they are built, for which one process has the stand-in too; one of them with
+# layers that all see all tokens.
+BUILT: dict[str, dict[str, object]] = {
+    "falcon": {},
+    "gpt_neo": {"attention_types": [[["global"], 4]]},
+    "gptj": {},
+}
+REFUSED = UNKNOWN | DEPARTING | dict.fromkeys(BUILT, "build it with attn_implementation='flash_attention_2'")
+QUICK = ("llama", "gpt2", "bert", "bart")
+
+GROUPED = {"num_key_value_heads": 2}
+PADDED_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48, "head_dim": 8}
+
+
+def with_settings(model_type: str, **settings: object) -> EagerChoice:
+    return EagerChoice(model_type=model_type, settings=tuple(settings.items()))
+
+
+def rows() -> list[object]:
+    """A row for each type under tp2."""
+    return [
+        pytest.param(model_type, id=model_type, marks=() if model_type in QUICK else pytest.mark.slow)
+        for model_type in filter(CONFIG_MAPPING.__contains__, model_types())
+    ]
+
+
+@pytest.mark.parametrize("model_type", rows())
+def test_a_model_trains_under_tp2_as_with_its_plain_code_or_is_refused(pool: Pool, model_type: str) -> None:
+    choice, layout = EagerChoice(model_type=model_type), Layout(tp=2, options=OPTIONS)
+    if model_type in REFUSED:
+        with pytest.raises(ValueError, match=f"enable_flash_attention: .*{REFUSED[model_type]}"):
+            pool.run(2, train_with_flash_attn, choice, layout)
+    else:
+        check(pool, choice, layout)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["falcon", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gpt_neo", "gptj"))]
+)
+def test_a_model_that_is_built_with_it_trains_under_tp2_as_in_one_process(
+    pool: Pool, model_type: str
+) -> None:
+    settings = (("attn_implementation", "flash_attention_2"), *BUILT[model_type].items())
+    check(pool, ModelChoice(model_type=model_type, settings=settings), Layout(tp=2, options=OPTIONS))
+
+
+OTHER_LAYOUTS = (
+    (with_settings("llama"), Layout(sp=2, sequence="all_to_all", options=OPTIONS)),  # this one is quick
+    (with_settings("bert"), Layout(sp=2, sequence="all_to_all", options=OPTIONS)),
+    (with_settings("llama", **GROUPED), Layout(tp=4, options=OPTIONS)),  # two ranks share a key-value head
+    (with_settings("llama", **PADDED_HEADS), Layout(tp=4, options=OPTIONS)),
+    (with_settings("gpt2", n_inner=48), Layout(tp=3, options=OPTIONS)),
+    (with_settings("llama"), Layout(tp=2, pp=2, recompute=0.5, options=OPTIONS)),
+    (with_settings("bert"), Layout(tp=2, sequence="split_gather", options=OPTIONS)),
+    (with_settings("llama"), Layout(tp=2, precision="bf16", options=OPTIONS)),
+    (with_settings("bert"), Layout(tp=2, precision="fp16", options=OPTIONS)),
+)
+
+
+@pytest.mark.parametrize(
+    ("choice", "layout"),
+    [OTHER_LAYOUTS[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHER_LAYOUTS[1:])],
+    ids=lambda value: value.model_type if isinstance(value, ModelChoice) else str(value),
+)
+def test_a_model_trains_so_in_other_layouts(pool: Pool, choice: ModelChoice, layout: Layout) -> None:
+    check(pool, choice, layout)
+
+
+def check(pool: Pool, choice: ModelChoice, layout: Layout) -> None:
+    found = pool.run(layout.world_size, train_with_flash_attn, choice, layout, timeout=120.0)
+    assert all(calls for _, calls in found), "a rank did not call it"
+    assert {departure for departure, _ in found} == {None}
+
+
+def train_with_flash_attn(choice: ModelChoice, layout: Layout) -> tuple[str | None, int]:
+    """What departs, and how often this rank called the package before one process had its turn."""
+    with installed_flash_attn() as called:
+        return parity(choice, layout).departure, len(called)
