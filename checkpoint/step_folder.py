@@ -243,6 +243,8 @@ def _remove(path: Path) -> None:
     if gone.exists():
         shutil.rmtree(gone)
     os.rename(path, gone)
+    if gone.is_symlink():  # to where a user has moved it
+        gone.unlink()
     shutil.rmtree(gone, ignore_errors=True)  # the next save removes what is left of it
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from ..checkpoint.lora import Adapter
 from ..pipeline.cut import held_stages, takes
@@ -93,11 +94,17 @@ class HybridParallelModule(nn.Module):
         raise TypeError("a boosted model holds process groups and cannot be copied: copy model.unwrap()")
 
     def tensors(self) -> dict[str, Tensor]:
-        """This rank's parameters and persistent buffers by their names in the whole model; a tied one once."""
+        """This rank's parameters and persistent buffers by their names in the whole model; a tied one once.
+
+        Raises:
+            ValueError: modules have an extra state, which would not be restored.
+        """
         parameters = set(self.held.values())
-        buffers = {
-            name: tensor
-            for name, tensor in self.module.state_dict(keep_vars=True).items()
-            if tensor not in parameters
-        }
+        state = self.module.state_dict(keep_vars=True)
+        if extra := [name for name in state if name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX]:
+            raise ValueError(
+                f"{', '.join(extra)} cannot be saved or loaded: a model's files hold parameters and buffers alone. "
+                "Make a buffer of what get_extra_state returns, or keep it in `user` of save_checkpoint"
+            )
+        buffers = {name: tensor for name, tensor in state.items() if tensor not in parameters}
         return {**self.held, **buffers}
