@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from ..checkpoint.lora import Adapter
+from ..checkpoint.names import saved_state
 from ..pipeline.cut import held_stages, takes
 from ..pipeline.linear import hold_weight_gradients
 from ..shardformer.equal_ranks import require_equal_inputs
@@ -100,11 +100,6 @@ class HybridParallelModule(nn.Module):
             ValueError: modules have an extra state, which would not be restored.
         """
         parameters = set(self.held.values())
-        state = self.module.state_dict(keep_vars=True)
-        if extra := [name for name in state if name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX]:
-            raise ValueError(
-                f"{', '.join(extra)} cannot be saved or loaded: a model's files hold parameters and buffers alone. "
-                "Make a buffer of what get_extra_state returns, or keep it in `user` of save_checkpoint"
-            )
+        state = saved_state(self.module)
         buffers = {name: tensor for name, tensor in state.items() if tensor not in parameters}
         return {**self.held, **buffers}

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon import Booster, HybridParallelPlugin
+from echelon import Booster, HybridParallelPlugin, Plugin, TorchDDPPlugin
 
 from ..pool import Pool
 from .crashes import SHARD, small_run
@@ -127,8 +127,8 @@ class Remembering(nn.Module):
         raise AssertionError("nobody asked for it")
 
 
-def save_an_extra_state(place: Path) -> None:
-    booster = Booster(plugin=HybridParallelPlugin(precision="fp32"))
+def save_an_extra_state(place: Path, plugin: Plugin) -> None:
+    booster = Booster(plugin=plugin)
     model = booster.boost(nn.Sequential(Remembering()))[0]
     for save in (
         lambda: booster.save_model(model, place / "m.safetensors"),
@@ -140,5 +140,10 @@ def save_an_extra_state(place: Path) -> None:
     assert os.listdir(place) == []
 
 
+def save_an_extra_state_everywhere(place: Path) -> None:
+    for plugin in (HybridParallelPlugin(precision="fp32"), TorchDDPPlugin()):
+        save_an_extra_state(place, plugin)
+
+
 def test_a_state_that_would_be_lost_is_refused(pool: Pool, tmp_path: Path) -> None:
-    pool.run(1, save_an_extra_state, tmp_path)
+    pool.run(1, save_an_extra_state_everywhere, tmp_path)
