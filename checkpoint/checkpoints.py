@@ -70,7 +70,7 @@ class Checkpoints:
             "prefix": prefix,
         }
         with self._called("save_model", given, faults) as group:
-            path = Path(checkpoint)
+            path = Path(checkpoint).absolute()  # the run may go elsewhere meanwhile
             names = (SAFETENSORS if use_safetensors else TORCH).with_prefix(prefix)
             own = model.names.of_model()
             held = {own[name]: replace(each, name=own[name]) for name, each in model.tensors.items()}
@@ -160,7 +160,7 @@ class Checkpoints:
             "use_async": use_async,
         }
         with self._called("save_optimizer", given, faults) as group:
-            path = Path(checkpoint)
+            path = Path(checkpoint).absolute()  # the run may go elsewhere meanwhile
             held, every = exchanged(lambda: kept_states(trained), group)
             states = states_to_save(trained, held, every)
             if use_async:
@@ -221,7 +221,7 @@ class Checkpoints:
             "use_async": use_async,
         }
         with self._called("save_checkpoint", given, faults):
-            path = Path(directory)
+            path = Path(directory).absolute()  # the run may go elsewhere meanwhile
             training = {
                 "scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(),
                 "data": None if dataloader is None else dataloader.state_dict(),

@@ -60,5 +60,5 @@ class Copies:
 
     def _new(self, nbytes: int) -> Tensor:
         is_pinned = self._device.type == "cuda"
-        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_pinned)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
         return memory if is_pinned else large_pages(memory)

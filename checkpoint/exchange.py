@@ -94,11 +94,11 @@ def _received(written: Written, parts: Mapping[tuple[str, Box], Tensor], group: 
     entry = written.entry
     if [source.rank for source in written.sources] == [group.rank()]:
         return parts[entry.name, written.sources[0].box].detach().cpu()
-    whole = torch.empty(entry.shape, dtype=entry.dtype)
+    whole = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     arriving = []
     for tag, source in enumerate(written.sources):
         if source.rank != group.rank():
-            content = torch.empty(source.box.size, dtype=entry.dtype)
+            content = torch.empty(source.box.size, dtype=entry.dtype, device="cpu")
             receive = dist.irecv(_bytes(content), group=group, group_src=source.rank, tag=tag)
             arriving.append((source.box, content, receive))
     for source in written.sources:

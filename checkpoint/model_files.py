@@ -1,11 +1,11 @@
 """A model in files that Hugging Face reads, written by all ranks: each the files that are its, whole tensors."""
 
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,8 @@ from .held import HeldTensor
 from .plan import FilePlan, Holding, entries_of, plan_files, split_into_files
 from .tensor_file import Entry, FileRecord, TensorFileWriter, write_small
 from .torch_file import TorchFileWriter
+
+DESCRIBED = ".described"
 
 Records = dict[str, FileRecord]
 Describe = Callable[[torch.dtype, Path], None]
@@ -202,12 +204,16 @@ class _Output:
 
 
 def _describe_into(folder: Path, describe: Callable[[Path], None]) -> Records:
-    """Write what describes the tensors into a folder in which other ranks may be writing still."""
-    with TemporaryDirectory() as apart:
-        describe(Path(apart))
-        return {
-            path.name: write_small(folder / path.name, path.read_bytes()) for path in Path(apart).iterdir()
-        }
+    """Write what describes the tensors into a folder in which other ranks may be writing still.
+
+    First in a folder within that one, and not in the system's for temporary files, which may be full or read-only.
+    """
+    apart = folder / DESCRIBED
+    apart.mkdir()
+    describe(apart)
+    records = {path.name: write_small(folder / path.name, path.read_bytes()) for path in apart.iterdir()}
+    shutil.rmtree(apart)
+    return records
 
 
 def index_of(files: Mapping[str, Sequence[Entry]]) -> bytes:

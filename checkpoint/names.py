@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 # What peft puts into the name of a tensor of the model that it has wrapped, beside adapters.
 _WRAPPED = (".base_layer.", ".original_module.")
@@ -36,6 +37,21 @@ class TensorNames(NamedTuple):
         """By each needed name the one that it has in the model that peft wrapped; the same where peft did not."""
         own = {name: _unwrapped(name) for name in self.needed}
         return {name: each if self.first[each] == name else name for name, each in own.items()}
+
+
+def saved_state(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers of a model, or of what a rank has of it, by name.
+
+    Raises:
+        ValueError: modules have an extra state, which would not be restored.
+    """
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    if extra := [name for name in state if name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX]:
+        raise ValueError(
+            f"{', '.join(extra)} cannot be saved or loaded: a model's files hold parameters and buffers alone. Make a "
+            "buffer of what get_extra_state returns, or keep it in `user` of save_checkpoint"
+        )
+    return state
 
 
 def _unwrapped(name: str) -> str:

@@ -3,7 +3,8 @@
 [Note: placing] The files are written in a folder of their own below, and brought to the disk. Once all are there that
 folder is renamed to `.complete`: from then on the new save is the one that holds. Then its files get their places one
 by one. A reader must not find old and new ones together meanwhile: the entry, by which readers find the others, goes
-first, and the new one is placed last. What is interrupted there is gone on with by the next load or save.
+first, and the new one is placed last. What is interrupted there is gone on with by the next load or save. Of two runs
+that save to one folder one does all this before the other, whose files then replace its; see [Note: locked].
 """
 
 import json
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from .consent import alike, on_first_rank
+from .locked import locked
 from .step_folder import sync_folder
 from .tensor_file import write_small
 from .unfinished import make_anew, remove_abandoned, unfinished, unfinished_of_all
@@ -83,6 +85,12 @@ def finish_placing(path: Path) -> None:
     Raises:
         OSError: it cannot be done.
     """
+    if (path / _COMPLETE).is_dir():
+        with locked(path):
+            _finish_placing(path)
+
+
+def _finish_placing(path: Path) -> None:
     complete = path / _COMPLETE
     if not complete.is_dir():
         return
@@ -139,11 +147,25 @@ def _commit(path: Path, folder: Path, kind: Replaced) -> None:
     written = sorted(os.listdir(folder), key=lambda name: (name in kind.entries, name))
     if written[-1] not in kind.entries:
         raise AssertionError(f"{written} has none of {kind.entries}")
+    with locked(path):
+        _finish_placing(path)  # what another run has saved meanwhile
+        _make_complete(path, folder, kind, written)
+
+
+def _make_complete(path: Path, folder: Path, kind: Replaced, written: list[str]) -> None:
     there = {found.name for pattern in (*kind.entries, *kind.others) for found in path.glob(pattern)}
     order = {"place": written, "entries": kind.entries, "remove": sorted(there - set(written))}
     write_small(folder / _ORDER, json.dumps(order).encode())
     sync_folder(folder)
-    os.rename(folder, path / _COMPLETE)
+    try:
+        os.rename(folder, path / _COMPLETE)
+    except OSError as error:
+        if not (path / _COMPLETE).exists():
+            raise
+        raise OSError(
+            f"another run has saved to {path} at this moment, and what it saved stands: give each run a folder of its "
+            "own"
+        ) from error
     try:
         sync_folder(path)
     except OSError:

@@ -194,7 +194,7 @@ class StateFiles:
         Raises:
             ValueError: they do not cover it.
         """
-        found = torch.empty(box.size, dtype=self.dtype(name))
+        found = torch.empty(box.size, dtype=self.dtype(name), device="cpu")
         missing = box.numel
         for stored in self.boxes[name]:
             common = stored.box.common(box)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from .locked import locked
 from .tensor_file import ALGORITHM, FileRecord, damage_of_tensors, write_small
 from .unfinished import make_anew, remove_abandoned, unfinished, unfinished_of_all
 
@@ -67,6 +68,15 @@ def commit_step(folder: Path, directory: Path, step: int, records: Mapping[str, 
     for inner in (*(path for path in folder.iterdir() if path.is_dir()), folder):
         sync_folder(inner)
     final = step_path(directory, step)
+    with locked(directory):
+        replaced = _name_step(folder, final)
+    shutil.rmtree(replaced, ignore_errors=True)  # the next save removes what is left of it
+    return final
+
+
+def _name_step(folder: Path, final: Path) -> Path:
+    """Give a step its name; where the one that had it is now."""
+    directory = final.parent
     replaced = unfinished(final, _REPLACED)
     if final.exists():
         if replaced.exists():
@@ -78,10 +88,9 @@ def commit_step(folder: Path, directory: Path, step: int, records: Mapping[str, 
     except OSError:
         with suppress(OSError):  # what a disk refuses here too is put right by the next load or save
             _take_back(folder, final)
-            recover(directory)
+            _recover(directory)
         raise
-    shutil.rmtree(replaced, ignore_errors=True)  # the next save removes what is left of it
-    return final
+    return replaced
 
 
 def _take_back(folder: Path, final: Path) -> None:
@@ -91,11 +100,25 @@ def _take_back(folder: Path, final: Path) -> None:
 
 def recover(directory: Path) -> None:
     """Give a step that was about to be replaced its name back, where what replaces it never got there."""
+    if _nameless(directory):
+        with locked(directory):
+            _recover(directory)
+
+
+def _recover(directory: Path) -> None:
+    for final, whole in _nameless(directory).items():
+        os.rename(max(whole, key=lambda each: (each / MANIFEST).stat().st_mtime), final)
+
+
+def _nameless(directory: Path) -> dict[Path, list[Path]]:
+    """The steps that are without their name while they are replaced, and where they are then."""
     found = [match for path in _entries(directory) if (match := _UNFINISHED.fullmatch(path.name))]
+    nameless = {}
     for final in {directory / match[1] for match in found}:
         whole = [each for each in unfinished_of_all(final, _REPLACED) if (each / MANIFEST).is_file()]
         if whole and not final.exists():
-            os.rename(max(whole, key=lambda each: (each / MANIFEST).stat().st_mtime), final)
+            nameless[final] = whole
+    return nameless
 
 
 def keep_newest(directory: Path, count: int, step: int) -> None:
@@ -220,6 +243,8 @@ def _remove(path: Path) -> None:
     if gone.exists():
         shutil.rmtree(gone)
     os.rename(path, gone)
+    if gone.is_symlink():  # to where a user has moved it
+        gone.unlink()
     shutil.rmtree(gone, ignore_errors=True)  # the next save removes what is left of it
 
 

@@ -107,7 +107,7 @@ class Number(NamedTuple):
 
     def tensor(self) -> Tensor:
         """The same, on the CPU."""
-        return torch.tensor(self.value, dtype=self.dtype)
+        return torch.tensor(self.value, dtype=self.dtype, device="cpu")
 
 
 class ToldStates(NamedTuple):

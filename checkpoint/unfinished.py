@@ -1,15 +1,16 @@
 """What is being written, and what was left when a process ended. Which files those are, their writers say.
 
-[Note: unfinished] Its name ends with the process that writes it, so no two processes write under one name. What another
-one left is removed once that one is known to be dead: a process of this machine that is gone; or, since machines do not
-know of each other's processes, one of elsewhere that has changed nothing in it for longer than ranks wait for each
-other.
+[Note: unfinished] Its name ends with the thread and the process that write it, so no two of them write under one name,
+nor do two boosters of one process that save beside training. What another process left is removed once that one is
+known to be dead: a process of this machine that is gone; or, since machines do not know of each other's processes, one
+of elsewhere that has changed nothing in it for longer than ranks wait for each other.
 """
 
 import hashlib
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -22,8 +23,8 @@ _OWNED = re.compile(r".*-([0-9a-f]{12})-(\d+)-(\d+)")
 
 
 def unfinished(path: Path, kind: str = "writing") -> Path:
-    """The name beside `path`, of a kind, under which this process writes; see [Note: unfinished]."""
-    return path.with_name(f".{path.name}.{kind}-{owner_of(os.getpid())}")
+    """The name beside `path`, of a kind, under which this thread writes; see [Note: unfinished]."""
+    return path.with_name(f".{path.name}.{kind}-{threading.get_native_id()}-{owner_of(os.getpid())}")
 
 
 def unfinished_of_all(path: Path, kind: str = "writing") -> list[Path]:
@@ -35,7 +36,7 @@ def unfinished_of_all(path: Path, kind: str = "writing") -> list[Path]:
 
 
 def make_anew(folder: Path) -> None:
-    """Make a folder to write in, without what a save of this process that failed left there.
+    """Make a folder to write in, without what a save of this thread that failed left there.
 
     Raises:
         OSError: it cannot be made.
@@ -50,7 +51,7 @@ def remove_abandoned(paths: Iterable[Path]) -> None:
     for path in paths:
         if not _is_abandoned(path):
             continue
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             with suppress(OSError):

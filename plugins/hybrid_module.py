@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ..checkpoint.lora import Adapter
+from ..checkpoint.names import saved_state
 from ..pipeline.cut import held_stages, takes
 from ..pipeline.linear import hold_weight_gradients
 from ..shardformer.equal_ranks import require_equal_inputs
@@ -93,11 +94,12 @@ class HybridParallelModule(nn.Module):
         raise TypeError("a boosted model holds process groups and cannot be copied: copy model.unwrap()")
 
     def tensors(self) -> dict[str, Tensor]:
-        """This rank's parameters and persistent buffers by their names in the whole model; a tied one once."""
+        """This rank's parameters and persistent buffers by their names in the whole model; a tied one once.
+
+        Raises:
+            ValueError: modules have an extra state, which would not be restored.
+        """
         parameters = set(self.held.values())
-        buffers = {
-            name: tensor
-            for name, tensor in self.module.state_dict(keep_vars=True).items()
-            if tensor not in parameters
-        }
+        state = saved_state(self.module)
+        buffers = {name: tensor for name, tensor in state.items() if tensor not in parameters}
         return {**self.held, **buffers}

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.held_model import HeldModel
-from ..checkpoint.names import TensorNames
+from ..checkpoint.names import TensorNames, saved_state
 from ..checkpoint.saving import Save
 from ..checkpoint.step_load import Resume, Resumed
 from ..checkpoint.trained import Trained, TrainedPiece
@@ -93,7 +93,7 @@ class SplitCheckpoints:
 
     def _held(self) -> HeldModel:
         """What this rank holds; splitting keeps names and ties."""
-        names, named = TensorNames.of(self._model), self._model.state_dict(keep_vars=True)
+        names, named = TensorNames.of(self._model), saved_state(self._model)
         return HeldModel(
             module=self._model,
             names=names,

@@ -10,14 +10,14 @@ from torch.distributed.tensor import DTensor
 from ..checkpoint.held import HeldTensor, held_dtensor, held_piece
 from ..checkpoint.held_model import HeldModel
 from ..checkpoint.lora import Adapter
-from ..checkpoint.names import TensorNames
+from ..checkpoint.names import TensorNames, saved_state
 from ..checkpoint.trained import Trained, TrainedPiece
 from .scaled_optimizer import ScaledOptimizer
 
 
 def held_module(module: nn.Module, adapters: Sequence[Adapter]) -> HeldModel:
     """Its parameters and persistent buffers, whole or in torch's rows; a tied one once."""
-    names, named = TensorNames.of(module), module.state_dict(keep_vars=True)
+    names, named = TensorNames.of(module), saved_state(module)
     return HeldModel(
         module=module,
         names=names,

@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import hypot, inf, isfinite
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .reference import StepRecord
 
-# Distances to float32 may exceed the reference's own, in the same 16-bit precision, by this much.
+# Distances to float32 may exceed a reference's own, in the same 16-bit precision, by this much.
 ALLOWED_16_BIT = 1.5
 # A gradient smaller than this share of the largest is zero up to rounding.
 ZERO_GRADIENT = 1e-6
@@ -93,7 +93,7 @@ def compare_float32(
         exact = bitwise and index == 0
         loss = _scalar("loss", own.loss, other.loss, 0.0 if exact else 1e-6 * max(1.0, abs(other.loss)))
         if not isfinite(other.norm):
-            compared.append(_compare_skipped(loss, found, expected, index))
+            compared.append(_compare_skipped(loss, found, other, index))
             continue
         peaks = {name: gradient.abs().max().item() for name, gradient in other.gradients.items()}
         largest = max(peaks.values())
@@ -127,13 +127,20 @@ def compare_float32(
     return compared
 
 
+class Reference(NamedTuple):
+    """A step of one process in 16 bits, and of one in float32 that began with the same weights."""
+
+    rounded: StepRecord
+    exact: StepRecord
+
+
 def compare_16_bit(
     found: Sequence[StepRecord],
-    expected: Sequence[StepRecord],
-    float32: Sequence[StepRecord],
+    expected: Sequence[Reference],
     *,
     dtype: torch.dtype,
     learning_rate: float,
+    nearby: Sequence[Sequence[Reference]] = (),
 ) -> list[StepComparison]:
     """Compare distances to the float32 run: the layout's may be 1.5 times the reference's in the same precision.
 
@@ -142,26 +149,29 @@ def compare_16_bit(
     tensor may be off by `STRAY` times its reference's distance, so one that is wrong still shows. A distance
     that happens to be tiny for the reference says nothing: nothing has to be nearer than the rounding, than one
     entry that AdamW moves the other way, nor than the reference itself was in a step before.
+
+    Args:
+        nearby: references of weights so near that they differ by what they are rounded to. Where one entry near zero
+            is moved the other way, or a token near a tie goes to another expert, the reference has that luck or a
+            neighbour has it; so the farthest of all of them counts, once weights have been stepped. The loss, the
+            gradients and the norm of the first step are judged by the reference alone.
     """
     rounding = torch.finfo(dtype).eps
     compared = []
     gradient_floor, weight_floor = 0.0, 2 * learning_rate
-    for index, (own, other, exact) in enumerate(zip(found, expected, float32, strict=True)):
-        loss = _near(_Distance("loss", own.loss, other.loss, exact.loss), rounding * abs(exact.loss))
+    for index, (own, reference) in enumerate(zip(found, expected, strict=True)):
+        other, exact = reference
+        same = [reference, *(run[index] for run in nearby if run[index].rounded.skipped == other.skipped)]
+        before = same if index else same[:1]
+        loss = _near("loss", own, before, rounding * abs(exact.loss))
         if not isfinite(exact.norm):
-            compared.append(_compare_skipped(loss, found, expected, index))
+            compared.append(_compare_skipped(loss, found, other, index))
             continue
-        gradient = _near_together(
-            "gradient",
-            own.gradients,
-            other.gradients,
-            exact.gradients,
-            max(rounding * exact.norm, gradient_floor),
-        )
-        weight = _near_together("weight", own.weights, other.weights, exact.weights, weight_floor)
+        gradient = _near_together("gradient", own, before, max(rounding * exact.norm, gradient_floor))
+        weight = _near_together("weight", own, same, weight_floor)
         gradient_floor = max(gradient_floor, _apart(other.gradients, exact.gradients))
         weight_floor = max(weight_floor, _apart(other.weights, exact.weights))
-        norm = _near(_Distance("norm", own.norm, other.norm, exact.norm), rounding * exact.norm)
+        norm = _near("norm", own, before, rounding * exact.norm)
         measures = (loss, gradient, norm, weight)
         compared.append(_comparison(measures, own, other, index))
     return compared
@@ -192,10 +202,10 @@ def _comparison(
 
 
 def _compare_skipped(
-    loss: Measure, found: Sequence[StepRecord], expected: Sequence[StepRecord], index: int
+    loss: Measure, found: Sequence[StepRecord], other: StepRecord, index: int
 ) -> StepComparison:
     """A step whose gradients are not finite: the same have some, their norm is not finite, no weight moves."""
-    own, other = found[index], expected[index]
+    own = found[index]
     before = found[index - 1].weights if index else other.weights
     gradient = _mismatch("gradient", own.gradients, other.gradients)
     measures = (
@@ -207,34 +217,33 @@ def _compare_skipped(
     return _comparison(measures, own, other, index)
 
 
-class _Distance(NamedTuple):
-    quantity: str
-    found: float
-    reference: float
-    exact: float
-
-
-def _near(figure: _Distance, floor: float) -> Measure:
-    """A figure's distance to float32, beside what the reference's allows."""
-    allowed = ALLOWED_16_BIT * max(abs(figure.reference - figure.exact), floor)
+def _near(
+    quantity: Literal["loss", "norm"], found: StepRecord, references: Sequence[Reference], floor: float
+) -> Measure:
+    """A figure's distance to float32, beside what those of the references allow; the first one's float32 counts."""
+    usual = max(abs(getattr(each.rounded, quantity) - getattr(each.exact, quantity)) for each in references)
     return Measure(
-        quantity=figure.quantity, name="", distance=abs(figure.found - figure.exact), allowed=allowed
+        quantity=quantity,
+        name="",
+        distance=abs(getattr(found, quantity) - getattr(references[0].exact, quantity)),
+        allowed=ALLOWED_16_BIT * max(usual, floor),
     )
 
 
 def _near_together(
-    quantity: str,
-    found: Mapping[str, Tensor],
-    reference: Mapping[str, Tensor],
-    exact: Mapping[str, Tensor],
+    quantity: Literal["gradient", "weight"],
+    found: StepRecord,
+    references: Sequence[Reference],
     floor: float,
 ) -> Measure:
     """All tensors' distance to float32 together, under the name of the one that adds most; a stray one first."""
-    if (mismatch := _mismatch(quantity, found, exact)) is not None:
+    own, exact = _tensors(quantity, found), _tensors(quantity, references[0].exact)
+    if (mismatch := _mismatch(quantity, own, exact)) is not None:
         return mismatch
-    distances = {name: (found[name].float() - tensor).norm().item() for name, tensor in exact.items()}
-    usual = {name: (reference[name] - tensor).norm().item() for name, tensor in exact.items()}
-    usual_together = max(_apart(reference, exact), floor)
+    pairs = [(_tensors(quantity, each.rounded), _tensors(quantity, each.exact)) for each in references]
+    distances = {name: (own[name].float() - tensor).norm().item() for name, tensor in exact.items()}
+    usual = {name: max((one[name] - other[name]).norm().item() for one, other in pairs) for name in exact}
+    usual_together = max(floor, *(_apart(one, other) for one, other in pairs))
     share = usual_together / len(usual) ** 0.5
     for name, distance in distances.items():
         allowed = STRAY * max(usual[name], share)
@@ -243,6 +252,10 @@ def _near_together(
     worst = max(distances, key=lambda name: distances[name])
     together = hypot(*distances.values())
     return Measure(quantity=quantity, name=worst, distance=together, allowed=ALLOWED_16_BIT * usual_together)
+
+
+def _tensors(quantity: Literal["gradient", "weight"], record: StepRecord) -> Mapping[str, Tensor]:
+    return record.gradients if quantity == "gradient" else record.weights
 
 
 def _apart(reference: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:

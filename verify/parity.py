@@ -1,7 +1,7 @@
 """The parity check: a model under a layout beside one process, step by step. The latter is reference.py."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf, isfinite, nan
@@ -24,14 +24,17 @@ from ..zero.optimizer import ShardedOptimizer
 from ..zero.precision import DTYPES
 from . import reference
 from .batch import loss_of, make_batch
-from .compare import StepComparison, compare_16_bit, compare_float32, first_departure
+from .compare import Reference, StepComparison, compare_16_bit, compare_float32, first_departure
 from .layout import Layout
 from .models import ModelChoice
 from .reference import StepRecord
 from .training import EPSILON, LEARNING_RATE, Training
 
 LOSS_SCALE = 2.0**8  # the first scale of fp16 runs: high enough to tell whether it is taken out again
-ROUNDINGS = (1, 2, 3)  # seeds for references with rounded weights, which tell how much rounding is amplified
+ROUNDINGS = (1, 2, 3)  # seeds for references with moved weights, which tell how much rounding is amplified
+# How far weights are moved in 16 bits, in units in the last place: every eighth of them is rounded the other way then,
+# enough for all that follows to be rounded anew, and the weights stay as near as rounding brings them anyway.
+MOVED_16_BIT = 1 / 8
 AS_USUAL = Training()
 
 Batches = list[dict[str, Tensor]]  # of a step, by replica
@@ -112,7 +115,7 @@ def compare_with_one_process(
     """Train the model in one process, and compare what a run found, whose parts had these layouts and batches.
 
     Steps in float32, as long as those before were too, are compared in float32; what follows one of 16 bits is
-    compared as such.
+    compared as such. Where either departs, more references with moved weights tell what rounding may account for.
     """
     steps = [
         [split(batch, num_microbatches=layout.microbatches, microbatch_size=None) for batch in replicas]
@@ -122,9 +125,9 @@ def compare_with_one_process(
     dtypes = [DTYPES[layout.precision] for layout, batches in parts for _ in batches]
     first, rate = parts[0][0], max(LEARNING_RATE, training.vector_rate)
 
-    def train(dtypes: Sequence[torch.dtype], *, rounding: int | None = None) -> list[StepRecord]:
+    def train(dtypes: Sequence[torch.dtype], model: nn.Module = model) -> list[StepRecord]:
         return reference.train(
-            model if rounding is None else _rounded(model, rounding),
+            model,
             steps[: len(dtypes)],
             make_optimizer=partial(make_optimizer, vector_rate=training.vector_rate),
             criterion=loss_of,
@@ -137,25 +140,45 @@ def compare_with_one_process(
             overflow_step=training.overflow_step,
         )
 
-    float32 = train([torch.float32] * len(steps))
     exact = next((at for at, own in enumerate(dtypes) if own is not torch.float32), len(steps))
-    compared = []
+    compared: list[StepComparison] = []
     if exact:
         compare = partial(
             compare_float32,
             found[:exact],
-            float32[:exact],
+            train([torch.float32] * exact),
             learning_rate=rate,
             epsilon=EPSILON,
             bitwise=_gives_equal_bits(model, first),
         )
         compared = compare()
         if first_departure(compared) is not None:
-            compared = compare(rounded=[train([torch.float32] * exact, rounding=seed) for seed in ROUNDINGS])
+            near = _moved(model, torch.finfo(torch.float32).eps)
+            compared = compare(rounded=[train([torch.float32] * exact, each) for each in near])
     if exact < len(steps):
-        coarsest = max(dtypes, key=lambda own: torch.finfo(own).eps)
-        rounded = compare_16_bit(found, train(dtypes), float32, dtype=coarsest, learning_rate=rate)
-        compared += rounded[exact:]
+        compared += _compare_16_bit(model, found, dtypes, train, rate)[exact:]
+    return compared
+
+
+def _compare_16_bit(
+    model: nn.Module,
+    found: Sequence[StepRecord],
+    dtypes: Sequence[torch.dtype],
+    train: Callable[[Sequence[torch.dtype], nn.Module], list[StepRecord]],
+    rate: float,
+) -> list[StepComparison]:
+    """Compare all steps, some of them in 16 bits, with what one process makes of them in both formats."""
+
+    def references(model: nn.Module) -> list[Reference]:
+        both = zip(train(dtypes, model), train([torch.float32] * len(dtypes), model), strict=True)
+        return [Reference(*each) for each in both]
+
+    coarsest = max(dtypes, key=lambda own: torch.finfo(own).eps)
+    compare = partial(compare_16_bit, found, references(model), dtype=coarsest, learning_rate=rate)
+    compared = compare()
+    if first_departure(compared) is not None:
+        near = _moved(model, MOVED_16_BIT * torch.finfo(coarsest).eps)
+        compared = compare(nearby=[references(each) for each in near])
     return compared
 
 
@@ -167,15 +190,15 @@ def _gives_equal_bits(model: nn.Module, layout: Layout) -> bool:
     return is_pipeline_alone and is_one_stack and not _is_shared(model)
 
 
-@torch.no_grad()
-def _rounded(model: nn.Module, seed: int) -> nn.Module:
-    """A copy whose weights are moved by up to a unit in the last place, up or down."""
-    moved = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in moved.parameters():
-        share = torch.empty_like(parameter).uniform_(-1, 1, generator=generator)
-        parameter.mul_(1 + torch.finfo(parameter.dtype).eps * share)
-    return moved
+def _moved(model: nn.Module, unit: float) -> Iterator[nn.Module]:
+    """Copies of a model, one for each of ROUNDINGS, whose weights are moved by up to this share, up or down."""
+    for seed in ROUNDINGS:
+        moved = copy.deepcopy(model)
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in moved.parameters():
+            share = torch.empty_like(parameter).uniform_(-1, 1, generator=generator)
+            parameter.data.mul_(1 + unit * share)
+        yield moved
 
 
 class Run(NamedTuple):

@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from echelon.checkpoint.model_files import DESCRIBED
+
 from .forked import KILLED, run_ranks
 from .runs import Run, config_of
 from .write_points import write_points
@@ -200,11 +202,14 @@ def is_commit(call: str, kind: Kind) -> bool:
 
 
 def require_on_disk(calls: list[str]) -> None:
-    """Whether every file that was written was brought to the disk after its last write; a crash of power needs it."""
+    """Whether every file that was written was brought to the disk after its last write; a crash of power needs it.
+
+    Not those that are written anew in their place, and are gone then.
+    """
     last = {}
     for call in calls:
         what, path = call.split()[:2]
-        if what in ("open", "write", "fsync"):
+        if Path(path).parent.name != DESCRIBED and what in ("open", "write", "fsync"):
             last[path] = what
     late = [path for path, what in last.items() if what != "fsync"]
     assert late == [], f"written and not on the disk when the save holds: {late}"

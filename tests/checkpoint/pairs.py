@@ -37,9 +37,13 @@ SIZES = [
     for sp in (1, 2, 4)
     if 2 <= tp * pp * dp * sp <= 4
 ]
+# Two whose rounding goes farther than that of the one process beside it: in 33 a token changes its expert in the first
+# step, since two of them are nearer to each other than bf16 tells apart; in 35 an entry of a weight, of a gradient that
+# fp16 does not tell from zero, goes the other way in the first step.
+ROUNDED_FAR = (33, 35)
 # Thirty, and of those that would be drawn after them the first that have what none before has: gradients that are not
 # finite after the save, and gpipe with one stage on a rank.
-NUMBERS = (*range(30), 30, 41)
+NUMBERS = (*range(30), 30, *ROUNDED_FAR, 41)
 
 
 @dataclass(frozen=True, kw_only=True)

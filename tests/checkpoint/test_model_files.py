@@ -1,8 +1,11 @@
 """What describes a model is written as it is, beside files that other ranks still write, and touches none of them."""
 
+import tempfile
 import time
 from pathlib import Path
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -14,6 +17,7 @@ from echelon.checkpoint.model_files import SAFETENSORS, Records, _Output, descri
 from echelon.checkpoint.plan import holdings_of
 
 from ..pool import Pool
+from .crashes import small_run
 from .handmade import small_config
 
 NAMES = ("a", "b", "c", "d", "e")  # each a file; the second rank has the last one
@@ -74,6 +78,33 @@ def test_files_that_appear_while_a_model_is_described_are_left_to_their_ranks(
     for name in NAMES:
         path = next(path for path in folder.glob("*.safetensors") if name in load_file(path))
         assert torch.equal(load_file(path)[name], tensor(name))
+
+
+def save_without_room_for_temporary_files(place: Path) -> None:
+    run = small_run()
+    run.step(0)
+    with patch.object(tempfile, "tempdir", str(place / "none")):
+        with pytest.raises(OSError):
+            tempfile.mkdtemp()
+        run.booster.save_checkpoint(place, 1, **run.everything).wait()
+        run.booster.save_model(run.model, place / "m", shard=True)
+        before = run.whole()
+        run.step(1)
+        for load in (
+            lambda: run.booster.load_model(run.model, place / "m"),
+            lambda: run.booster.load_checkpoint(place, **run.everything),
+        ):
+            load()
+            assert torch.equal(run.whole()["model.norm.weight"], before["model.norm.weight"])
+    assert run.whole().keys() == before.keys()
+
+
+def test_the_system_needs_no_room_for_temporary_files(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, save_without_room_for_temporary_files, tmp_path)
+    for folder in (tmp_path / "m", tmp_path / "step-00000001" / "model"):
+        names = {path.name for path in folder.iterdir()}
+        assert names == {CONFIG, "generation_config.json", SAFETENSORS.one}
+        LlamaForCausalLM.from_pretrained(folder)
 
 
 def test_settings_of_generation_that_contradict_each_other_end_no_run(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """A run goes on from a checkpoint under any layout as one process does that never stopped.
 
-Thirty random pairs of layouts, and two more: what is loaded equals what was saved, bit for bit, and six steps agree
+Thirty random pairs of layouts, and four more: what is loaded equals what was saved, bit for bit, and six steps agree
 with one process within the tolerances of the parity check. Where the layout stays they are the same bits, also with
 dropout.
 """
@@ -21,7 +21,7 @@ from echelon.verify.training import Training
 
 from ..pool import Pool
 from .mutations import MUTATIONS, run_wrong
-from .pairs import MODELS, PRECISIONS, SCHEDULES, Pair, pairs
+from .pairs import MODELS, PRECISIONS, ROUNDED_FAR, SCHEDULES, Pair, pairs
 
 PAIRS = tuple(pairs())
 QUICK = (0, 7, 9)
@@ -195,6 +195,18 @@ def test_the_check_catches(pool: Pool, tmp_path: Path, mutation: str) -> None:
     assert report.departure is not None
     assert report.departure.startswith(told)
     # Nor would the steps after it agree.
+    assert any(not each.agrees for step in report.steps[3:] for each in step.measures)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", ["the number of steps lost", "options not loaded"])
+@pytest.mark.parametrize("number", ROUNDED_FAR)
+def test_what_rounding_accounts_for_hides_no_fault(
+    pool: Pool, tmp_path: Path, number: int, mutation: str
+) -> None:
+    pair = next(each for each in PAIRS if each.number == number)
+    report = check(pool, pair.relay, tmp_path, partial(run_wrong, mutation=mutation))
+    assert all(each.agrees for step in report.steps[:3] for each in step.measures)
     assert any(not each.agrees for step in report.steps[3:] for each in step.measures)
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from echelon.verify.compare import StepComparison, compare_float32, first_departure
+from echelon.verify.compare import Reference, StepComparison, compare_16_bit, compare_float32, first_departure
 from echelon.verify.reference import StepRecord
 
 NEAR = 1e-4  # how far rounded weights bring this model's reference, in its weight
@@ -60,3 +60,51 @@ def test_loss_gradient_and_norm_have_what_rounding_makes_of_each() -> None:
 
         assert judge(own) is None
         assert judge(record()) is not None
+
+
+def in_16_bits(*found: StepRecord, usual: StepRecord, nearby: StepRecord | None) -> str | None:
+    """What departs where one process is as far from float32 as `usual`, and one nearby as far as `nearby`."""
+    near = [] if nearby is None else [[Reference(nearby, record()) for _ in found]]
+    return first_departure(
+        compare_16_bit(
+            found,
+            [Reference(usual, record()) for _ in found],
+            dtype=torch.bfloat16,
+            learning_rate=1e-3,
+            nearby=near,
+        )
+    )
+
+
+def moved(gradient: float = 0.0, weight: float = 0.0, loss: float = 0.0, norm: float = 0.0) -> StepRecord:
+    return replace(
+        record(weight),
+        loss=1.0 + loss,
+        norm=5**0.5 + norm,
+        gradients={"w": torch.tensor([1.0 + gradient, -2.0])},
+    )
+
+
+def test_in_16_bits_the_farthest_of_the_references_nearby_counts() -> None:
+    same = record()
+    for far, nearby in (
+        (moved(weight=0.14), moved(weight=0.1)),
+        (moved(gradient=0.14), moved(gradient=0.1)),
+        (moved(loss=0.14), moved(loss=0.1)),
+        (moved(norm=0.14), moved(norm=0.1)),
+    ):
+        assert in_16_bits(same, far, usual=same, nearby=None) is not None
+        assert in_16_bits(same, far, usual=same, nearby=nearby) is None
+    assert in_16_bits(same, moved(weight=0.16), usual=same, nearby=moved(weight=0.1)) is not None
+
+
+def test_in_16_bits_the_first_step_is_excused_for_what_adamw_makes_of_it_alone() -> None:
+    near = moved(gradient=0.1, weight=0.1, loss=0.1, norm=0.1)
+    assert in_16_bits(moved(weight=0.14), usual=record(), nearby=near) is None
+    for far in (moved(gradient=0.14), moved(loss=0.14), moved(norm=0.14)):
+        assert in_16_bits(far, usual=record(), nearby=near) is not None
+
+
+def test_a_reference_nearby_that_skipped_a_step_more_does_not_count() -> None:
+    near = replace(moved(weight=0.1), skipped=1)
+    assert in_16_bits(record(), moved(weight=0.14), usual=record(), nearby=near) is not None
