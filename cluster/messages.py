@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from array import array
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from weakref import WeakSet, finalize
@@ -47,7 +47,7 @@ class Messages:
     ) -> None:
         self._lines = {rank: _Line(line, pids[rank]) for rank, line in lines.items()}
         self._patience = patience
-        self._heard: dict[tuple[int, int], deque[array[int]]] = defaultdict(deque)
+        self._heard: dict[tuple[int, int], deque[array[int]]] = {}  # what was not asked for yet
         self._closing = finalize(self, _leave, self._lines.values())
 
     def tell(self, rank: int, tag: int, *numbers: int) -> None:
@@ -60,17 +60,19 @@ class Messages:
         Raises:
             RuntimeError: the process is gone, or nothing came within the patience.
         """
-        found = self._heard[rank, tag]
-        until = 0.0
-        while not found:
+        key, until = (rank, tag), 0.0
+        while key not in self._heard:
             until = until or time.monotonic() + self._patience
             message = self._receive(rank, until)
-            self._heard[rank, message[0]].append(message[1:])
-        return found.popleft()
+            self._heard.setdefault((rank, message[0]), deque()).append(message[1:])
+        numbers = self._heard[key].popleft()
+        if not self._heard[key]:  # most tags are used once
+            del self._heard[key]
+        return numbers
 
     def count_heard(self, rank: int, tag: int) -> int:
         """How many messages are there without waiting, since they came before what was heard of that rank."""
-        return len(self._heard[rank, tag])
+        return len(self._heard.get((rank, tag), ()))
 
     def close(self) -> None:
         """Close the lines, of which no more is made use then. What was told still goes."""

@@ -91,6 +91,17 @@ def test_each_tag_has_an_order_of_its_own() -> None:
     assert list(here.hear(1, 7)) == []
 
 
+def test_nothing_is_kept_of_tags_that_were_heard() -> None:
+    """Every step has tags of its own."""
+    teller, hearer = pair()
+    for step in range(100):
+        teller.tell(1, step, step)
+        teller.tell(1, step + 1000, step)
+        assert hearer.hear(0, step + 1000)[0] == hearer.hear(0, step)[0] == step
+        assert hearer.count_heard(0, step) == 0
+    assert not hearer._heard
+
+
 def test_more_than_there_is_room_for_arrives_in_order_both_ways() -> None:
     """Neither waits: both have told all before one hears anything."""
     here, there = pair()
