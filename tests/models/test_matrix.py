@@ -1,6 +1,6 @@
 """Every model type that has a table, with every head that transformers has for it, beside one process.
 
-A row per table is quick, the others are `slow`.
+A row per table is quick, and one of a head that reads what all layers return; the others are `slow`.
 """
 
 import pytest
@@ -15,6 +15,7 @@ from ..pool import Pool
 
 LAYOUTS = (Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2), Layout(tp=2, dp=2, zero=1))
 QUICK_LAYOUT = Layout(tp=2, pp=2)
+COLLECTING = ("beit", "backbone")
 # Heads whose weight may be the embedding's.
 TIED_HEADS = ("causal", "double", "seq2seq", "masked", "speech", "image_text")
 # Model types of six kinds that also run on four ranks of one axis.
@@ -40,7 +41,8 @@ def rows() -> list[object]:
         tables.append(table_for(model_type))
         for number, choice in enumerate(choices(model_type)):
             for layout in (*LAYOUTS, *((Layout(tp=4), Layout(pp=4)) if model_type in WIDE else ())):
-                is_quick = is_first and number == 0 and layout == QUICK_LAYOUT
+                is_usual = is_first and number == 0
+                is_quick = layout == QUICK_LAYOUT and (is_usual or (model_type, choice.head) == COLLECTING)
                 name = f"{model_type}-{choice.head_name}{'-tied' * choice.tied}-{layout}"
                 marks = () if is_quick else pytest.mark.slow
                 found.append(pytest.param(choice, layout, id=name, marks=marks))
