@@ -18,7 +18,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from weakref import WeakSet, finalize
 
@@ -189,14 +189,24 @@ def _leave(lines: Iterable[_Line]) -> None:
 
 
 def _end_sending() -> None:
-    """Wait until what was told is sent; not in a process that an error ends, for which others may wait."""
-    if getattr(sys, "last_type", None) is not None:
+    """Wait until what was told is sent."""
+    if is_ended_by_an_error():
         return
     lines = [line for line in _LINES if line.is_own]
     for line in lines:  # or two that end would wait for each other
         line.listen_no_more()
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while any(line.is_sending for line in lines) and time.monotonic() < deadline:
+    wait_at_the_end(lambda: not any(line.is_sending for line in lines), _PATIENCE_SECONDS)
+
+
+def is_ended_by_an_error() -> bool:
+    """Whether an error ends this process: then others may wait for it, and it must wait for none of them."""
+    return getattr(sys, "last_type", None) is not None
+
+
+def wait_at_the_end(is_done: Callable[[], bool], patience: float) -> None:
+    """Where a process ends, wait for what others do meanwhile, for so many seconds."""
+    deadline = time.monotonic() + patience
+    while not is_done() and time.monotonic() < deadline:
         time.sleep(0.001)
 
 

@@ -7,8 +7,6 @@ ends it.
 """
 
 import ctypes
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from weakref import finalize
 
@@ -17,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import gather_integers
+from .messages import is_ended_by_an_error, wait_at_the_end
 from .process_memory import Neighbours
 
 _NO_MORE = 2**62  # the count of a rank that reads nothing any more
@@ -85,10 +84,8 @@ _LEFT: list[tuple[Readers, Sequence[Tensor]]] = []
 
 def _wait_for_all() -> None:
     """Wait until what was left has been read; not in a process that an error ends, for which others may wait."""
-    if getattr(sys, "last_type", None) is not None:
+    if is_ended_by_an_error():
         return
     for count in _COUNTS:  # a process that ends reads no more, or two that end would wait for each other
         count.value = _NO_MORE
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while not all(readers.are_done() for readers, _ in _LEFT) and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_at_the_end(lambda: all(readers.are_done() for readers, _ in _LEFT), _PATIENCE_SECONDS)

@@ -59,8 +59,7 @@ def all_reduce_(
         dist.all_reduce(x, op=operation, group=group)
         return x
     with OneCollective("all_reduce", x.nbytes, group):
-        rows = lines.begin(x.double().view(-1).view(torch.int64).tolist())()
-    every = torch.tensor(rows, dtype=torch.int64).view(torch.float64)
+        every = _doubles(lines.begin(_bits(x))())
     whole = every.sum(0) if operation == dist.ReduceOp.SUM else every.amax(0)
     return x.copy_(whole.view(x.shape))
 
@@ -78,8 +77,8 @@ def broadcast_(x: Tensor, root: int, group: dist.ProcessGroup) -> Tensor:
         dist.broadcast(x, group=group, group_src=root)
         return x
     with OneCollective("broadcast", x.nbytes, group):
-        numbers = lines.broadcast(x.double().view(-1).view(torch.int64).tolist(), root)
-    return x.copy_(torch.tensor(numbers, dtype=torch.int64).view(torch.float64).view(x.shape))
+        whole = _doubles(lines.broadcast(_bits(x), root))
+    return x.copy_(whole.view(x.shape))
 
 
 class _Lines:
@@ -107,6 +106,17 @@ class _Lines:
         for rank in self._ranks:
             if rank != self._rank:
                 self._messages.tell(rank, tag, *values)
+
+
+def _bits(x: Tensor) -> list[int]:
+    """Floating numbers as what goes in a message."""
+    bits: list[int] = x.double().view(-1).view(torch.int64).tolist()
+    return bits
+
+
+def _doubles(bits: Sequence[int] | Rows) -> Tensor:
+    """What `_bits` was made of, of one rank or by rank."""
+    return torch.tensor(bits, dtype=torch.int64).view(torch.float64)
 
 
 def _world() -> dist.ProcessGroup:
