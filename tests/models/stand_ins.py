@@ -10,13 +10,20 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.integrations import flash_attention as flash_integration
 
 # Models that import what calls flash-attn only where that is installed.
 _IMPORT_IF_INSTALLED = ("falcon", "gpt_neo", "gptj")
+# Of tests in which `installed_flash_attn` stands in: older releases do not look where it is put.
+LOOKS_FOR_FLASH_ATTN = pytest.mark.skipif(
+    not hasattr(flash_utils, "FLASH_ATTENTION_COMPATIBILITY_MATRIX"),
+    reason=f"transformers {transformers.__version__} looks for flash-attn in another way",
+)
 
 
 class LowerTriangularMask:

@@ -5,9 +5,7 @@ Some rows are quick, the others are `slow`. In one process it is tests/shardform
 """
 
 import pytest
-import transformers
 from transformers import CONFIG_MAPPING
-from transformers import modeling_flash_attention_utils as flash_utils
 
 from echelon.shardformer import model_types
 from echelon.verify.layout import Layout
@@ -15,13 +13,10 @@ from echelon.verify.models import ModelChoice
 from echelon.verify.parity import parity
 
 from ..pool import Pool
-from .stand_ins import installed_flash_attn
+from .stand_ins import LOOKS_FOR_FLASH_ATTN, installed_flash_attn
 from .test_features import EagerChoice
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(flash_utils, "FLASH_ATTENTION_COMPATIBILITY_MATRIX"),
-    reason=f"transformers {transformers.__version__} looks for flash-attn in another way",
-)
+pytestmark = LOOKS_FOR_FLASH_ATTN
 OPTIONS = ("enable_flash_attention",)
 # Classes of transformers that do not know it, each with what tells so.
 UNKNOWN = dict.fromkeys(

@@ -4,20 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
-from transformers import modeling_flash_attention_utils as flash_utils
 
 from echelon.shardformer.attention import FLASH_ATTENTION_2, SDPA, attention_faults, set_attention
 from echelon.verify.batch import make_batch
 from echelon.verify.models import ModelChoice
 
-from ..models.stand_ins import installed_flash_attn
+from ..models.stand_ins import LOOKS_FOR_FLASH_ATTN, installed_flash_attn
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(flash_utils, "FLASH_ATTENTION_COMPATIBILITY_MATRIX"),
-    reason=f"transformers {transformers.__version__} looks for flash-attn in another way",
-)
+pytestmark = LOOKS_FOR_FLASH_ATTN
 # Grouped queries; a cap and windows; both directions.
 TYPES = ("llama", "gemma2", "gemma3_text", "bert")
 # Those that choose their attention when they are built; one whose layers all see all tokens.
