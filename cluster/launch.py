@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from .faults import start_watch
+from .faults import naming_failures, start_watch
 from .random import seed_everything
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -55,6 +55,7 @@ def launch_from_torch(
         timeout = timedelta(seconds=timeout_seconds)
         if not missing:
             dist.init_process_group(backends, timeout=timeout)
+            _wait_until_all_have_joined()
         else:
             dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     start_watch()
@@ -88,6 +89,13 @@ def join_local_group(
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
+        _wait_until_all_have_joined()
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _wait_until_all_have_joined() -> None:
+    """A rank that fails at once would close connections that others still open, and they would report only that."""
+    with naming_failures("the launch"):
+        dist.all_reduce(torch.zeros(1))

@@ -5,6 +5,7 @@ import re
 import signal
 import time
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
@@ -63,6 +64,16 @@ def settings() -> tuple:
     )
 
 
+def fail_to_join(folder: str) -> None:
+    """Rank 1 alone tries to join another group."""
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 1:
+        store = dist.FileStore(os.path.join(folder, "store"), 2)
+        dist.init_process_group("gloo", store=store, rank=1, world_size=2, timeout=timedelta(seconds=1))
+
+
 def warn() -> None:
     warnings.warn("workers obey the filters of the test", UserWarning, stacklevel=1)
 
@@ -108,6 +119,13 @@ def test_a_test_that_hangs_says_where_each_rank_stood(pool: Pool) -> None:
         pool.run(2, receive_what_nobody_sends, timeout=2)
     assert re.search(r"in recv\b[\s\S]*in receive_what_nobody_sends", str(caught.value))
     assert pool.run(2, sum_of, torch.ones(1))[0] == 1
+
+
+def test_a_rank_that_could_not_join_a_group_joins_the_next_test(pool: Pool, tmp_path: os.PathLike) -> None:
+    errors = pool.run_failing(2, fail_to_join, str(tmp_path))
+    assert errors[0] is None
+    assert "timeout" in str(errors[1])
+    assert pool.run(2, sum_of, torch.tensor(1), timeout=20) == [1, 1]
 
 
 def test_a_worker_is_cleaned_between_tests(pool: Pool) -> None:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,12 +124,22 @@ def _run(task: Task) -> Any:
         world_size=task.world_size,
         timeout=timeout,
     )
+    _wait_until_all_have_joined(dist.PrefixStore(task.name, store), task.world_size)
     return function(*args, **kwargs)
+
+
+def _wait_until_all_have_joined(store: dist.Store, world_size: int) -> None:
+    """A test that fails at once on one rank would close connections that others still open."""
+    if store.add("joined", 1) == world_size:
+        store.set("all joined", "")
+    store.wait(["all joined"])
 
 
 def _leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    else:  # it was not joined: torch counts it all the same, and would look for the next one by another name
+        distributed_c10d._world.group_count = 0
     gc.collect()  # connections close with the last reference to their group
 
 

@@ -3,14 +3,16 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from echelon.cluster.coordinator import DistCoordinator
-from echelon.cluster.launch import TORCHRUN_VARIABLES, launch_from_torch
+from echelon.cluster.launch import TORCHRUN_VARIABLES, join_local_group, launch_from_torch, local_store
 
 from ..pool import Pool
 
@@ -112,6 +114,39 @@ def act_on_master() -> tuple[bool, bool, int | None]:
     coordinator.block_all()
     run = coordinator.on_master_only()(dist.get_rank)
     return coordinator.is_master(), coordinator.is_last_process(), run()
+
+
+def times_of_joining(starts: str) -> tuple[float, float]:
+    """When this rank had its connections, and when the launch returned; rank 1 is slow in between."""
+    rank = dist.get_rank()
+    store = local_store() if rank == 0 else None
+    port: list[Any] = [store.port if store is not None else None]
+    dist.broadcast_object_list(port, 0)
+    dist.destroy_process_group()
+    connect = dist.init_process_group
+    connected = 0.0
+
+    def connect_slowly(*args: Any, **kwargs: Any) -> None:
+        nonlocal connected
+        connect(*args, **kwargs)
+        time.sleep(0.5 * rank)
+        connected = time.monotonic()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "init_process_group", connect_slowly)
+        patch.setenv("MASTER_PORT", str(port[0]))
+        patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        if starts == "launch_from_torch":
+            launch_from_torch(backend="gloo")
+            return connected, time.monotonic()
+        with join_local_group(rank, 2, port=port[0]):
+            return connected, time.monotonic()
+
+
+@pytest.mark.parametrize("starts", ["launch_from_torch", "join_local_group"])
+def test_no_rank_goes_on_before_all_have_joined(pool: Pool, starts: str) -> None:
+    times = pool.run(2, times_of_joining, starts)
+    assert min(returned for _, returned in times) > max(connected for connected, _ in times)
 
 
 def test_one_rank_runs_a_block_before_the_others(pool: Pool, tmp_path: os.PathLike) -> None:
