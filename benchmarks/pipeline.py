@@ -5,7 +5,7 @@ r"""Step times of Echelon's pipeline beside those of torch.distributed.pipelinin
 Every round runs one step of each contender, in a rotating order. A ratio is the median of the rounds' ratios. The
 ideal is one process's step time over the same microbatches, alone, × (1 + bubble) / ranks. The last line compares
 Echelon's fastest schedule with torch's fastest and with its ideal. Run it on an idle machine: it shows no more
-than what the machine lets it.
+than what the machine lets it, which is the row of one process on each rank, that know nothing of each other.
 """
 
 import argparse
@@ -34,6 +34,8 @@ from echelon.pipeline.simulate import Costs, simulate
 
 # Echelon's styles, with the stages that a rank holds under each.
 STYLES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbh1": 1, "zbv": 2}
+# What each rank does here it could do alone: how much slower it is than "one process" is the machine's doing.
+ON_EACH_RANK = "one process on each rank"
 
 
 class EchelonPipeline(Stepped):
@@ -128,11 +130,13 @@ def measure(workload: Workload, arguments: argparse.Namespace) -> dict[str, Any]
     results: dict[str, Any] = {"machine": report.machine(), "settings": settings_of(arguments)}
     device = default_device()
     contenders = make_contenders(arguments, workload, device)
-    results["agreement"] = agreement(contenders, OneProcess(workload, device, works=True))
+    each = OneProcess(workload, device, works=True)
+    each.name = ON_EACH_RANK
+    results["agreement"] = agreement(contenders, each)
     alone = OneProcess(workload, device, works=dist.get_rank() == 0)
     rounds = dict(rounds=arguments.rounds, warmup=arguments.warmup)
-    results["seconds"] = time_rounds([*contenders, alone], **rounds, device=device)
-    del contenders, alone
+    results["seconds"] = time_rounds([*contenders, alone, each], **rounds, device=device)
+    del contenders, alone, each
     mesh = ParallelMesh(pp=arguments.pp)
     results["engine"] = [
         row
@@ -207,7 +211,7 @@ def summary(seconds: Mapping[str, Sequence[float]], num_ranks: int, num_microbat
     best = report.fastest(seconds, ours)
     rows = report.compared(seconds, best_peer)
     for name, row in rows.items():
-        share = 1.0 if name == "one process" else ideal(name.split()[1], num_ranks, num_microbatches)
+        share = 1.0 if name.startswith("one") else ideal(name.split()[1], num_ranks, num_microbatches)
         row["ratio_to_ideal"] = report.ratio(seconds[name], [share * each for each in seconds["one process"]])
     return {
         "contenders": rows,

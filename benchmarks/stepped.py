@@ -71,12 +71,12 @@ class OneBatch(Stepped):
 
 
 class OneProcess(Stepped):
-    """The whole batch on one rank, microbatch by microbatch; the other ranks wait.
+    """The whole batch on one rank, microbatch by microbatch; the others wait, or do the same without being connected.
 
     Args:
         workload: what is computed.
         device: where.
-        works: whether this rank is the one.
+        works: whether this rank is the one, or one of them.
     """
 
     name = "one process"
