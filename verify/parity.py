@@ -185,7 +185,7 @@ def _compare_16_bit(
 def _gives_equal_bits(model: nn.Module, layout: Layout) -> bool:
     """Whether the first step in float32 adds up nothing in another order than one process."""
     # The gradients of an encoder's output are summed in another order where its decoder has several stages.
-    is_one_stack = not getattr(model.config, "is_encoder_decoder", False)
+    is_one_stack = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     is_pipeline_alone = layout.tp == layout.dp == layout.sp == 1 and not layout.options
     return is_pipeline_alone and is_one_stack and not _is_shared(model)
 

@@ -1,7 +1,13 @@
 """A small vision transformer of the structure and names that timm's have; timm itself is no dependency."""
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForImageClassification
+from transformers.configuration_utils import PretrainedConfig
+from transformers.modeling_outputs import ImageClassifierOutput
 
 from echelon.shardformer import register_class
 from echelon.shardformer.tables.timm import TIMM_VIT
@@ -100,3 +106,43 @@ def build_timm(**settings: float) -> VisionTransformer:
 def timm_pixels(num_samples: int, seed: int = 1) -> Tensor:
     """Images that are not square, equal on all ranks."""
     return torch.randn(num_samples, 3, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+class TimmConfig(PretrainedConfig):
+    """What the parity check needs to build the model and draw batches for it; the model itself has none."""
+
+    model_type = "timm"
+
+    def __init__(
+        self, hidden_size: int = 32, num_attention_heads: int = 4, num_hidden_layers: int = 4, **kwargs: Any
+    ) -> None:
+        self.hidden_size = hidden_size
+        self.num_attention_heads = num_attention_heads
+        self.num_hidden_layers = num_hidden_layers
+        self.image_size, self.patch_size, self.num_channels = (HEIGHT, WIDTH), PATCH, 3
+        super().__init__(**kwargs)
+
+
+class TimmForImageClassification(VisionTransformer):
+    """The model with a loss, called as the parity check calls those of transformers."""
+
+    main_input_name = "pixel_values"
+
+    def __init__(self, config: TimmConfig) -> None:
+        super().__init__(
+            width=config.hidden_size, num_heads=config.num_attention_heads, depth=config.num_hidden_layers
+        )
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> ImageClassifierOutput:  # type: ignore[override]
+        logits = super().forward(pixel_values)
+        return ImageClassifierOutput(loss=F.cross_entropy(logits, labels), logits=logits)
+
+    def get_input_embeddings(self) -> None: ...
+
+    def get_output_embeddings(self) -> None: ...
+
+
+def register_timm() -> None:
+    """Let `ModelChoice` build it by its type."""
+    AutoConfig.register("timm", TimmConfig, exist_ok=True)
+    AutoModelForImageClassification.register(TimmConfig, TimmForImageClassification, exist_ok=True)

@@ -8,8 +8,11 @@ from echelon import Booster, HybridParallelPlugin
 from echelon.shardformer import policy_for
 from echelon.shardformer.table import table_for_class
 from echelon.shardformer.tables.timm import TIMM_VIT
+from echelon.verify.layout import Layout
+from echelon.verify.models import ModelChoice
+from echelon.verify.parity import Report, parity
 
-from ..models.small_timm import VisionTransformer, build_timm, timm_pixels
+from ..models.small_timm import VisionTransformer, build_timm, register_timm, timm_pixels
 from ..pool import Pool
 from .compare import require_same_training
 
@@ -88,3 +91,18 @@ def test_stages_of_split_layers_train_as_one_process(pool: Pool) -> None:
     assert expected[0] != pytest.approx(expected[2], rel=1e-2), "the steps change nothing"
     for losses in pool.run(4, train_steps):
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def registered_parity(choice: ModelChoice, layout: Layout) -> Report:
+    register_timm()
+    return parity(choice, layout)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2), Layout(tp=2, dp=2, zero=1)], ids=str
+)
+@pytest.mark.parametrize(
+    "choice", [ModelChoice(model_type="timm", head="image_classification")], ids=["timm"]
+)
+def test_timm_trains_as_one_process_does(pool: Pool, choice: ModelChoice, layout: Layout) -> None:
+    assert pool.run(layout.world_size, registered_parity, choice, layout)[0].departure is None
