@@ -21,7 +21,7 @@ from .consent import alike, on_first_rank
 from .locked import locked
 from .step_folder import sync_folder
 from .tensor_file import write_small
-from .unfinished import make_anew, remove_abandoned, unfinished, unfinished_of_all
+from .unfinished import make_anew, make_folder, remove_abandoned, unfinished, unfinished_of_all
 
 _FILES, _COMPLETE, _ORDER = "files", ".complete", "placing.json"
 
@@ -111,7 +111,7 @@ def replace_file(path: Path, content: bytes) -> None:
     Raises:
         OSError: it cannot be written; what was there stands.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent, exist_ok=True)
     remove_abandoned(unfinished_of_all(path))
     written = unfinished(path)
     try:

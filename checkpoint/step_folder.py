@@ -20,7 +20,7 @@ import xxhash
 
 from .locked import locked
 from .tensor_file import ALGORITHM, FileRecord, damage_of_tensors, write_small
-from .unfinished import make_anew, remove_abandoned, unfinished, unfinished_of_all
+from .unfinished import make_anew, make_folder, remove_abandoned, unfinished, unfinished_of_all
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -41,7 +41,7 @@ def begin_step(directory: Path, step: int) -> Path:
     Raises:
         OSError: it cannot be made.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    make_folder(directory, exist_ok=True)
     sync_folder(directory.parent)
     recover(directory)
     remove_abandoned(path for path in directory.iterdir() if _UNFINISHED.fullmatch(path.name))

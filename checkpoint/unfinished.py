@@ -43,7 +43,22 @@ def make_anew(folder: Path) -> None:
     """
     if folder.exists():
         shutil.rmtree(folder)
-    folder.mkdir(parents=True)
+    make_folder(folder)
+
+
+def make_folder(folder: Path, *, exist_ok: bool = False) -> None:
+    """Make a folder with those above it.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"the folder {folder} cannot be made ({error.strerror}): give a path where this process may write",
+        ) from error
 
 
 def remove_abandoned(paths: Iterable[Path]) -> None:

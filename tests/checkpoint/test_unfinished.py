@@ -1,6 +1,7 @@
 """What is being written is removed by nobody but its writer, until that one is dead."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 from echelon.checkpoint import unfinished as module
 from echelon.checkpoint.placing import replace_file
 from echelon.checkpoint.step_folder import begin_step, commit_step, steps_in
-from echelon.checkpoint.unfinished import owner_of, remove_abandoned, unfinished
+from echelon.checkpoint.unfinished import make_anew, owner_of, remove_abandoned, unfinished
 
 
 @pytest.fixture
@@ -109,3 +110,11 @@ def test_where_the_system_tells_nothing_of_processes_age_alone_counts(tmp_path: 
         with aged(left, 9):
             remove_abandoned([left])
         assert not left.exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    place = tmp_path / "file" / "folder"
+    told = rf"the folder {re.escape(str(place))} cannot be made \(Not a directory\): give a path where"
+    with pytest.raises(NotADirectoryError, match=told):
+        make_anew(place)
