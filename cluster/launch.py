@@ -55,7 +55,7 @@ def launch_from_torch(
         timeout = timedelta(seconds=timeout_seconds)
         if not missing:
             dist.init_process_group(backends, timeout=timeout)
-            _wait_until_all_have_joined()
+            wait_until_all_have_connected()
         else:
             dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     start_watch()
@@ -89,13 +89,17 @@ def join_local_group(
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
-        _wait_until_all_have_joined()
+        wait_until_all_have_connected()
         yield
     finally:
         dist.destroy_process_group()
 
 
-def _wait_until_all_have_joined() -> None:
-    """A rank that fails at once would close connections that others still open, and they would report only that."""
-    with naming_failures("the launch"):
-        dist.all_reduce(torch.zeros(1))
+def wait_until_all_have_connected() -> None:
+    """Wait until every rank has the connections of its groups over gloo. Collective over the world.
+
+    A rank that failed at once would close connections that others still open, and they would report only that.
+    """
+    if "gloo" in str(dist.get_backend_config()):
+        with naming_failures("connecting the ranks"):
+            dist.all_reduce(torch.zeros(1))

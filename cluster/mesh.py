@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .faults import start_watch
-from .launch import default_device
+from .launch import default_device, wait_until_all_have_connected
 
 AXES = ("pp", "dp", "sp", "tp")
 # The ranks that add to the gradients of the same parameters: replicas, and in each the parts of a sequence.
@@ -90,6 +90,7 @@ def torch_mesh(device_type: str, shape: tuple[int, ...], dims: tuple[str, ...]) 
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=dims)
     for dim in dims:
         distributed_c10d._set_pg_timeout(default_timeout(), mesh.get_group(dim))
+    wait_until_all_have_connected()
     return mesh
 
 
@@ -197,6 +198,7 @@ class ParallelMesh:
         """
         if self._side_group is None:
             self._side_group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+            wait_until_all_have_connected()
         return self._side_group
 
     def pipeline_groups(self, count: int) -> list[dist.ProcessGroup]:
@@ -246,4 +248,5 @@ class ParallelMesh:
             group = dist.new_group(ranks, timeout=timeout)
             if self.global_rank in ranks:
                 mine = group
+        wait_until_all_have_connected()
         return mine

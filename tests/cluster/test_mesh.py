@@ -1,9 +1,14 @@
 """The mesh: coordinates, groups and what is said about sizes that do not fit."""
 
+import time
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from echelon.cluster import mesh as mesh_module
 from echelon.cluster.mesh import AXES, ParallelMesh, divisors, mesh_faults
 
 from ..pool import Pool
@@ -168,3 +173,36 @@ def test_every_rank_refuses_sizes_that_do_not_fit(pool: Pool) -> None:
     for error in pool.run_failing(4, build_too_large):
         assert isinstance(error, ValueError)
         assert "does not divide the world size 4" in str(error)
+
+
+def times_of_connecting(call: str) -> tuple[float, float]:
+    """When this rank had a group's connections, and when it went on; rank 1 is slow in between."""
+    mesh = ParallelMesh(tp=2)
+    connected = 0.0
+
+    def slowly(connect: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            nonlocal connected
+            made = connect(*args, **kwargs)
+            time.sleep(0.3 * dist.get_rank())
+            connected = time.monotonic()
+            return made
+
+        return wrapped
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh_module, "init_device_mesh", slowly(mesh_module.init_device_mesh))
+        patch.setattr(dist, "new_group", slowly(dist.new_group))
+        if call == "side_group":
+            mesh.side_group()
+        elif call == "subgroup":
+            mesh.subgroup("tp", [range(2)])
+        else:
+            ParallelMesh(tp=2)
+    return connected, time.monotonic()
+
+
+@pytest.mark.parametrize("call", ["ParallelMesh", "subgroup", "side_group"])
+def test_no_rank_goes_on_before_all_are_connected(pool: Pool, call: str) -> None:
+    times = pool.run(2, times_of_connecting, call)
+    assert min(went_on for _, went_on in times) > max(connected for connected, _ in times)
