@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
+from transformers import GenerationMixin, StaticCache
 
 from echelon import ShardConfig, ShardFormer
 from echelon.verify.models import ModelChoice
@@ -131,17 +131,21 @@ def draw_apart() -> None:
         )
 
 
-def fill_in_chunks() -> None:
+def hand_over_a_whole_cache() -> None:
     choice = ModelChoice(model_type="llama", num_layers=2)
     split, _ = (each.eval() for each in split_and_whole(choice))
-    how = {"cache_implementation": "static", "prefill_chunk_size": 2}
+    config = choice.config()
+    cache = StaticCache(config, max_cache_len=16)
+    cache.early_initialization(
+        2, config.num_key_value_heads, config.head_dim, torch.float32, torch.device("cpu")
+    )
     with pytest.raises(ValueError, match="made beforehand for all 2 key-value heads"):
-        answers(choice, split, how)
+        answers(choice, split, {"past_key_values": cache})
     answers(choice, split, {"cache_implementation": "static"})
 
 
 def test_a_cache_for_all_heads_is_refused(pool: Pool) -> None:
-    pool.run(2, fill_in_chunks)
+    pool.run(2, hand_over_a_whole_cache)
 
 
 def test_tokens_drawn_from_different_states_are_an_error(pool: Pool) -> None:

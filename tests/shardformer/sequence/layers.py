@@ -98,6 +98,7 @@ def mixtral(**settings: Any) -> Built:
         num_key_value_heads=2,
         num_local_experts=4,
         attn_implementation="eager",
+        experts_implementation="eager",
         **settings,
     )
     return MixtralDecoderLayer(config, 0), MIXTRAL, config

@@ -79,13 +79,13 @@ def read(module: nn.Module, args: tuple, output: Tensor) -> None:
 
 
 def compute_with_what_is_looked_up() -> None:
-    """GPT-2 adds positions, Granite multiplies; Gemma does so within its embedding; a user's hook reads."""
+    """GPT-2 adds positions, Granite multiplies; Gemma 3 does so within its embedding; a user's hook reads."""
     both, always, never = [LENGTH, 20], [LENGTH], [20]  # of which parts first, and the whole from then on
     for name, first, later in (
         ("LlamaForCausalLM", both, always),
         ("GraniteForCausalLM", both, always),
         ("GPT2LMHeadModel", always, always),
-        ("GemmaForCausalLM", never, never),
+        ("Gemma3ForCausalLM", never, never),
     ):
         settings = {} if name == "GPT2LMHeadModel" else {"num_key_value_heads": 2}
         whole = build(name, **settings)
