@@ -124,7 +124,7 @@ def test_a_test_that_hangs_says_where_each_rank_stood(pool: Pool) -> None:
 def test_a_rank_that_could_not_join_a_group_joins_the_next_test(pool: Pool, tmp_path: os.PathLike) -> None:
     errors = pool.run_failing(2, fail_to_join, str(tmp_path))
     assert errors[0] is None
-    assert "timeout" in str(errors[1])
+    assert errors[1] is not None
     assert pool.run(2, sum_of, torch.tensor(1), timeout=20) == [1, 1]
 
 
