@@ -41,7 +41,7 @@ class Shapes(TorchDispatchMode):
 def is_whole(shape: tuple[int, ...], tp: int) -> bool:
     """Whether a tensor has a whole sequence, with padding or not, or the rows of both samples'.
 
-    40 rows may be those of two parts, and 80 numbers the largest logits that two ranks of tensor parallelism have there.
+    40 rows may be those of two parts, and 80 numbers the two sums that the loss of split logits has of each.
     """
     if tp == 2 and shape == (80,):
         return False
