@@ -330,16 +330,16 @@ class HybridParallelPlugin(Plugin):
         Raises:
             StopIteration: the iterator has ended on every rank.
             ValueError: a batch that cannot be cut, an iterator that ended on some ranks, batches that differ
-                within a replica; on every rank alike.
+                within a replica, gradients that are on for some ranks alone; on every rank alike.
             RankFailure: another rank failed; names it.
         """
         boosted = self._boosted(model, optimizer, "execute_pipeline")
-        if torch.is_grad_enabled() and optimizer is None:
-            raise ValueError(
-                "execute_pipeline needs the optimizer while gradients are on: give it, or evaluate under no_grad()"
-            )
         boosted.engine.check_open()
         with naming_failures("execute_pipeline"):
+            if torch.is_grad_enabled() and optimizer is None:
+                raise ValueError(
+                    "execute_pipeline needs the optimizer while gradients are on: give it, or evaluate under no_grad()"
+                )
             return boosted.engine.run(
                 data_iter, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
             )
