@@ -82,3 +82,44 @@ def weigh(sizes: dict[str, Any], default: torch.dtype) -> list[float]:
     finally:
         torch.set_default_dtype(torch.float32)
     return figures
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ([{"zero_stage": 1}, {"zero_stage": 2}], "zero_stage is 1 on rank(s) [0] and 2 on rank(s) [1]"),
+        ([{"pp_size": 2}, {"tp_size": 2}], "pp is 2 on rank(s) [0] and 1 on rank(s) [1]"),
+        (
+            [{"pp_size": 2, "num_layers_per_stage": each} for each in ([3, 1], [2, 2])],
+            "num_layers_per_stage is [3, 1] on rank(s) [0] and [2, 2] on rank(s) [1]",
+        ),
+        ([{"precision": "fp16"}, {}], "precision is 'fp16' on rank(s) [0] and 'fp32' on rank(s) [1]"),
+        (
+            [{"communication_dtype": torch.bfloat16}, {}],
+            "torch.bfloat16 on rank(s) [0] and None on rank(s) [1]",
+        ),
+    ],
+)
+def test_plugins_of_different_settings_are_refused_on_all_ranks(
+    pool: Pool, settings: list[dict[str, Any]], told: str
+) -> None:
+    for error in pool.run_failing(2, make_differently, settings):
+        assert isinstance(error, ValueError)
+        assert "the settings of the plugin differ between ranks" in str(error)
+        assert told in str(error)
+
+
+def make_differently(settings: list[dict[str, Any]]) -> None:
+    hybrid(**settings[dist.get_rank()])
+
+
+def test_optimizers_of_different_settings_are_refused_on_all_ranks(pool: Pool) -> None:
+    for error in pool.run_failing(2, boost_different_optimizers):
+        assert isinstance(error, ValueError)
+        assert "lr of group 0 is 0.1 on rank(s) [0] and 0.2 on rank(s) [1]" in str(error)
+
+
+def boost_different_optimizers() -> None:
+    model = LLAMA.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank()))
+    hybrid(zero_stage=1).boost(model, optimizer)
