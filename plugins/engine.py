@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..cluster.agreement import batch_hash
+from ..cluster.agreement import batch_hash, gather_integers
 from ..cluster.mesh import ParallelMesh
 from ..cluster.small_numbers import all_reduce_, begin_gathering, broadcast_
 from ..pipeline.action import Action, Op, Schedule
@@ -118,8 +118,19 @@ class PipelineEngine:
                 computations if trains else forward_only(computations), ahead=config.overlap_p2p
             )
             validate(full, num_microbatches, receives_block=not config.overlap_p2p)
+            self._require_one_schedule(full, num_microbatches)
             self._schedules[key] = full
         return self._schedules[key]
+
+    def _require_one_schedule(self, schedule: Schedule, num_microbatches: int) -> None:
+        """Raise ValueError on every rank of the pipeline whose ranks made different ones. All-gather over pp."""
+        codes = gather_integers((batch_hash(repr(schedule)),), self._mesh.group("pp"))
+        differing = [rank for rank, code in enumerate(codes) if code != codes[0]]
+        if differing:
+            raise ValueError(
+                f"the schedule for {num_microbatches} microbatches on pipeline rank(s) {differing} differs from that "
+                "on the first: pp_style must give every rank the same lists, which hold all ranks' actions"
+            )
 
     def _accumulating(
         self, optimizer: ShardedOptimizer, samples: Sequence[int]

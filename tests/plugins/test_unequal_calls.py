@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.pipeline.action import Schedule
+from echelon.pipeline.schedules import gpipe, one_f_one_b
 from echelon.verify.batch import loss_of, make_batch
 
 from ..pool import Pool
@@ -123,3 +125,19 @@ def boost_different_optimizers() -> None:
     model = LLAMA.build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank()))
     hybrid(zero_stage=1).boost(model, optimizer)
+
+
+def test_schedules_that_differ_between_ranks_are_refused_on_all(pool: Pool) -> None:
+    for error in pool.run_failing(2, run_different_schedules):
+        assert isinstance(error, ValueError)
+        assert "for 2 microbatches on pipeline rank(s) [1] differs from that on the first" in str(error)
+
+
+def run_different_schedules() -> None:
+    def own(num_ranks: int, num_microbatches: int) -> Schedule:
+        build = gpipe if dist.get_rank() == 0 else one_f_one_b
+        return build(num_ranks, num_microbatches)
+
+    booster = hybrid(pp_size=2, pp_style=own)
+    model, optimizer = boosted(booster, LLAMA)
+    booster.execute_pipeline(share(booster, LLAMA, 0), model, loss_of, optimizer)
