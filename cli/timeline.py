@@ -23,6 +23,8 @@ from .verify import split_faults
 
 LAYERS_PER_STAGE = 2
 HEAD_MULTIPLE = 8  # a ModelChoice has 4 heads, and rotary positions need heads of even size
+MOST_APART = 1e6  # costs: a box that is lost in the rounding of the clock cannot be drawn
+COSTS = (1e-100, 1e100)  # what adds up to a number
 FOR_MEASURING = ("model", "layers", "hidden", "steps", "seed", "timeout")
 
 
@@ -103,12 +105,16 @@ def measured_panels(
 
 
 def finish(panels: Sequence[Panel], out: Path, *, unit: str) -> None:
-    """Draw, and print the figures of each panel."""
-    save_timelines(panels, out, unit=unit)
+    """Print the figures of each panel, and draw; ends the command if the file cannot be written."""
     console = table_console()
     for panel in panels:
         console.print(figures(panel))
         typer.echo(f"bubble {panel.timeline.bubble:.1%} of the work, {panel.timeline.end:.6g} {unit} in all")
+    try:
+        save_timelines(panels, out, unit=unit)
+    except OSError as error:
+        typer.echo(f"echelon timeline: {unwritable(out, error.strerror)}", err=True)
+        raise typer.Exit(1) from None
     typer.echo(f"drawn to {out}")
 
 
@@ -127,11 +133,12 @@ def parse_costs(text: str) -> Costs:
     """Costs from "F,B,W".
 
     Raises:
-        ValueError: they are not three positive numbers.
+        ValueError: they are not three positive numbers that a clock can add up.
     """
-    forward, backward_input, backward_weight = map(float, text.split(","))
-    if not all(map(isfinite, (forward, backward_input, backward_weight))):
-        raise ValueError(f"{text!r} is not finite")
+    forward, backward_input, backward_weight = numbers = [float(part) for part in text.split(",")]
+    least, most = min(numbers), max(numbers)
+    if not (all(map(isfinite, numbers)) and COSTS[0] <= least and most <= min(COSTS[1], least * MOST_APART)):
+        raise ValueError(f"{text!r} cannot be added up")
     return Costs(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
 
 
@@ -140,7 +147,10 @@ def costs_faults(text: str) -> list[str]:
     try:
         parse_costs(text)
     except ValueError:
-        return [f"costs={text!r} must be three positive numbers F,B,W: for example 1,1,1"]
+        return [
+            f"costs={text!r} must be three positive numbers F,B,W, at most {MOST_APART:g} times as large as each "
+            f"other, from {COSTS[0]:g} to {COSTS[1]:g}: for example 1,1,1"
+        ]
     return []
 
 
@@ -153,11 +163,18 @@ def out_faults(out: Path) -> list[str]:
         faults.append(f"out={str(out)!r} is a folder: give the name of a file")
     if not out.parent.is_dir():
         faults.append(f"out={str(out)!r}: there is no folder {str(out.parent)!r}, make it first")
+    elif not os.access(out if out.exists() else out.parent, os.W_OK):
+        faults.append(unwritable(out, "Permission denied"))
     try:
         require_matplotlib()
     except ImportError as error:
         faults.append(str(error))
     return faults
+
+
+def unwritable(out: Path, reason: str | None) -> str:
+    """What is said of a file that cannot be drawn to."""
+    return f"out={str(out)!r} cannot be written ({reason}): give the name of another file"
 
 
 def small_model(

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import os
 import resource
 import sys
 from collections.abc import Sequence
@@ -102,11 +103,8 @@ class JsonLines:
 
 def file_faults(lines: Path | None, curve: Path | None) -> list[str]:
     """Why these files could not be written at the end; found before training."""
-    faults = [
-        f"--{name} {path}: there is no folder {path.parent}"
-        for name, path in (("metrics", lines), ("curve", curve))
-        if path is not None and not path.parent.is_dir()
-    ]
+    given = {name: path for name, path in (("metrics", lines), ("curve", curve)) if path is not None}
+    faults = [f"--{name} {path}: {fault}" for name, path in given.items() if (fault := _file_fault(path))]
     if curve is not None and curve.suffix not in PICTURES:
         faults.append(f"--curve {curve}: the name must end in one of {', '.join(PICTURES)}")
     if curve is not None and importlib.util.find_spec("matplotlib") is None:
@@ -114,6 +112,16 @@ def file_faults(lines: Path | None, curve: Path | None) -> list[str]:
             "--curve needs matplotlib, which is not installed: pip install 'echelon[plot]', or leave --curve out"
         )
     return faults
+
+
+def _file_fault(path: Path) -> str | None:
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    if path.is_dir():
+        return "it is a folder: give the name of a file"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return "it cannot be written to: give the name of another file"
+    return None
 
 
 def draw_curve(

@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -51,10 +51,7 @@ def add_saving_options(parser: argparse.ArgumentParser) -> None:
 def saving_faults(arguments: argparse.Namespace) -> list[str]:
     """Why there could be no such checkpoints; found before any work."""
     faults = range_faults(arguments, {"save_every": 1, "keep_last": 1}, {})
-    for name in ("save_dir", "save_model"):
-        path = getattr(arguments, name)
-        if path is not None and (place := _unwritable(path)) is not None:
-            faults.append(f"--{name} {path}: {place} is no folder that can be written to")
+    faults += folder_faults(arguments, ("save_dir", "save_model"))
     if arguments.save_dir is None:
         names = ("save_every", "keep_last", "save_async", "resume")
         needing = [f"--{name}" for name in names if getattr(arguments, name)]
@@ -66,6 +63,17 @@ def saving_faults(arguments: argparse.Namespace) -> list[str]:
             "auto to go on from it, or another folder"
         )
     return faults
+
+
+def folder_faults(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """Which of these options name a folder that could not be made or written to."""
+    paths = {name: getattr(arguments, name) for name in names}
+    places = {name: _unwritable(path) for name, path in paths.items() if path is not None}
+    return [
+        f"--{name} {paths[name]}: {place} is no folder that can be written to"
+        for name, place in places.items()
+        if place is not None
+    ]
 
 
 class NotSaved(Exception):

@@ -330,7 +330,10 @@ class _Run:
                 "or item(), or evaluate under torch.no_grad()"
             )
         if weight:
-            self._weights[microbatch] = torch.as_tensor(weight[0], device=loss.device).detach()
+            given = weight[0]
+            # A number of Python would take torch's default format, which may be too short for it.
+            dtype = given.dtype if isinstance(given, Tensor) else torch.float64
+            self._weights[microbatch] = torch.as_tensor(given, dtype=dtype, device=loss.device).detach()
         self._losses[microbatch] = loss.detach()
         if self._trains:
             self._graphs[place] = loss

@@ -3,14 +3,14 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..cluster.agreement import batch_hash
+from ..cluster.agreement import batch_hash, gather_integers
 from ..cluster.mesh import ParallelMesh
 from ..cluster.small_numbers import all_reduce_, begin_gathering, broadcast_
 from ..pipeline.action import Action, Op, Schedule
@@ -79,11 +79,11 @@ class PipelineEngine:
         return_outputs: bool,
     ) -> dict[str, Any]:
         """One batch, with backward where gradients are on; see `HybridParallelPlugin.execute_pipeline`."""
-        batch, samples = self._agreed_batch(data_iter)
+        trains = torch.is_grad_enabled()
+        own = _Wanted(trains=trains, loss=return_loss or trains, outputs=return_outputs)
+        batch, samples, wanted = self._agreed_batch(data_iter, own)
         replica_batch_size = sum(samples) / len(samples)
         microbatches = split(self.to_compute(batch), **self._config.pipeline.cutting)
-        trains = torch.is_grad_enabled()
-        wants_loss = return_loss or trains
         judge = _Judge(
             criterion or _model_loss, num_microbatches=len(microbatches), first_weight=replica_batch_size
         )
@@ -94,19 +94,19 @@ class PipelineEngine:
             self._schedule(len(microbatches), trains=trains)[self._mesh.rank("pp")],
             stages=self._stages,
             microbatches=microbatches,
-            criterion=judge if wants_loss else None,
+            criterion=judge if wanted.loss else None,
             transport=self._transport,
             scale=lambda loss: judge.share(loss if optimizer is None else optimizer.scale_loss(loss)),
-            keep_outputs=return_outputs,
+            keep_outputs=wanted.outputs,
             weight_gradients=self._weight_gradients,
             around_backward=None if optimizer is None else self._accumulating(optimizer, samples),
             trace=trace,
         )
         if trace is not None and self.trace is not None:
             self.trace += trace.spans()
-        loss = self._common_loss(result, judge, optimizer) if wants_loss else None
+        loss = self._common_loss(result, judge, optimizer) if wanted.loss else None
         outputs = None if result.outputs is None else merge([_whole(output) for output in result.outputs])
-        return {"loss": loss if return_loss else None, "outputs": outputs}
+        return {"loss": loss if return_loss else None, "outputs": outputs if return_outputs else None}
 
     def _schedule(self, num_microbatches: int, *, trains: bool) -> Schedule:
         """The schedule of so many microbatches with its communication, checked once."""
@@ -118,8 +118,19 @@ class PipelineEngine:
                 computations if trains else forward_only(computations), ahead=config.overlap_p2p
             )
             validate(full, num_microbatches, receives_block=not config.overlap_p2p)
+            self._require_one_schedule(full, num_microbatches)
             self._schedules[key] = full
         return self._schedules[key]
+
+    def _require_one_schedule(self, schedule: Schedule, num_microbatches: int) -> None:
+        """Raise ValueError on every rank of the pipeline whose ranks made different ones. All-gather over pp."""
+        codes = gather_integers((batch_hash(repr(schedule)),), self._mesh.group("pp"))
+        differing = [rank for rank, code in enumerate(codes) if code != codes[0]]
+        if differing:
+            raise ValueError(
+                f"the schedule for {num_microbatches} microbatches on pipeline rank(s) {differing} differs from that "
+                "on the first: pp_style must give every rank the same lists, which hold all ranks' actions"
+            )
 
     def _accumulating(
         self, optimizer: ShardedOptimizer, samples: Sequence[int]
@@ -143,12 +154,12 @@ class PipelineEngine:
         if self._transport is not None:
             self._transport.check_open()
 
-    def _agreed_batch(self, data_iter: Iterator) -> tuple[Any, list[int]]:
-        """The next batch, and how many samples each rank has, once all have one that fits. All-gather.
+    def _agreed_batch(self, data_iter: Iterator, own: "_Wanted") -> tuple[Any, list[int], "_Wanted"]:
+        """The next batch, how many samples each rank has, and what is computed, once all have what fits. All-gather.
 
         Raises:
             StopIteration: all iterators have ended.
-            ValueError: some have ended, or batches differ within a replica or are too small.
+            ValueError: some have ended, batches differ within a replica or are too small, or some ranks alone train.
         """
         if not isinstance(data_iter, Iterator):
             raise TypeError(
@@ -159,7 +170,8 @@ class PipelineEngine:
         is_shared = self._mesh.size("pp", "sp", "tp") > 1
         code = batch_hash(batch) if is_shared and has_batch else 0
         samples = batch_size(batch) if has_batch else 0
-        found = begin_gathering((int(has_batch), code, samples, self._mesh.rank("dp")))()
+        replica = self._mesh.rank("dp")
+        found = begin_gathering((int(has_batch), code, samples, replica, *map(int, own)))()
         ended = [rank for rank, (has_batch, *_) in enumerate(found) if not has_batch]
         if len(ended) == len(found):
             raise StopIteration
@@ -168,11 +180,14 @@ class PipelineEngine:
                 f"the dataloader has ended on rank(s) {ended} while the other ranks still have batches: every "
                 "rank must get equally many; build it with booster.plugin.prepare_dataloader"
             )
-        self._check_replicas([(replica, code) for _, code, _, replica in found])
-        self._check_batch(batch, {rank: samples for rank, (_, _, samples, _) in enumerate(found)})
-        every = [samples for _, _, samples, _ in found]
+        wanted = _common_wishes(
+            [(of, _Wanted(*map(bool, wishes))) for _, _, _, of, *wishes in found], replica
+        )
+        self._check_replicas([(of, code) for _, code, _, of, *_ in found])
+        every = [samples for _, _, samples, *_ in found]
+        self._check_batch(batch, dict(enumerate(every)))
         self._check_sharing_ranks(every)
-        return batch, every
+        return batch, every, wanted
 
     def _check_replicas(self, codes: list[tuple[int, int]]) -> None:
         differing = {}
@@ -227,7 +242,8 @@ class PipelineEngine:
 
     def _common_loss(self, result: RunResult, judge: "_Judge", optimizer: ShardedOptimizer | None) -> Tensor:
         """The loss, equal on every rank of the pipeline. Broadcast over pp, all-reduce of three numbers over dp."""
-        figures = torch.zeros(3, device=self._mesh.device)  # losses, weights, whether there are weights
+        # Losses, weights, whether there are weights; float32 whatever torch's default is.
+        figures = torch.zeros(3, dtype=torch.float32, device=self._mesh.device)
         if self._mesh.rank("pp") == self._last_rank:
             figures[0] = torch.stack([loss.float() for loss in result.losses]).sum()
             if result.weights is not None:
@@ -261,6 +277,39 @@ def _note_factor(optimizer: ShardedOptimizer, factor: float | Tensor) -> None:
             "execute_pipeline, and take larger batches in more microbatches instead"
         )
     optimizer.gradient_factor = factor
+
+
+class _Wanted(NamedTuple):
+    """What a call asks for."""
+
+    trains: bool
+    loss: bool
+    outputs: bool
+
+
+def _common_wishes(every: Sequence[tuple[int, _Wanted]], replica: int) -> _Wanted:
+    """What all ranks compute: a loss that any of them wants, and outputs that any of this replica does.
+
+    Both take communication, which ranks that want neither join.
+
+    Args:
+        every: by rank, its replica and what it wants.
+        replica: this rank's.
+
+    Raises:
+        ValueError: gradients are on for some ranks alone.
+    """
+    training = [rank for rank, (_, wanted) in enumerate(every) if wanted.trains]
+    if 0 < len(training) < len(every):
+        raise ValueError(
+            f"gradients are on on rank(s) {training} and off on the others: call execute_pipeline under "
+            "torch.no_grad() on every rank, to evaluate, or on none, to train"
+        )
+    return _Wanted(
+        trains=bool(training),
+        loss=any(wanted.loss for _, wanted in every),
+        outputs=any(wanted.outputs for of, wanted in every if of == replica),
+    )
 
 
 class _Judge:

@@ -1,10 +1,11 @@
 """What HybridParallelPlugin does to a model and its optimizer, once. What they are then is hybrid_module.py."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..cluster.equal_settings import require_equal_settings
 from ..cluster.faults import naming_failures
 from ..cluster.gradient_owner import give_gradients_to
 from ..lazy import materialize
@@ -42,6 +43,7 @@ def boost(
     sharder, split = _checked_splits(model, optimizer, plugin)
     with naming_failures("boost"):
         require_equal_models(model)
+        require_equal_settings(_options(optimizer), of="the optimizer")
         names = ParameterNames.of(model)
         model.to(mesh.device)
         config.fused.choose_attention(model, mesh.device)
@@ -72,6 +74,18 @@ def boost(
                 wrapped.publisher.let_arrive_later(model)
         boosted.optimizer = wrapped
     return boosted
+
+
+def _options(optimizer: Optimizer | None) -> dict[str, Any]:
+    """The class of an optimizer, and what its groups say but for the parameters, by name."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    options = {
+        f"{name} of group {index}": value
+        for index, group in enumerate(groups)
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+    }
+    return {"class": None if optimizer is None else type(optimizer).__qualname__, **options}
 
 
 def _sharded(

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from ..checkpoint.held_model import HeldModel
 from ..checkpoint.trained import Trained
+from ..cluster.equal_settings import require_equal_settings
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..pipeline.runner import Criterion
@@ -200,6 +201,7 @@ class HybridParallelPlugin(Plugin):
         require_process_group()
         if faults := self.config.faults(dist.get_world_size()):
             raise ValueError(told(faults))
+        require_equal_settings({"settings": self.config}, of="the plugin")
         self.custom_policy = custom_policy
         self.mesh = ParallelMesh(pp=pp_size, dp=dp_size, sp=self.config.sp, tp=tp_size, wp=wp_size)
         self.rings = double_ring(self.mesh, inner_ring_size)
@@ -330,16 +332,16 @@ class HybridParallelPlugin(Plugin):
         Raises:
             StopIteration: the iterator has ended on every rank.
             ValueError: a batch that cannot be cut, an iterator that ended on some ranks, batches that differ
-                within a replica; on every rank alike.
+                within a replica, gradients that are on for some ranks alone; on every rank alike.
             RankFailure: another rank failed; names it.
         """
         boosted = self._boosted(model, optimizer, "execute_pipeline")
-        if torch.is_grad_enabled() and optimizer is None:
-            raise ValueError(
-                "execute_pipeline needs the optimizer while gradients are on: give it, or evaluate under no_grad()"
-            )
         boosted.engine.check_open()
         with naming_failures("execute_pipeline"):
+            if torch.is_grad_enabled() and optimizer is None:
+                raise ValueError(
+                    "execute_pipeline needs the optimizer while gradients are on: give it, or evaluate under no_grad()"
+                )
             return boosted.engine.run(
                 data_iter, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
             )

@@ -84,12 +84,12 @@ def _treats_alike(optimizer: Optimizer, options: dict[str, Any]) -> bool:
 def _updates(optimizer: Optimizer, options: dict[str, Any], *, cut: bool) -> Tensor:
     """How far each entry of a matrix moves in a few steps, 1-D; with `cut` it is two 1-D pieces, on a rank each."""
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(_SHAPE, generator=generator)
+    start = torch.randn(_SHAPE, dtype=torch.float32, generator=generator)
     parameters = [Parameter(piece.clone()) for piece in _pieces(start, cut)]
     trials = [_trial(optimizer, parameter, options) for parameter in parameters]
     torch.manual_seed(0)
     for _ in range(_STEPS):
-        gradient = torch.randn(_SHAPE, generator=generator)
+        gradient = torch.randn(_SHAPE, dtype=torch.float32, generator=generator)
         gradient.view(-1)[_CUT:] *= 100  # so that what depends on a norm differs between the pieces
         for trial, parameter, piece in zip(trials, parameters, _pieces(gradient, cut), strict=True):
             parameter.grad = piece.clone()

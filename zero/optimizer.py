@@ -237,7 +237,7 @@ class ShardedOptimizer(OptimizerWrapper):
         norm = self._gradients.clip_by_norm_(float(max_norm), float(norm_type))
         if error_if_nonfinite:
             require_finite_norm(norm, norm_type)
-        return torch.tensor(norm, device=self._mesh.device)
+        return torch.tensor(norm, dtype=torch.float32, device=self._mesh.device)
 
     @naming_failures("optimizer.clip_grad_by_value")
     @torch.no_grad()

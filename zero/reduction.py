@@ -56,7 +56,7 @@ class Reducer:
         self.slots = sorted(
             (slot for bucket in buckets for slot in bucket.slots), key=lambda slot: position[slot.parameter]
         )
-        self.present = torch.zeros(len(self.slots), device=device)
+        self.present = torch.zeros(len(self.slots), dtype=torch.float32, device=device)
         self.is_reduced = False
         self.resumed_factor = 1.0
         self.writes = WriteWatch(buckets)
@@ -241,7 +241,7 @@ class Reducer:
             bucket.collect()
         flags = [float(slot.has_gradient) for slot in self.slots]
         self._contributed = any(flags)
-        self.present = torch.tensor(flags, device=self.present.device)
+        self.present = self.present.new_tensor(flags)
         sum_over_groups(self.slots, self.present)
         for bucket in waiting:
             bucket.start_average()
@@ -269,7 +269,7 @@ class Reducer:
         self._order.finish()
         buckets = self._order.waiting()
         left = [float(bucket.has_whole_gradients or bucket.needs_sum) for bucket in buckets]
-        flags = torch.tensor(left, device=self.present.device)
+        flags = self.present.new_tensor(left)
         self._partition.maximum_(flags)
         return [bucket for bucket, flag in zip(buckets, flags.tolist(), strict=True) if flag]
 

@@ -77,6 +77,8 @@ def test_every_schedule_can_be_asked_for_by_its_name_alone(tmp_path: Path, style
         ),
         (("--costs", "1,0,1"), ("costs='1,0,1'",)),
         (("--costs", "1,1,inf"), ("costs='1,1,inf'",)),
+        (("--costs", "1e308,1e308,1e308"), ("from 1e-100 to 1e+100",)),
+        (("--costs", "1e-320,1,1"), ("at most 1e+06 times as large as each other",)),
         (("--costs", "one,1,1"), ("costs='one,1,1'",)),
         (
             ("--pp", "0", "--microbatches", "0"),
@@ -119,6 +121,18 @@ def test_a_folder_is_no_file_to_draw_to(tmp_path: Path) -> None:
     (tmp_path / "a.png").mkdir()
     status, output = call("--out", str(tmp_path / "a.png"))
     assert (status, "is a folder" in output) == (2, True)
+
+
+def test_a_file_that_cannot_be_written_is_told_after_the_figures() -> None:
+    status, output = call("--out", "/proc/drawn.svg")  # where nobody can make a file, root neither
+    assert status == 1, output
+    assert "37.5%" in output and "out='/proc/drawn.svg' cannot be written (" in output
+
+
+def test_a_file_that_nobody_may_write_to_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(command.os, "access", lambda *_: False)
+    status, output = call("--out", str(tmp_path / "a.png"))
+    assert (status, "a.png' cannot be written (Permission denied)" in output) == (2, True)
 
 
 def test_a_missing_matplotlib_is_told_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,12 +147,14 @@ def test_the_default_texts_are_bounded_and_always_the_same() -> None:
 
 def test_what_is_wrong_with_files_is_told_of_all_of_them(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbf")  # the mark of UTF-8, and nothing marked
     (tmp_path / "bytes.txt").write_bytes(b"fine\nnot \xff fine\n")
     (tmp_path / "folder").mkdir()
     (tmp_path / "good.txt").write_text("good")
     _, faults = data.files_of([tmp_path, tmp_path / "nowhere", tmp_path / "folder"])
-    assert len(faults) == 4
+    assert len(faults) == 5
     told = "\n".join(faults)
+    assert "marked.txt: the file is empty" in told
     assert "bytes.txt, line 2: not UTF-8" in told
     assert "empty.txt: the file is empty" in told
     assert "nowhere: there is no such file" in told
@@ -262,13 +264,25 @@ def test_a_picture_without_matplotlib_is_refused_before_training(
     assert metrics.file_faults(None, None) == []
 
 
+def test_files_that_cannot_be_written_are_told_before_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "folder.svg").mkdir()
+    (fault,) = metrics.file_faults(None, tmp_path / "folder.svg")
+    assert "folder.svg: it is a folder" in fault
+    monkeypatch.setattr(metrics.os, "access", lambda *_: False)
+    faults = metrics.file_faults(tmp_path / "log.jsonl", tmp_path / "curve.svg")
+    assert ["it cannot be written to" in fault for fault in faults] == [True, True]
+
+
 def test_all_bad_arguments_are_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     told = refusal(
         SCRIPT,
         *("--data", str(tmp_path / "nowhere"), "--max_bytes", "5", "--steps", "0", "--epochs", "1"),
         *("--metrics", str(tmp_path / "no" / "log.jsonl"), "--curve", str(tmp_path / "curve.jpg")),
         *("--precision", "fp8", "--pp_style", "sideways", "--warmup_fraction", "2"),
-        *("--gradient_checkpoint_ratio", "1.5"),
+        *("--gradient_checkpoint_ratio", "1.5", "--cache_dir", str(tmp_path / "file" / "texts")),
     )
     for fault in (
         "nowhere: there is no such file",
@@ -280,6 +294,7 @@ def test_all_bad_arguments_are_told_at_once(tmp_path: Path) -> None:
         "precision='fp8'",
         "there is no schedule 'sideways'",
         "--warmup_fraction 2.0 must be from 0 to 1",
+        "file is no folder that can be written to",
         "1.5 must be",  # not by the plugin's name too
     ):
         assert told.count(fault) == 1, fault

@@ -3,6 +3,7 @@
 All of it is deterministic, so that every process that reads equal files gets equal sequences.
 """
 
+import codecs
 import hashlib
 import json
 import shutil
@@ -98,10 +99,11 @@ def file_faults(path: Path) -> list[str]:
     """Why this is no text to train on."""
     if not path.is_file():
         return [f"--data {path}: there is no such file"]
-    if path.stat().st_size == 0:
-        return [f"--data {path}: the file is empty"]
     try:
         with path.open("rb") as file:
+            if file.read(len(codecs.BOM_UTF8) + 1) in (b"", codecs.BOM_UTF8):  # which is no part of the text
+                return [f"--data {path}: the file is empty"]
+            file.seek(0)
             for number, line in enumerate(file, start=1):  # b"\n" is a part of no other character
                 if fault := decoding_fault(line):
                     return [f"--data {path}, line {number}: not UTF-8: {fault}"]

@@ -49,7 +49,7 @@ from command_line import (
     refuse,
     refused_options,
 )
-from saving import Record, Saving, add_saving_options, export_model, saving_faults
+from saving import Record, Saving, add_saving_options, export_model, folder_faults, saving_faults
 from train_step import on_device_of
 from training import Run, boost, make_optimizer, start, train
 
@@ -162,6 +162,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     """
     faults = value_faults(arguments) + refused_options(arguments)
     faults += metrics.file_faults(arguments.metrics, arguments.curve) + saving_faults(arguments)
+    faults += folder_faults(arguments, ("cache_dir",))
     if arguments.data is None:
         files, file_faults = texts.library_files(arguments.max_bytes or texts.MAX_BYTES)
     else:

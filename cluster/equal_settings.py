@@ -1,0 +1,71 @@
+"""Settings that must be equal on all ranks, compared by name. What is set so is the callers'."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .agreement import batch_hash, gather_integers
+from .faults import naming_failures
+
+
+def require_equal_settings(settings: Mapping[str, Any], *, of: str) -> None:
+    """All ranks of the world must have set the same. All-gather of a number, and of the settings where they differ.
+
+    Args:
+        settings: by name; dataclasses and mappings are looked into. Of what is no plain value the type counts alone.
+        of: what is set so, as the message shall say it.
+
+    Raises:
+        ValueError: some rank has other settings; names them, on every rank.
+    """
+    if dist.get_world_size() == 1:
+        return
+    own = dict(_plain(settings))
+    with naming_failures(of):
+        codes = {code for (code,) in gather_integers((batch_hash(own),))}
+        if len(codes) == 1:
+            return
+        every: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(every, own)
+    told = [
+        fault
+        for name in dict.fromkeys(name for one in every for name in one)
+        if (fault := _told(name, every))
+    ]
+    raise ValueError(
+        f"the settings of {of} differ between ranks, and every rank must give the same: {'; '.join(told)}"
+    )
+
+
+def _told(name: str, every: list[dict[str, str]]) -> str | None:
+    ranks: dict[str, list[int]] = {}
+    for rank, settings in enumerate(every):
+        ranks.setdefault(settings.get(name, "nothing"), []).append(rank)
+    if len(ranks) == 1:
+        return None
+    return f"{name} is " + " and ".join(f"{value} on rank(s) {which}" for value, which in ranks.items())
+
+
+def _plain(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Names and values as text that is equal where they are, in all processes."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        for key, inner in value.items():
+            yield from _plain(inner, key)
+    else:
+        yield name, _text(value)
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, str | int | float | Enum | torch.dtype):
+        return repr(value)
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
+        return repr(value.item())
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    return f"a {type(value).__qualname__}"

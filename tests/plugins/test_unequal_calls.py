@@ -1,0 +1,143 @@
+"""Ranks that ask `execute_pipeline` for different things, and settings of torch that must not show in the figures."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.pipeline.action import Schedule
+from echelon.pipeline.schedules import gpipe, one_f_one_b
+from echelon.verify.batch import loss_of, make_batch
+
+from ..pool import Pool
+from .training import LLAMA, boosted, hybrid, share
+
+STEPS = 2
+
+
+@pytest.mark.parametrize("sizes", [{"pp_size": 2}, {"tp_size": 2}, {}])
+def test_what_one_rank_alone_asks_for_it_alone_is_given(pool: Pool, sizes: dict[str, Any]) -> None:
+    first, second = pool.run(2, ask_differently, sizes)
+    assert first == (None, True, first[2]) if not sizes.get("pp_size") else first[:2] == (None, False)
+    assert second[0] is not None and second[1] is False
+    # And a step after it is a step.
+    assert isinstance(first[2], float)
+
+
+def ask_differently(sizes: dict[str, Any]) -> tuple[float | None, bool, float]:
+    """The first rank asks for outputs, the second for the loss."""
+    booster = hybrid(**sizes)
+    model, optimizer = boosted(booster, LLAMA)
+    is_first = dist.get_rank() == 0
+    with torch.no_grad():
+        got = booster.execute_pipeline(
+            share(booster, LLAMA, 0), model, loss_of, return_loss=not is_first, return_outputs=is_first
+        )
+    trained = booster.execute_pipeline(share(booster, LLAMA, 0), model, loss_of, optimizer)["loss"]
+    optimizer.step()
+    loss = got["loss"]
+    return None if loss is None else float(loss), got["outputs"] is not None, float(trained)
+
+
+@pytest.mark.parametrize("sizes", [{"pp_size": 2}, {"zero_stage": 1}])
+def test_gradients_that_are_on_for_some_ranks_alone_are_refused_on_all(
+    pool: Pool, sizes: dict[str, Any]
+) -> None:
+    for error in pool.run_failing(2, train_on_the_first, sizes):
+        assert isinstance(error, ValueError)
+        assert "gradients are on on rank(s) [0] and off on the others" in str(error)
+
+
+def train_on_the_first(sizes: dict[str, Any]) -> None:
+    booster = hybrid(**sizes)
+    model, optimizer = boosted(booster, LLAMA)
+    with torch.set_grad_enabled(dist.get_rank() == 0):
+        booster.execute_pipeline(share(booster, LLAMA, 0), model, loss_of, optimizer)
+
+
+@pytest.mark.parametrize("sizes", [{"pp_size": 2}, {"zero_stage": 1}])
+def test_the_default_format_of_torch_shows_in_no_figure(pool: Pool, sizes: dict[str, Any]) -> None:
+    usual, short = (pool.run(2, weigh, sizes, dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert short == usual
+
+
+def weigh(sizes: dict[str, Any], default: torch.dtype) -> list[float]:
+    """Losses and norms; weights are numbers that bfloat16 cannot say."""
+    booster = hybrid(**sizes)
+    model, optimizer = boosted(booster, LLAMA)
+
+    def criterion(outputs: Any, inputs: Any) -> tuple[Tensor, float]:
+        return outputs.loss * 1001.0, 1001.0
+
+    torch.set_default_dtype(default)
+    figures = []
+    try:
+        for step in range(STEPS):
+            batch = make_batch(LLAMA, num_samples=4, seed=10 * step + booster.plugin.data_rank[0])
+            output = booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
+            norm = optimizer.clip_grad_by_norm(1e9)
+            optimizer.step()
+            optimizer.zero_grad()
+            figures += [float(output["loss"]), float(norm), optimizer.last_norm]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return figures
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ([{"zero_stage": 1}, {"zero_stage": 2}], "zero_stage is 1 on rank(s) [0] and 2 on rank(s) [1]"),
+        ([{"pp_size": 2}, {"tp_size": 2}], "pp is 2 on rank(s) [0] and 1 on rank(s) [1]"),
+        (
+            [{"pp_size": 2, "num_layers_per_stage": each} for each in ([3, 1], [2, 2])],
+            "num_layers_per_stage is [3, 1] on rank(s) [0] and [2, 2] on rank(s) [1]",
+        ),
+        ([{"precision": "fp16"}, {}], "precision is 'fp16' on rank(s) [0] and 'fp32' on rank(s) [1]"),
+        (
+            [{"communication_dtype": torch.bfloat16}, {}],
+            "torch.bfloat16 on rank(s) [0] and None on rank(s) [1]",
+        ),
+    ],
+)
+def test_plugins_of_different_settings_are_refused_on_all_ranks(
+    pool: Pool, settings: list[dict[str, Any]], told: str
+) -> None:
+    for error in pool.run_failing(2, make_differently, settings):
+        assert isinstance(error, ValueError)
+        assert "the settings of the plugin differ between ranks" in str(error)
+        assert told in str(error)
+
+
+def make_differently(settings: list[dict[str, Any]]) -> None:
+    hybrid(**settings[dist.get_rank()])
+
+
+def test_optimizers_of_different_settings_are_refused_on_all_ranks(pool: Pool) -> None:
+    for error in pool.run_failing(2, boost_different_optimizers):
+        assert isinstance(error, ValueError)
+        assert "lr of group 0 is 0.1 on rank(s) [0] and 0.2 on rank(s) [1]" in str(error)
+
+
+def boost_different_optimizers() -> None:
+    model = LLAMA.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank()))
+    hybrid(zero_stage=1).boost(model, optimizer)
+
+
+def test_schedules_that_differ_between_ranks_are_refused_on_all(pool: Pool) -> None:
+    for error in pool.run_failing(2, run_different_schedules):
+        assert isinstance(error, ValueError)
+        assert "for 2 microbatches on pipeline rank(s) [1] differs from that on the first" in str(error)
+
+
+def run_different_schedules() -> None:
+    def own(num_ranks: int, num_microbatches: int) -> Schedule:
+        build = gpipe if dist.get_rank() == 0 else one_f_one_b
+        return build(num_ranks, num_microbatches)
+
+    booster = hybrid(pp_size=2, pp_style=own)
+    model, optimizer = boosted(booster, LLAMA)
+    booster.execute_pipeline(share(booster, LLAMA, 0), model, loss_of, optimizer)
