@@ -27,6 +27,7 @@ from ..shardformer.fused import FusedKernels
 from ..shardformer.policy import Policy
 from ..shardformer.sequence.config import SequenceParallelism
 from ..shardformer.sequence.rings import double_ring
+from ..shardformer.table import Table
 from ..zero.optimizer import ShardedOptimizer
 from .base import Boosted, Plugin, require_process_group
 from .hybrid_boost import boost
@@ -88,7 +89,7 @@ class HybridParallelPlugin(Plugin):
         enable_flash_attention: attention by the flash-attn package on CUDA, elsewhere by torch's fused kernels.
         enable_jit_fused: bias + activation and dropout + addition compiled by torch.
         enable_xformers: attention by xFormers, which must be installed.
-        custom_policy: how the model is split, for models without a table.
+        custom_policy: how the model is split, by a policy or a table, for models without one that is registered.
 
     Raises:
         RuntimeError: no process group was started.
@@ -140,7 +141,7 @@ class HybridParallelPlugin(Plugin):
         overlap_allgather: bool = False,
         communication_dtype: torch.dtype | str | None = None,
         cpu_offload: bool = False,
-        custom_policy: Policy | None = None,
+        custom_policy: Policy | Table | None = None,
     ) -> None:
         sequence = SequenceParallelism.asked(
             enable=enable_sequence_parallelism,
