@@ -318,7 +318,7 @@ class HybridParallelPlugin(Plugin):
             data_iter: gives batches: dicts (passed to the model by name), tuples or lists, or tensors.
             model: what `boost` returned.
             criterion: from (outputs, inputs) of a microbatch to its loss, or to (loss_sum, weight). None
-                takes `outputs.loss`.
+                takes `outputs.loss`, or `outputs["loss"]` of a dictionary.
             optimizer: what `boost` returned; needed where gradients are on.
             return_loss: return the loss, on every rank.
             return_outputs: return the outputs of the whole batch, on the ranks of the last stage.
