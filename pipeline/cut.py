@@ -102,6 +102,7 @@ class Stage:
         self._inbox = inbox or Inbox()
         self._seats = list(seats)
         self._borrowed = list(borrowed)
+        self.is_computing = False
         # A cache would keep every layer's keys and values, and a stage's would have its own layers' alone.
         self._forced = {"use_cache": False} if takes(model, "use_cache") else {}
 
@@ -126,6 +127,7 @@ class Stage:
         """
         args, kwargs = as_arguments(microbatch)
         self._inbox.begin(received)
+        self.is_computing = True
         try:
             with self.seated():
                 outputs = self.model(*args, **{**kwargs, **self._forced})
@@ -136,6 +138,7 @@ class Stage:
                 for tensor in stage_exit.tensors
             )
         finally:
+            self.is_computing = False
             self._inbox.begin(())
         if not self.is_last:
             raise AssertionError(f"stage {self.index} ran to the end of the model: no later layer was called")
@@ -210,6 +213,22 @@ def remember_stages(model: nn.Module, stages: dict[int, Stage]) -> None:
     for stage in stages.values():
         stage.model = model
     vars(model)[_STAGES] = stages
+
+
+def refuse_direct_calls(model: nn.Module) -> None:
+    """Let calls of a cut model that no schedule makes raise RuntimeError, on every rank of the pipeline alike."""
+    model.register_forward_pre_hook(_refuse_direct_call)
+
+
+def _refuse_direct_call(model: nn.Module, args: tuple) -> None:
+    stages = held_stages(model)
+    if not any(stage.is_computing for stage in stages.values()):
+        held, in_all = list(stages), next(iter(stages.values())).num_stages
+        raise RuntimeError(
+            f"this {type(model).__name__} holds stages {held} of {in_all} and was called by itself, or by generate(): "
+            "call booster.execute_pipeline, under torch.no_grad() to evaluate; to generate, save it by "
+            "booster.save_model and load it at pp_size=1"
+        )
 
 
 def _borrow(model: nn.Module, plan: StagePlan, start: int, stop: int) -> list[Borrowed]:

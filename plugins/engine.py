@@ -341,7 +341,7 @@ def _parameters_of_one_stage(stages: Mapping[int, Stage]) -> dict[int, list[Para
 
 
 def _model_loss(outputs: Any, inputs: Any) -> Tensor:
-    loss = getattr(outputs, "loss", None)
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if loss is None:
         raise ValueError(
             "the model's outputs hold no loss: give labels in the batch, or a criterion of (outputs, inputs)"

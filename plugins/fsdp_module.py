@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from ..checkpoint.lora import Adapter
 from ..shardformer.checkpoint_config import recomputable_layers
+from ..shardformer.given import mark_taken
 
 
 class TorchFSDPModel(nn.Module):
@@ -39,6 +40,7 @@ class TorchFSDPModel(nn.Module):
             fully_shard(layer, **policy)
         self.root = (fully_shard(module, **policy),)  # a tuple is not registered: one name per parameter
         self.module = module
+        mark_taken(module)
 
     def unwrap(self) -> nn.Module:
         """The model without the wrapper."""

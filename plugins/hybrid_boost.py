@@ -22,7 +22,7 @@ from .hybrid_config import told
 from .hybrid_module import HybridParallelModule
 from .lora import peft_model_faults, unwrapped
 from .names import ParameterNames, managed_parameters
-from .optimizer_faults import optimizer_faults
+from .optimizer_faults import model_faults, optimizer_faults
 
 if TYPE_CHECKING:
     from .hybrid_parallel import HybridParallelPlugin
@@ -37,7 +37,7 @@ def boost(
         ValueError: they do not fit what the plugin was asked for; all reasons at once.
     """
     config, mesh = plugin.config, plugin.mesh
-    if faults := peft_model_faults(model):
+    if faults := model_faults(model) or peft_model_faults(model):
         raise ValueError(told(faults))
     model, adapters = unwrapped(model)
     sharder, split = _checked_splits(model, optimizer, plugin)

@@ -19,8 +19,10 @@ from ..pipeline.schedules import (
 )
 from ..shardformer.checkpoint_config import PipelineGradientCheckpointConfig
 from ..shardformer.fused import FusedKernels
+from ..shardformer.given import policy_faults
 from ..shardformer.policy import Policy
 from ..shardformer.sequence.config import WHOLE, SequenceParallelism
+from ..shardformer.table import Table
 from ..shardformer.weight_split import weight_faults
 from ..zero.faults import zero_size_faults
 from ..zero.precision import DTYPES, PrecisionConfig, precision_faults
@@ -164,7 +166,7 @@ class HybridConfig:
         bucket_size_in_m: millions (2**20) of gradient elements that are reduced together.
         parallel_output, make_vocab_size_divisible_by: see `shardformer.ShardConfig`.
         fused: the fused kernels that the model is to use.
-        custom_policy: how the model is split; None takes the table of its type.
+        custom_policy: how the model is split, by a policy or a table; None takes the table of its type.
     """
 
     tp: int = 1
@@ -188,7 +190,7 @@ class HybridConfig:
     parallel_output: bool = True
     make_vocab_size_divisible_by: int = 64
     fused: FusedKernels = field(default_factory=FusedKernels)
-    custom_policy: Policy | None = None
+    custom_policy: Policy | Table | None = None
 
     @cached_property
     def precision(self) -> PrecisionConfig:
@@ -245,10 +247,7 @@ class HybridConfig:
             found.append(
                 f"make_vocab_size_divisible_by={self.make_vocab_size_divisible_by} must be at least 1"
             )
-        if self.custom_policy is not None and not isinstance(self.custom_policy, Policy):
-            found.append(
-                f"custom_policy={self.custom_policy!r} must be a shardformer.Policy, an object and no class"
-            )
+        found += policy_faults("custom_policy", self.custom_policy)
         pipeline_faults = self.pipeline.faults(self.pp) if self.pp >= 1 else []
         return found + pipeline_faults + precision_faults(**self.precision_settings)
 

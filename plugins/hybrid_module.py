@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from ..checkpoint.lora import Adapter
 from ..checkpoint.names import saved_state
-from ..pipeline.cut import held_stages, takes
+from ..pipeline.cut import held_stages, refuse_direct_calls, takes
 from ..pipeline.linear import hold_weight_gradients
 from ..shardformer.equal_ranks import require_equal_inputs
+from ..shardformer.given import mark_taken
 from ..zero.optimizer import ShardedOptimizer
 from .engine import PipelineEngine
 from .names import ParameterNames
@@ -39,6 +40,9 @@ class HybridParallelModule(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
+        mark_taken(module)
+        if plugin.pp_size > 1:
+            refuse_direct_calls(module)
         self.plugin = plugin
         self.adapters = tuple(adapters)
         self.optimizer: ShardedOptimizer | None = None

@@ -28,6 +28,7 @@ from ..shardformer.fused import FusedKernels
 from ..shardformer.policy import Policy
 from ..shardformer.sequence.config import SequenceParallelism
 from ..shardformer.sequence.rings import double_ring
+from ..shardformer.table import Table
 from ..zero.optimizer import ShardedOptimizer
 from .base import Boosted, Plugin, require_process_group
 from .hybrid_boost import boost
@@ -89,7 +90,7 @@ class HybridParallelPlugin(Plugin):
         enable_flash_attention: attention by the flash-attn package on CUDA, elsewhere by torch's fused kernels.
         enable_jit_fused: bias + activation and dropout + addition compiled by torch.
         enable_xformers: attention by xFormers, which must be installed.
-        custom_policy: how the model is split, for models without a table.
+        custom_policy: how the model is split, by a policy or a table, for models without one that is registered.
 
     Raises:
         RuntimeError: no process group was started.
@@ -141,7 +142,7 @@ class HybridParallelPlugin(Plugin):
         overlap_allgather: bool = False,
         communication_dtype: torch.dtype | str | None = None,
         cpu_offload: bool = False,
-        custom_policy: Policy | None = None,
+        custom_policy: Policy | Table | None = None,
     ) -> None:
         sequence = SequenceParallelism.asked(
             enable=enable_sequence_parallelism,
@@ -319,7 +320,7 @@ class HybridParallelPlugin(Plugin):
             data_iter: gives batches: dicts (passed to the model by name), tuples or lists, or tensors.
             model: what `boost` returned.
             criterion: from (outputs, inputs) of a microbatch to its loss, or to (loss_sum, weight). None
-                takes `outputs.loss`.
+                takes `outputs.loss`, or `outputs["loss"]` of a dictionary.
             optimizer: what `boost` returned; needed where gradients are on.
             return_loss: return the loss, on every rank.
             return_outputs: return the outputs of the whole batch, on the ranks of the last stage.

@@ -1,19 +1,21 @@
-"""Why an optimizer cannot train a model under a plugin that takes both apart."""
+"""Why a model cannot be boosted, or an optimizer not train it under a plugin that takes both apart."""
 
 from torch import nn
 from torch.optim import Optimizer
 
-from ..shardformer.whole_gradients import is_split
+from ..shardformer.given import given_faults, is_taken
 from ..zero.optimizer import ShardedOptimizer
-from .hybrid_module import HybridParallelModule
 
 
-def split_faults(model: nn.Module) -> list[str]:
-    """Why a model cannot be boosted: a plugin or ShardFormer had it before. Empty when it can.
+def model_faults(model: nn.Module) -> list[str]:
+    """Why a model cannot be boosted: it is none, has no values, or a plugin or ShardFormer had it before.
 
-    ShardFormer's hooks sum and average gradients, which an optimizer of ours would do once more.
+    ShardFormer's hooks sum and average gradients, which an optimizer of ours would do once more; so do a plugin's.
+    Other checks would stumble over these. Empty when it can.
     """
-    if isinstance(model, HybridParallelModule) or is_split(model):
+    if faults := given_faults(model):
+        return faults
+    if is_taken(model):
         return [
             "the model is already boosted, or ShardFormer has split it: give booster.boost the plain transformers "
             "model, once"
@@ -23,8 +25,6 @@ def split_faults(model: nn.Module) -> list[str]:
 
 def optimizer_faults(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
     """Why this optimizer cannot train this model; empty when it can."""
-    if faults := split_faults(model):
-        return faults
     if optimizer is None:
         return []
     if isinstance(optimizer, ShardedOptimizer):

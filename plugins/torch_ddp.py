@@ -17,10 +17,11 @@ from ..checkpoint.lora import Adapter
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..lazy import materialize
+from ..shardformer.given import mark_taken
 from .base import Boosted, require_process_group
 from .hybrid_config import told
 from .lora import unwrapped
-from .optimizer_faults import split_faults
+from .optimizer_faults import model_faults
 from .scaled_optimizer import ScaledOptimizer
 from .torch_plugin import TorchPlugin, require_boosted
 from .torch_saved import held_module
@@ -86,9 +87,9 @@ class TorchDDPPlugin(TorchPlugin):
         """Wrap model and optimizer. Collective over the world. A lazily built model is made real whole.
 
         Raises:
-            ValueError: the model was split.
+            ValueError: the model is none, or was split or boosted before.
         """
-        if faults := split_faults(model):
+        if faults := model_faults(model):
             raise ValueError(told(faults))
         with naming_failures("boost"):
             model, adapters = unwrapped(model)
@@ -132,6 +133,7 @@ class TorchDDPModel(nn.Module):
         # A tuple is not registered: parameter names stay those of the model.
         self._ddp = (ddp,)
         self.module = module
+        mark_taken(module)
         self._device_type = mesh.device.type
         self._dtype = dtype
 

@@ -29,7 +29,7 @@ from .fsdp_module import TorchFSDPModel
 from .fsdp_optimizer import FSDPOptimizer
 from .hybrid_config import switch_faults, told
 from .lora import unwrapped
-from .optimizer_faults import optimizer_faults
+from .optimizer_faults import model_faults, optimizer_faults
 from .scaled_optimizer import ScaledOptimizer
 from .torch_plugin import TorchPlugin, require_boosted
 from .torch_saved import held_module
@@ -173,6 +173,8 @@ class TorchFSDPPlugin(TorchPlugin):
         Collective over the world; every rank gives an equal model. One that was built lazily is made real whole before
         it is shared out. See `Booster.boost`.
         """
+        if faults := model_faults(model):
+            raise ValueError(told(faults))
         model, adapters = unwrapped(model)
         if faults := boost_faults(model, optimizer):
             raise ValueError(told(faults))
@@ -202,7 +204,7 @@ class TorchFSDPPlugin(TorchPlugin):
 
 def boost_faults(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
     """Why this model and optimizer cannot be shared out; empty when they can."""
-    if isinstance(model, TorchFSDPModel) or any(isinstance(each, DTensor) for each in model.parameters()):
+    if any(isinstance(each, DTensor) for each in model.parameters()):
         return ["the model is already boosted: give booster.boost the plain transformers model, once"]
     if isinstance(optimizer, ScaledOptimizer):
         return ["the optimizer is already boosted: give booster.boost the plain torch optimizer"]

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 
 from ..cluster.agreement import batch_hash, gather_integers
 from ..lazy.tensor import LazyTensor, content_of
@@ -68,11 +70,12 @@ def compare_inputs(model: nn.Module, group: ProcessGroup) -> None:
 
     Ranks with different batches, or that drew different tokens, would each add their own part to sums of the others'.
     In training the random states are compared too, where the model drops at random. A call then raises ValueError, on
-    every rank.
+    every rank; so it does within a DistributedDataParallel over the axis.
     """
     drops = _drops(model)
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        _refuse_average(group)
         random = _random_hash(module) if module.training and drops else 0
         found = gather_integers((_hash_of_inputs(args, kwargs), int(module.training), random), group)
         if differing := _differing(found, 0):
@@ -109,6 +112,21 @@ def require_equal_inputs(args: tuple, kwargs: dict[str, Any], group: ProcessGrou
         raise ValueError(
             f"the inputs of rank(s) {differing} of axis {axis} differ from those of its first rank, and all of them "
             "compute one model: give them equal batches (booster.plugin.prepare_dataloader does)"
+        )
+
+
+def _refuse_average(group: ProcessGroup) -> None:
+    """Refuse a call through torch's DistributedDataParallel over ranks of the tensor axis, whose pieces differ."""
+    around = DistributedDataParallel._get_active_ddp_module()
+    if around is None:
+        return
+    axis, averaged = (set(dist.get_process_group_ranks(each)) for each in (group, around.process_group))
+    if len(axis & averaged) > 1:
+        raise ValueError(
+            f"torch's DistributedDataParallel around this model gave the pieces of one rank to all of "
+            f"{sorted(averaged)}, of which {sorted(axis & averaged)} hold different ones: build and split it anew and "
+            "leave it out (ShardConfig(data_parallel_size=...) averages over replicas), or give it the process_group "
+            "of ranks that hold equal pieces. transformers' Trainer puts it around every model: train in a loop"
         )
 
 

@@ -72,6 +72,8 @@ class ShardConfig:
     enable_all_optimization: bool = False
 
     def __post_init__(self) -> None:
+        if wrong := self._type_faults():
+            raise ValueError("\n".join(wrong))
         faults = [*self._axis_faults(), *self._switch_faults()]
         faults += [] if faults else self._sequence_faults()
         if faults:
@@ -150,6 +152,30 @@ class ShardConfig:
         """How many ranks an axis has."""
         group = self._group(axis)
         return group.size() if group is not None else getattr(self, f"{axis}_size") or 1
+
+    def _type_faults(self) -> list[str]:
+        """What is of another type; the other checks would stumble over it."""
+        given = vars(self)
+        groups = {name: each for name, each in given.items() if name.endswith("_group") and each is not None}
+        switches = {name: each for name, each in given.items() if isinstance(type(self).__dict__[name], bool)}
+        outputs = {
+            name: given[name] for name in ("parallel_output", "gather_output") if given[name] is not None
+        }
+        multiple = self.make_vocab_size_divisible_by
+        is_whole = isinstance(multiple, int) and not isinstance(multiple, bool)
+        return [
+            *(
+                f"{name}={group!r} must be a process group that this rank is in, as dist.new_group returns, or None"
+                for name, group in groups.items()
+                if not callable(getattr(group, "size", None))
+            ),
+            *(
+                f"{name}={switch!r} must be True or False"
+                for name, switch in (switches | outputs).items()
+                if not isinstance(switch, bool)
+            ),
+            *([] if is_whole else [f"make_vocab_size_divisible_by={multiple!r} must be a whole number"]),
+        ]
 
     def _axis_faults(self) -> list[str]:
         """What is wrong with sizes and groups."""

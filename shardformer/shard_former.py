@@ -18,13 +18,14 @@ from .adapted import adapted, is_of_peft
 from .dataset import loader_settings
 from .derived import derived_table
 from .equal_ranks import compare_inputs, raise_alike, require_equal_models
+from .given import given_faults, is_taken, policy_faults
 from .policy import Policy
 from .shard_config import ShardConfig
 from .sharder import ModelSharder
 from .table import Table, model_types, table_for, table_for_class
 from .table_policy import TablePolicy
 from .whole_cache import refuse_whole_caches
-from .whole_gradients import is_split, make_gradients_whole
+from .whole_gradients import make_gradients_whole
 
 
 class ShardFormer:
@@ -46,6 +47,11 @@ class ShardFormer:
     """
 
     def __init__(self, shard_config: ShardConfig) -> None:
+        if not isinstance(shard_config, ShardConfig):
+            raise ValueError(
+                f"ShardFormer takes a ShardConfig and got a {type(shard_config).__name__}: give "
+                "ShardConfig(tensor_parallel_size=2), for example"
+            )
         self.shard_config = shard_config
 
     def init_distributed(self) -> None:
@@ -72,6 +78,8 @@ class ShardFormer:
 
     def shard_model(self, model: nn.Module, policy: Policy | Table | None = None) -> nn.Module:
         """`optimize`, after the model was brought to this rank's device; returns the model alone."""
+        if faults := given_faults(model):
+            raise ValueError("\n".join(faults))
         return self.optimize(model.to(default_device()), policy)[0]
 
     def optimize(
@@ -199,8 +207,10 @@ def _split_faults(model: nn.Module, config: ShardConfig) -> list[str]:
             f"sequence_parallelism_mode={config.sequence.mode!r} without a booster, where nobody takes the mean of "
             "gradients over the sequence axis: use HybridParallelPlugin, or 'split_gather' or 'ring'"
         ]
-    if is_split(model):
-        return ["the model is already split: give the plain model, once"]
+    if faults := given_faults(model):
+        return faults
+    if is_taken(model):
+        return ["the model is already split, or boosted: give the plain model, once"]
     if is_of_peft(model):
         return [
             f"the model is peft's {type(model).__name__}, whose layers have other names: give the transformers model "
@@ -232,6 +242,9 @@ def sharder_or_faults(
     model: nn.Module, policy: Policy | Table | None, config: ShardConfig, faults: list[str]
 ) -> ModelSharder | None:
     """What will split a model by a policy, by None that of its type; None where it cannot, and why, to `faults`."""
+    if found := policy_faults("policy", policy):
+        faults += found
+        return None
     if isinstance(policy, Table):
         policy = TablePolicy(policy)
     try:

@@ -196,6 +196,11 @@ class Table:
             for name in getattr(self, kind)
             if self.region_of(name) is not None
         ]
+        found += [
+            f"region {name!r} is in row: such a layer ends a region, and its input is split already"
+            for name in self.regions
+            if name in self.row
+        ]
         return found
 
     def _subset_faults(self) -> list[str]:

@@ -55,7 +55,11 @@ def table_faults(
     # The other checks would stumble over these.
     if adapters := adapter_faults(model, layers, table, ends):
         return [*settings, *adapters]
-    if missing := [*_missing(model, layers, table, ends), *_missing_attributes(layers, table)]:
+    if missing := [
+        *_missing(model, layers, table, ends),
+        *_missing_attributes(layers, table),
+        *_missing_settings(config, table),
+    ]:
         return [*settings, *missing]
     return [
         *settings,
@@ -104,6 +108,28 @@ def _missing_attributes(layers: Mapping[str, nn.Module], table: Table) -> list[s
         for name in dict.fromkeys((*table.divide, *table.divide_key_value, *single))
         for paths in [[path for path, layer in layers.items() if not _reads(layer, name)]]
         if paths
+    ]
+
+
+def _missing_settings(config: Any, table: Table) -> list[str]:
+    """Numbers that are looked up in the config, for want of a path to an attribute, and not there."""
+    counts_heads = (
+        table.attention
+        or table.has_key_value_heads
+        or any(isinstance(each, HeadOrder) for each in table.fused.values())
+    )
+    wanted = {
+        name: "leave it out of divisible" for name in table.divisible if table.column and not table.attention
+    }
+    if counts_heads and table.query_heads is None:
+        wanted["num_attention_heads"] = "name the layer's own attribute in query_heads"
+    if table.has_key_value_heads and table.key_value_heads is None:
+        wanted["num_key_value_heads"] = "name the layer's own attribute in key_value_heads"
+    return [
+        f"the table takes {name} from the model's config, "
+        f"and {'the model has none' if config is None else f'a {type(config).__name__} has no such setting'}: {advice}"
+        for name, advice in wanted.items()
+        if getattr(config, name, None) is None
     ]
 
 

@@ -6,7 +6,6 @@ from .llama import LLAMA
 
 COHERE = replace(
     LLAMA,
-    attention={},
     split={"self_attn.q_norm.weight": 0, "self_attn.k_norm.weight": 0},
     key_value=(*LLAMA.key_value, "self_attn.k_norm.weight"),
     optional=("self_attn.q_norm", "self_attn.k_norm"),

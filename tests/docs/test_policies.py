@@ -153,9 +153,10 @@ def pipeline_losses(by_policy: bool, tp_size: int, pp_size: int) -> list[float]:
     booster = Booster(plugin=plugin)
     boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5))
     losses = []
+    criterion = loss_of if by_policy else None  # which takes the loss of the outputs, a dictionary here
     for _ in range(3):
         batches = iter([causal_batch(4, seed=0)])
-        losses.append(booster.execute_pipeline(batches, boosted, loss_of, optimizer)["loss"].item())
+        losses.append(booster.execute_pipeline(batches, boosted, criterion, optimizer)["loss"].item())
         assert optimizer is not None
         optimizer.step()
         optimizer.zero_grad()

@@ -53,6 +53,13 @@ VARIANTS: dict[str, tuple[str, dict[str, object], Layout]] = {
     "phi3, keys shared": ("phi3", {"num_key_value_heads": 2}, TP4),
     "phi3, one key for all": ("phi3", {"num_key_value_heads": 1}, MIXED),
     # Heads that the ranks do not divide: heads of zeros are added, see head_order.py.
+    "cohere, 6 heads, 3 keys": ("cohere", heads(6, 3), TP2),
+    "cohere, 3 normed heads": ("cohere", heads(3, 3) | {"hidden_size": 24, "use_qk_norm": True}, MIXED),
+    "cohere, 9 normed heads, 3 keys on 4 ranks": (
+        "cohere",
+        heads(9, 3) | {"hidden_size": 72, "use_qk_norm": True},
+        TP4,
+    ),
     "llama, 3 heads": ("llama", {**heads(3, 3), "attention_bias": True}, MIXED),
     "llama, 3 heads on 4 ranks": ("llama", heads(3, 3), TP4),
     "llama, 3 heads, one key for all": ("llama", {**heads(3, 1), "attention_bias": True}, ZERO),

@@ -285,13 +285,39 @@ def test_names_that_match_nothing_are_refused() -> None:
     require_one(policy.faults(tp_size=2), "names 'mlp.side_proj' in a layer", "model.layers.0 has no such")
 
 
+def test_numbers_that_no_config_tells_are_asked_for_by_name() -> None:
+    model = on_meta("LlamaForCausalLM")
+    model.config.num_key_value_heads = None
+    policy = TablePolicy(LLAMA)
+    policy.set_model(model)
+    require_one(
+        policy.faults(tp_size=2),
+        "takes num_key_value_heads from the model's config, and a LlamaConfig has no such setting",
+        "name the layer's own attribute in key_value_heads",
+    )
+    table = Table(
+        stage=StagePlan(layers="0", entry=()),
+        regions=("0",),
+        column=("0.0",),
+        row=("0.1",),
+        divisible=("num_heads",),
+    )
+    policy = TablePolicy(table)
+    policy.set_model(
+        nn.Sequential(nn.ModuleList([nn.Sequential(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]))]))
+    )
+    require_one(
+        policy.faults(tp_size=2), "takes num_heads from the model's config, and the model has none: leave it"
+    )
+
+
 def test_a_table_that_contradicts_itself_is_refused_with_all_contradictions() -> None:
     with pytest.raises(ValueError) as caught:
         Table(
             stage=StagePlan(layers="layers", entry=("embed",)),
-            regions=("mlp", "f"),
+            regions=("mlp", "f", "down"),
             column=("mlp.up", "attn.qkv", "f"),
-            row=("mlp.down",),
+            row=("mlp.down", "down"),
             second_input={"cross": "states"},
             by_head={"g": {"bias": 0}},
             optional=("mlp", "mlp.side"),
@@ -303,15 +329,18 @@ def test_a_table_that_contradicts_itself_is_refused_with_all_contradictions() ->
             embedding="embed",
         )
     assert str(caught.value).split("\n") == [
-        "column 'attn.qkv' lies in none of the regions ['mlp', 'f']: its input's gradient would be a part on each rank",
-        "split 'attn.bias' lies in none of the regions ['mlp', 'f']: its input's gradient would be a part on each rank",
+        "column 'attn.qkv' lies in none of the regions ['mlp', 'f', 'down']: its input's gradient would be a part on "
+        "each rank",
+        "split 'attn.bias' lies in none of the regions ['mlp', 'f', 'down']: its input's gradient would be a part on "
+        "each rank",
         "gathered 'mlp.gate' lies in the region 'mlp', whose activations are split",
+        "region 'down' is in row: such a layer ends a region, and its input is split already",
         "fused 'attn.q' is not in column and split ['mlp.up', 'attn.qkv', 'f', 'attn.bias']",
         "key_value 'mlp.k' is not in column, split and norms ['mlp.up', 'attn.qkv', 'f', 'attn.bias']",
-        "second_input 'cross' is not in regions ['mlp', 'f']",
-        "by_head 'g' is not in regions ['mlp', 'f']",
-        "dropout 'attn' is not in regions ['mlp', 'f']",
-        "row of dropout 'attn.out' is not in row ['mlp.down']",
+        "second_input 'cross' is not in regions ['mlp', 'f', 'down']",
+        "by_head 'g' is not in regions ['mlp', 'f', 'down']",
+        "dropout 'attn' is not in regions ['mlp', 'f', 'down']",
+        "row of dropout 'attn.out' is not in row ['mlp.down', 'down']",
         "optional 'mlp.side' is no module or parameter that the table names, and none of those lies below it",
     ]
 

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
 
 from echelon import (
@@ -18,6 +19,8 @@ from echelon import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
+from echelon.cluster.collectives import all_gather
+from echelon.cluster.mesh import ParallelMesh
 
 from ..pool import Pool
 from .bare_training import causal_batch
@@ -60,7 +63,7 @@ def refuse_without_groups() -> None:
 def refuse_what_is_split() -> None:
     shard_former = formed()
     split = shard_former.shard_model(build("LlamaForCausalLM"))
-    with pytest.raises(ValueError, match="already split: give the plain model, once"):
+    with pytest.raises(ValueError, match="already split, or boosted: give the plain model, once"):
         shard_former.shard_model(split)
     plugins = [
         HybridParallelPlugin(tp_size=2, precision="fp32", num_microbatches=1),
@@ -114,6 +117,31 @@ def refuse_different_inputs() -> None:
         split.save_pretrained("nowhere")
 
 
+def refuse_an_average_over_pieces() -> None:
+    """Which gives all ranks the pieces of the first one, by a loss that looks right."""
+    wrapped = DistributedDataParallel(formed().shard_model(build("LlamaForCausalLM")))
+    with pytest.raises(
+        ValueError, match=r"the pieces of one rank to all of \[0, 1\], of which \[0, 1\] hold"
+    ):
+        wrapped(**causal_batch(2, seed=0))
+
+
+def average_over_replicas() -> None:
+    """Ranks that hold equal pieces may be averaged so."""
+    mesh = ParallelMesh(tp=2, dp=2)
+    shard_former = ShardFormer(ShardConfig(tensor_parallel_process_group=mesh.group("tp")))
+    model, _ = shard_former.optimize(build("LlamaForCausalLM"))
+    wrapped = DistributedDataParallel(model, process_group=mesh.group("dp"))
+    wrapped(**causal_batch(2, seed=mesh.rank("dp"))).loss.backward()
+    gradient = model.model.norm.weight.grad  # type: ignore[union-attr]
+    found = all_gather(gradient[None], dist.group.WORLD, 0)  # type: ignore[index, arg-type]
+    torch.testing.assert_close(found, found[:1].expand_as(found))
+
+
+def test_replicas_of_a_split_model_may_be_averaged_by_torch(pool: Pool) -> None:
+    pool.run(4, average_over_replicas)
+
+
 def refuse_one_group_as_two_axes() -> None:
     group = dist.group.WORLD
     with pytest.raises(ValueError, match=r"have the ranks \[0, 1\] in common"):
@@ -136,6 +164,7 @@ def refuse_what_one_rank_alone_has_wrong() -> None:
         refuse_what_is_split,
         refuse_different_models,
         refuse_different_inputs,
+        refuse_an_average_over_pieces,
         refuse_one_group_as_two_axes,
         refuse_what_one_rank_alone_has_wrong,
     ],

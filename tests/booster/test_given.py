@@ -1,0 +1,161 @@
+"""What boost, shard_model and their configs refuse for a model or a policy, each for its own reason, on every rank."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from echelon import (
+    Booster,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    ShardConfig,
+    ShardFormer,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+    shard_model,
+)
+from echelon.shardformer import Policy
+from echelon.shardformer.given import given_faults
+from echelon.shardformer.tables.gpt2 import GPT2
+from echelon.shardformer.tables.llama import LLAMA
+from echelon.verify.models import ModelChoice
+
+from ..pool import Pool
+from ..shardformer.compare import named
+
+CHOICE = ModelChoice(model_type="llama", num_layers=2)
+
+
+def hybrid(**settings: Any) -> HybridParallelPlugin:
+    return HybridParallelPlugin(precision="fp32", num_microbatches=1, **settings)
+
+
+PLUGINS: dict[str, Callable[[], Any]] = {
+    "ddp": TorchDDPPlugin,
+    "zero 1": lambda: LowLevelZeroPlugin(precision="fp32"),
+    "zero 2": lambda: LowLevelZeroPlugin(stage=2, precision="fp32"),
+    "fsdp": TorchFSDPPlugin,
+    "replicas": hybrid,
+    "stages": lambda: hybrid(pp_size=2),
+}
+
+
+def refuse_what_is_boosted() -> None:
+    """By every plugin and ShardFormer, the wrapper as the model inside of it."""
+    for first in PLUGINS:
+        boosted = Booster(plugin=PLUGINS[first]()).boost(CHOICE.build())[0]
+        for model in (boosted, boosted.unwrap()):
+            for second in PLUGINS:
+                with (
+                    named(f"{first}, {second}"),
+                    pytest.raises(ValueError, match="the model is already boosted, or"),
+                ):
+                    Booster(plugin=PLUGINS[second]()).boost(model)
+            with (
+                named(first),
+                pytest.raises(ValueError, match="already split, or boosted: give the plain model"),
+            ):
+                shard_model(model)
+
+
+def boost_a_copy() -> None:
+    """A copy of a model that a plugin had is another one."""
+    model = Booster(plugin=TorchDDPPlugin()).boost(CHOICE.build())[0].unwrap()
+    Booster(plugin=hybrid(tp_size=2)).boost(copy.deepcopy(model))
+
+
+def refuse_what_has_no_values() -> None:
+    for plugin in PLUGINS:
+        with named(plugin):
+            with pytest.raises(
+                ValueError, match=r"^model\.embed_tokens\.weight and \d+ more of the model are on the"
+            ):
+                Booster(plugin=PLUGINS[plugin]()).boost(CHOICE.build_on_meta())
+            with pytest.raises(ValueError, match=r"a model is a torch\.nn\.Module, and this is a str"):
+                Booster(plugin=PLUGINS[plugin]()).boost("llama")  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match="are on the meta device, without values: build or load the model in a Lazy"
+    ):
+        shard_model(CHOICE.build_on_meta())
+    with pytest.raises(ValueError, match=r"a model is a torch\.nn\.Module, and this is a str"):
+        shard_model("llama")  # type: ignore[arg-type]
+
+
+def refuse_what_is_no_policy() -> None:
+    for policy, told in (
+        ("llama", "'llama' and must be"),
+        (Policy, "the class Policy and must be .* an object of it"),
+    ):
+        with pytest.raises(ValueError, match=f"^policy is {told}"):
+            shard_model(CHOICE.build(), policy)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"custom_policy is {told}"):
+            hybrid(tp_size=2, custom_policy=policy)
+    with pytest.raises(ValueError, match="ShardFormer takes a ShardConfig and got a dict"):
+        ShardFormer({"tensor_parallel_size": 2})  # type: ignore[arg-type]
+
+
+def take_a_table() -> None:
+    """A plugin takes one as ShardFormer does."""
+    boosted = Booster(plugin=hybrid(tp_size=2, custom_policy=LLAMA)).boost(CHOICE.build())[0]
+    assert boosted.unwrap().lm_head.weight.shape[0] < 101
+    with pytest.raises(
+        ValueError, match=r"the stage plan names 'model\.h', and this LlamaForCausalLM has no such"
+    ):
+        Booster(plugin=hybrid(tp_size=2, custom_policy=GPT2)).boost(CHOICE.build())
+
+
+def refuse_a_call_of_a_stage() -> None:
+    boosted = Booster(plugin=hybrid(pp_size=2)).boost(CHOICE.build())[0]
+    ids = torch.ones(1, 3, dtype=torch.long)
+    model: Any = boosted.unwrap().eval()
+    calls: tuple[Callable[[], Any], ...] = (lambda: model(ids), lambda: model.generate(ids, max_new_tokens=1))
+    for call in calls:
+        with pytest.raises(
+            RuntimeError, match=r"holds stages \[[01]\] of 2 and was called by itself, or by generate"
+        ):
+            call()
+    with torch.no_grad():
+        boosted.plugin.execute_pipeline(iter([{"input_ids": ids, "labels": ids}]), boosted)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        refuse_what_is_boosted,
+        boost_a_copy,
+        refuse_what_has_no_values,
+        refuse_what_is_no_policy,
+        take_a_table,
+        refuse_a_call_of_a_stage,
+    ],
+)
+def test_what_is_given_is_taken_or_refused_on_every_rank(pool: Pool, function: Callable[[], None]) -> None:
+    pool.run(2, function)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"make_vocab_size_divisible_by": "8"}, "make_vocab_size_divisible_by='8' must be a whole number"),
+        ({"tensor_parallel_process_group": 2}, "tensor_parallel_process_group=2 must be a process group"),
+        (
+            {"data_parallel_process_group": [0, 1]},
+            r"data_parallel_process_group=\[0, 1\] must be a process group",
+        ),
+        ({"gather_output": 1}, "gather_output=1 must be True or False"),
+        ({"enable_jit_fused": "no"}, "enable_jit_fused='no' must be True or False"),
+        ({"sequence_parallel_process_group": 2}, "sequence_parallel_process_group=2 must be a process group"),
+    ],
+)
+def test_a_config_of_other_types_is_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        ShardConfig(**settings)
+
+
+def test_a_module_without_values_is_told_by_name() -> None:
+    (told,) = given_faults(nn.Linear(2, 2, bias=False, device="meta"))
+    assert told.startswith("weight of the model is on the meta device")
