@@ -213,9 +213,18 @@ class PipelineEngine:
                 f"rank(s) {short}: use at most that many microbatches, larger batches, or drop_last=True in the "
                 "dataloader to leave out a short last batch"
             )
-        is_cut = self._mesh.size("pp") > 1
-        if is_cut and isinstance(batch, Mapping) and (faults := setting_faults(batch, "the batch")):
+        if not isinstance(batch, Mapping):
+            return
+        if self._mesh.size("pp") > 1 and (faults := setting_faults(batch, "the batch")):
             raise ValueError("\n".join(faults))
+        cutting = self._config.pipeline.cutting
+        most = max(len(microbatch_lengths(count, **cutting)) for count in samples.values())
+        if most > 1 and batch.get("num_items_in_batch") is not None:
+            raise ValueError(
+                f"the batch has num_items_in_batch, by which each of its {most} microbatches would divide its part of "
+                "the loss before the mean of them is taken: leave it out for a mean by samples, or give a criterion "
+                "that returns (loss_sum, weight), with the number of its tokens for the weight"
+            )
 
     def _check_sharing_ranks(self, samples: Sequence[int]) -> None:
         """Ranks that share out weights gather them in every microbatch: they must run equally many."""

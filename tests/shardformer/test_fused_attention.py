@@ -205,7 +205,7 @@ def test_what_is_missing_is_named_at_once_with_all_other_faults() -> None:
 
 
 def test_shardformer_tells_packages_models_and_sizes_together() -> None:
-    model = ModelChoice(model_type="bloom").build_on_meta()
+    model = ModelChoice(model_type="bloom").build()
     config = ShardConfig(enable_all_optimization=True, enable_xformers=True)
     with pytest.raises(ValueError) as caught:
         ShardFormer(config).optimize(model)
