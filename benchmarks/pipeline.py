@@ -211,7 +211,11 @@ def summary(seconds: Mapping[str, Sequence[float]], num_ranks: int, num_microbat
     best = report.fastest(seconds, ours)
     rows = report.compared(seconds, best_peer)
     for name, row in rows.items():
-        share = 1.0 if name.startswith("one") else ideal(name.split()[1], num_ranks, num_microbatches)
+        share = (
+            1.0
+            if name in (OneProcess.name, ON_EACH_RANK)
+            else ideal(name.split()[1], num_ranks, num_microbatches)
+        )
         row["ratio_to_ideal"] = report.ratio(seconds[name], [share * each for each in seconds["one process"]])
     return {
         "contenders": rows,

@@ -47,6 +47,11 @@ def begin_gathering_integers(
     return end
 
 
+def differing_ranks(found: Sequence[Sequence[int]], place: int = 0) -> list[int]:
+    """The ranks whose integer at this place, of what was gathered, is not that of the first one."""
+    return [rank for rank, own in enumerate(found) if own[place] != found[0][place]]
+
+
 def batch_hash(batch: Any) -> int:
     """A number below 2**63 that differs where a batch does: names, order, shapes, dtypes, or any byte of a tensor.
 

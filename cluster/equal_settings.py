@@ -12,11 +12,12 @@ from .agreement import batch_hash, gather_integers
 from .faults import naming_failures
 
 
-def require_equal_settings(settings: Mapping[str, Any], *, of: str) -> None:
+def require_equal_settings(settings: Any, *, of: str) -> None:
     """All ranks of the world must have set the same. All-gather of a number, and of the settings where they differ.
 
     Args:
-        settings: by name; dataclasses and mappings are looked into. Of what is no plain value the type counts alone.
+        settings: a dataclass, or a mapping by name, either of which may hold more such. Of what is no plain value
+            the type counts alone.
         of: what is set so, as the message shall say it.
 
     Raises:

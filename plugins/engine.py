@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..cluster.agreement import batch_hash, gather_integers
+from ..cluster.agreement import batch_hash, differing_ranks, gather_integers
 from ..cluster.mesh import ParallelMesh
 from ..cluster.small_numbers import all_reduce_, begin_gathering, broadcast_
 from ..pipeline.action import Action, Op, Schedule
@@ -125,8 +125,7 @@ class PipelineEngine:
     def _require_one_schedule(self, schedule: Schedule, num_microbatches: int) -> None:
         """Raise ValueError on every rank of the pipeline whose ranks made different ones. All-gather over pp."""
         codes = gather_integers((batch_hash(repr(schedule)),), self._mesh.group("pp"))
-        differing = [rank for rank, code in enumerate(codes) if code != codes[0]]
-        if differing:
+        if differing := differing_ranks(codes):
             raise ValueError(
                 f"the schedule for {num_microbatches} microbatches on pipeline rank(s) {differing} differs from that "
                 "on the first: pp_style must give every rank the same lists, which hold all ranks' actions"
@@ -217,9 +216,10 @@ class PipelineEngine:
             return
         if self._mesh.size("pp") > 1 and (faults := setting_faults(batch, "the batch")):
             raise ValueError("\n".join(faults))
+        if batch.get("num_items_in_batch") is None:
+            return
         cutting = self._config.pipeline.cutting
-        most = max(len(microbatch_lengths(count, **cutting)) for count in samples.values())
-        if most > 1 and batch.get("num_items_in_batch") is not None:
+        if (most := max(len(microbatch_lengths(count, **cutting)) for count in samples.values())) > 1:
             raise ValueError(
                 f"the batch has num_items_in_batch, by which each of its {most} microbatches would divide its part of "
                 "the loss before the mean of them is taken: leave it out for a mean by samples, or give a criterion "

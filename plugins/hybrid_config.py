@@ -22,6 +22,7 @@ from ..shardformer.fused import FusedKernels
 from ..shardformer.given import policy_faults
 from ..shardformer.policy import Policy
 from ..shardformer.sequence.config import WHOLE, SequenceParallelism
+from ..shardformer.switches import switch_faults
 from ..shardformer.table import Table
 from ..shardformer.weight_split import weight_faults
 from ..zero.faults import zero_size_faults
@@ -269,15 +270,6 @@ def whole_number_faults(given: Mapping[str, Any]) -> list[str]:
         f"{name}={value!r} must be a whole number"
         for name, value in given.items()
         if isinstance(value, bool) or not isinstance(value, int)
-    ]
-
-
-def switch_faults(given: Mapping[str, Any]) -> list[str]:
-    """Which of these are neither True nor False."""
-    return [
-        f"{name}={value!r} must be True or False"
-        for name, value in given.items()
-        if not isinstance(value, bool)
     ]
 
 

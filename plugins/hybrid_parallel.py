@@ -202,7 +202,7 @@ class HybridParallelPlugin(Plugin):
         require_process_group()
         if faults := self.config.faults(dist.get_world_size()):
             raise ValueError(told(faults))
-        require_equal_settings({"settings": self.config}, of="the plugin")
+        require_equal_settings(self.config, of="the plugin")
         self.custom_policy = custom_policy
         self.mesh = ParallelMesh(pp=pp_size, dp=dp_size, sp=self.config.sp, tp=tp_size, wp=wp_size)
         self.rings = double_ring(self.mesh, inner_ring_size)

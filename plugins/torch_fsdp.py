@@ -22,12 +22,13 @@ from ..cluster.mesh import ParallelMesh, divisors
 from ..cluster.shard_mesh import shard_mesh
 from ..lazy import materialize
 from ..shardformer.equal_ranks import require_equal_models
+from ..shardformer.switches import switch_faults
 from ..zero.elementwise import require_elementwise
 from ..zero.precision import DTYPES, is_finite_number, precision_faults
 from .base import Boosted, require_process_group
 from .fsdp_module import TorchFSDPModel
 from .fsdp_optimizer import FSDPOptimizer
-from .hybrid_config import switch_faults, told
+from .hybrid_config import told
 from .lora import unwrapped
 from .optimizer_faults import model_faults, optimizer_faults
 from .scaled_optimizer import ScaledOptimizer

@@ -1,6 +1,5 @@
 """What has to be equal on several ranks, compared: models before they are split, inputs at each call."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from ..cluster.agreement import batch_hash, gather_integers
+from ..cluster.agreement import batch_hash, differing_ranks, gather_integers
 from ..lazy.tensor import LazyTensor, content_of
 from ..lazy.value import fingerprint
 
@@ -78,18 +77,18 @@ def compare_inputs(model: nn.Module, group: ProcessGroup) -> None:
         _refuse_average(group)
         random = _random_hash(module) if module.training and drops else 0
         found = gather_integers((_hash_of_inputs(args, kwargs), int(module.training), random), group)
-        if differing := _differing(found, 0):
+        if differing := differing_ranks(found):
             raise ValueError(
                 f"the inputs of rank(s) {differing} of the tensor axis differ from those of its first rank, and all of "
                 "them compute one model: give them equal batches (ShardFormer.shard_dataset does), and draw tokens "
                 "from equal random states (launch_from_torch(seed=...) seeds all ranks equally)"
             )
-        if differing := _differing(found, 1):
+        if differing := differing_ranks(found, 1):
             raise ValueError(
                 f"rank(s) {differing} of the tensor axis call the model in another mode (training or evaluation) than "
                 "its first rank: call model.train() and model.eval() on all ranks alike"
             )
-        if differing := _differing(found, 2):
+        if differing := differing_ranks(found, 2):
             raise ValueError(
                 f"the random state of rank(s) {differing} of the tensor axis differs from that of its first rank, and "
                 "they would drop different entries of one activation: seed them equally (launch_from_torch(seed=...) "
@@ -108,7 +107,7 @@ def require_equal_inputs(args: tuple, kwargs: dict[str, Any], group: ProcessGrou
         axis: what they are, in the words of the mesh.
     """
     found = gather_integers((_hash_of_inputs(args, kwargs),), group)
-    if differing := _differing(found, 0):
+    if differing := differing_ranks(found):
         raise ValueError(
             f"the inputs of rank(s) {differing} of axis {axis} differ from those of its first rank, and all of them "
             "compute one model: give them equal batches (booster.plugin.prepare_dataloader does)"
@@ -140,11 +139,6 @@ def _sample(tensor: Tensor) -> Tensor | int:
     if isinstance(tensor, LazyTensor):
         return fingerprint(content_of(tensor).value)
     return tensor.detach().reshape(-1)[:: max(tensor.numel() // SAMPLE, 1)]
-
-
-def _differing(found: Sequence[Sequence[int]], place: int) -> list[int]:
-    """The ranks whose number at this place is not that of the first one."""
-    return [rank for rank, own in enumerate(found) if own[place] != found[0][place]]
 
 
 def _drops(model: nn.Module) -> bool:

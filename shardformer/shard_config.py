@@ -8,6 +8,7 @@ from ..pipeline.stage_manager import PipelineStageManager
 from .fused import FusedKernels
 from .sequence.config import SequenceParallelism, SequenceSplit
 from .sequence.rings import DoubleRing
+from .switches import switch_faults
 
 _AXES = ("tensor_parallel", "data_parallel")  # of each an argument `_size` and one `_process_group`
 
@@ -169,11 +170,7 @@ class ShardConfig:
                 for name, group in groups.items()
                 if not callable(getattr(group, "size", None))
             ),
-            *(
-                f"{name}={switch!r} must be True or False"
-                for name, switch in (switches | outputs).items()
-                if not isinstance(switch, bool)
-            ),
+            *switch_faults(switches | outputs),
             *([] if is_whole else [f"make_vocab_size_divisible_by={multiple!r} must be a whole number"]),
         ]
 

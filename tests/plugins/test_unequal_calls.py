@@ -141,20 +141,3 @@ def run_different_schedules() -> None:
     booster = hybrid(pp_size=2, pp_style=own)
     model, optimizer = boosted(booster, LLAMA)
     booster.execute_pipeline(share(booster, LLAMA, 0), model, loss_of, optimizer)
-
-
-def count_items(num_microbatches: int) -> tuple[float, float]:
-    """The loss of a batch with a number of its items, and transformers' own for it."""
-    booster = hybrid(num_microbatches=num_microbatches)
-    model, optimizer = boosted(booster, LLAMA)
-    batch = make_batch(LLAMA, num_samples=4, seed=1) | {"num_items_in_batch": 40}
-    expected = LLAMA.build()(**batch).loss.item()
-    return float(booster.execute_pipeline(iter([batch]), model, None, optimizer)["loss"]), expected
-
-
-def test_a_number_of_items_is_taken_for_one_microbatch_and_refused_for_several(pool: Pool) -> None:
-    ((found, expected),) = pool.run(1, count_items, 1)
-    assert found == pytest.approx(expected, rel=1e-6)
-    for error in pool.run_failing(2, count_items, 2):
-        assert isinstance(error, ValueError)
-        assert "by which each of its 2 microbatches would divide its part" in str(error)
