@@ -78,10 +78,18 @@ class Booster:
         optimizer: Optimizer | None = None,
         return_loss: bool = True,
         return_outputs: bool = False,
+        *,
+        average_loss: bool = True,
     ) -> dict[str, Any]:
         """Take the next batch and run it through the pipeline; see `HybridParallelPlugin.execute_pipeline`."""
         return self.plugin.execute_pipeline(
-            data_iter, model, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
+            data_iter,
+            model,
+            criterion,
+            optimizer,
+            return_loss=return_loss,
+            return_outputs=return_outputs,
+            average_loss=average_loss,
         )
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:

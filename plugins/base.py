@@ -60,6 +60,8 @@ class Plugin(ABC):
         optimizer: Any = None,
         return_loss: bool = True,
         return_outputs: bool = False,
+        *,
+        average_loss: bool = True,
     ) -> dict[str, Any]:
         """One batch through the pipeline; see `HybridParallelPlugin.execute_pipeline`."""
 

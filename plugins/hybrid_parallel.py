@@ -310,6 +310,8 @@ class HybridParallelPlugin(Plugin):
         optimizer: ShardedOptimizer | None = None,
         return_loss: bool = True,
         return_outputs: bool = False,
+        *,
+        average_loss: bool = True,
     ) -> dict[str, Any]:
         """Take the next batch and run it through the pipeline: forward, and backward where gradients are on.
 
@@ -324,11 +326,13 @@ class HybridParallelPlugin(Plugin):
             optimizer: what `boost` returned; needed where gradients are on.
             return_loss: return the loss, on every rank.
             return_outputs: return the outputs of the whole batch, on the ranks of the last stage.
+            average_loss: return the loss of all replicas, whose gradient is taken; False returns that of this
+                replica's batch.
 
         Returns:
-            "loss": the mean over the microbatches of this replica, or with (loss_sum, weight) the sum of
-            losses over the sum of weights of the global batch; None without `return_loss`. "outputs": None
-            where there are none.
+            "loss": the mean over replicas of the mean over microbatches, or with (loss_sum, weight) the sum of
+            losses over the sum of weights, equal on all ranks; None without `return_loss`. "outputs": None
+            where there are none: without `return_outputs`, and on the ranks of all stages but the last.
 
         Raises:
             StopIteration: the iterator has ended on every rank.
@@ -344,7 +348,12 @@ class HybridParallelPlugin(Plugin):
                     "execute_pipeline needs the optimizer while gradients are on: give it, or evaluate under no_grad()"
                 )
             return boosted.engine.run(
-                data_iter, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
+                data_iter,
+                criterion,
+                optimizer,
+                return_loss=return_loss,
+                return_outputs=return_outputs,
+                average_loss=average_loss,
             )
 
     def _boosted(self, model: nn.Module, optimizer: Optimizer | None, call: str) -> HybridParallelModule:

@@ -61,6 +61,8 @@ class TorchPlugin(Plugin):
         optimizer: Any = None,
         return_loss: bool = True,
         return_outputs: bool = False,
+        *,
+        average_loss: bool = True,
     ) -> dict[str, Any]:
         """Not offered by this plugin.
 

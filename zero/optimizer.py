@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..cluster.equal_settings import require_equal_settings, settings_hash
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
 from .bucket import Bucket
@@ -29,7 +30,7 @@ from .faults import (
     size_faults,
 )
 from .filling import fill_buckets
-from .groups import hold_pieces, managed_groups
+from .groups import hold_pieces, managed_groups, optimizer_options
 from .held import HeldBytes, held_bytes
 from .loan import Loans
 from .offload import choose_fused_kernels, wait_for_copies
@@ -42,6 +43,11 @@ from .state import load_local_state, local_state
 from .sums import require_one_layout
 from .true_gradients import TrueGradients
 from .wrapper import OptimizerWrapper
+
+_RULE = (
+    "must be equal at every step (call scheduler.step on all ranks alike, with a loss that is equal on all, as that of "
+    "execute_pipeline is)"
+)
 
 
 class ShardedOptimizer(OptimizerWrapper):
@@ -281,6 +287,7 @@ class ShardedOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: parameters were moved or retyped since boost, gradients were written to since backward, or
                 the loss scale cannot fall further.
+            ValueError: options of the groups, as learning rates, differ between ranks; nothing was updated.
         """
         loss = None
         if closure is not None:
@@ -291,7 +298,10 @@ class ShardedOptimizer(OptimizerWrapper):
         self.reducer.meet("step()")
         self.publisher.finish()
         self._reduce()
-        norm = self._gradients.measure()
+        options = optimizer_options(self.inner)
+        norm = self._gradients.measure(code=settings_hash(options))
+        if not self._gradients.is_agreed:
+            require_equal_settings(options, of="the optimizer", rule=_RULE)
         self.last_norm = self._gradients.norm
         self._gradients.finish()
         overflow = not isfinite(norm)
