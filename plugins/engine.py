@@ -67,6 +67,7 @@ class PipelineEngine:
             Transport(mesh, placement, overlap=config.pipeline.overlap_p2p) if mesh.size("pp") > 1 else None
         )
         self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._first_weight = 1.0  # of the calls before a step: the samples of a replica in the first of them
         self.trace: list[Span] | None = None
 
     def run(
@@ -88,10 +89,13 @@ class PipelineEngine:
             own_loss=return_loss and not average_loss,
         )
         batch, samples, wanted = self._agreed_batch(data_iter, own)
-        replica_batch_size = sum(samples) / len(samples)
+        if optimizer is None or not isinstance(
+            optimizer.gradient_factor, Tensor
+        ):  # else a call follows a weighted one
+            self._first_weight = sum(samples) / len(samples)
         microbatches = split(self.to_compute(batch), **self._config.pipeline.cutting)
         judge = _Judge(
-            criterion or _model_loss, num_microbatches=len(microbatches), first_weight=replica_batch_size
+            criterion or _model_loss, num_microbatches=len(microbatches), first_weight=self._first_weight
         )
         if trains and optimizer is not None:
             optimizer.settle()
@@ -269,8 +273,8 @@ class PipelineEngine:
             by_replica=wanted.own_loss,
         )
         if optimizer is not None and wanted.trains:
-            factor = judge.first_weight * loss.num_replicas / loss.weight if loss.is_weighted else 1.0
-            _note_factor(optimizer, factor)
+            first = judge.first_weight * loss.num_replicas * optimizer.accumulation_steps
+            _note_factor(optimizer, first / loss.weight if loss.is_weighted else 1.0)
         return loss
 
     def _returned(self, loss: BatchLoss, asked: "_Wanted") -> Tensor:
@@ -282,11 +286,13 @@ class PipelineEngine:
 def _note_factor(optimizer: ShardedOptimizer, factor: float | Tensor) -> None:
     """Leave the optimizer what corrects the gradients of a batch, where it accumulates no other that needs another."""
     held = optimizer.gradient_factor
-    if held is not None and (isinstance(held, Tensor) or isinstance(factor, Tensor)):
+    if isinstance(held, Tensor) and isinstance(factor, Tensor) and optimizer.accumulation_steps > 1:
+        factor = 1 / (1 / held + 1 / factor)  # by the sum of their weights, as of one larger batch
+    elif held is not None and (isinstance(held, Tensor) or isinstance(factor, Tensor)):
         raise ValueError(
             "a batch whose criterion returned (loss_sum, weight) was accumulated with another before "
-            "optimizer.step(), and the weights of both are not known together: step after each "
-            "execute_pipeline, and take larger batches in more microbatches instead"
+            "optimizer.step(), and the weights of both are not known together: give the plugin "
+            "gradient_accumulation_steps, and return the same kind in all calls, or step after each execute_pipeline"
         )
     optimizer.gradient_factor = factor
 

@@ -99,6 +99,7 @@ def _sharded(
         communication_dtype=config.wire_dtype,
         cpu_offload=config.cpu_offload,
         weight_size=config.wp,
+        accumulation_steps=config.gradient_accumulation_steps,
         precision=config.precision,
         max_norm=config.max_norm,
         bucket_size=int(config.bucket_size_in_m * 2**20),

@@ -44,7 +44,7 @@ class PipelineLoss(Tensor):
     def __format__(self, spec: str) -> str:
         return format(self._plain(), spec)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self._plain())
 
 
