@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from ..checkpoint.saving import Save
 from ..checkpoint.step_load import Resume, Resumed
-from ..plugins.base import Boosted, Plugin
+from ..plugins.base import Boosted, Plugin, Returned
 from ..plugins.lora_enable import enable_lora
 from ..plugins.torch_ddp import TorchDDPPlugin
 
@@ -77,7 +77,7 @@ class Booster:
         criterion: Callable | None = None,
         optimizer: Optimizer | None = None,
         return_loss: bool = True,
-        return_outputs: bool = False,
+        return_outputs: Returned = False,
         *,
         average_loss: bool = True,
     ) -> dict[str, Any]:

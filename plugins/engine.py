@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..cluster.agreement import batch_hash, differing_ranks, gather_integers
+from ..cluster.agreement import batch_hash, broadcast_object, differing_ranks, gather_integers
 from ..cluster.mesh import ParallelMesh
 from ..cluster.small_numbers import begin_gathering
 from ..pipeline.action import Action, Op, Schedule
@@ -27,6 +27,7 @@ from ..pipeline.validate import validate
 from ..shardformer.layer.loss import VocabParallelLogits
 from ..shardformer.sequence.loss import SequenceParallelLogits
 from ..zero.optimizer import ShardedOptimizer
+from .base import Returned
 from .hybrid_config import HybridConfig
 from .loss import BatchLoss, PipelineLoss, reduced_loss
 
@@ -77,7 +78,7 @@ class PipelineEngine:
         optimizer: ShardedOptimizer | None,
         *,
         return_loss: bool,
-        return_outputs: bool,
+        return_outputs: Returned,
         average_loss: bool,
     ) -> dict[str, Any]:
         """One batch, with backward where gradients are on; see `HybridParallelPlugin.execute_pipeline`."""
@@ -85,8 +86,9 @@ class PipelineEngine:
         own = _Wanted(
             trains=trains,
             loss=return_loss or trains,
-            outputs=return_outputs,
+            outputs=bool(return_outputs),
             own_loss=return_loss and not average_loss,
+            outputs_everywhere=return_outputs == "all_ranks",
         )
         batch, samples, wanted = self._agreed_batch(data_iter, own)
         if optimizer is None or not isinstance(
@@ -115,10 +117,9 @@ class PipelineEngine:
         if trace is not None and self.trace is not None:
             self.trace += trace.spans()
         loss = self._common_loss(result, judge, optimizer, wanted) if wanted.loss else None
-        outputs = None if result.outputs is None else merge([_whole(output) for output in result.outputs])
         return {
             "loss": self._returned(loss, own) if return_loss and loss is not None else None,
-            "outputs": outputs if return_outputs else None,
+            "outputs": self._returned_outputs(result, own, wanted),
         }
 
     def _schedule(self, num_microbatches: int, *, trains: bool) -> Schedule:
@@ -277,6 +278,17 @@ class PipelineEngine:
             _note_factor(optimizer, first / loss.weight if loss.is_weighted else 1.0)
         return loss
 
+    def _returned_outputs(self, result: RunResult, asked: "_Wanted", wanted: "_Wanted") -> Any:
+        """The outputs that this rank asked for. Broadcast over pp where a rank of the replica wants them everywhere."""
+        outputs = None if result.outputs is None else merge([_whole(output) for output in result.outputs])
+        is_last = self._mesh.rank("pp") == self._last_rank
+        if wanted.outputs_everywhere and self._mesh.size("pp") > 1:
+            on_cpu = map_tensors(outputs, Tensor.cpu) if is_last else None  # devices are numbered by process
+            arrived = broadcast_object(on_cpu, self._last_rank, self._mesh.group("pp"))
+            if not is_last:
+                outputs = map_tensors(arrived, lambda tensor: tensor.to(self._mesh.device))
+        return outputs if asked.outputs and (is_last or asked.outputs_everywhere) else None
+
     def _returned(self, loss: BatchLoss, asked: "_Wanted") -> Tensor:
         """The loss that this rank asked for."""
         returned = loss.of_replica(self._mesh.rank("dp")) if asked.own_loss else loss.mean
@@ -298,12 +310,13 @@ def _note_factor(optimizer: ShardedOptimizer, factor: float | Tensor) -> None:
 
 
 class _Wanted(NamedTuple):
-    """The results that a call asks for: gradients, a loss, outputs, and whether that loss is the replica's own."""
+    """The results that a call asks for: gradients, a loss, outputs; the replica's own loss; outputs on all stages."""
 
     trains: bool
     loss: bool
     outputs: bool
     own_loss: bool
+    outputs_everywhere: bool
 
 
 def _common_wishes(every: Sequence[tuple[int, _Wanted]], replica: int) -> _Wanted:
@@ -329,6 +342,7 @@ def _common_wishes(every: Sequence[tuple[int, _Wanted]], replica: int) -> _Wante
         loss=any(wanted.loss for _, wanted in every),
         outputs=any(wanted.outputs for of, wanted in every if of == replica),
         own_loss=any(wanted.own_loss for _, wanted in every),
+        outputs_everywhere=any(wanted.outputs_everywhere for of, wanted in every if of == replica),
     )
 
 

@@ -30,7 +30,7 @@ from ..shardformer.sequence.config import SequenceParallelism
 from ..shardformer.sequence.rings import double_ring
 from ..shardformer.table import Table
 from ..zero.optimizer import ShardedOptimizer
-from .base import Boosted, Plugin, require_process_group
+from .base import Boosted, Plugin, Returned, require_process_group
 from .hybrid_boost import boost
 from .hybrid_config import HybridConfig, PipelineConfig, told
 from .hybrid_module import HybridParallelModule
@@ -323,7 +323,7 @@ class HybridParallelPlugin(Plugin):
         criterion: Criterion | None = None,
         optimizer: ShardedOptimizer | None = None,
         return_loss: bool = True,
-        return_outputs: bool = False,
+        return_outputs: Returned = False,
         *,
         average_loss: bool = True,
     ) -> dict[str, Any]:
@@ -339,14 +339,15 @@ class HybridParallelPlugin(Plugin):
                 takes `outputs.loss`, or `outputs["loss"]` of a dictionary.
             optimizer: what `boost` returned; needed where gradients are on.
             return_loss: return the loss, on every rank.
-            return_outputs: return the outputs of the whole batch, on the ranks of the last stage.
+            return_outputs: return the outputs of the whole batch, True on the ranks of the last stage, "all_ranks" on
+                those of the other stages too, which receive a copy.
             average_loss: return the loss of all replicas, whose gradient is taken; False returns that of this
                 replica's batch.
 
         Returns:
             "loss": the mean over replicas of the mean over microbatches, or with (loss_sum, weight) the sum of
             losses over the sum of weights, equal on all ranks; None without `return_loss`. "outputs": None
-            where there are none: without `return_outputs`, and on the ranks of all stages but the last.
+            without `return_outputs`, and with True on the ranks of all stages but the last.
 
         Raises:
             StopIteration: the iterator has ended on every rank.
@@ -362,6 +363,8 @@ class HybridParallelPlugin(Plugin):
                 raise ValueError(
                     "execute_pipeline needs the optimizer while gradients are on: give it, or evaluate under no_grad()"
                 )
+        if return_outputs not in (True, False, "all_ranks"):
+            raise ValueError(f"return_outputs={return_outputs!r} must be True, False or 'all_ranks'")
         calls = optimizer.accumulation_call() if trains and optimizer is not None else nullcontext()
         with naming_failures("execute_pipeline"), calls:
             return boosted.engine.run(

@@ -5,12 +5,14 @@ import io
 import pickle
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from echelon.verify.batch import loss_of
 
 from ..pool import Pool
-from .training import BERT, boosted, hybrid, share
+from .training import BERT, LLAMA, boosted, hybrid, share
 
 RETURNED = "loss.backward() after execute_pipeline, which has computed the gradients already: leave it out"
 
@@ -82,3 +84,48 @@ def use_a_loss() -> None:
     assert [(type(each), each.item()) for each in copies] == [(torch.Tensor, number)] * 4
     torch.testing.assert_close(loss, torch.tensor(number))
     assert max([loss, loss]) is loss and len({loss}) == 1
+
+
+@pytest.mark.parametrize("sizes", [{"pp_size": 2, "tp_size": 2}, {"pp_size": 2, "pp_style": "zbv"}], ids=str)
+def test_outputs_are_on_the_last_stage_and_on_all_ranks_if_asked(pool: Pool, sizes: dict[str, Any]) -> None:
+    found = pool.run(4, evaluate_for_outputs, sizes)
+    for is_last, on_last, everywhere, mixed, expected in found:
+        assert (on_last is not None) == is_last
+        for logits in (on_last, mixed) if is_last else ():
+            torch.testing.assert_close(logits, expected)
+        torch.testing.assert_close(everywhere, expected)
+    # The first rank alone asks for them.
+    assert [mixed is not None for _, _, _, mixed, _ in found] == [
+        is_last or rank == 0 for rank, (is_last, *_) in enumerate(found)
+    ]
+
+
+def evaluate_for_outputs(sizes: dict[str, Any]) -> tuple[bool, Any, Any, Any, Any]:
+    """This rank's logits by what it asks for, and those of the model alone."""
+    booster = hybrid(precision="fp32", **sizes)
+    model, _ = boosted(booster, LLAMA)
+    model.eval()
+    asked = (True, "all_ranks", "all_ranks" if dist.get_rank() == 0 else True)
+    with torch.no_grad():
+        found = [
+            booster.execute_pipeline(share(booster, LLAMA, 0), model, loss_of, return_outputs=each)["outputs"]
+            for each in asked
+        ]
+        expected = LLAMA.build().eval()(**next(share(booster, LLAMA, 0))).logits
+    logits = [None if outputs is None else outputs.logits for outputs in found]
+    return booster.plugin.stage_manager.is_last_stage(), *logits, expected
+
+
+def test_outputs_on_other_ranks_are_refused(pool: Pool) -> None:
+    for message in pool.run(2, ask_for_outputs_elsewhere):
+        assert message == "ValueError: return_outputs='everywhere' must be True, False or 'all_ranks'"
+
+
+def ask_for_outputs_elsewhere() -> str:
+    booster = hybrid(pp_size=2)
+    model, optimizer = boosted(booster)
+    return raised(
+        lambda: booster.execute_pipeline(
+            share(booster, BERT, 0), model, loss_of, optimizer, return_outputs="everywhere"
+        )
+    )
