@@ -91,9 +91,8 @@ class PipelineEngine:
             outputs_everywhere=return_outputs == "all_ranks",
         )
         batch, samples, wanted = self._agreed_batch(data_iter, own)
-        if optimizer is None or not isinstance(
-            optimizer.gradient_factor, Tensor
-        ):  # else a call follows a weighted one
+        follows_weighted = optimizer is not None and isinstance(optimizer.gradient_factor, Tensor)
+        if trains and not follows_weighted:
             self._first_weight = sum(samples) / len(samples)
         microbatches = split(self.to_compute(batch), **self._config.pipeline.cutting)
         judge = _Judge(

@@ -112,6 +112,8 @@ def weigh(calls: int) -> list[float]:
         for part in range(calls):
             batch = {name: tensor.chunk(calls)[part].chunk(size)[rank] for name, tensor in whole.items()}
             booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
+            with torch.no_grad():  # of another size
+                booster.execute_pipeline(iter([make_batch(LLAMA, num_samples=5, seed=9)]), model, criterion)
         optimizer.step()
         optimizer.zero_grad()
         figures.append(optimizer.last_norm)
