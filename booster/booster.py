@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from ..checkpoint.saving import Save
 from ..checkpoint.step_load import Resume, Resumed
-from ..plugins.base import Boosted, Plugin
+from ..plugins.base import Boosted, Plugin, Returned
 from ..plugins.lora_enable import enable_lora
 from ..plugins.torch_ddp import TorchDDPPlugin
 
@@ -77,11 +77,19 @@ class Booster:
         criterion: Callable | None = None,
         optimizer: Optimizer | None = None,
         return_loss: bool = True,
-        return_outputs: bool = False,
+        return_outputs: Returned = False,
+        *,
+        average_loss: bool = True,
     ) -> dict[str, Any]:
         """Take the next batch and run it through the pipeline; see `HybridParallelPlugin.execute_pipeline`."""
         return self.plugin.execute_pipeline(
-            data_iter, model, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
+            data_iter,
+            model,
+            criterion,
+            optimizer,
+            return_loss=return_loss,
+            return_outputs=return_outputs,
+            average_loss=average_loss,
         )
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:

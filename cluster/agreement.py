@@ -47,6 +47,19 @@ def begin_gathering_integers(
     return end
 
 
+def broadcast_object(value: Any, root: int, group: dist.ProcessGroup) -> Any:
+    """Any object of one rank, on all ranks of the group, by pickle. Two broadcasts.
+
+    Args:
+        value: of the root, without tensors on a device; unused on the others.
+        root: the rank in the group.
+        group: the ranks, which all call.
+    """
+    box = [value]
+    dist.broadcast_object_list(box, group=group, group_src=root)
+    return box[0]
+
+
 def differing_ranks(found: Sequence[Sequence[int]], place: int = 0) -> list[int]:
     """The ranks whose integer at this place, of what was gathered, is not that of the first one."""
     return [rank for rank, own in enumerate(found) if own[place] != found[0][place]]

@@ -1,45 +1,50 @@
 """Settings that must be equal on all ranks, compared by name. What is set so is the callers'."""
 
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from numbers import Real
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .agreement import batch_hash, gather_integers
+from .agreement import gather_integers
 from .faults import naming_failures
 
 
-def require_equal_settings(settings: Any, *, of: str) -> None:
+def settings_hash(settings: Any) -> int:
+    """A number below 2**32 that differs where settings do, as `require_equal_settings` takes them."""
+    return zlib.crc32(repr([*_plain(settings)]).encode())
+
+
+def require_equal_settings(settings: Any, *, of: str, rule: str = "every rank must give the same") -> None:
     """All ranks of the world must have set the same. All-gather of a number, and of the settings where they differ.
 
     Args:
         settings: a dataclass, or a mapping by name, either of which may hold more such. Of what is no plain value
             the type counts alone.
         of: what is set so, as the message shall say it.
+        rule: what the message says about that.
 
     Raises:
         ValueError: some rank has other settings; names them, on every rank.
     """
     if dist.get_world_size() == 1:
         return
-    own = dict(_plain(settings))
     with naming_failures(of):
-        codes = {code for (code,) in gather_integers((batch_hash(own),))}
+        codes = {code for (code,) in gather_integers((settings_hash(settings),))}
         if len(codes) == 1:
             return
         every: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(every, own)
+        dist.all_gather_object(every, dict(_plain(settings)))
     told = [
         fault
         for name in dict.fromkeys(name for one in every for name in one)
         if (fault := _told(name, every))
     ]
-    raise ValueError(
-        f"the settings of {of} differ between ranks, and every rank must give the same: {'; '.join(told)}"
-    )
+    raise ValueError(f"the settings of {of} differ between ranks, and {rule}: {'; '.join(told)}")
 
 
 def _told(name: str, every: list[dict[str, str]]) -> str | None:
@@ -63,8 +68,10 @@ def _plain(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _text(value: Any) -> str:
-    if value is None or isinstance(value, str | int | float | Enum | torch.dtype):
+    if value is None or isinstance(value, str | int | Enum | torch.dtype):
         return repr(value)
+    if isinstance(value, Real):  # those of numpy print their type, too
+        return repr(float(value))
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
         return repr(value.item())
     if isinstance(value, list | tuple):

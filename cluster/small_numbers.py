@@ -64,35 +64,12 @@ def all_reduce_(
     return x.copy_(whole.view(x.shape))
 
 
-def broadcast_(x: Tensor, root: int, group: dist.ProcessGroup) -> Tensor:
-    """A few numbers of one rank on all ranks, in place. Collective in itself the first time.
-
-    Args:
-        x: float32 or float64.
-        root: the rank in the group.
-        group: of several ranks.
-    """
-    lines = _lines_of(group) if x.device.type == "cpu" else None
-    if lines is None or x.numel() > MOST_NUMBERS:
-        dist.broadcast(x, group=group, group_src=root)
-        return x
-    with OneCollective("broadcast", x.nbytes, group):
-        whole = _doubles(lines.broadcast(_bits(x), root))
-    return x.copy_(whole.view(x.shape))
-
-
 class _Lines:
     """Those of a group whose processes are neighbours."""
 
     def __init__(self, group: dist.ProcessGroup, neighbours: Neighbours) -> None:
         self._rank, self._ranks, self._messages = group.rank(), range(group.size()), neighbours.messages
         self._tags = count()  # one for each collective
-
-    def broadcast(self, values: Sequence[int], root: int) -> Sequence[int]:
-        tag = next(self._tags)
-        if self._rank == root:
-            self._tell(tag, values)
-        return values if self._rank == root else self._messages.hear(root, tag)
 
     def begin(self, values: Sequence[int]) -> Callable[[], Rows]:
         tag = next(self._tags)

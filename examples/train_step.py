@@ -27,7 +27,8 @@ def train_step(
         max_norm: for torch's DDP, which has no such option itself: clip to it; 0 does not.
 
     Returns:
-        The loss of this replica's batch, and the gradients' norm before clipping; on every rank.
+        The mean loss over replicas (under torch's DDP that of this replica's batch), and the gradients' norm before
+        clipping; on every rank.
     """
     if isinstance(booster.plugin, TorchDDPPlugin):
         loss = model(**on_device_of(model, next(batches))).loss

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from ..checkpoint.trained import Trained
 from ..cluster.dataloader import SharedLoader, shared_loader
 from ..cluster.mesh import ParallelMesh
 
+Returned = bool | Literal["all_ranks"]
 Boosted = tuple[nn.Module, Optimizer | None, Callable | None, DataLoader | None, LRScheduler | None]
 
 
@@ -59,7 +60,9 @@ class Plugin(ABC):
         criterion: Callable | None = None,
         optimizer: Any = None,
         return_loss: bool = True,
-        return_outputs: bool = False,
+        return_outputs: Returned = False,
+        *,
+        average_loss: bool = True,
     ) -> dict[str, Any]:
         """One batch through the pipeline; see `HybridParallelPlugin.execute_pipeline`."""
 

@@ -6,13 +6,12 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..cluster.agreement import batch_hash, differing_ranks, gather_integers
+from ..cluster.agreement import batch_hash, broadcast_object, differing_ranks, gather_integers
 from ..cluster.mesh import ParallelMesh
-from ..cluster.small_numbers import all_reduce_, begin_gathering, broadcast_
+from ..cluster.small_numbers import begin_gathering
 from ..pipeline.action import Action, Op, Schedule
 from ..pipeline.communicate import with_communication
 from ..pipeline.cut import Stage
@@ -28,7 +27,9 @@ from ..pipeline.validate import validate
 from ..shardformer.layer.loss import VocabParallelLogits
 from ..shardformer.sequence.loss import SequenceParallelLogits
 from ..zero.optimizer import ShardedOptimizer
+from .base import Returned
 from .hybrid_config import HybridConfig
+from .loss import BatchLoss, PipelineLoss, reduced_loss
 
 _ENDED = object()
 
@@ -67,6 +68,7 @@ class PipelineEngine:
             Transport(mesh, placement, overlap=config.pipeline.overlap_p2p) if mesh.size("pp") > 1 else None
         )
         self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._first_weight = 1.0  # of the calls before a step: the samples of a replica in the first of them
         self.trace: list[Span] | None = None
 
     def run(
@@ -76,16 +78,25 @@ class PipelineEngine:
         optimizer: ShardedOptimizer | None,
         *,
         return_loss: bool,
-        return_outputs: bool,
+        return_outputs: Returned,
+        average_loss: bool,
     ) -> dict[str, Any]:
         """One batch, with backward where gradients are on; see `HybridParallelPlugin.execute_pipeline`."""
         trains = torch.is_grad_enabled()
-        own = _Wanted(trains=trains, loss=return_loss or trains, outputs=return_outputs)
+        own = _Wanted(
+            trains=trains,
+            loss=return_loss or trains,
+            outputs=bool(return_outputs),
+            own_loss=return_loss and not average_loss,
+            outputs_everywhere=return_outputs == "all_ranks",
+        )
         batch, samples, wanted = self._agreed_batch(data_iter, own)
-        replica_batch_size = sum(samples) / len(samples)
+        follows_weighted = optimizer is not None and isinstance(optimizer.gradient_factor, Tensor)
+        if trains and not follows_weighted:
+            self._first_weight = sum(samples) / len(samples)
         microbatches = split(self.to_compute(batch), **self._config.pipeline.cutting)
         judge = _Judge(
-            criterion or _model_loss, num_microbatches=len(microbatches), first_weight=replica_batch_size
+            criterion or _model_loss, num_microbatches=len(microbatches), first_weight=self._first_weight
         )
         if trains and optimizer is not None:
             optimizer.settle()
@@ -104,9 +115,11 @@ class PipelineEngine:
         )
         if trace is not None and self.trace is not None:
             self.trace += trace.spans()
-        loss = self._common_loss(result, judge, optimizer) if wanted.loss else None
-        outputs = None if result.outputs is None else merge([_whole(output) for output in result.outputs])
-        return {"loss": loss if return_loss else None, "outputs": outputs if return_outputs else None}
+        loss = self._common_loss(result, judge, optimizer, wanted) if wanted.loss else None
+        return {
+            "loss": self._returned(loss, own) if return_loss and loss is not None else None,
+            "outputs": self._returned_outputs(result, own, wanted),
+        }
 
     def _schedule(self, num_microbatches: int, *, trains: bool) -> Schedule:
         """The schedule of so many microbatches with its communication, checked once."""
@@ -249,51 +262,60 @@ class PipelineEngine:
 
         return map_tensors(batch, convert)
 
-    def _common_loss(self, result: RunResult, judge: "_Judge", optimizer: ShardedOptimizer | None) -> Tensor:
-        """The loss, equal on every rank of the pipeline. Broadcast over pp, all-reduce of three numbers over dp."""
-        # Losses, weights, whether there are weights; float32 whatever torch's default is.
-        figures = torch.zeros(3, dtype=torch.float32, device=self._mesh.device)
-        if self._mesh.rank("pp") == self._last_rank:
-            figures[0] = torch.stack([loss.float() for loss in result.losses]).sum()
-            if result.weights is not None:
-                figures[1] = torch.stack([weight.float() for weight in result.weights]).sum()
-                figures[2] = 1
-        num_replicas = self._mesh.size("dp")
-        if self._mesh.size("pp") > 1:
-            broadcast_(figures, self._last_rank, self._mesh.group("pp"))
-        own = figures.clone()
-        if num_replicas > 1:
-            all_reduce_(figures, dist.ReduceOp.SUM, self._mesh.group("dp"))
-        num_weighted = int(figures[2])
-        if num_weighted not in (0, num_replicas):
-            raise ValueError(
-                f"the criterion returned (loss_sum, weight) on {num_weighted} of {num_replicas} data-parallel "
-                "ranks and a plain loss on the others: return the same kind for every batch"
-            )
-        factor = judge.first_weight * num_replicas / figures[1] if num_weighted else 1.0
-        if optimizer is not None and torch.is_grad_enabled():
-            _note_factor(optimizer, factor)
-        return figures[0] / figures[1] if num_weighted else own[0] / judge.num_microbatches
+    def _common_loss(
+        self, result: RunResult, judge: "_Judge", optimizer: ShardedOptimizer | None, wanted: "_Wanted"
+    ) -> BatchLoss:
+        """The loss of all replicas, from which the optimizer gets what corrects the gradients; see `reduced_loss`."""
+        loss = reduced_loss(
+            result if self._mesh.rank("pp") == self._last_rank else None,
+            self._mesh,
+            num_microbatches=judge.num_microbatches,
+            by_replica=wanted.own_loss,
+        )
+        if optimizer is not None and wanted.trains:
+            first = judge.first_weight * loss.num_replicas * optimizer.accumulation_steps
+            _note_factor(optimizer, first / loss.weight if loss.is_weighted else 1.0)
+        return loss
+
+    def _returned_outputs(self, result: RunResult, asked: "_Wanted", wanted: "_Wanted") -> Any:
+        """The outputs that this rank asked for. Broadcast over pp where a rank of the replica wants them everywhere."""
+        outputs = None if result.outputs is None else merge([_whole(output) for output in result.outputs])
+        is_last = self._mesh.rank("pp") == self._last_rank
+        if wanted.outputs_everywhere and self._mesh.size("pp") > 1:
+            on_cpu = map_tensors(outputs, Tensor.cpu) if is_last else None  # devices are numbered by process
+            arrived = broadcast_object(on_cpu, self._last_rank, self._mesh.group("pp"))
+            if not is_last:
+                outputs = map_tensors(arrived, lambda tensor: tensor.to(self._mesh.device))
+        return outputs if asked.outputs and (is_last or asked.outputs_everywhere) else None
+
+    def _returned(self, loss: BatchLoss, asked: "_Wanted") -> Tensor:
+        """The loss that this rank asked for."""
+        returned = loss.of_replica(self._mesh.rank("dp")) if asked.own_loss else loss.mean
+        return returned.as_subclass(PipelineLoss) if asked.trains else returned
 
 
 def _note_factor(optimizer: ShardedOptimizer, factor: float | Tensor) -> None:
     """Leave the optimizer what corrects the gradients of a batch, where it accumulates no other that needs another."""
     held = optimizer.gradient_factor
-    if held is not None and (isinstance(held, Tensor) or isinstance(factor, Tensor)):
+    if isinstance(held, Tensor) and isinstance(factor, Tensor) and optimizer.accumulation_steps > 1:
+        factor = 1 / (1 / held + 1 / factor)  # by the sum of their weights, as of one larger batch
+    elif held is not None and (isinstance(held, Tensor) or isinstance(factor, Tensor)):
         raise ValueError(
             "a batch whose criterion returned (loss_sum, weight) was accumulated with another before "
-            "optimizer.step(), and the weights of both are not known together: step after each "
-            "execute_pipeline, and take larger batches in more microbatches instead"
+            "optimizer.step(), and the weights of both are not known together: give the plugin "
+            "gradient_accumulation_steps, and return the same kind in all calls, or step after each execute_pipeline"
         )
     optimizer.gradient_factor = factor
 
 
 class _Wanted(NamedTuple):
-    """What a call asks for."""
+    """The results that a call asks for: gradients, a loss, outputs; the replica's own loss; outputs on all stages."""
 
     trains: bool
     loss: bool
     outputs: bool
+    own_loss: bool
+    outputs_everywhere: bool
 
 
 def _common_wishes(every: Sequence[tuple[int, _Wanted]], replica: int) -> _Wanted:
@@ -311,13 +333,15 @@ def _common_wishes(every: Sequence[tuple[int, _Wanted]], replica: int) -> _Wante
     training = [rank for rank, (_, wanted) in enumerate(every) if wanted.trains]
     if 0 < len(training) < len(every):
         raise ValueError(
-            f"gradients are on on rank(s) {training} and off on the others: call execute_pipeline under "
-            "torch.no_grad() on every rank, to evaluate, or on none, to train"
+            f"execute_pipeline was called to train on rank(s) {training} and under torch.no_grad() on the others: call "
+            "it under torch.no_grad() on every rank, to evaluate, or on none, to train"
         )
     return _Wanted(
         trains=bool(training),
         loss=any(wanted.loss for _, wanted in every),
         outputs=any(wanted.outputs for of, wanted in every if of == replica),
+        own_loss=any(wanted.own_loss for _, wanted in every),
+        outputs_everywhere=any(wanted.outputs_everywhere for of, wanted in every if of == replica),
     )
 
 

@@ -1,6 +1,6 @@
 """What HybridParallelPlugin does to a model and its optimizer, once. What they are then is hybrid_module.py."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,6 +17,7 @@ from ..shardformer.shard_former import sharder_or_faults
 from ..shardformer.sharder import ModelSharder
 from ..shardformer.weight_split import WeightSplit, make_weight_parallel, weight_split_or_faults
 from ..zero.embedding import own_embeddings
+from ..zero.groups import optimizer_options
 from ..zero.optimizer import ShardedOptimizer
 from .hybrid_config import told
 from .hybrid_module import HybridParallelModule
@@ -43,7 +44,7 @@ def boost(
     sharder, split = _checked_splits(model, optimizer, plugin)
     with naming_failures("boost"):
         require_equal_models(model)
-        require_equal_settings(_options(optimizer), of="the optimizer")
+        require_equal_settings(optimizer_options(optimizer), of="the optimizer")
         names = ParameterNames.of(model)
         model.to(mesh.device)
         config.fused.choose_attention(model, mesh.device)
@@ -76,18 +77,6 @@ def boost(
     return boosted
 
 
-def _options(optimizer: Optimizer | None) -> dict[str, Any]:
-    """The class of an optimizer, and what its groups say but for the parameters, by name."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    options = {
-        f"{name} of group {index}": value
-        for index, group in enumerate(groups)
-        for name, value in group.items()
-        if name not in ("params", "param_names")
-    }
-    return {"class": None if optimizer is None else type(optimizer).__qualname__, **options}
-
-
 def _sharded(
     optimizer: Optimizer, boosted: HybridParallelModule, shared: list[dict[int, Tensor]]
 ) -> ShardedOptimizer:
@@ -110,6 +99,7 @@ def _sharded(
         communication_dtype=config.wire_dtype,
         cpu_offload=config.cpu_offload,
         weight_size=config.wp,
+        accumulation_steps=config.gradient_accumulation_steps,
         precision=config.precision,
         max_norm=config.max_norm,
         bucket_size=int(config.bucket_size_in_m * 2**20),

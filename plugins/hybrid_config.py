@@ -161,6 +161,7 @@ class HybridConfig:
         overlap_allgather: whether parameters are gathered while the next forward runs.
         communication_dtype: the format in which gradients are averaged over the replicas; None is float32.
         cpu_offload: whether masters and optimizer states are on the CPU.
+        gradient_accumulation_steps: of how many calls a step takes the mean; 1 is the sum of any number.
         pipeline: how a batch goes through it.
         precision_settings: the arguments of `zero.precision.PrecisionConfig`.
         max_norm: gradients are clipped to this norm; 0 does not clip.
@@ -184,6 +185,7 @@ class HybridConfig:
     overlap_allgather: bool = False
     communication_dtype: torch.dtype | str | None = None
     cpu_offload: bool = False
+    gradient_accumulation_steps: int = 1
     pipeline: PipelineConfig
     precision_settings: Mapping[str, Any]
     max_norm: float = 0.0
@@ -212,6 +214,7 @@ class HybridConfig:
             "zero_stage": self.zero_stage,
             "zero_size": self.zero_size,
             "make_vocab_size_divisible_by": self.make_vocab_size_divisible_by,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
         }
         if found := whole_number_faults(sizes):
             return found
@@ -248,6 +251,8 @@ class HybridConfig:
             found.append(
                 f"make_vocab_size_divisible_by={self.make_vocab_size_divisible_by} must be at least 1"
             )
+        if self.gradient_accumulation_steps < 1:
+            found.append(f"gradient_accumulation_steps={self.gradient_accumulation_steps} must be at least 1")
         found += policy_faults("custom_policy", self.custom_policy)
         pipeline_faults = self.pipeline.faults(self.pp) if self.pp >= 1 else []
         return found + pipeline_faults + precision_faults(**self.precision_settings)

@@ -30,13 +30,14 @@ from ..shardformer.sequence.config import SequenceParallelism
 from ..shardformer.sequence.rings import double_ring
 from ..shardformer.table import Table
 from ..zero.optimizer import ShardedOptimizer
-from .base import Boosted, Plugin, require_process_group
+from .base import Boosted, Plugin, Returned, require_process_group
 from .hybrid_boost import boost
 from .hybrid_config import HybridConfig, PipelineConfig, told
 from .hybrid_module import HybridParallelModule
 from .hybrid_saved import held_tensors, trained_shards
 from .internevo import in_its_words, plugin_arguments
 from .ledger import Ledger
+from .loss import PipelineLoss
 
 
 class HybridParallelPlugin(Plugin):
@@ -53,6 +54,8 @@ class HybridParallelPlugin(Plugin):
             of them, 1 none. Gradients are averaged over all replicas.
         precision: "fp32", "bf16" or "fp16"; 16-bit weights keep float32 masters.
         num_microbatches, microbatch_size: how a batch is cut; under a pipeline one of them is needed.
+        gradient_accumulation_steps: calls of `execute_pipeline`, or of `booster.backward`, before each step, which
+            takes the mean of their gradients. With 1 there may be any number, and it takes their sum.
         pp_style: the schedule: "gpipe", "1f1b", "interleaved", "zbh1", "zbv" (docs/pipeline.md says which to
             choose), or your own: a list of the `Action`s of each rank, or a function that makes one of the
             numbers of ranks and microbatches.
@@ -109,6 +112,7 @@ class HybridParallelPlugin(Plugin):
         dp_size: int | None = None,
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
+        gradient_accumulation_steps: int = 1,
         pp_style: str | UserSchedule = "1f1b",
         num_layers_per_stage: Sequence[int] | None = None,
         num_model_chunks: int = 1,
@@ -167,6 +171,7 @@ class HybridParallelPlugin(Plugin):
             overlap_allgather=overlap_allgather,
             communication_dtype=communication_dtype,
             cpu_offload=cpu_offload,
+            gradient_accumulation_steps=gradient_accumulation_steps,
             pipeline=PipelineConfig(
                 style=pp_style,
                 num_microbatches=num_microbatches,
@@ -283,13 +288,22 @@ class HybridParallelPlugin(Plugin):
         """Compute gradients of a loss from `model(**batch)`, for pp_size=1.
 
         Raises:
-            RuntimeError: under a pipeline, where no rank has the whole graph.
+            RuntimeError: under a pipeline, where no rank has the whole graph; or `execute_pipeline` gave the loss, and
+                has computed its gradients.
+            ValueError: the loss has no graph, or the optimizer is not what `booster.boost` returned.
         """
         self._refuse_pipeline("booster.backward(loss, optimizer)")
         if not isinstance(optimizer, ShardedOptimizer):
             raise ValueError("booster.backward takes the optimizer that booster.boost returned")
         if not isinstance(loss, Tensor):
             raise ValueError(f"booster.backward takes a loss, a tensor, and got a {type(loss).__name__}")
+        if isinstance(loss, PipelineLoss):
+            loss.backward()  # raises, and says why
+        if not loss.requires_grad:
+            raise ValueError(
+                "booster.backward got a loss without a graph: compute it from the outputs of model(**batch), without "
+                "detach(), item() or torch.no_grad()"
+            )
         with naming_failures("backward"):
             optimizer.backward(loss)
 
@@ -309,7 +323,9 @@ class HybridParallelPlugin(Plugin):
         criterion: Criterion | None = None,
         optimizer: ShardedOptimizer | None = None,
         return_loss: bool = True,
-        return_outputs: bool = False,
+        return_outputs: Returned = False,
+        *,
+        average_loss: bool = True,
     ) -> dict[str, Any]:
         """Take the next batch and run it through the pipeline: forward, and backward where gradients are on.
 
@@ -323,12 +339,15 @@ class HybridParallelPlugin(Plugin):
                 takes `outputs.loss`, or `outputs["loss"]` of a dictionary.
             optimizer: what `boost` returned; needed where gradients are on.
             return_loss: return the loss, on every rank.
-            return_outputs: return the outputs of the whole batch, on the ranks of the last stage.
+            return_outputs: return the outputs of the whole batch, True on the ranks of the last stage, "all_ranks" on
+                those of the other stages too, which receive a copy.
+            average_loss: return the loss of all replicas, whose gradient is taken; False returns that of this
+                replica's batch.
 
         Returns:
-            "loss": the mean over the microbatches of this replica, or with (loss_sum, weight) the sum of
-            losses over the sum of weights of the global batch; None without `return_loss`. "outputs": None
-            where there are none.
+            "loss": the mean over replicas of the mean over microbatches, or with (loss_sum, weight) the sum of
+            losses over the sum of weights, equal on all ranks; None without `return_loss`. "outputs": None
+            without `return_outputs`, and with True on the ranks of all stages but the last.
 
         Raises:
             StopIteration: the iterator has ended on every rank.
@@ -338,13 +357,23 @@ class HybridParallelPlugin(Plugin):
         """
         boosted = self._boosted(model, optimizer, "execute_pipeline")
         boosted.engine.check_open()
-        with naming_failures("execute_pipeline"):
-            if torch.is_grad_enabled() and optimizer is None:
+        trains = torch.is_grad_enabled()
+        if trains and optimizer is None:
+            with naming_failures("execute_pipeline"):
                 raise ValueError(
                     "execute_pipeline needs the optimizer while gradients are on: give it, or evaluate under no_grad()"
                 )
+        if return_outputs not in (True, False, "all_ranks"):
+            raise ValueError(f"return_outputs={return_outputs!r} must be True, False or 'all_ranks'")
+        calls = optimizer.accumulation_call() if trains and optimizer is not None else nullcontext()
+        with naming_failures("execute_pipeline"), calls:
             return boosted.engine.run(
-                data_iter, criterion, optimizer, return_loss=return_loss, return_outputs=return_outputs
+                data_iter,
+                criterion,
+                optimizer,
+                return_loss=return_loss,
+                return_outputs=return_outputs,
+                average_loss=average_loss,
             )
 
     def _boosted(self, model: nn.Module, optimizer: Optimizer | None, call: str) -> HybridParallelModule:

@@ -22,6 +22,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         cpu_offload: keep masters and optimizer states on the CPU, and step there.
         overlap_communication, overlap_allgather, communication_dtype: see `HybridParallelPlugin`.
         num_microbatches, microbatch_size: how `execute_pipeline` cuts a batch; None takes it whole.
+        gradient_accumulation_steps: see `HybridParallelPlugin`.
 
     Raises:
         ValueError: what is asked for does not fit; all faults at once.
@@ -48,6 +49,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         cpu_offload: bool = False,
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
+        gradient_accumulation_steps: int = 1,
     ) -> None:
         with _own_names():
             super().__init__(
@@ -60,6 +62,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
                 cpu_offload=cpu_offload,
                 num_microbatches=num_microbatches,
                 microbatch_size=microbatch_size,
+                gradient_accumulation_steps=gradient_accumulation_steps,
                 initial_scale=initial_scale,
                 min_scale=min_scale,
                 growth_factor=growth_factor,

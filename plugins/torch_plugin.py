@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from ..checkpoint.trained import Trained
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
-from .base import Plugin
+from .base import Plugin, Returned
 from .scaled_optimizer import ScaledOptimizer
 from .torch_saved import trained_parameters
 
@@ -60,7 +60,9 @@ class TorchPlugin(Plugin):
         criterion: Callable | None = None,
         optimizer: Any = None,
         return_loss: bool = True,
-        return_outputs: bool = False,
+        return_outputs: Returned = False,
+        *,
+        average_loss: bool = True,
     ) -> dict[str, Any]:
         """Not offered by this plugin.
 

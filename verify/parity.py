@@ -254,7 +254,7 @@ def take_steps(
     Args:
         first_step: the number of the first of them, of the whole run.
     """
-    layout, booster, boosted, optimizer = run
+    _, booster, boosted, optimizer = run
     plugin, records = run.plugin, []
     for step, replicas in enumerate(batches, start=first_step):
         batch = replicas[plugin.mesh.rank("dp")]
@@ -269,11 +269,9 @@ def take_steps(
         norm = optimizer.get_grad_norm()
         assert norm is not None
         optimizer.zero_grad()
-        loss = output["loss"].clone()
-        dist.all_reduce(loss, group=plugin.mesh.group("dp"))
         records.append(
             StepRecord(
-                loss=loss.item() / layout.dp,
+                loss=_agreed(output["loss"].item(), plugin),
                 norm=_agreed(norm, plugin),
                 gradients=gradients,
                 weights=_whole(boosted, _weights(boosted, optimizer)),

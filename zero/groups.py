@@ -41,6 +41,18 @@ def managed_groups(
     return groups
 
 
+def optimizer_options(optimizer: Optimizer | None) -> dict[str, Any]:
+    """The class of an optimizer, and what its groups say but for the parameters, by name."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    options = {
+        f"{name} of group {index}": value
+        for index, group in enumerate(groups)
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+    }
+    return {"class": None if optimizer is None else type(optimizer).__qualname__, **options}
+
+
 def hold_pieces(optimizer: Optimizer, buckets: Sequence[Bucket]) -> None:
     """Give the optimizer this rank's pieces in the place of the parameters, in the same group dicts."""
     for index, group in enumerate(optimizer.param_groups):

@@ -7,8 +7,8 @@ step()                norm and verdict of all ranks, unscale and clip (true_grad
                       parameters gathered
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import isfinite
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..cluster.equal_settings import require_equal_settings, settings_hash
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
 from .bucket import Bucket
@@ -29,7 +30,7 @@ from .faults import (
     size_faults,
 )
 from .filling import fill_buckets
-from .groups import hold_pieces, managed_groups
+from .groups import hold_pieces, managed_groups, optimizer_options
 from .held import HeldBytes, held_bytes
 from .loan import Loans
 from .offload import choose_fused_kernels, wait_for_copies
@@ -42,6 +43,11 @@ from .state import load_local_state, local_state
 from .sums import require_one_layout
 from .true_gradients import TrueGradients
 from .wrapper import OptimizerWrapper
+
+_RULE = (
+    "must be equal at every step (call scheduler.step on all ranks alike, with a loss that is equal on all, as that of "
+    "execute_pipeline is)"
+)
 
 
 class ShardedOptimizer(OptimizerWrapper):
@@ -75,6 +81,8 @@ class ShardedOptimizer(OptimizerWrapper):
         communication_dtype: the format in which gradients are averaged over the data axis.
         cpu_offload: keep masters, their gradients for the step, and states on the CPU, and step there. An optimizer of
             torch that has a fused CPU kernel steps by it, unless it was built with `fused` or `foreach` given.
+        accumulation_steps: calls of `backward`, or blocks of `accumulation_call`, whose mean each step takes; with 1 it
+            takes the sum of any number.
 
     Attributes:
         inner: the user's optimizer.
@@ -83,6 +91,7 @@ class ShardedOptimizer(OptimizerWrapper):
             `backward`.
         publisher: brings updated parameters to all ranks; can let them arrive during the next forward.
         skipped_steps: how many steps were skipped since their gradients were not finite on some rank.
+        accumulation_steps: as given.
     """
 
     def __init__(
@@ -102,6 +111,7 @@ class ShardedOptimizer(OptimizerWrapper):
         overlap_communication: bool = True,
         communication_dtype: torch.dtype = torch.float32,
         cpu_offload: bool = False,
+        accumulation_steps: int = 1,
     ) -> None:
         faults = sharding_faults(stage=stage, max_norm=max_norm, norm_type=norm_type, bucket_size=bucket_size)
         faults += size_faults(zero_size, weight_size, num_ranks=mesh.size(data_axis))
@@ -110,6 +120,8 @@ class ShardedOptimizer(OptimizerWrapper):
         require_elementwise(optimizer)
         self.last_norm: float | None = None
         self.skipped_steps = 0
+        self.accumulation_steps = accumulation_steps
+        self._num_calls = 0  # since the last step, where there are to be several
         self._mesh = mesh
         self._max_norm = max_norm
         self._scaler = DynamicScaler(precision) if precision.precision == "fp16" else None
@@ -164,22 +176,56 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss to call backward on."""
-        return loss if self._scaler is None else loss * self._scaler.scale
+        factor = self.loss_scale / self.accumulation_steps
+        return loss if factor == 1 else loss * factor
+
+    @contextmanager
+    def accumulation_call(self) -> Iterator[None]:
+        """Make what runs inside one of the `accumulation_steps` calls before a step.
+
+        Below stage 2 gradients are reduced in the last of them alone.
+
+        Raises:
+            RuntimeError: they have all been made.
+        """
+        if self.accumulation_steps == 1:
+            yield
+            return
+        if self._num_calls == self.accumulation_steps:
+            raise RuntimeError(
+                f"this is call {self._num_calls + 1} since the last optimizer.step(), and gradient_accumulation_steps="
+                f"{self.accumulation_steps}: call optimizer.step() and optimizer.zero_grad() after every "
+                f"{self.accumulation_steps} calls, or drop their gradients by optimizer.zero_grad()"
+            )
+        is_last = self._num_calls + 1 == self.accumulation_steps
+        with nullcontext() if is_last or self.reducer.passes else self.no_sync():
+            yield
+        self._num_calls += 1
+
+    def _require_all_calls(self) -> None:
+        if 0 < self._num_calls < self.accumulation_steps:
+            raise RuntimeError(
+                f"optimizer.step() after {self._num_calls} of gradient_accumulation_steps={self.accumulation_steps} "
+                f"calls: step after every {self.accumulation_steps} calls of execute_pipeline or booster.backward; "
+                "where the data ends before, go on with the next epoch's, or drop the gradients by "
+                "optimizer.zero_grad()"
+            )
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Scale the loss and accumulate its gradients, which are averaged over the data axis meanwhile.
 
         Collective over the data axis, but inside `no_sync` and (below stage 2) without `overlap_communication`. A
-        further one before the step is averaged on its own, and added.
+        further one before the step is averaged on its own, and added; see also `accumulation_call`.
         """
-        is_collective = self.reducer.may_launch
-        if is_collective:
-            self.reducer.begin_to_meet("backward()")
-        self.settle()
-        with self.reducer.last_backward():
-            self.scale_loss(loss).backward(retain_graph=retain_graph)
-        if is_collective and not self.reducer.passes:
-            self._reduce()
+        with self.accumulation_call():
+            is_collective = self.reducer.may_launch
+            if is_collective:
+                self.reducer.begin_to_meet("backward()")
+            self.settle()
+            with self.reducer.last_backward():
+                self.scale_loss(loss).backward(retain_graph=retain_graph)
+            if is_collective and not self.reducer.passes:
+                self._reduce()
 
     def get_grad_norm(self) -> float | None:
         """`last_norm`, under ColossalAI's name."""
@@ -192,6 +238,7 @@ class ShardedOptimizer(OptimizerWrapper):
             self.publisher.wait()  # a gradient of zeros is of a parameter's shape
         self._gradients.renew()
         self.gradient_factor = None
+        self._num_calls = 0
         self.reducer.forget(to_zeros=not set_to_none)
 
     @torch.no_grad()
@@ -279,21 +326,27 @@ class ShardedOptimizer(OptimizerWrapper):
             What the closure returned.
 
         Raises:
-            RuntimeError: parameters were moved or retyped since boost, gradients were written to since backward, or
-                the loss scale cannot fall further.
+            RuntimeError: parameters were moved or retyped since boost, gradients were written to since backward, the
+                loss scale cannot fall further, or fewer than `accumulation_steps` calls were made.
+            ValueError: options of the groups, as learning rates, differ between ranks; nothing was updated.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._require_all_calls()
         self.publisher.wait()
         require_untouched(self.reducer.slots, self._frozen)
         self.reducer.meet("step()")
         self.publisher.finish()
         self._reduce()
-        norm = self._gradients.measure()
+        options = optimizer_options(self.inner)
+        norm = self._gradients.measure(code=settings_hash(options))
+        if not self._gradients.is_agreed:
+            require_equal_settings(options, of="the optimizer", rule=_RULE)
         self.last_norm = self._gradients.norm
         self._gradients.finish()
+        self._num_calls = 0
         overflow = not isfinite(norm)
         if overflow:
             self.skipped_steps += 1

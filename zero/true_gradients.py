@@ -31,6 +31,7 @@ class TrueGradients:
         factor: what they must be multiplied with besides, None for nothing; taken in when they are measured.
         norm: the norm of the true gradients before anything clipped them; None until it is measured.
         present: for each of the reducer's slots whether any rank has a gradient, as of the last measuring.
+        is_agreed: whether all ranks gave the same code, as of the last measuring.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class TrueGradients:
         self.factor: float | Tensor | None = None
         self.norm: float | None = None
         self.present: list[bool] = []
+        self.is_agreed = True
         self._buckets = buckets
         self._reducer = reducer
         self._scaler = scaler
@@ -76,25 +78,28 @@ class TrueGradients:
         self.factor = None
         self.norm = None
 
-    def measure(self, norm_type: float | None = None) -> float:
+    def measure(self, norm_type: float | None = None, *, code: int = 0) -> float:
         """The norm of the true gradients as they now are; infinite or NaN where any of any rank is.
 
         One all-reduce over the world, and one wait of the host for the device.
 
         Args:
             norm_type: the p of the norm; None is the one of `norm`.
+            code: see `is_agreed`; below 2**32.
         """
-        norm = norm_over_all_ranks(
+        norm, is_agreed = norm_over_all_ranks(
             [run for bucket in self._buckets for run in bucket.counted],
             [run for bucket in self._buckets for run in bucket.watched],
             norm_type=self._norm_type if norm_type is None else norm_type,
             device=self._device,
+            code=code,
         )
         factor = torch.as_tensor(
             1.0 if self.factor is None else self.factor, dtype=torch.float64, device=self._device
         )
-        figures = torch.cat([norm.view(1), factor.view(1), self._reducer.present.double()])
-        measured, factor_, *present = figures.tolist()
+        figures = torch.cat([torch.stack([norm, factor, is_agreed.double()]), self._reducer.present.double()])
+        measured, factor_, agreed, *present = figures.tolist()
+        self.is_agreed = agreed > 0
         self._to_true = factor_ * (1 / self.loss_scale if self._to_true is None else self._to_true)
         self.factor = 1.0  # and not None: the gradients of another batch know that one was taken in
         self.present = [flag > 0 for flag in present]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from echelon.cluster import process_memory, small_numbers
 from echelon.cluster.mesh import ParallelMesh
-from echelon.cluster.small_numbers import all_reduce_, begin_gathering, broadcast_
+from echelon.cluster.small_numbers import all_reduce_, begin_gathering
 from echelon.cluster.traffic import Traffic
 
 from ..pool import Pool
@@ -87,23 +87,9 @@ def check_not_finite(is_near: bool) -> None:
 
 
 @WAYS
-@pytest.mark.parametrize("root", [0, 2])
-def test_one_rank_tells_all(pool: Pool, root: int, is_near: bool) -> None:
-    pool.run(3, check_broadcast, root, is_near)
-
-
-def check_broadcast(root: int, is_near: bool) -> None:
-    group = new_group(is_near)
-    for round_ in range(3):  # the root need not wait
-        x = torch.tensor([dist.get_rank(), round_, 1 / 3])
-        assert broadcast_(x, root, group) is x
-        assert x.equal(torch.tensor([root, round_, 1 / 3]))
-
-
-@WAYS
 def test_they_are_counted_as_what_they_are(pool: Pool, is_near: bool) -> None:
     counts = pool.run(2, count_traffic, is_near)[0]
-    assert counts == {"small all_gather": (1, 32), "small all_reduce": (1, 12), "small broadcast": (1, 4)}
+    assert counts == {"small all_gather": (1, 32), "small all_reduce": (1, 12)}
 
 
 def count_traffic(is_near: bool) -> dict[str, tuple[int, int]]:
@@ -111,5 +97,4 @@ def count_traffic(is_near: bool) -> dict[str, tuple[int, int]]:
     with Traffic(ParallelMesh()) as traffic:
         begin_gathering((1, 2), group)()
         all_reduce_(torch.ones(3), dist.ReduceOp.SUM, group)
-        broadcast_(torch.ones(1), 0, group)
     return {kind: (count.calls, count.nbytes) for (_, kind), count in traffic.counts.items()}

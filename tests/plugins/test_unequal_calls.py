@@ -47,7 +47,7 @@ def test_gradients_that_are_on_for_some_ranks_alone_are_refused_on_all(
 ) -> None:
     for error in pool.run_failing(2, train_on_the_first, sizes):
         assert isinstance(error, ValueError)
-        assert "gradients are on on rank(s) [0] and off on the others" in str(error)
+        assert "called to train on rank(s) [0] and under torch.no_grad() on the others" in str(error)
 
 
 def train_on_the_first(sizes: dict[str, Any]) -> None:

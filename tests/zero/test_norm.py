@@ -33,10 +33,10 @@ def test_norm_of_many_entries_is_exact(pool: Pool) -> None:
 def check_norm_of_many_entries() -> None:
     x = torch.randn(2**22 + 5)
     for norm_type in (1.0, 2.0, 3.0, math.inf):
-        norm = norm_over_all_ranks([x, x[:3]], [x], norm_type=norm_type, device=CPU)
+        norm, _ = norm_over_all_ranks([x, x[:3]], [x], norm_type=norm_type, device=CPU)
         entries = torch.cat([x, x[:3]]).double()
         assert norm.item() == pytest.approx(torch.linalg.vector_norm(entries, norm_type).item(), rel=1e-6)
-    nothing = norm_over_all_ranks([], [], norm_type=2.0, device=CPU)
+    nothing, _ = norm_over_all_ranks([], [], norm_type=2.0, device=CPU)
     assert nothing.item() == 0
 
 
@@ -51,8 +51,8 @@ def check_not_finite(norm_type: float) -> None:
         bad = torch.tensor([1.0, value])
         for bad_rank in (0, 1):
             mine = bad if dist.get_rank() == bad_rank else fine
-            counted = norm_over_all_ranks([mine], [], norm_type=norm_type, device=CPU)
-            watched = norm_over_all_ranks([fine], [mine], norm_type=norm_type, device=CPU)
+            counted, _ = norm_over_all_ranks([mine], [], norm_type=norm_type, device=CPU)
+            watched, _ = norm_over_all_ranks([fine], [mine], norm_type=norm_type, device=CPU)
             assert not counted.isfinite() and not watched.isfinite()
 
 

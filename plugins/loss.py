@@ -1,0 +1,118 @@
+"""The loss of a batch, over the microbatches and replicas that have a part of it."""
+
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..cluster.mesh import ParallelMesh
+from ..cluster.small_numbers import all_reduce_
+from ..pipeline.runner import RunResult
+
+
+class PipelineLoss(Tensor):
+    """The loss that `execute_pipeline` returns in training: a tensor without a graph, whose `backward` says so.
+
+    Whatever is computed of it, and what is saved of it, is a plain tensor.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Not to be called.
+
+        Raises:
+            RuntimeError: always; says what to call.
+        """
+        raise RuntimeError(
+            "loss.backward() after execute_pipeline, which has computed the gradients already: leave it out, and call "
+            "optimizer.step() next"
+        )
+
+    def _plain(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return deepcopy(self._plain(), memo)
+
+    def __format__(self, spec: str) -> str:
+        return format(self._plain(), spec)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self._plain())
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLoss:
+    """The loss of a global batch, equal on all ranks.
+
+    Args:
+        figures_R3: loss, weight, and 1 where there are weights, of each replica; or the sum of them in one row.
+        num_replicas: over how many replicas.
+        is_weighted: whether the criterion returned (loss_sum, weight).
+    """
+
+    figures_R3: Tensor
+    num_replicas: int
+    is_weighted: bool
+
+    @property
+    def weight(self) -> Tensor:
+        """The sum of all weights, 0-d."""
+        return self.figures_R3[:, 1].sum()
+
+    @property
+    def mean(self) -> Tensor:
+        """The loss whose gradient is taken: the mean over replicas, or the sum of losses over that of weights."""
+        return self.figures_R3[:, 0].sum() / (self.weight if self.is_weighted else self.num_replicas)
+
+    def of_replica(self, replica: int) -> Tensor:
+        """The loss of one replica alone, where there is a row for each."""
+        loss, weight, _ = self.figures_R3[replica]
+        return loss / weight if self.is_weighted else loss.clone()
+
+
+def reduced_loss(
+    result: RunResult | None, mesh: ParallelMesh, *, num_microbatches: int, by_replica: bool
+) -> BatchLoss:
+    """The loss of all replicas, on every rank. One all-reduce over the world, where there are stages or replicas.
+
+    Args:
+        result: of a rank of the last stage; None on the others.
+        mesh: the ranks.
+        num_microbatches: of this replica, whose mean is its loss where there are no weights.
+        by_replica: keep the replicas apart.
+
+    Raises:
+        ValueError: criterions of some replicas alone return weights; on every rank.
+    """
+    num_replicas = mesh.size("dp")
+    is_reduced = mesh.size("pp", "dp") > 1
+    # float32 whatever torch's default is.
+    figures_R3 = torch.zeros(num_replicas if by_replica else 1, 3, dtype=torch.float32, device=mesh.device)
+    is_counted = (
+        mesh.rank("tp") == mesh.rank("sp") == 0 or not is_reduced
+    )  # the replica's other ranks have the same
+    if result is not None and is_counted:
+        own = figures_R3[mesh.rank("dp") if by_replica else 0]
+        own[0] = torch.stack([loss.float() for loss in result.losses]).sum()
+        if result.weights is None:
+            own[0] /= num_microbatches
+        else:
+            own[1] = torch.stack([weight.float() for weight in result.weights]).sum()
+            own[2] = 1
+    if is_reduced:
+        all_reduce_(figures_R3, dist.ReduceOp.SUM)
+    num_weighted = int(figures_R3[:, 2].sum())
+    if num_weighted not in (0, num_replicas):
+        raise ValueError(
+            f"the criterion returned (loss_sum, weight) on {num_weighted} of {num_replicas} data-parallel "
+            "ranks and a plain loss on the others: return the same kind for every batch"
+        )
+    return BatchLoss(figures_R3=figures_R3, num_replicas=num_replicas, is_weighted=num_weighted > 0)

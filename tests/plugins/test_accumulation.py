@@ -1,0 +1,192 @@
+"""`gradient_accumulation_steps`: a step takes the mean of so many calls, as one process that averages."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin
+from echelon.verify.batch import loss_of, make_batch
+from echelon.verify.parity import make_optimizer
+
+from ..pool import Pool
+from .training import BERT, LLAMA, boosted, hybrid, refused, share
+
+CALLS = 3  # before each step
+STEPS = 2
+LAYOUTS: list[dict[str, Any]] = [
+    {"zero_stage": 0},
+    {"zero_stage": 1, "overlap_communication": False},
+    {"zero_stage": 2},
+    {"pp_size": 2},
+    {"pp_size": 2, "pp_style": "zbh1", "precision": "fp16"},
+]
+
+
+def batch_of(step: int, call: int) -> dict[str, Tensor]:
+    return make_batch(BERT, num_samples=8, seed=10 * step + call)
+
+
+def averaged_by_one_process() -> list[float]:
+    """The mean losses and the norms of steps that take the mean of several batches."""
+    model = BERT.build()
+    optimizer = make_optimizer(model)
+    figures = []
+    for step in range(STEPS):
+        losses = [model(**batch_of(step, call)).loss for call in range(CALLS)]
+        torch.stack(losses).mean().backward()
+        norm = torch.linalg.vector_norm(torch.stack([each.grad.norm() for each in model.parameters()]))
+        figures += [*(loss.item() for loss in losses), norm.item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return figures
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_several_calls_are_averaged_as_by_one_process(pool: Pool, sizes: dict[str, Any]) -> None:
+    tolerance = 2e-2 if sizes.get("precision") == "fp16" else 1e-5
+    for found in pool.run(2, accumulate_calls, sizes):
+        assert found == pytest.approx(averaged_by_one_process(), rel=tolerance)
+
+
+def accumulate_calls(sizes: dict[str, Any]) -> list[float]:
+    booster = hybrid(gradient_accumulation_steps=CALLS, **sizes)
+    model, optimizer = boosted(booster)
+    rank, size = booster.plugin.data_rank
+    figures = []
+    for step in range(STEPS):
+        for call in range(CALLS):
+            batch = {name: tensor.chunk(size)[rank] for name, tensor in batch_of(step, call).items()}
+            figures.append(booster.execute_pipeline(iter([batch]), model, None, optimizer)["loss"].item())
+            with torch.no_grad():  # counts for nothing
+                booster.execute_pipeline(iter([batch]), model)
+        optimizer.step()
+        optimizer.zero_grad()
+        figures.append(optimizer.last_norm)
+    return figures
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_several_backwards_are_averaged_as_by_one_process(pool: Pool, stage: int) -> None:
+    for found in pool.run(2, accumulate_backwards, stage):
+        assert found == pytest.approx(averaged_by_one_process()[CALLS :: CALLS + 1], rel=1e-5)
+
+
+def accumulate_backwards(stage: int) -> list[float]:
+    """The norms of the same steps, by a plain loop."""
+    plugin = LowLevelZeroPlugin(stage=stage, precision="fp32", gradient_accumulation_steps=CALLS)
+    booster = Booster(plugin=plugin)
+    model, optimizer = boosted(booster)
+    rank, size = plugin.data_rank
+    figures = []
+    for step in range(STEPS):
+        for call in range(CALLS):
+            batch = {name: tensor.chunk(size)[rank] for name, tensor in batch_of(step, call).items()}
+            booster.backward(model(**batch).loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        figures.append(optimizer.last_norm)
+    return figures
+
+
+def test_weighted_calls_are_one_batch(pool: Pool) -> None:
+    """The loss is that of all tokens, as of one larger batch."""
+    expected = pool.run(1, weigh, 1)[0]
+    for found in pool.run(2, weigh, 2):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def weigh(calls: int) -> list[float]:
+    booster = hybrid(gradient_accumulation_steps=calls, max_norm=0.5)
+    model, optimizer = boosted(booster, LLAMA)
+
+    def criterion(outputs: Any, inputs: Any) -> tuple[Tensor, Tensor]:
+        weight = (inputs["labels"][:, 1:] != -100).sum()
+        return outputs.loss * weight, weight
+
+    rank, size = booster.plugin.data_rank
+    figures = []
+    for step in range(STEPS):
+        whole = make_batch(LLAMA, num_samples=8, seed=step)
+        for part in range(calls):
+            batch = {name: tensor.chunk(calls)[part].chunk(size)[rank] for name, tensor in whole.items()}
+            booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
+            with torch.no_grad():  # of another size
+                booster.execute_pipeline(iter([make_batch(LLAMA, num_samples=5, seed=9)]), model, criterion)
+        optimizer.step()
+        optimizer.zero_grad()
+        figures.append(optimizer.last_norm)
+    return figures
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_replicas_are_averaged_in_the_last_call_alone(pool: Pool, stage: int) -> None:
+    for averages in pool.run(2, averages_by_call, stage):
+        assert averages[:-1] == [0] * (CALLS - 1) and averages[-1] > 0
+
+
+def averages_by_call(stage: int) -> list[int]:
+    booster = hybrid(zero_stage=stage, gradient_accumulation_steps=CALLS)
+    model, optimizer = boosted(booster)
+    found = []
+    for call in range(CALLS):
+        with booster.plugin.ledger() as ledger:
+            booster.execute_pipeline(share(booster, BERT, call), model, loss_of, optimizer)
+        found.append(
+            sum(
+                count.calls
+                for (_, kind), count in ledger.traffic.items()
+                if "reduce" in kind and "small" not in kind
+            )
+        )
+    return found
+
+
+def test_a_step_after_another_number_of_calls_is_refused(pool: Pool) -> None:
+    for early, late, norm, other in pool.run(2, count_wrongly):
+        assert "optimizer.step() after 1 of gradient_accumulation_steps=2 calls" in early
+        assert "optimizer.zero_grad()" in early
+        assert "call 3 since the last optimizer.step(), and gradient_accumulation_steps=2" in late
+        assert norm == pytest.approx(other)
+
+
+def count_wrongly() -> tuple[str, str, float, float]:
+    """Both errors, and the norms of the steps after them."""
+    booster = hybrid(gradient_accumulation_steps=2)
+    model, optimizer = boosted(booster)
+
+    def call(number: int) -> None:
+        booster.execute_pipeline(share(booster, BERT, number), model, loss_of, optimizer)
+
+    call(5)
+    early = refused(optimizer.step)
+    optimizer.zero_grad()  # drops what was begun
+    norms = []
+    call(0)
+    call(1)
+    late = refused(lambda: call(2))
+    optimizer.step()
+    norms.append(optimizer.last_norm)
+    optimizer.zero_grad()
+    other, second = boosted(booster)
+    for number in range(2):
+        booster.execute_pipeline(share(booster, BERT, number), other, loss_of, second)
+    second.step()
+    return early, late, norms[0], second.last_norm
+
+
+def test_a_number_of_calls_that_is_none_is_refused(pool: Pool) -> None:
+    assert pool.run(1, refuse_numbers) == [
+        [
+            "gradient_accumulation_steps='2' must be a whole number",
+            "gradient_accumulation_steps=0 must be at least 1",
+        ]
+    ]
+
+
+def refuse_numbers() -> list[str]:
+    return [
+        refused(lambda number=number: HybridParallelPlugin(gradient_accumulation_steps=number))
+        for number in ("2", 0)
+    ]

@@ -1,0 +1,179 @@
+"""Learning rates stay equal on all ranks: the loss that schedulers are given, and options that differ at a step."""
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from echelon.verify.batch import loss_of, make_batch
+
+from ..pool import Pool
+from .training import BERT, LLAMA, boosted, hybrid, refused, share
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_scheduler_of_the_returned_loss_acts_alike_on_all_replicas(pool: Pool, stage: int) -> None:
+    first, second = pool.run(2, reduce_on_plateau, stage)
+    assert first == second
+    assert first["lr"] < 1e-3  # it acted
+
+
+def reduce_on_plateau(stage: int) -> dict[str, float]:
+    """Losses fall on the first replica, rise on the second, and have one mean: a plateau."""
+    booster = hybrid(zero_stage=stage, num_microbatches=None)
+    model, optimizer = boosted(booster)
+    scheduler = ReduceLROnPlateau(optimizer, factor=0.1, patience=1, min_lr=1e-7)
+    sign = 1 if dist.get_rank() else -1
+    for step in range(6):
+
+        def criterion(outputs: Any, inputs: Any, step: int = step) -> Tensor:
+            return outputs.loss * 1e-3 + 5 + sign * step
+
+        loss = booster.execute_pipeline(share(booster, BERT, step), model, criterion, optimizer)["loss"]
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step(loss)
+    weights = sum(float(weight.double().sum()) for weight in optimizer.masters().values())
+    return {"lr": optimizer.param_groups[0]["lr"], "weights": weights, "loss": float(loss)}
+
+
+@pytest.mark.parametrize("sizes", [{}, {"pp_size": 2, "pp_style": "zbv"}])
+def test_the_loss_is_the_one_whose_gradient_is_taken(pool: Pool, sizes: dict[str, Any]) -> None:
+    """Replicas with batches of different sizes, and different numbers of microbatches."""
+    model = BERT.build()
+    own = [model(**batch_of(replica)).loss for replica in range(2)]
+    loss = torch.stack(own).mean()
+    loss.backward()
+    norm = torch.linalg.vector_norm(
+        torch.stack([each.grad.norm() for each in model.parameters() if each.grad is not None])
+    )
+    for mean, replica_loss, found_norm, replica in pool.run(2 if not sizes else 4, losses_of, sizes):
+        assert mean == pytest.approx(loss.item(), rel=1e-5)
+        assert replica_loss == pytest.approx(own[replica].item(), rel=1e-5)
+        assert found_norm == pytest.approx(float(norm), rel=1e-4)
+
+
+def batch_of(replica: int) -> dict[str, Tensor]:
+    return make_batch(BERT, num_samples=4 + 2 * replica, seed=replica)
+
+
+def losses_of(sizes: dict[str, Any]) -> tuple[float, float, float | None, int]:
+    """The mean over replicas, the replica's own loss, the norm of the gradients, and the replica."""
+    booster = hybrid(**{"num_microbatches": None, "microbatch_size": 2, **sizes})
+    model, optimizer = boosted(booster)
+    replica, _ = booster.plugin.data_rank
+    trained = booster.execute_pipeline(iter([batch_of(replica)]), model, loss_of, optimizer)["loss"]
+    with torch.no_grad():
+        evaluated, own = (
+            booster.execute_pipeline(iter([batch_of(replica)]), model, loss_of, average_loss=average)["loss"]
+            for average in (True, False)
+        )
+    assert float(evaluated) == pytest.approx(float(trained), rel=1e-6)
+    optimizer.step()
+    return float(trained), float(own), optimizer.last_norm, replica
+
+
+@pytest.mark.parametrize("average_loss", [True, False])
+def test_ranks_may_ask_for_different_losses(pool: Pool, average_loss: bool) -> None:
+    first, second = pool.run(2, ask_for_different_losses, average_loss)
+    assert first[0] == second[0] == pytest.approx((first[1] + second[1]) / 2, rel=1e-6)
+    assert first[1] != second[1]
+    assert first[2] == first[0] and second[2] == second[1]
+
+
+def ask_for_different_losses(weighted: bool) -> tuple[float, float, float]:
+    """The mean, the replica's own, and what the first rank alone has averaged."""
+    booster = hybrid()
+    model, _ = boosted(booster)
+
+    def criterion(outputs: Any, inputs: Any) -> Any:
+        return (outputs.loss * 7, 7) if weighted else outputs.loss
+
+    with torch.no_grad():
+        mean, own, mixed = (
+            booster.execute_pipeline(share(booster, BERT, 0), model, criterion, average_loss=average)["loss"]
+            for average in (True, False, dist.get_rank() == 0)
+        )
+    return float(mean), float(own), float(mixed)
+
+
+def test_the_loss_takes_one_message(pool: Pool) -> None:
+    for counts in pool.run(4, messages_of_a_loss):
+        assert counts == {("world", "small all_gather"): 1, ("world", "small all_reduce"): 1}
+
+
+def messages_of_a_loss() -> dict[tuple[str, str], int]:
+    booster = hybrid(pp_size=2)
+    model, _ = boosted(booster)
+    with torch.no_grad():
+        booster.execute_pipeline(share(booster, BERT, 0), model, loss_of)
+        with booster.plugin.ledger() as ledger:
+            booster.execute_pipeline(share(booster, BERT, 0), model, loss_of)
+    return {
+        key: count.calls for key, count in ledger.traffic.items() if " all_" in key[1] or "broad" in key[1]
+    }
+
+
+# By option: the values of both ranks, and how they are named.
+DIFFERENT: dict[str, tuple[Any, Any, str]] = {
+    "lr": (1e-3, 1e-4, "0.001 on rank(s) [0] and 0.0001 on rank(s) [1]"),
+    "betas": ((0.9, 0.999), (0.8, 0.999), "[0.9, 0.999] on rank(s) [0] and [0.8, 0.999] on rank(s) [1]"),
+    "weight_decay": (torch.tensor(0.5), torch.tensor(0.25), "0.5 on rank(s) [0] and 0.25 on rank(s) [1]"),
+    "eps": (numpy.float32(0.5), 0.25, "0.5 on rank(s) [0] and 0.25 on rank(s) [1]"),
+}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"zero_stage": 0}, {"zero_stage": 1}, {"zero_stage": 2}, {"tp_size": 2}, {"pp_size": 2}],
+    ids=str,
+)
+def test_an_option_that_differs_between_ranks_is_noticed_at_the_step(
+    pool: Pool, sizes: dict[str, Any]
+) -> None:
+    for found in pool.run(2, differ_at_a_step, sizes):
+        for (name, (_, _, values)), (message, is_unchanged) in zip(DIFFERENT.items(), found, strict=True):
+            assert message.startswith("the settings of the optimizer differ between ranks")
+            assert f"{name} of group 1 is {values}" in message
+            assert is_unchanged
+
+
+def differ_at_a_step(sizes: dict[str, Any]) -> list[tuple[str, bool]]:
+    """For each option the error, and whether the parameters are as before; once all are equal it goes on."""
+    booster = hybrid(**sizes)
+    model, optimizer = boosted(booster, LLAMA)
+    group = optimizer.param_groups[1]
+    found = []
+    for name, values in DIFFERENT.items():
+        booster.execute_pipeline(share(booster, LLAMA, 0), model, loss_of, optimizer)
+        before = {name: weight.clone() for name, weight in model.tensors().items()}
+        usual, group[name] = group[name], values[dist.get_rank()]
+        message = refused(optimizer.step)
+        found.append(
+            (message, all(torch.equal(weight, before[key]) for key, weight in model.tensors().items()))
+        )
+        group[name] = usual
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def test_options_are_compared_without_a_message_of_their_own(pool: Pool) -> None:
+    for counts in pool.run(2, messages_of_a_step):
+        assert counts == {("dp", "small all_gather"): 1, ("dp", "small all_reduce"): 1}
+
+
+def messages_of_a_step() -> dict[tuple[str, str], int]:
+    booster = hybrid()
+    model, optimizer = boosted(booster)
+    for _ in range(2):
+        booster.execute_pipeline(share(booster, BERT, 0), model, loss_of, optimizer)
+        optimizer.reduce_gradients()
+        with booster.plugin.ledger() as ledger:
+            optimizer.step()
+        optimizer.zero_grad()
+    return {key: count.calls for key, count in ledger.traffic.items()}

@@ -1,0 +1,131 @@
+"""The loss and the outputs that `execute_pipeline` returns, as scripts use and misuse them."""
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from echelon.verify.batch import loss_of
+
+from ..pool import Pool
+from .training import BERT, LLAMA, boosted, hybrid, share
+
+RETURNED = "loss.backward() after execute_pipeline, which has computed the gradients already: leave it out"
+
+
+def test_a_backward_of_the_returned_loss_says_that_it_was_done(pool: Pool) -> None:
+    ((returned, by_booster, detached, norm),) = pool.run(1, go_back_again)
+    assert returned == by_booster
+    assert returned.startswith(f"RuntimeError: {RETURNED}")
+    assert detached.startswith("ValueError: booster.backward got a loss without a graph")
+    assert norm > 0
+
+
+def go_back_again() -> tuple[str, str, str, float]:
+    booster = hybrid(precision="fp16", initial_scale=2.0)
+    model, optimizer = boosted(booster)
+    loss = booster.execute_pipeline(share(booster, BERT, 0), model, loss_of, optimizer)["loss"]
+    found = [
+        raised(loss.backward),
+        raised(booster.backward, loss, optimizer),
+        raised(booster.backward, loss * 2, optimizer),  # a plain tensor
+    ]
+    optimizer.step()
+    return found[0], found[1], found[2], optimizer.last_norm
+
+
+def raised(call: Any, *args: Any) -> str:
+    try:
+        call(*args)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_the_returned_loss_is_used_as_any_tensor(pool: Pool) -> None:
+    pool.run(1, use_a_loss)
+
+
+def use_a_loss() -> None:
+    booster = hybrid()
+    model, optimizer = boosted(booster)
+    loss = booster.execute_pipeline(share(booster, BERT, 0), model, loss_of, optimizer)["loss"]
+    number = loss.item()
+    assert isinstance(loss, torch.Tensor) and not loss.requires_grad and loss.shape == ()
+    assert f"{loss:.4f}" == f"{number:.4f}" and float(loss) == loss.tolist() == number
+    assert repr(loss) == str(loss) == repr(torch.tensor(number))
+    assert loss.numpy() == number and loss.double().numpy() == number
+    plain = (
+        loss + 1,
+        2 * loss,
+        loss.clone(),
+        loss.detach(),
+        loss.cpu() * 1,
+        torch.stack([loss, loss]),
+        loss.float() / 2,
+    )
+    assert {type(each) for each in plain} == {torch.Tensor}
+    total = torch.zeros(())
+    total += loss
+    assert total == loss and loss < number + 1 and bool(loss)
+    buffer = io.BytesIO()
+    torch.save({"loss": loss}, buffer)
+    buffer.seek(0)
+    copies = [
+        torch.load(buffer)["loss"],
+        pickle.loads(pickle.dumps(loss)),
+        copy.deepcopy(loss),
+        copy.copy(loss),
+    ]
+    assert [(type(each), each.item()) for each in copies] == [(torch.Tensor, number)] * 4
+    torch.testing.assert_close(loss, torch.tensor(number))
+    assert max([loss, loss]) is loss and len({loss}) == 1
+
+
+@pytest.mark.parametrize("sizes", [{"pp_size": 2, "tp_size": 2}, {"pp_size": 2, "pp_style": "zbv"}], ids=str)
+def test_outputs_are_on_the_last_stage_and_on_all_ranks_if_asked(pool: Pool, sizes: dict[str, Any]) -> None:
+    found = pool.run(4, evaluate_for_outputs, sizes)
+    for is_last, on_last, everywhere, mixed, expected in found:
+        assert (on_last is not None) == is_last
+        for logits in (on_last, mixed) if is_last else ():
+            torch.testing.assert_close(logits, expected)
+        torch.testing.assert_close(everywhere, expected)
+    # The first rank alone asks for them.
+    assert [mixed is not None for _, _, _, mixed, _ in found] == [
+        is_last or rank == 0 for rank, (is_last, *_) in enumerate(found)
+    ]
+
+
+def evaluate_for_outputs(sizes: dict[str, Any]) -> tuple[bool, Any, Any, Any, Any]:
+    """This rank's logits by what it asks for, and those of the model alone."""
+    booster = hybrid(precision="fp32", **sizes)
+    model, _ = boosted(booster, LLAMA)
+    model.eval()
+    asked = (True, "all_ranks", "all_ranks" if dist.get_rank() == 0 else True)
+    with torch.no_grad():
+        found = [
+            booster.execute_pipeline(share(booster, LLAMA, 0), model, loss_of, return_outputs=each)["outputs"]
+            for each in asked
+        ]
+        expected = LLAMA.build().eval()(**next(share(booster, LLAMA, 0))).logits
+    logits = [None if outputs is None else outputs.logits for outputs in found]
+    return booster.plugin.stage_manager.is_last_stage(), *logits, expected
+
+
+def test_outputs_on_other_ranks_are_refused(pool: Pool) -> None:
+    for message in pool.run(2, ask_for_outputs_elsewhere):
+        assert message == "ValueError: return_outputs='everywhere' must be True, False or 'all_ranks'"
+
+
+def ask_for_outputs_elsewhere() -> str:
+    booster = hybrid(pp_size=2)
+    model, optimizer = boosted(booster)
+    return raised(
+        lambda: booster.execute_pipeline(
+            share(booster, BERT, 0), model, loss_of, optimizer, return_outputs="everywhere"
+        )
+    )
