@@ -29,14 +29,17 @@ class Booster:
 
     Args:
         plugin: how to train; None is `TorchDDPPlugin()`.
-        mixed_precision: "fp16" or "bf16", for TorchDDPPlugin; the others take their own `precision`.
+        mixed_precision: "fp32", "bf16" or "fp16", for TorchDDPPlugin; the others take their own `precision`. None is
+            the same under all: fp32 on a CPU, bf16 on a GPU that computes in it, else fp16.
 
     Raises:
         ValueError: `mixed_precision` is unknown, or given beside a plugin with a precision of its own.
     """
 
     def __init__(
-        self, plugin: Plugin | None = None, mixed_precision: Literal["fp16", "bf16"] | None = None
+        self,
+        plugin: Plugin | None = None,
+        mixed_precision: Literal["fp32", "bf16", "fp16"] | None = None,
     ) -> None:
         self.plugin = plugin if plugin is not None else TorchDDPPlugin()
         if mixed_precision is not None:
@@ -64,7 +67,9 @@ class Booster:
             ValueError: model and optimizer do not fit each other or the plugin; all reasons at once, on
                 every rank, before anything is communicated.
         """
-        return self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
+        boosted = self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
+        self.plugin.announce_precision()
+        return boosted
 
     def backward(self, loss: torch.Tensor, optimizer: Optimizer) -> None:
         """Compute gradients of a loss that `model(**batch)` gave; the loss is scaled as the precision needs."""

@@ -147,7 +147,7 @@ def make_booster(arguments: argparse.Namespace, world_size: int) -> Booster:
         ValueError: the plugin does not take what was given; all faults at once, on every rank.
     """
     if arguments.plugin == "torch_ddp":
-        return Booster(plugin=TorchDDPPlugin())
+        return Booster(plugin=TorchDDPPlugin(), mixed_precision="fp32")
     if arguments.plugin == "torch_ddp_fp16":
         return Booster(plugin=TorchDDPPlugin(), mixed_precision="fp16")
     options = DEFAULTS | given_options(arguments)

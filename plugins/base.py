@@ -1,5 +1,7 @@
 """What every plugin offers the Booster, and the dataloaders of all of them."""
 
+import logging
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -23,15 +25,27 @@ from ..cluster.mesh import ParallelMesh
 Returned = bool | Literal["all_ranks"]
 Boosted = tuple[nn.Module, Optimizer | None, Callable | None, DataLoader | None, LRScheduler | None]
 
+_LOG = logging.getLogger("echelon")
+
 
 class Plugin(ABC):
     """One way of training over several processes. `Booster` calls it; scripts read its sizes.
 
     Attributes:
         mesh: all ranks.
+        precision_option: the argument by which users choose the precision.
+        has_default_precision: whether they left it to the device.
     """
 
     mesh: ParallelMesh
+    precision_option = "precision"
+    has_default_precision: bool
+    _is_precision_announced = False
+
+    @property
+    @abstractmethod
+    def precision(self) -> str:
+        """The precision in which layers compute: "fp32", "bf16" or "fp16"."""
 
     @abstractmethod
     def configure(
@@ -83,6 +97,24 @@ class Plugin(ABC):
     @abstractmethod
     def data_rank(self) -> tuple[int, int]:
         """This rank's place among those that get different batches, and how many there are."""
+
+    def announce_precision(self) -> None:
+        """Log a precision that was not given, and warn of fp16 on a CPU; on the first rank, at the first boost."""
+        if self._is_precision_announced or self.mesh.global_rank:
+            return
+        self._is_precision_announced = True
+        if self.has_default_precision:
+            _LOG.warning(
+                "%s=%r, since none was given: the default is fp32 on a CPU, bf16 on a GPU that computes in it, else "
+                "fp16",
+                self.precision_option,
+                self.precision,
+            )
+        if self.precision == "fp16" and self.mesh.device.type == "cpu":
+            warnings.warn(
+                f"fp16 on a CPU is 10 to 20 times slower than fp32: give {self.precision_option}='fp32' or 'bf16'",
+                stacklevel=3,
+            )
 
     def prepare_dataloader(
         self,

@@ -19,6 +19,7 @@ from ..checkpoint.held_model import HeldModel
 from ..checkpoint.trained import Trained
 from ..cluster.equal_settings import require_equal_settings
 from ..cluster.faults import naming_failures
+from ..cluster.launch import default_device
 from ..cluster.mesh import ParallelMesh
 from ..pipeline.runner import Criterion
 from ..pipeline.schedules import UserSchedule
@@ -30,6 +31,7 @@ from ..shardformer.sequence.config import SequenceParallelism
 from ..shardformer.sequence.rings import double_ring
 from ..shardformer.table import Table
 from ..zero.optimizer import ShardedOptimizer
+from ..zero.precision import default_precision
 from .base import Boosted, Plugin, Returned, require_process_group
 from .hybrid_boost import boost
 from .hybrid_config import HybridConfig, PipelineConfig, told
@@ -52,7 +54,8 @@ class HybridParallelPlugin(Plugin):
             they are averaged in every backward, and no rank holds them whole.
         zero_size: over how many neighbouring replicas `zero_stage` splits, those of a node for example; -1 or 0 is all
             of them, 1 none. Gradients are averaged over all replicas.
-        precision: "fp32", "bf16" or "fp16"; 16-bit weights keep float32 masters.
+        precision: "fp32", "bf16" or "fp16"; 16-bit weights keep float32 masters. None is fp32 on a CPU, bf16 on a GPU
+            that computes in it, else fp16.
         num_microbatches, microbatch_size: how a batch is cut; under a pipeline one of them is needed.
         gradient_accumulation_steps: calls of `execute_pipeline`, or of `booster.backward`, before each step, which
             takes the mean of their gradients. With 1 there may be any number, and it takes their sum.
@@ -105,7 +108,7 @@ class HybridParallelPlugin(Plugin):
         tp_size: int = 1,
         pp_size: int = 1,
         sp_size: int | None = None,
-        precision: str = "fp16",
+        precision: str | None = None,
         zero_stage: int = 0,
         *,
         zero_size: int = -1,
@@ -182,7 +185,7 @@ class HybridParallelPlugin(Plugin):
                 checkpoint=gradient_checkpoint_config,
             ),
             precision_settings=dict(
-                precision=precision,
+                precision=default_precision(default_device()) if precision is None else precision,
                 initial_scale=initial_scale,
                 min_scale=min_scale,
                 growth_factor=growth_factor,
@@ -209,6 +212,7 @@ class HybridParallelPlugin(Plugin):
             raise ValueError(told(faults))
         require_equal_settings(self.config, of="the plugin")
         self.custom_policy = custom_policy
+        self.has_default_precision = precision is None
         self.mesh = ParallelMesh(pp=pp_size, dp=dp_size, sp=self.config.sp, tp=tp_size, wp=wp_size)
         self.rings = double_ring(self.mesh, inner_ring_size)
         self.stage_manager = PipelineStageManager(

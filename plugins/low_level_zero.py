@@ -13,7 +13,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
 
     Args:
         stage: 2 splits gradients and optimizer states, 1 states alone, 0 neither.
-        precision: "fp32", "bf16" or "fp16".
+        precision: "fp32", "bf16" or "fp16"; None is fp32 on a CPU, bf16 on a GPU that computes in it, else fp16.
         initial_scale, min_scale, growth_factor, growth_interval, backoff_factor, hysteresis, max_scale: the
             loss scale of fp16.
         max_norm: clip gradients to this norm; 0 does not.
@@ -31,7 +31,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
     def __init__(
         self,
         stage: int = 1,
-        precision: str = "fp16",
+        precision: str | None = None,
         initial_scale: float = 2**32,
         min_scale: float = 1,
         growth_factor: float = 2,

@@ -42,14 +42,26 @@ class ScaledOptimizer(Optimizer):
         self._overflows_in_a_row = 0
         self._is_scaled = False  # whether gradients of a scaled loss have come since the last step
         self._is_unscaled = False
+        # Device-side, so that no backward waits: a number per gradient as the last backward left it, and whether any
+        # was written to since. torch's write counts do not move for DTensors.
+        self._noted: Tensor | None = None
+        self._was_written: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["optim"], name)
 
     def backward(self, loss: Tensor) -> None:
-        """Compute gradients of the loss, scaled where the precision needs it."""
-        self._is_scaled = True
+        """Compute gradients of the loss, scaled where the precision needs it.
+
+        Raises:
+            RuntimeError: under a loss scale, where those before were clipped and so are not scaled any more.
+        """
+        if self._is_unscaled:
+            self._end_clipping()
+        self._watch_writes()
         self.scaler.scale(loss).backward()
+        self._is_scaled = True
+        self._note_gradients()
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the parameters, or skip where a scaled gradient overflowed.
@@ -68,6 +80,9 @@ class ScaledOptimizer(Optimizer):
             # Clipped and never stepped: GradScaler would take the next ones for unscaled, too.
             self._take_verdict()
         self.optim.zero_grad(set_to_none)
+        self._is_scaled &= not set_to_none  # zeros are scaled by anything
+        self._was_written = None
+        self._note_gradients()
 
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -141,14 +156,59 @@ class ScaledOptimizer(Optimizer):
     def _parameters(self) -> list[Parameter]:
         return [parameter for group in self.optim.param_groups for parameter in group["params"]]
 
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._parameters())
+
     def _require_scaled(self, call: str) -> None:
         """Say what to do where torch's scaler would fail an assertion, or take gradients for scaled that are not."""
-        has_gradients = any(parameter.grad is not None for parameter in self._parameters())
-        if self.scaler.is_enabled() and not (self._is_scaled and has_gradients):
+        if not self.scaler.is_enabled():
+            return
+        if not (self._is_scaled and self._has_gradients()):
             raise RuntimeError(
                 f"{call} in fp16 takes gradients of a scaled loss, and there are none: call booster.backward(loss, "
                 "optimizer) before it, not loss.backward(), and leave a GradScaler of your own out"
             )
+        self._watch_writes()
+        if self._was_written is not None and self._was_written.item():
+            raise RuntimeError(
+                f"{call} in fp16 takes gradients that carry the loss scale, and something else wrote to them: call "
+                "booster.backward(loss, optimizer) instead of loss.backward(), and "
+                "optimizer.clip_grad_by_norm(max_norm) or optimizer.clip_grad_by_value(clip_value) instead of torch's "
+                "clipping; optimizer.zero_grad() drops them"
+            )
+
+    def _note_gradients(self) -> None:
+        """Take the gradients as they now are for rightly scaled."""
+        self._noted = self._norms() if self._is_scaled and self.scaler.is_enabled() else None
+
+    def _watch_writes(self) -> None:
+        """Look whether anything but a backward of this optimizer wrote to scaled gradients, without waiting for it.
+
+        Zeros may be written: they are as good as dropped. What is unscaled is the user's.
+        """
+        if not self.scaler.is_enabled() or self._is_unscaled or not self._has_gradients():
+            return
+        norms = self._norms()
+        was_written = norms.nan_to_num() != (0.0 if self._noted is None else self._noted.nan_to_num())
+        was_written = (was_written & (norms != 0)).any()
+        self._was_written = was_written if self._was_written is None else self._was_written | was_written
+
+    def _norms(self) -> Tensor:
+        """The norm of this rank's part of each gradient, on the device; 0 where there is none."""
+        parameters = self._parameters()
+        nothing = torch.zeros((), device=parameters[0].device)
+        gradients = [nothing if each.grad is None else each.grad for each in parameters]
+        local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
+        return torch.stack([norm.float() for norm in torch._foreach_norm(local)])
+
+    def _end_clipping(self) -> None:
+        """Let a backward follow clipped gradients that were dropped, and no others."""
+        if self._has_gradients():
+            raise RuntimeError(
+                "booster.backward in fp16 after clipping would add scaled gradients to unscaled ones: call "
+                "optimizer.step() or optimizer.zero_grad() before it, and clip after the last backward of a step"
+            )
+        self._take_verdict()
 
     def _unscale(self) -> None:
         """Make the gradients the true ones, once: GradScaler refuses a second time."""
@@ -164,5 +224,6 @@ class ScaledOptimizer(Optimizer):
         self.skipped_steps += overflow
         self._overflows_in_a_row = self._overflows_in_a_row + 1 if overflow else 0
         self._is_scaled = self._is_unscaled = False
+        self._noted = self._was_written = None
         if self._overflows_in_a_row >= _MOST_OVERFLOWS and before <= _LOWEST_SCALE:
             raise beyond_fp16(self._overflows_in_a_row, f"has fallen to {before:g}")

@@ -18,6 +18,7 @@ from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..lazy import materialize
 from ..shardformer.given import mark_taken
+from ..zero.precision import DTYPES, default_precision
 from .base import Boosted, require_process_group
 from .hybrid_config import told
 from .lora import unwrapped
@@ -26,11 +27,11 @@ from .scaled_optimizer import ScaledOptimizer
 from .torch_plugin import TorchPlugin, require_boosted
 from .torch_saved import held_module
 
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
 
 class TorchDDPPlugin(TorchPlugin):
     """Plain data parallelism by torch's DistributedDataParallel. No pipeline: call `model(**batch)`.
+
+    The precision is `Booster`'s `mixed_precision`.
 
     Args:
         broadcast_buffers, bucket_cap_mb, find_unused_parameters, check_reduction, gradient_as_bucket_view,
@@ -39,6 +40,8 @@ class TorchDDPPlugin(TorchPlugin):
     Raises:
         RuntimeError: no process group was started.
     """
+
+    precision_option = "mixed_precision"
 
     def __init__(
         self,
@@ -62,19 +65,27 @@ class TorchDDPPlugin(TorchPlugin):
         usual = {name: parameter.default for name, parameter in signature(TorchDDPPlugin).parameters.items()}
         self._ddp_kwargs = {name: value for name, value in given.items() if value != usual[name]}
         self.mesh = ParallelMesh()
-        self._dtype: torch.dtype | None = None
+        self.has_default_precision = True
+        self._precision: Literal["fp32", "bf16", "fp16"] = default_precision(self.mesh.device)
 
-    def set_mixed_precision(self, precision: Literal["fp16", "bf16"]) -> None:
-        """Compute in this precision by torch's autocast; fp16 scales the loss.
+    @property
+    def precision(self) -> str:
+        """The precision of autocast; fp32 has none."""
+        return self._precision
+
+    def set_mixed_precision(self, precision: Literal["fp32", "bf16", "fp16"]) -> None:
+        """Compute in 16 bits by torch's autocast, or in float32 without; fp16 scales the loss.
 
         Raises:
             ValueError: another precision.
         """
-        if precision not in _DTYPES:
+        if precision not in DTYPES:
             raise ValueError(
-                f"mixed_precision={precision!r} is unknown: use one of {', '.join(_DTYPES)}, or None"
+                f"mixed_precision={precision!r} is unknown: use one of {', '.join(DTYPES)}, or None for the device's "
+                "default"
             )
-        self._dtype = _DTYPES[precision]
+        self.has_default_precision = False
+        self._precision = precision
 
     def configure(
         self,
@@ -94,8 +105,9 @@ class TorchDDPPlugin(TorchPlugin):
         with naming_failures("boost"):
             model, adapters = unwrapped(model)
             model = materialize(model).to(self.mesh.device)
-            boosted = TorchDDPModel(model, self.mesh, self._dtype, self._ddp_kwargs, adapters)
-        scaler = torch.amp.GradScaler(self.mesh.device.type, enabled=self._dtype is torch.float16)
+            dtype = None if self._precision == "fp32" else DTYPES[self._precision]
+            boosted = TorchDDPModel(model, self.mesh, dtype, self._ddp_kwargs, adapters)
+        scaler = torch.amp.GradScaler(self.mesh.device.type, enabled=self._precision == "fp16")
         names = {parameter: name for name, parameter in model.named_parameters()}
         wrapped = None if optimizer is None else ScaledOptimizer(optimizer, scaler, names)
         return boosted, wrapped, criterion, dataloader, lr_scheduler

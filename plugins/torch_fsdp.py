@@ -18,13 +18,14 @@ from torch.utils.data import DataLoader
 from ..checkpoint.held_model import HeldModel
 from ..cluster.faults import naming_failures
 from ..cluster.hooks import has_foreign_hooks
+from ..cluster.launch import default_device
 from ..cluster.mesh import ParallelMesh, divisors
 from ..cluster.shard_mesh import shard_mesh
 from ..lazy import materialize
 from ..shardformer.equal_ranks import require_equal_models
 from ..shardformer.switches import switch_faults
 from ..zero.elementwise import require_elementwise
-from ..zero.precision import DTYPES, is_finite_number, precision_faults
+from ..zero.precision import DTYPES, default_precision, is_finite_number, precision_faults
 from .base import Boosted, require_process_group
 from .fsdp_module import TorchFSDPModel
 from .fsdp_optimizer import FSDPOptimizer
@@ -109,7 +110,8 @@ class TorchFSDPPlugin(TorchPlugin):
     a parameter has to get its gradient on all ranks or on none.
 
     Args:
-        precision: "fp32", "bf16" or "fp16": in what layers compute; fp16 scales the loss by torch's GradScaler.
+        precision: "fp32", "bf16" or "fp16": in what layers compute; fp16 scales the loss by torch's GradScaler. None is
+            fp32 on a CPU, bf16 on a GPU that computes in it, else fp16.
         shard_size: ranks over which a model is shared out, neighbours; the groups of so many hold replicas (hybrid
             sharding). It divides the world size; None is the whole world.
         cpu_offload: keep pieces of parameters, gradients and states on the CPU, where the optimizer then steps.
@@ -126,7 +128,7 @@ class TorchFSDPPlugin(TorchPlugin):
 
     def __init__(
         self,
-        precision: str = "fp32",
+        precision: str | None = None,
         shard_size: int | None = None,
         cpu_offload: bool = False,
         reshard_after_forward: bool | None = None,
@@ -140,8 +142,9 @@ class TorchFSDPPlugin(TorchPlugin):
         max_scale: float | None = None,
     ) -> None:
         require_process_group()
+        self.has_default_precision = precision is None
         self.config = FSDPConfig(
-            precision=precision,
+            precision=default_precision(default_device()) if precision is None else precision,
             shard_size=shard_size,
             cpu_offload=cpu_offload,
             reshard_after_forward=reshard_after_forward,

@@ -17,6 +17,7 @@ over backwards.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 import torch
@@ -29,6 +30,7 @@ from .loan import Loans
 from .offload import host_copy
 from .parameter import ManagedParameter
 from .partition import Partition
+from .sharded_gradient import ShardedGradient
 
 # In elements: 64 bytes of float32, 32 of a 16-bit format. Parameters and slices begin at multiples of it, so
 # that no vector load of a kernel or a collective straddles two of them.
@@ -65,7 +67,18 @@ class Slot:
     @property
     def has_gradient(self) -> bool:
         """Whether a backward gave the parameter a gradient."""
-        return self.parameter.grad is not None or self.has_passed
+        return self.whole_gradient is not None or self.has_passed
+
+    @property
+    def whole_gradient(self) -> Tensor | None:
+        """The parameter's gradient, as long as it is whole on this rank."""
+        gradient = self.parameter.grad
+        return None if isinstance(gradient, ShardedGradient) else gradient
+
+    @cached_property
+    def sharded_gradient(self) -> ShardedGradient:
+        """The parameter's `grad` once its gradient has passed."""
+        return ShardedGradient(self.weight, self.managed.name)
 
     def view(self, flat: Tensor) -> Tensor:
         """Its part of a whole buffer, in its shape."""
@@ -81,7 +94,7 @@ class Slot:
 
         Autograd makes a new tensor for the first gradient after `zero_grad`, and adds in place from then on.
         """
-        gradient = self.parameter.grad
+        gradient = self.whole_gradient
         if gradient is None or gradient is self.gradient:
             return
         assert self.gradient is not None  # borrowed before accumulation
@@ -188,7 +201,7 @@ class Bucket:
     @property
     def has_whole_gradients(self) -> bool:
         """Whether there are gradients that were not averaged yet, as far as this rank knows."""
-        return self.gradients is not None or any(slot.parameter.grad is not None for slot in self.slots)
+        return self.gradients is not None or any(slot.whole_gradient is not None for slot in self.slots)
 
     def borrow(self) -> None:
         """Have memory for whole gradients, at stage 2 once those before have passed."""
@@ -208,7 +221,7 @@ class Bucket:
         self.borrow()
         for slot in self.slots:
             slot.collect()
-            if slot.parameter.grad is None:
+            if slot.whole_gradient is None:
                 assert slot.gradient is not None  # borrowed
                 slot.gradient.zero_()
 
@@ -221,7 +234,9 @@ class Bucket:
         if self.passes:
             for slot in self.slots:
                 slot.has_passed = slot.has_gradient
-                slot.parameter.grad = None
+                shown = slot.sharded_gradient if slot.has_passed else None
+                if slot.parameter.grad is not shown:
+                    slot.parameter.grad = shown
 
     def finish_average(self) -> None:
         """Have the averages, once they were begun, together with those before them."""

@@ -65,7 +65,7 @@ class ShardedOptimizer(OptimizerWrapper):
             optimizer does not hold are left alone.
         mesh: the processes.
         stage: 0 keeps all optimizer states on every rank, 1 shares them out over the data axis, 2 the gradients
-            too: every backward averages what it brings, and `parameter.grad` is None from then on.
+            too: every backward averages what it brings, and `parameter.grad` cannot be read from then on.
         precision: the format of the parameters, and the loss scale. Parameters may arrive in float32 under
             every precision: masters are made from what arrives.
         max_norm: gradients of a larger norm are scaled down to it; 0 never clips.
@@ -146,6 +146,7 @@ class ShardedOptimizer(OptimizerWrapper):
             partition=whole,
             device=mesh.device,
             overlap=overlap_communication,
+            has_loss_scale=self._scaler is not None,
         )
         self._gradients = TrueGradients(
             self.buckets, self.reducer, scaler=self._scaler, norm_type=norm_type, device=mesh.device
@@ -246,7 +247,7 @@ class ShardedOptimizer(OptimizerWrapper):
         """Sum partial gradients, then average over the data axis, unless no backward ran since the last time.
 
         Collective over the sum groups and the data axis. After it, `parameter.grad` is the reduced gradient
-        only in this rank's slice: all of it in stage 0; in stage 1 see `gradients`. In stage 2 it is None.
+        only in this rank's slice: all of it in stage 0; in stage 1 see `gradients`. In stage 2 it cannot be read.
 
         Raises:
             RuntimeError: something else than a backward wrote to the gradients.
@@ -302,7 +303,11 @@ class ShardedOptimizer(OptimizerWrapper):
         """Finish reductions that a `last_backward` began, so that a further backward may add to them.
 
         Collective as they are. If the model's own `zero_grad` dropped the gradients of every rank, they are forgotten.
+
+        Raises:
+            RuntimeError: something else than a backward wrote to the gradients.
         """
+        self.reducer.require_untouched()
         if self.reducer.has_begun:
             self.publisher.wait()
             self.reducer.settle()

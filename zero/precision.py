@@ -47,6 +47,13 @@ class PrecisionConfig:
         return DTYPES[self.precision]
 
 
+def default_precision(device: torch.device) -> Literal["fp32", "bf16", "fp16"]:
+    """The safest precision for a device: fp32 on a CPU, bf16 on a GPU that computes in it, else fp16."""
+    if device.type == "cpu":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
 def precision_faults(
     *,
     precision: str = "fp32",

@@ -32,6 +32,7 @@ class Reducer:
         partition: the data axis, whole.
         device: where flags are exchanged.
         overlap: begin averages while backward runs.
+        has_loss_scale: whether the losses of the optimizer's own backwards are scaled.
 
     Attributes:
         slots: the places of all parameters, in the order of the model: ranks that share some in other buckets go
@@ -51,6 +52,7 @@ class Reducer:
         partition: Partition,
         device: torch.device,
         overlap: bool = True,
+        has_loss_scale: bool = False,
     ) -> None:
         position = {managed.parameter: index for index, managed in enumerate(parameters)}
         self.slots = sorted(
@@ -59,7 +61,7 @@ class Reducer:
         self.present = torch.zeros(len(self.slots), dtype=torch.float32, device=device)
         self.is_reduced = False
         self.resumed_factor = 1.0
-        self.writes = WriteWatch(buckets)
+        self.writes = WriteWatch(buckets, has_loss_scale=has_loss_scale)
         self._buckets = buckets
         self._partition = partition
         self._present_before: Tensor | None = None
@@ -83,7 +85,7 @@ class Reducer:
                     _before(WeakMethod(self._before_accumulation), ref(bucket), ref(slot))
                 )
                 slot.parameter.register_post_accumulate_grad_hook(
-                    _after(WeakMethod(slot.collect), WeakMethod(self._order.note))
+                    _after(WeakMethod(self._after_accumulation), ref(slot))
                 )
 
     @contextmanager
@@ -187,7 +189,7 @@ class Reducer:
         self._make_room(bucket)
         slot.collect()
         assert slot.gradient is not None  # borrowed before accumulation
-        is_first = parameter.grad is None
+        is_first = slot.whole_gradient is None
         if is_first:
             parameter.grad = slot.gradient
         return slot.gradient, is_first
@@ -195,6 +197,12 @@ class Reducer:
     def note(self, parameter: Parameter) -> None:
         """The parameter's gradient of a backward is complete, outside of autograd."""
         self._order.note(parameter)
+
+    def require_untouched(self) -> None:
+        """Raise RuntimeError where something else than a backward changed gradients that more are added to."""
+        self.writes.require_no_writes()
+        if not self.is_reduced:  # after a step the model's own zero_grad drops them
+            self.writes.require_no_drops()
 
     @property
     def has_begun(self) -> bool:
@@ -235,6 +243,7 @@ class Reducer:
             RuntimeError: gradients were written to since the backward, see [Note: writes to unreduced gradients].
         """
         self.writes.require_none()
+        self.writes.require_no_drops()
         self.writes.forget()
         waiting = self._left_over() if self.passes else self._order.waiting()
         for bucket in waiting:
@@ -276,11 +285,21 @@ class Reducer:
     def _before_accumulation(self, bucket: Bucket, slot: Slot, gradient: Tensor | None) -> None:
         """What autograd has for a parameter once all its uses are differentiated; None where rows were added."""
         if not self._is_accumulating:
-            self.writes.forget()
+            self.writes.take_in_plain_backward()
         if gradient is None:
             self._order.note(slot.parameter)
         else:
             self._make_room(bucket)
+            if slot.has_passed:
+                slot.parameter.grad = slot.whole_gradient  # autograd is about to add to it
+
+    def _after_accumulation(self, slot: Slot) -> None:
+        """A gradient was accumulated. Where a hook of somebody else may change it yet, its end is that of backward."""
+        if not self._is_accumulating:
+            self.writes.note_unscaled()
+        slot.collect()
+        if not has_foreign_last_hooks(slot.parameter):
+            self._order.note(slot.parameter)
 
     def _make_room(self, bucket: Bucket) -> None:
         self._resume()
@@ -297,15 +316,19 @@ class Reducer:
         """Set reduced gradients aside, if there are, before a backward adds the first unreduced one."""
         if not self.is_reduced:
             return
-        # The model's own zero_grad drops what this rank contributed; but it does not reach what has passed.
-        is_forgotten = self._contributed and not any(slot.has_gradient for slot in self.slots)
-        if not is_forgotten:
-            for bucket in self._buckets:
+        # The model's own zero_grad drops what this rank contributed.
+        is_forgotten = self._contributed and not any(slot.parameter.grad is not None for slot in self.slots)
+        for bucket in self._buckets:
+            if is_forgotten:
+                bucket.forget(to_zeros=False)
+            else:
                 bucket.set_aside(self.resumed_factor)
+        if not is_forgotten:
             self._present_before = self.present
             self._held_before = [slot for slot in self.slots if slot.parameter.grad is not None]
         for slot in self.slots:
-            slot.parameter.grad = None
+            if slot.whole_gradient is not None:
+                slot.parameter.grad = None
         self.is_reduced = False
 
 
@@ -322,19 +345,12 @@ def _before(
     return own(call)
 
 
-def _after(
-    collect: WeakMethod[Callable[[], None]], note: WeakMethod[Callable[[Parameter], None]]
-) -> Callable[[Parameter], None]:
-    """A hook for a gradient that was accumulated, while the methods' objects live.
+def _after(method: WeakMethod[Callable[[Slot], None]], slot: ref[Slot]) -> Callable[[Parameter], None]:
+    """A hook for a gradient that was accumulated, while the method's object lives."""
 
-    Where a hook of somebody else may follow and change the gradient, that it has come is noted when backward ends.
-    """
-
-    def call(parameter: Parameter) -> None:
-        bound_collect, bound_note = collect(), note()
-        if bound_collect is not None and bound_note is not None:
-            bound_collect()
-            if not has_foreign_last_hooks(parameter):
-                bound_note(parameter)
+    def call(_: Parameter) -> None:
+        bound, place = method(), slot()
+        if bound is not None and place is not None:
+            bound(place)
 
     return own(call)

@@ -6,11 +6,18 @@ share, on every rank to another, and nothing would ever show it. torch counts th
 of its views, so a count that has moved since the backward tells of it, for one integer per bucket. Writes during a
 backward are seen as its own: hooks may change gradients. Averages on their way write through an alias that is not
 counted, whose thread would else decide.
+
+[Note: plain backwards] A `loss.backward()` that the optimizer does not run brings gradients too. Without a loss scale
+they are as good as any. With one they lack it, which the next step or clipping refuses; not the backward itself, since
+another model's loss may bring gradients here that are dropped again.
 """
 
 from collections.abc import Sequence
 
-from .bucket import Bucket
+import torch
+from torch.autograd import Variable
+
+from .bucket import Bucket, Slot
 
 
 class WriteWatch:
@@ -18,9 +25,13 @@ class WriteWatch:
 
     Args:
         buckets: whose gradients.
+        has_loss_scale: whether the losses of the optimizer's own backwards are scaled.
     """
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, buckets: Sequence[Bucket], *, has_loss_scale: bool = False) -> None:
+        self._has_loss_scale = has_loss_scale
+        self._has_unscaled = False
+        self._plain_backward = -1
         self._buckets = buckets
         self._slots = [slot for bucket in buckets for slot in bucket.slots]
         self._versions: list[int | None] | None = None
@@ -32,23 +43,55 @@ class WriteWatch:
         self._had = [slot.parameter.grad is not None for slot in self._slots]
 
     def forget(self) -> None:
-        """Gradients are written to by others than a backward that is known, and rightly."""
+        """Gradients are dropped, or written to rightly."""
         self._versions = None
+        self._has_unscaled = False
+
+    def take_in_plain_backward(self) -> None:
+        """A backward that the optimizer does not run is under way; at its end its writes are noted as right.
+
+        Raises:
+            RuntimeError: gradients were written to before it.
+        """
+        backward = (
+            torch._C._current_graph_task_id()
+        )  # by its number, since one that breaks off ends without the note
+        if backward != self._plain_backward:
+            self._plain_backward = backward
+            self.require_no_writes()
+            self._versions = None
+            Variable._execution_engine.queue_callback(self.note)
+
+    def note_unscaled(self) -> None:
+        """A backward that the optimizer does not run brought a gradient: see [Note: plain backwards]."""
+        self._has_unscaled = self._has_loss_scale
 
     def require_none(self) -> None:
-        """Raise RuntimeError where gradients were written to since the last backward."""
+        """Raise RuntimeError where gradients were written to since the last backward, or lack the loss scale."""
+        if self._has_unscaled:
+            raise RuntimeError(
+                "gradients come from loss.backward() and lack the loss scale that fp16 divides by: call "
+                "booster.backward(loss, optimizer) or optimizer.backward(loss) instead, or optimizer.zero_grad() to "
+                "drop them"
+            )
+        self.require_no_writes()
+
+    def require_no_writes(self) -> None:
+        """Raise RuntimeError where gradients were written to since the last backward, but by zeros."""
         if self._versions is None:
             return
         for bucket, version in zip(self._buckets, self._versions, strict=True):
-            if version is not None and _version(bucket) not in (version, None):  # None: none is whole now
+            was_written = version is not None and _version(bucket) not in (
+                version,
+                None,
+            )  # None: none is whole now
+            if was_written and bucket.gradients is not None and bucket.gradients.any():
                 names = ", ".join(slot.managed.name for slot in bucket.slots[:3])
                 raise RuntimeError(
-                    f"gradients ({names}, …) were written to between backward and step. There they are this rank's "
-                    "share, neither reduced over the ranks nor unscaled, so clipping them "
-                    "(torch.nn.utils.clip_grad_norm_, clip_grad_value_) clips something else on every rank: call "
-                    "optimizer.clip_grad_by_norm(max_norm) or optimizer.clip_grad_by_value(clip_value) instead, or "
-                    "give the plugin max_norm. Any other change belongs into a hook of the parameter "
-                    "(parameter.register_hook), which runs inside backward"
+                    f"gradients ({names}, …) were written to between backward and step, where they are not the true "
+                    "ones yet: call optimizer.clip_grad_by_norm(max_norm) or optimizer.clip_grad_by_value(clip_value) "
+                    "instead of torch's clipping, or give the plugin max_norm; any other change belongs into a hook of "
+                    "the parameter (parameter.register_hook), which runs inside backward"
                 )
 
     def require_unchanged(self) -> None:
@@ -57,15 +100,27 @@ class WriteWatch:
         if self._versions is None:
             return
         for slot, had in zip(self._slots, self._had, strict=True):
-            gradient = slot.parameter.grad
-            if (gradient is not None) != had or (gradient is not None and gradient is not slot.gradient):
-                raise RuntimeError(
-                    f"the gradient of {slot.managed.name} was {'dropped' if gradient is None else 'replaced'} after "
-                    "booster.backward, which had reduced it already, and the step would not see it: call "
-                    "optimizer.zero_grad() to drop all; change single ones in a hook of the parameter "
-                    "(parameter.register_hook), or give the plugin overlap_communication=False, with which gradients "
-                    "are reduced in step()"
-                )
+            gradient, whole = slot.parameter.grad, slot.whole_gradient
+            if (gradient is not None) != had or (whole is not None and whole is not slot.gradient):
+                raise _changed(slot)
+
+    def require_no_drops(self) -> None:
+        """Raise RuntimeError where sharded gradients were dropped since the last backward, which would not show."""
+        if self._versions is None:
+            return
+        for slot, had in zip(self._slots, self._had, strict=True):
+            if had and slot.has_passed and slot.parameter.grad is None:
+                raise _changed(slot)
+
+
+def _changed(slot: Slot) -> RuntimeError:
+    how = "dropped" if slot.parameter.grad is None else "replaced"
+    return RuntimeError(
+        f"the gradient of {slot.managed.name} was {how} after booster.backward, which had reduced it already, and the "
+        "step would not see it: call optimizer.zero_grad() to drop all; change single ones in a hook of the parameter "
+        "(parameter.register_hook), or give the plugin overlap_communication=False and a stage below 2, with which "
+        "gradients are reduced in step()"
+    )
 
 
 def _version(bucket: Bucket) -> int | None:

@@ -196,7 +196,7 @@ def test_quantized_folders_are_refused(tmp_path: Path, is_torch: bool) -> None:
 
 PLUGINS: dict[str, Callable[[], Any]] = {
     "tp": lambda: HybridParallelPlugin(tp_size=2, precision="bf16"),
-    "pp": lambda: HybridParallelPlugin(pp_size=2, num_microbatches=2),
+    "pp": lambda: HybridParallelPlugin(pp_size=2, num_microbatches=2, precision="fp16"),
     "zero": lambda: LowLevelZeroPlugin(stage=1, precision="fp32"),
     "ddp": TorchDDPPlugin,
     "fsdp": TorchFSDPPlugin,
@@ -342,6 +342,6 @@ def test_no_rank_holds_more_than_its_slices_and_one_tensor(pool: Pool, tmp_path:
 
 
 PLUGINS |= {
-    "tp of fp32": lambda: HybridParallelPlugin(tp_size=2),
-    "zero of the hybrid plugin": lambda: HybridParallelPlugin(tp_size=1, zero_stage=1),
+    "tp of fp32": lambda: HybridParallelPlugin(tp_size=2, precision="fp16"),
+    "zero of the hybrid plugin": lambda: HybridParallelPlugin(tp_size=1, zero_stage=1, precision="fp16"),
 }

@@ -1,9 +1,11 @@
 """One loop that clips by norm and by value under every plugin, beside one process."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
@@ -107,3 +109,87 @@ def clip_twice_and_drop(kind: str) -> bool:
             norms.append(float(optimizer.clip_grad_by_norm(float("inf"))))
         optimizer.zero_grad()
     return norms == pytest.approx([norms[0]] * 3, rel=1e-2) and norms[0] < 100
+
+
+CLIPS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "norm": lambda parameters: nn.utils.clip_grad_norm_(parameters, 1e-3),
+    "norm in one kernel": lambda parameters: nn.utils.clip_grad_norm_(parameters, 1e-3, foreach=True),
+    "value": lambda parameters: nn.utils.clip_grad_value_(parameters, 1e-3),
+}
+MEASURE = {
+    "norm": lambda parameters: nn.utils.get_total_norm(
+        each.grad for each in parameters if each.grad is not None
+    )
+}
+
+
+def test_torchs_clipping_is_refused_under_every_plugin_that_cannot_take_it(pool: Pool) -> None:
+    pool.run(2, refuse_torchs_clipping)
+
+
+def refuse_torchs_clipping() -> None:
+    for stage in (0, 1, 2):
+        for precision in ("fp32", "fp16"):
+            for accumulates in (False, True):
+                refuse_clips(
+                    Booster(plugin=LowLevelZeroPlugin(stage=stage, precision=precision)), accumulates
+                )
+    refuse_clips(Booster(plugin=LowLevelZeroPlugin(stage=2, precision="fp32")), False, MEASURE)
+    refuse_clips(Booster(plugin=TorchDDPPlugin(), mixed_precision="fp16"), True)
+    refuse_clips(Booster(plugin=TorchFSDPPlugin(precision="fp16")), False)
+
+
+def test_torchs_clipping_is_refused_over_tensor_and_pipeline_axes(pool: Pool) -> None:
+    pool.run(4, refuse_clipping_over_axes)
+
+
+def refuse_clipping_over_axes() -> None:
+    for sizes in ({"tp_size": 2}, {"pp_size": 2, "num_microbatches": 2}):
+        for stage in (0, 2):
+            plugin = HybridParallelPlugin(**sizes, precision="fp32", zero_stage=stage)
+            refuse_clips(Booster(plugin=plugin), False)
+
+
+def refuse_clips(
+    booster: Booster, accumulates: bool, clips: dict[str, Callable[[list[nn.Parameter]], Any]] = CLIPS
+) -> None:
+    """At once or by the step, with more accumulated in between too; of the wrapper's parameters and the model's."""
+    model = CHOICE.build()
+    model, optimizer, *_ = booster.boost(model, sgd(model))
+    is_pipeline = getattr(booster.plugin, "pp_size", 1) > 1
+
+    def backward() -> None:
+        if is_pipeline:
+            booster.execute_pipeline(share(booster, CHOICE, 0), model, loss_of, optimizer)
+        else:
+            booster.backward(model(**next(share(booster, CHOICE, 0))).loss, optimizer)
+
+    for name, clip in clips.items():
+        for parameters in (list(model.parameters()), list(model.unwrap().parameters())):
+            backward()
+            with pytest.raises(RuntimeError, match=r"optimizer\.clip_grad_by_norm\(max_norm\)"):
+                clip(parameters)
+                if accumulates:
+                    backward()
+                optimizer.step()
+                raise AssertionError(f"{name} was not noticed: {booster.plugin}")
+            dist.barrier()
+            optimizer.zero_grad()
+    backward()
+    optimizer.step()
+
+
+def test_torchs_clipping_of_a_plain_backward_is_refused(pool: Pool) -> None:
+    pool.run(2, refuse_clipping_of_a_plain_backward)
+
+
+def refuse_clipping_of_a_plain_backward() -> None:
+    for stage in (0, 1, 2):
+        booster = Booster(plugin=LowLevelZeroPlugin(stage=stage, precision="fp32"))
+        model = CHOICE.build()
+        model, optimizer, *_ = booster.boost(model, sgd(model))
+        model(**next(share(booster, CHOICE, 0))).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        with pytest.raises(RuntimeError, match=r"optimizer\.clip_grad_by_norm\(max_norm\)"):
+            optimizer.step()
+        dist.barrier()

@@ -100,7 +100,7 @@ def check_zeroing(stage: int, zeroing: str) -> None:
         optimizer.backward(loss_of(model, rank))
         if reduced:
             optimizer.reduce_gradients()
-        # At stage 2 a plain model does not reach what the optimizer has taken: a boosted one does.
+        # At stage 2 a plain model reaches what the optimizer has taken only after a step: a boosted one does.
         zeroed = optimizer if zeroing.startswith("optimizer") or stage == 2 else model
         zeroed.zero_grad(set_to_none=not zeroing.endswith("zeros"))
         for parameter in model.parameters():

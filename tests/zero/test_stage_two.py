@@ -44,7 +44,11 @@ def check_passing() -> list[str]:
     events = watch(optimizer)
     for number in range(3):
         optimizer.backward(loss_of(model, rank + 2 * number))
-        assert all(parameter.grad is None for parameter in model.parameters())
+        for parameter in model.parameters():
+            with pytest.raises(
+                RuntimeError, match=r"parameter\.grad cannot be read.*optimizer\.gradients\(\)"
+            ):
+                parameter.grad.norm()  # type: ignore[union-attr]
         if number < 2:  # the last bucket is on its way, until a backward or the reduction needs it
             optimizer.reducer._order.finish()
     optimizer.reduce_gradients()
@@ -134,3 +138,26 @@ def check_plain_backward() -> None:
         loss_of(model, 0).backward()
     optimizer.reduce_gradients()
     assert_equal(optimizer.gradients(), expected)
+
+
+def test_a_plain_models_zero_grad_drops_what_was_stepped_and_is_refused_before(pool: Pool) -> None:
+    pool.run(2, check_plain_zero_grad)
+
+
+def check_plain_zero_grad() -> None:
+    model, rank = small_model(), dist.get_rank()
+    optimizer = shard(model, stage=2)
+    for _ in range(2):
+        expected = mean_gradients(model, [[2], [3]])
+        optimizer.backward(loss_of(model, 2 + rank))
+        optimizer.step()
+        assert_equal(optimizer.gradients(), expected)
+        model.zero_grad()
+    optimizer.backward(loss_of(model, rank))
+    model.zero_grad()
+    for further in (optimizer.step, lambda: optimizer.backward(loss_of(model, rank))):
+        with pytest.raises(
+            RuntimeError, match=r"was dropped after booster\.backward.*call optimizer\.zero_grad"
+        ):
+            further()
+        dist.barrier()

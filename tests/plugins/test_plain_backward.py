@@ -1,0 +1,155 @@
+"""`loss.backward()` instead of `booster.backward(loss, optimizer)`, under every plugin."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from echelon.verify.batch import make_batch
+from echelon.verify.models import ModelChoice
+
+from ..pool import Pool
+from .test_clipping import sgd
+from .training import share
+
+CHOICE = ModelChoice(model_type="llama", tied=True, num_layers=1)
+KINDS = ("zero0", "zero1", "zero2", "fsdp", "ddp")
+
+
+def booster_of(kind: str, precision: str) -> Booster:
+    if kind == "ddp":
+        return Booster(plugin=TorchDDPPlugin(), mixed_precision=precision)  # type: ignore[arg-type]
+    if kind == "fsdp":
+        return Booster(plugin=TorchFSDPPlugin(precision=precision))
+    if kind.startswith("zero"):
+        return Booster(
+            plugin=LowLevelZeroPlugin(stage=int(kind[-1]), precision=precision, initial_scale=2**8)
+        )
+    return Booster(plugin=HybridParallelPlugin(**{**LAYOUTS[kind], "precision": precision}))
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2 dp2 stage 1": {"tp_size": 2, "zero_stage": 1},
+    "tp2 dp2 stage 2": {"tp_size": 2, "zero_stage": 2},
+    "sp2 dp2 stage 0": {"sp_size": 2, "enable_sequence_parallelism": True},
+    "wp2 dp4 stage 1": {"wp_size": 2, "zero_stage": 1},
+}
+
+
+def trained(kind: str, precision: str, *, by_booster: bool) -> dict[str, Tensor]:
+    """The weights after two steps of two backwards each, whole."""
+    booster = booster_of(kind, precision)
+    model = CHOICE.build()
+    model, optimizer, *_ = booster.boost(model, sgd(model))
+    for step in range(2):
+        for number in range(2):
+            loss = model(**next(share(booster, CHOICE, 2 * step + number))).loss / 2
+            booster.backward(loss, optimizer) if by_booster else loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    parameters = model.unwrap().named_parameters()
+    return {name: getattr(each.detach(), "full_tensor", each.detach)().float() for name, each in parameters}
+
+
+def compare(kind: str, precision: str) -> None:
+    plain = trained(kind, precision, by_booster=False)
+    tolerances = {"rtol": 1e-4, "atol": 1e-5} if precision == "fp32" else {"rtol": 2e-2, "atol": 1e-2}
+    for name, expected in trained(kind, precision, by_booster=True).items():
+        torch.testing.assert_close(plain[name], expected, msg=f"{kind} {precision} {name}", **tolerances)
+
+
+def compare_all(kinds: tuple[str, ...], precisions: tuple[str, ...]) -> None:
+    for kind in kinds:
+        for precision in precisions:
+            compare(kind, precision)
+
+
+def test_without_a_loss_scale_it_trains_as_the_boosters_does(pool: Pool) -> None:
+    pool.run(2, compare_all, ("zero0", "zero1", "zero2"), ("fp32",))
+
+
+@pytest.mark.slow
+def test_without_a_loss_scale_it_trains_as_the_boosters_does_in_other_layouts_too(pool: Pool) -> None:
+    pool.run(2, compare_all, ("zero0", "zero1", "zero2"), ("bf16",))
+    pool.run(4, compare_all, tuple(LAYOUTS), ("fp32",))
+
+
+def test_under_fp16_the_step_and_clipping_refuse_it(pool: Pool) -> None:
+    pool.run(2, refuse_all, KINDS)
+
+
+@pytest.mark.slow
+def test_under_fp16_it_is_refused_in_other_layouts_too(pool: Pool) -> None:
+    pool.run(4, refuse_all, tuple(LAYOUTS))
+
+
+def refuse_all(kinds: tuple[str, ...]) -> None:
+    for kind in kinds:
+        refuse(kind)
+
+
+def local(model: Any) -> dict[str, Tensor]:
+    """This rank's part of the weights."""
+    parameters = model.unwrap().named_parameters()
+    return {name: getattr(each, "_local_tensor", each).detach() for name, each in parameters}
+
+
+def refuse(kind: str) -> None:
+    """Alone, before and after one of the booster's, and once gradients of the booster's were dropped."""
+    booster = booster_of(kind, "fp16")
+    model = CHOICE.build()
+    model, optimizer, *_ = booster.boost(model, sgd(model))
+    before = {name: each.clone() for name, each in local(model).items()}
+
+    def backward(how: str) -> None:
+        loss = model(**next(share(booster, CHOICE, 0))).loss
+        if how == "dropped":
+            booster.backward(loss, optimizer)
+            optimizer.zero_grad()
+        elif how == "scaled":
+            booster.backward(loss, optimizer)
+        else:
+            loss.backward()
+
+    for order in (("plain",), ("plain", "scaled"), ("scaled", "plain"), ("dropped", "plain")):
+        for end in (optimizer.step, lambda: optimizer.clip_grad_by_norm(1.0)):
+            with pytest.raises(RuntimeError, match=r"call booster\.backward\(loss, optimizer\)"):
+                for how in order:
+                    backward(how)
+                end()
+            optimizer.zero_grad()
+            dist.barrier()
+    for name, parameter in local(model).items():
+        assert torch.equal(parameter, before[name]), (kind, name)
+    backward("scaled")  # what follows works
+    optimizer.step()
+
+
+def test_the_boosters_gradients_stay_fine_where_another_models_loss_reached_them_before(pool: Pool) -> None:
+    """A generator's loss goes through the discriminator, whose gradients are dropped before its own."""
+    pool.run(2, train_two_models)
+
+
+def train_two_models() -> None:
+    for kind in ("zero0", "zero1", "zero2"):
+        booster = booster_of(kind, "fp16")
+        models, optimizers = [], []
+        for _ in range(2):
+            model = CHOICE.build()
+            model, optimizer, *_ = booster.boost(model, sgd(model))
+            models.append(model)
+            optimizers.append(optimizer)
+        batch = make_batch(CHOICE, num_samples=2, seed=0)
+        booster.backward(models[0](**batch).loss + models[1](**batch).loss, optimizers[0])
+        optimizers[0].step()
+        optimizers[1].zero_grad()
+        booster.backward(models[1](**batch).loss, optimizers[1])
+        optimizers[1].step()
+        assert optimizers[1].last_norm == pytest.approx(optimizers[0].last_norm, rel=1e-2)
+        booster.backward(models[0](**batch).loss + models[1](**batch).loss, optimizers[0])
+        with pytest.raises(RuntimeError, match=r"call booster\.backward"):
+            optimizers[1].step()
+        dist.barrier()

@@ -1,0 +1,121 @@
+"""The precision of a run that names none, and the line that says it."""
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from echelon.verify.batch import make_batch
+from echelon.verify.models import ModelChoice
+from echelon.zero.precision import default_precision
+
+from ..pool import Pool
+from .test_clipping import sgd
+
+CHOICE = ModelChoice(model_type="llama", tied=True, num_layers=1)
+PLUGINS = {
+    "hybrid": HybridParallelPlugin,
+    "zero": LowLevelZeroPlugin,
+    "fsdp": TorchFSDPPlugin,
+    "ddp": TorchDDPPlugin,
+}
+
+
+def booster_of(kind: str, precision: Any = None) -> Booster:
+    """With a precision, or with none given."""
+    if kind == "ddp":
+        return Booster(plugin=TorchDDPPlugin(), mixed_precision=precision)
+    return Booster(plugin=PLUGINS[kind](**({} if precision is None else {"precision": precision})))
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
+
+
+def said_at_boost(kind: str, precision: str | None) -> tuple[str, list[str], list[str]]:
+    """What was chosen, and the lines and warnings of two boosts by one plugin."""
+    lines, logger = Lines(), logging.getLogger("echelon")
+    logger.addHandler(lines)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            booster = booster_of(kind, precision)
+            for _ in range(2):
+                model = CHOICE.build()
+                booster.boost(model, sgd(model))
+    finally:
+        logger.removeHandler(lines)
+    chosen = booster.plugin.precision
+    return chosen, lines.found, [str(each.message) for each in caught if each.category is UserWarning]
+
+
+@pytest.mark.parametrize("kind", PLUGINS)
+def test_without_a_precision_it_is_the_devices_and_said_once_on_one_rank(pool: Pool, kind: str) -> None:
+    first, second = pool.run(2, said_at_boost, kind, None)
+    option = "mixed_precision" if kind == "ddp" else "precision"
+    assert first[0] == second[0] == "fp32"
+    assert len(first[1]) == 1 and f"{option}='fp32'" in first[1][0], first
+    assert first[2] == second[1] == second[2] == []
+
+
+@pytest.mark.parametrize("kind", PLUGINS)
+def test_fp16_on_a_cpu_warns_once_on_one_rank_and_what_was_given_is_not_said(pool: Pool, kind: str) -> None:
+    (chosen, lines, caught), second = pool.run(2, said_at_boost, kind, "fp16")
+    assert (chosen, lines) == ("fp16", [])
+    assert len(caught) == 1 and "fp16 on a CPU is 10 to 20 times slower" in caught[0], caught
+    assert second == ("fp16", [], [])
+    assert pool.run(2, said_at_boost, kind, "fp32") == [("fp32", [], [])] * 2
+
+
+@pytest.mark.parametrize(("has_bf16", "expected"), [(True, "bf16"), (False, "fp16")])
+def test_on_a_gpu_it_is_bf16_where_it_is_not_emulated(
+    monkeypatch: pytest.MonkeyPatch, has_bf16: bool, expected: str
+) -> None:
+    monkeypatch.setattr(
+        torch.cuda,
+        "is_bf16_supported",
+        lambda including_emulation=True: including_emulation or has_bf16,
+    )
+    assert default_precision(torch.device("cuda", 0)) == expected
+
+
+def test_a_precision_that_is_unknown_is_refused(pool: Pool) -> None:
+    pool.run(1, refuse_unknown)
+
+
+def refuse_unknown() -> None:
+    for kind in PLUGINS:
+        with pytest.raises(ValueError, match=r"precision='fp8'.*use one of '?fp32'?, '?bf16'?, '?fp16'?"):
+            booster_of(kind, "fp8")
+
+
+def test_a_checkpoint_of_another_precision_loads_into_the_default(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, load_another_precision, tmp_path)
+
+
+def load_another_precision(folder: Path) -> None:
+    for kind in PLUGINS:
+        losses = []
+        for precision in ("fp16", None):
+            booster = booster_of(kind, precision)
+            model = CHOICE.build(seed=3 if precision else 4)
+            boosted, optimizer, *_ = booster.boost(model, sgd(model))
+            if precision:
+                booster.backward(boosted(**make_batch(CHOICE, num_samples=2, seed=0)).loss, optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+                booster.save_checkpoint(folder / kind, 1, model=boosted, optimizer=optimizer)
+            else:
+                booster.load_checkpoint(folder / kind, model=boosted, optimizer=optimizer)
+            with torch.no_grad():
+                losses.append(boosted(**make_batch(CHOICE, num_samples=2, seed=1)).loss.item())
+        assert losses[0] == pytest.approx(losses[1], rel=2e-3), kind
