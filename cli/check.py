@@ -97,7 +97,7 @@ def _policy_faults(
     model: nn.Module, *, tp: int, num_stages: int, sp: int, sequence: SequenceParallelism
 ) -> list[str]:
     try:
-        policy = policy_for(model)
+        policy = policy_for(model, sequences_alone=tp == num_stages == 1)
     except ValueError as error:
         return [str(error)]
     policy.set_model(model)
