@@ -30,14 +30,23 @@ class Booster:
     Args:
         plugin: how to train; None is `TorchDDPPlugin()`.
         mixed_precision: "fp16" or "bf16", for TorchDDPPlugin; the others take their own `precision`.
+        device: ColossalAI's; None alone.
 
     Raises:
         ValueError: `mixed_precision` is unknown, or given beside a plugin with a precision of its own.
     """
 
     def __init__(
-        self, plugin: Plugin | None = None, mixed_precision: Literal["fp16", "bf16"] | None = None
+        self,
+        plugin: Plugin | None = None,
+        mixed_precision: Literal["fp16", "bf16"] | None = None,
+        device: str | None = None,
     ) -> None:
+        if device is not None:
+            raise ValueError(
+                f"device={device!r} of ColossalAI is not available: leave it out; it trains on the device of the "
+                "process, as launch_from_torch chose it"
+            )
         self.plugin = plugin if plugin is not None else TorchDDPPlugin()
         if mixed_precision is not None:
             if not isinstance(self.plugin, TorchDDPPlugin):

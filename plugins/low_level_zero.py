@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from .colossalai import ZERO, unavailable_faults
 from .hybrid_parallel import HybridParallelPlugin
 
 
@@ -22,10 +24,13 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         cpu_offload: keep masters and optimizer states on the CPU, and step there.
         overlap_communication, overlap_allgather, communication_dtype: see `HybridParallelPlugin`.
         num_microbatches, microbatch_size: how `execute_pipeline` cuts a batch; None takes it whole.
+        others: further arguments of ColossalAI's, taken where they ask for nothing (see `colossalai.ZERO`).
 
     Raises:
         ValueError: what is asked for does not fit; all faults at once.
     """
+
+    _unavailable = ZERO
 
     def __init__(
         self,
@@ -48,7 +53,11 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         cpu_offload: bool = False,
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
+        **others: Any,
     ) -> None:
+        unavailable_faults(
+            type(self), ZERO, others
+        )  # of an unknown name here: it may be one of HybridParallelPlugin
         with _own_names():
             super().__init__(
                 precision=precision,
@@ -69,6 +78,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
                 max_scale=max_scale,
                 max_norm=max_norm,
                 zero_bucket_size_in_m=reduce_bucket_size_in_m,
+                **others,
             )
 
 
