@@ -31,6 +31,7 @@ class Booster:
         plugin: how to train; None is `TorchDDPPlugin()`.
         mixed_precision: "fp32", "bf16" or "fp16", for TorchDDPPlugin; the others take their own `precision`. None is
             the same under all: fp32 on a CPU, bf16 on a GPU that computes in it, else fp16.
+        device: ColossalAI's; None alone.
 
     Raises:
         ValueError: `mixed_precision` is unknown, or given beside a plugin with a precision of its own.
@@ -40,7 +41,13 @@ class Booster:
         self,
         plugin: Plugin | None = None,
         mixed_precision: Literal["fp32", "bf16", "fp16"] | None = None,
+        device: str | None = None,
     ) -> None:
+        if device is not None:
+            raise ValueError(
+                f"device={device!r} of ColossalAI is not available: leave it out; it trains on the device of the "
+                "process, as launch_from_torch chose it"
+            )
         self.plugin = plugin if plugin is not None else TorchDDPPlugin()
         if mixed_precision is not None:
             if not isinstance(self.plugin, TorchDDPPlugin):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import typer
@@ -10,35 +9,17 @@ import typer
 from ..checkpoint.convert import Export, Resharding, masters_fault, out_fault
 from ..checkpoint.opened import Opened, find_folder, open_folder
 from ..checkpoint.step_folder import MANIFEST
-from .checkpoint_folder import Folder, chosen_folder, folder_faults, progress_bar, shown_bytes, told
+from .checkpoint_folder import chosen_folder, folder_faults, progress_bar, shown_bytes, told
 from .console import refuse
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MIB = 2**20
 
-Out = Annotated[
-    Path, typer.Argument(metavar="OUT", help="The new folder, which is not there.", show_default=False)
-]
-Size = Annotated[int, typer.Option(metavar="MIB", help="Of a file of weights at most, in MiB.")]
-Dtype = Annotated[
-    str | None, typer.Option(help=f"Format of the weights: {', '.join(DTYPES)}; else their own.")
-]
 
-
-def reshard(
-    directory: Folder,
-    out: Out,
-    size_per_shard: Size = 1024,
-    optimizer_files: Annotated[
-        int | None, typer.Option(help="Files for the optimizer's tensors; else as many as there are.")
-    ] = None,
-    dtype: Dtype = None,
+def run_reshard(
+    directory: Path, out: Path, *, size_per_shard: int, optimizer_files: int | None, dtype: str | None
 ) -> None:
-    """Write the same checkpoint in other files. OUT is complete, hashes and all, or not there.
-
-    With --dtype as a run of that precision would have written it: 16-bit weights have float32 masters beside them,
-    float32 weights are their masters. Exit status: 0 written, 1 damaged or not to be written, 2 bad arguments.
-    """
+    """Write the same checkpoint in other files; see `checkpoint.reshard`."""
     faults = [*folder_faults(directory), *_faults(directory, out, size_per_shard, dtype)]
     if optimizer_files is not None and optimizer_files < 1:
         faults.append(f"optimizer-files={optimizer_files} must be at least 1")
@@ -57,19 +38,8 @@ def reshard(
         _run(resharding.write, resharding.total_bytes, out)
 
 
-def export(
-    directory: Folder,
-    out: Out,
-    dtype: Dtype = None,
-    masters: Annotated[
-        bool, typer.Option("--masters", help="Take the float32 masters of the weights that have one.")
-    ] = False,
-    size_per_shard: Size = 1024,
-) -> None:
-    """Write a Hugging Face folder, which AutoModel.from_pretrained and its like read.
-
-    Exit status: 0 written, 1 damaged or not to be written, 2 bad arguments.
-    """
+def run_export(directory: Path, out: Path, *, dtype: str | None, masters: bool, size_per_shard: int) -> None:
+    """Write a Hugging Face folder; see `checkpoint.export`."""
     refuse("checkpoint export", [*folder_faults(directory), *_faults(directory, out, size_per_shard, dtype)])
     with told("export"):
         opened = open_folder(chosen_folder(directory))

@@ -3,30 +3,18 @@
 from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from ..checkpoint.difference import Comparison, Difference
 from ..checkpoint.opened import open_folder
-from .checkpoint_folder import FOLDER_HELP, chosen_folder, folder_faults, progress_bar, told
+from .checkpoint_folder import chosen_folder, folder_faults, progress_bar, told
 from .console import refuse, table_console
 
 
-def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help=FOLDER_HELP, show_default=False)],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Likewise; another layout may have written it.")],
-    tolerance: Annotated[
-        float,
-        typer.Option(help="Let |a − b| be this share of a tensor's largest entry; with 0 every bit counts."),
-    ] = 0.0,
-) -> None:
-    """Compare two checkpoints: tensors, options of the optimizer, scheduler, position in the data, and all else.
-
-    Of Hugging Face folders the models alone. Exit status: 0 nothing differs, 1 something does or is damaged,
-    2 bad arguments.
-    """
+def run_diff(a: Path, b: Path, *, tolerance: float) -> None:
+    """Compare two checkpoints and print a table; see `checkpoint.diff`."""
     faults = [*folder_faults(a), *folder_faults(b)]
     if not (isfinite(tolerance) and tolerance >= 0):
         faults.append(f"tolerance={tolerance} must be a number from 0 on")

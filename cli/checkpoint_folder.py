@@ -3,15 +3,11 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from tqdm import tqdm
 
 from ..checkpoint.opened import find_folder
-
-FOLDER_HELP = "A step-… folder, the folder above (its newest complete step), or a Hugging Face folder."
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help=FOLDER_HELP, show_default=False)]
 
 
 def folder_faults(path: Path) -> list[str]:

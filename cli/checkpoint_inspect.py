@@ -3,32 +3,20 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
 import typer
 from rich.table import Table
 
 from ..checkpoint.opened import Opened, open_folder
 from ..checkpoint.summary import Summary, plain, summarize, tensor_lines
-from .checkpoint_folder import Folder, chosen_folder, folder_faults, shown_bytes, told
+from .checkpoint_folder import chosen_folder, folder_faults, shown_bytes, told
 from .console import refuse, table_console
 
 
-def inspect(
-    directory: Folder,
-    pattern: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[PATTERN]", help="With --tensors: of their names, as a shell's: '*.layers.0.*'."
-        ),
-    ] = None,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List tensors, with their files.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Show what is in a checkpoint. No tensor is read.
-
-    Exit status: 0 shown, 1 something is damaged, 2 bad arguments.
-    """
+def run_inspect(directory: Path, pattern: str | None, *, tensors: bool, as_json: bool) -> None:
+    """Print a checkpoint's contents; see `checkpoint.inspect`."""
     faults = folder_faults(directory)
     if pattern is not None and not tensors:
         faults.append(f"{pattern!r} is a pattern of names: give --tensors too")

@@ -6,16 +6,12 @@ import typer
 
 from ..checkpoint.damage import Findings, examine_checkpoint, examine_pretrained
 from ..checkpoint.step_folder import MANIFEST
-from .checkpoint_folder import Folder, chosen_folder, folder_faults, progress_bar, told
+from .checkpoint_folder import chosen_folder, folder_faults, progress_bar, told
 from .console import refuse
 
 
-def verify(directory: Folder) -> None:
-    """Read every byte of a checkpoint: all files are there, their hashes are right, and they fit together.
-
-    Of a Hugging Face folder the index and the config are compared with the files. Exit status: 0 sound, 1 damaged
-    (each file and tensor is named), 2 bad arguments.
-    """
+def run_verify(directory: Path) -> None:
+    """Read a checkpoint and print its damage; see `checkpoint.verify`."""
     refuse("checkpoint verify", folder_faults(directory))
     folder = chosen_folder(directory)
     with told("verify"):  # what may not be read may be sound

@@ -1,140 +1,167 @@
-"""`echelon models`: which models are proven under which layouts, as a table."""
+"""`echelon models`: the last results of the parity check, as a table and by name; models_page.py has the docs' page."""
 
-import re
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Annotated, Any
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.console import Console
 
-from ..shardformer import model_types
-from ..shardformer.sequence.config import MODES
-from ..shardformer.table import class_libraries
-from ..verify.matrix import FEATURES, ModelRow, kept_matrix, layouts_of, refusals, rows_of
-from .console import table_console
+from ..verify.matrix import FEATURES, REFUSED, ModelRow, kept_matrix, layouts_of, rows_of
+from .console import refuse
+from .models_page import AXES, columns_of, page, spread_columns, versions
 
-SHARED_WEIGHTS = "shared-out weights"
-SPREAD = (*MODES, SHARED_WEIGHTS)
+# The columns of the table on a terminal, which has room for 80 characters: heading, and the page's own column.
+SHORT = {
+    "TP": "TP",
+    "PP": "PP",
+    "lazy": "lazy initialization",
+    "fa": "flash attention",
+    "xf": "xFormers",
+    "ops": "fused operators",
+    "norm": "fused norm",
+    "sg": "split_gather",
+    "ring": "ring",
+    "a2a": "all_to_all",
+    "ra": "ring_attn",
+}
+LEGEND = """\
+by    table: Echelon's own (shardformer/tables); plan: transformers' own
+hd    heads (classes) of the model type that were tried
+TP PP two ranks of tensor parallelism, two stages of a pipeline
+lazy  lazy initialization     fa    flash attention       xf    xFormers
+ops   fused operators         norm  fused norm
+sg    split_gather            ring  ring                  a2a   all_to_all
+ra    ring_attn               (these four: sequence parallelism on two ranks)
+more  further layouts in which all heads agree, of those that were tried
+yes   trains as in one process; 3/4: so many heads do; no: none does
+–     refused, or nothing to be done; blank: not tried
+One model type in full, with heads, layouts and reasons: echelon models llama"""
+INDENT = 10  # of the names of features and layouts
 
 
 def models(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Show this model type in full; or all whose names begin so.", show_default=False),
+    ] = None,
     markdown: Annotated[bool, typer.Option(help="Print the page that docs/models.md is.")] = False,
 ) -> None:
     """Show the last results of the parity check: every model type, all its heads, tied and untied, and its features.
 
-    "yes": every head trains under the layout as in one process, over three steps and unequal microbatches; "3 of 4":
-    so many heads do; "no": none does; nothing: not tried. Of features, with the usual head: "–": refused, or nothing
-    to be done; the page of the docs has the reasons. `echelon verify` tries a single one here and now.
+    "yes": every head trains under the layout as in one process, over three steps and unequal microbatches. A terminal
+    gets a table of 80 columns with a legend, a pipe every column in full. `echelon verify` tries a single layout here
+    and now.
     """
     kept = kept_matrix()
     if markdown:
+        refuse("models", [] if name is None else [f"--markdown is of all model types: leave {name!r} out"])
         typer.echo(page(kept), nl=False)
+        return
+    rows = rows_of(kept)
+    console = Console()
+    if name is not None:
+        named = rows_named(name, rows)
+        refuse("models", [] if named else [_unknown(name, rows)])
+        width = console.width if console.is_terminal else None
+        for row in named:
+            typer.echo("\n".join(described(row, layouts_of(rows), width=width)) + "\n")
+        typer.echo(f"{versions(kept)}.")
+    elif console.is_terminal:
+        typer.echo("\n".join([*short_lines(rows), "", LEGEND, f"{versions(kept)}."]))
     else:
-        show(kept)
+        typer.echo("\n".join([*full_lines(rows), f"{versions(kept)}."]))
 
 
-def show(kept: dict[str, Any]) -> None:
-    """Print the matrix on a terminal."""
-    rows = rows_of(kept)
-    columns = _columns(rows)
-    table = Table(title=_versions(kept), title_justify="left")
-    table.add_column("model type", no_wrap=True)
-    for heading in ("by", "heads", *columns):
-        table.add_column(heading)
-    for row in rows:
-        cells = (cell(row) for cell in columns.values())
-        table.add_row(row.model_type, _source(row), str(len(row.heads)), *cells)
-    console = table_console()
-    console.print(table)
+def rows_named(name: str, rows: Sequence[ModelRow]) -> list[ModelRow]:
+    """The row of a model type, or where there is none of that name, those that begin with it."""
+    wanted = name.lower()
+    exact = [row for row in rows if row.model_type.lower() == wanted]
+    return exact or [row for row in rows if row.model_type.lower().startswith(wanted)]
 
 
-def page(kept: dict[str, Any]) -> str:
-    """The matrix as a page of the documentation."""
-    rows = rows_of(kept)
-    columns = _columns(rows)
-    lines = [
-        "# Models",
-        "",
-        "Made by `echelon models --markdown` from the last results of the tests (`make test-all`): do not edit.",
-        "",
-        f"{_versions(kept)}.",
-        "",
-        '"yes": every head trains under the layout as in one process: loss, every gradient, the norm and every updated',
-        "weight, over three AdamW steps with microbatches of unequal size, in fp32 where nothing else is said.",
-        '"3 of 4": so many heads do. Nothing: not tried. By "table": `shardformer/tables`; by "plan": derived from',
-        "transformers' own. TP and PP are two ranks of the one axis. Of a model made of several (BLIP-2, Gemma 3 with",
-        "images) a pipeline cuts the language model alone; the others stand whole in front of it, on its first stage.",
-        "",
-        "Features are tried with the usual head, by the same comparison with a process that has none of them: flash",
-        "attention, xFormers, fused operators and fused norm under tp2 on CPUs. [fused.md](fused.md) says what",
-        "computes there; in the place of the xFormers package stood one of its signature. The modes of sequence",
-        'parallelism are tried on two ranks: [sequence.md](sequence.md). "–": refused, or nothing to be done; the',
-        "reasons stand at the end.",
-        "",
-        "| model type | by | heads | " + " | ".join(columns) + " |",
-        "|---|---|---|" + "---|" * len(columns),
-    ]
-    lines += [
-        f"| {row.model_type} | {_source(row)} | {'; '.join(row.heads)} | "
-        + " | ".join(cell(row) for cell in columns.values())
-        + " |"
+def _unknown(name: str, rows: Sequence[ModelRow]) -> str:
+    close = get_close_matches(name.lower(), [row.model_type for row in rows])
+    advice = f"did you mean {' or '.join(close)}?" if close else "`echelon models` lists those that were"
+    return f"no model type {name!r} was tried: {advice}"
+
+
+def short_lines(rows: Sequence[ModelRow]) -> list[str]:
+    """A line for each model type, of at most 80 characters, between headings."""
+    columns = columns_of(rows)
+    headings = ["model type", "by", "hd", *SHORT, "more"]
+    lines = aligned([headings, *([*_short(row, columns), _more(row)] for row in rows)], between=" ")
+    return [*lines, lines[0]]
+
+
+def _short(row: ModelRow, columns: Mapping[str, Callable[[ModelRow], str]]) -> list[str]:
+    cells = (columns[long](row) if long in columns else "" for long in SHORT.values())
+    return [row.model_type, row.source, str(len(row.heads)), *(cell.replace(" of ", "/") for cell in cells)]
+
+
+def _more(row: ModelRow) -> str:
+    further = [counts for layout, counts in row.cells.items() if layout not in AXES]
+    return f"{sum(tried == agreed for tried, agreed in further)}/{len(further)}" if further else ""
+
+
+def full_lines(rows: Sequence[ModelRow]) -> list[str]:
+    """A line for each model type with all that the tables of the docs' page have."""
+    columns = columns_of(rows) | spread_columns()
+    cells = (
+        [row.model_type, row.source, "; ".join(row.heads), *(cell(row) for cell in columns.values())]
         for row in rows
+    )
+    return aligned([["model type", "by", "heads", *columns], *cells], between=" | ")
+
+
+def aligned(table: Sequence[Sequence[str]], *, between: str) -> list[str]:
+    """Lines of cells, each column as wide as its widest."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        between.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in table
     ]
-    lines += _spread_lines(rows)
-    reasons = [
-        f"- {feature}: {', '.join(types)}: {reason}." for (feature, reason), types in refusals(rows).items()
-    ]
-    return "\n".join([*lines, *(["", "## Reasons", ""] if reasons else []), *reasons]) + "\n"
 
 
-def _spread_lines(rows: Sequence[ModelRow]) -> list[str]:
-    """The part of the page about layouts that spread sequences or share out weights."""
-    spread = [row for row in rows if any(map(_spread_by, row.cells))]
-    cells = {row.model_type: " | ".join(_spread_cell(row, by) for by in SPREAD) for row in spread}
-    heading = [
-        "",
-        "## Sequences and weights over ranks, beside other axes",
-        "",
-        "The usual head on two to four ranks, by the same comparison, beside tensor, pipeline and data parallelism",
-        "with ZeRO; of Llama, GPT-2 and BERT with recomputation, other schedules and 16 bits too. In how many layouts",
-        "it agrees, of those that were tried.",
-        "",
-        "| model type | " + " | ".join(SPREAD) + " |",
-        "|---|" + "---|" * len(SPREAD),
-    ]
-    return [*heading, *(f"| {name} | {own} |" for name, own in cells.items())] if spread else []
+def described(row: ModelRow, layouts: Sequence[str], *, width: int | None) -> Iterator[str]:
+    """Lines with all that is known of a model type.
+
+    Args:
+        layouts: in the order in which they are told.
+        width: of the terminal; None wraps nothing.
+    """
+    yield f"{row.model_type}, split by a {row.source}"
+    yield "\nheads"
+    yield from _wrapped("; ".join(row.heads) or "none was tried", width, indent=2)
+    yield "\nfeatures, with the usual head"
+    for feature in FEATURES:
+        if feature in row.features:
+            reason = row.features[feature]
+            reason = f": {reason.removeprefix(REFUSED)}" if reason.startswith(REFUSED) else ""
+            first, *others = _wrapped(f"{feature}{reason}", width, indent=INDENT)
+            yield f"  {row.feature_cell(feature):<{INDENT - 2}}{first.lstrip()}"
+            yield from others
+    yield "\nlayouts: heads that train as in one process, of those tried"
+    for layout in layouts:
+        if layout in row.cells:
+            tried, agreed = row.cells[layout]
+            name = layout.removesuffix("·fp32").replace("·", "· ")  # a long one may break there
+            first, *others = (line.replace("· ", "·") for line in _wrapped(name, width, indent=INDENT))
+            yield f"  {f'{agreed}/{tried}':<{INDENT - 2}}{first.lstrip()}"
+            yield from others
 
 
-def _columns(rows: Sequence[ModelRow]) -> dict[str, Callable[[ModelRow], str]]:
-    """What each column of the matrix says of a row, by its heading."""
-    axes = {"tp2·fp32": "TP", "pp2·fp32": "PP"}
-    layouts = [layout for layout in layouts_of(rows) if layout not in axes and not _spread_by(layout)]
-    return {
-        **{heading: partial(ModelRow.cell, layout=layout) for layout, heading in axes.items()},
-        **{feature: partial(ModelRow.feature_cell, feature=feature) for feature in FEATURES},
-        **{layout.removesuffix("·fp32"): partial(ModelRow.cell, layout=layout) for layout in layouts},
-    }
-
-
-def _spread_by(layout: str) -> str:
-    """The mode by which a layout spreads sequences, or that it shares out weights; nothing where it does neither."""
-    parts = layout.split("·")
-    if any(re.fullmatch(r"wp\d+", part) for part in parts):
-        return SHARED_WEIGHTS
-    return next((mode for mode in MODES if mode in parts), "")
-
-
-def _spread_cell(row: ModelRow, by: str) -> str:
-    """In how many layouts of a kind a model agrees, of how many; nothing where it was not tried."""
-    found = [row.cells[layout] for layout in row.cells if _spread_by(layout) == by]
-    tried, agreed = (sum(each[place] for each in found) for place in (0, 1))
-    return f"{agreed} of {tried}" if tried else ""
-
-
-def _versions(kept: dict[str, Any]) -> str:
-    return f"torch {kept['torch']}, transformers {kept['transformers']}"
-
-
-def _source(row: ModelRow) -> str:
-    return "table" if {row.model_type} & {*model_types(), *class_libraries()} else "plan"
+def _wrapped(text: str, width: int | None, *, indent: int) -> list[str]:
+    """Lines that break between words alone."""
+    margin = " " * indent
+    if width is None:
+        return [margin + text]
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=margin,
+        subsequent_indent=margin,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

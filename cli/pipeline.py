@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from ..pipeline.schedules import build_schedule, stage_placement, style_faults
 from ..pipeline.simulate import Costs, Timeline, simulate
 
+LAYERS_PER_STAGE = 2  # of the model that is measured, where nothing is said
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:

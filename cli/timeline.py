@@ -2,27 +2,20 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
-from transformers import CONFIG_MAPPING, AutoConfig
 
 from ..pipeline.draw import Panel, rank_bubble, require_matplotlib, stages_of
 from ..pipeline.picture import SUFFIXES, save_timelines
 from ..pipeline.schedules import SCHEDULES
-from ..pipeline.simulate import Costs, Timeline
-from ..verify.models import ModelChoice
+from ..pipeline.simulate import Costs
 from .console import refuse, table_console
-from .measure import mean_costs, measure
-from .pipeline import Pipeline
-from .verify import split_faults
+from .pipeline import LAYERS_PER_STAGE, Pipeline
 
-LAYERS_PER_STAGE = 2
-HEAD_MULTIPLE = 8  # a ModelChoice has 4 heads, and rotary positions need heads of even size
 MOST_APART = 1e6  # costs: a box that is lost in the rounding of the clock cannot be drawn
 COSTS = (1e-100, 1e100)  # what adds up to a number
 FOR_MEASURING = ("model", "layers", "hidden", "steps", "seed", "timeout")
@@ -77,31 +70,13 @@ def timeline(
         return
     if "costs" in given:
         faults.append("--costs is for simulating alone: --measure measures them, so leave one of the two out")
+    # Here and not above, so that help and simulations need no torch.
+    from .measure import measured_panels, measuring_faults, small_model
+
     choice = small_model(model, pipeline, num_layers=layers, hidden_size=hidden)
     refuse("timeline", faults + measuring_faults(pipeline, choice, hidden_size=hidden, num_steps=steps))
     panels = measured_panels(pipeline, choice, num_steps=steps, seed=seed, timeout_seconds=timeout)
     finish(panels, out, unit="ms")
-
-
-def measured_panels(
-    pipeline: Pipeline, choice: ModelChoice, *, num_steps: int, seed: int, timeout_seconds: float
-) -> list[Panel]:
-    """What local processes did, and below it the simulation with their mean costs; ends the command if one fails."""
-    spans = measure(pipeline, choice, num_steps=num_steps, seed=seed, timeout_seconds=timeout_seconds)
-    if isinstance(spans, str):
-        typer.echo(spans, err=True)
-        raise typer.Exit(1)
-    if (num_cores := _num_cores()) < pipeline.num_ranks:
-        typer.echo(
-            f"{pipeline.num_ranks} processes shared {num_cores} cores: what was measured includes waiting for a core",
-            err=True,
-        )
-    simulation = pipeline.simulate(mean_costs(spans))
-    measurement = Timeline(spans=spans, peak_activations=simulation.peak_activations)
-    return [
-        Panel(title=f"{pipeline}, measured", timeline=measurement),
-        Panel(title="simulated with the mean costs measured", timeline=simulation),
-    ]
 
 
 def finish(panels: Sequence[Panel], out: Path, *, unit: str) -> None:
@@ -177,43 +152,6 @@ def unwritable(out: Path, reason: str | None) -> str:
     return f"out={str(out)!r} cannot be written ({reason}): give the name of another file"
 
 
-def small_model(
-    model_type: str, pipeline: Pipeline, *, num_layers: int | None, hidden_size: int
-) -> ModelChoice:
-    """The model to measure."""
-    if num_layers is None:
-        num_stages = 1 if pipeline.faults() else pipeline.num_stages
-        num_layers = LAYERS_PER_STAGE * num_stages
-    settings = {
-        "hidden_size": hidden_size,
-        "intermediate_size": 2 * hidden_size,
-        "head_dim": hidden_size // 4,
-    }
-    blank = AutoConfig.for_model(model_type) if model_type in CONFIG_MAPPING else None
-    known = tuple((name, value) for name, value in settings.items() if hasattr(blank, name))
-    return ModelChoice(model_type=model_type, num_layers=num_layers, settings=known)
-
-
-def measuring_faults(
-    pipeline: Pipeline, choice: ModelChoice, *, hidden_size: int, num_steps: int
-) -> list[str]:
-    """Why this model cannot be trained so."""
-    faults = [] if num_steps >= 1 else [f"steps={num_steps} must be at least 1"]
-    if hidden_size < 1 or hidden_size % HEAD_MULTIPLE:
-        faults.append(f"hidden={hidden_size} must be a positive multiple of {HEAD_MULTIPLE}")
-        choice = replace(choice, settings=())  # for the faults that do not follow from this one
-    faults += choice.faults()
-    if faults or pipeline.faults():
-        return faults
-    return split_faults(choice, num_stages=pipeline.num_stages)
-
-
 def _is_given(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
-
-
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # the cores that this process may use; Linux alone tells
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -1,9 +1,12 @@
 """Starting the process group of a run. The mesh over it is mesh.py; the watch over its ranks is faults.py."""
 
 import os
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -60,6 +63,12 @@ def launch_from_torch(
             dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     start_watch()
     seed_everything(seed)
+
+
+def torchrun_command(num_processes: int) -> str:
+    """The command line that starts this script on so many processes of this machine."""
+    script = sys.argv if Path(sys.argv[0]).is_file() else ["script.py"]
+    return f"torchrun --standalone --nproc_per_node {num_processes} {shlex.join(script)}"
 
 
 def default_device() -> torch.device:

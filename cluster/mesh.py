@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .faults import start_watch
-from .launch import default_device, wait_until_all_have_connected
+from .launch import default_device, torchrun_command, wait_until_all_have_connected
 
 AXES = ("pp", "dp", "sp", "tp")
 # The ranks that add to the gradients of the same parameters: replicas, and in each the parts of a sequence.
@@ -28,7 +28,13 @@ def mesh_faults(
     if faults:
         return faults
     inner = pp * sp * tp
-    if dp is None and world_size % inner:
+    wanted = inner * (dp or 1)
+    if world_size == 1 and wanted > 1:
+        faults.append(
+            f"tp_size={tp} * pp_size={pp} * sp_size={sp} * dp_size={dp or 1} = {wanted} needs {wanted} processes, and "
+            f"this is the only one: start it by `{torchrun_command(wanted)}`"
+        )
+    elif dp is None and world_size % inner:
         faults.append(
             f"tp_size={tp} * pp_size={pp} * sp_size={sp} = {inner} does not divide the world size "
             f"{world_size}: start a multiple of {inner} processes, or use sizes whose product is one of "

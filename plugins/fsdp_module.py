@@ -50,6 +50,14 @@ class TorchFSDPModel(nn.Module):
         """The model's outputs; each layer is gathered when it computes. Every rank of a shard group calls."""
         return self.module(*args, **kwargs)
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The `generate` of the transformers model, whose layers are gathered in every forward. Every rank calls.
+
+        Ranks whose texts end early go on computing until all have ended, which costs a reduction for each token.
+        """
+        module: Any = self.module
+        return module.generate(*args, **{"synced_gpus": True, **kwargs})
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "TorchFSDPModel":
         raise TypeError(
             "a boosted model holds process groups and cannot be copied: save it and load the file"

@@ -20,7 +20,7 @@ from ..zero.embedding import own_embeddings
 from ..zero.groups import optimizer_options
 from ..zero.optimizer import ShardedOptimizer
 from .hybrid_config import told
-from .hybrid_module import HybridParallelModule
+from .hybrid_module import COMPILED, HybridParallelModule
 from .lora import peft_model_faults, unwrapped
 from .names import ParameterNames, managed_parameters
 from .optimizer_faults import model_faults, optimizer_faults
@@ -118,6 +118,8 @@ def _checked_splits(
     """
     config, mesh = plugin.config, plugin.mesh
     faults = optimizer_faults(model, optimizer) + config.fused.model_faults(model, mesh.device)
+    if getattr(model, "_compiled_call_impl", None) is not None and mesh.size("tp", "sp") * config.wp > 1:
+        faults.append(COMPILED)
     sharder = split = None
     if config.wp > 1:
         split = weight_split_or_faults(model, faults, policy=plugin.custom_policy)

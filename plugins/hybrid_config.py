@@ -225,8 +225,8 @@ class HybridConfig:
             found += weight_faults(wp_size=self.wp, tp_size=self.tp, data_size=data_size)
         if self.zero_stage not in (0, 1, 2):
             found.append(
-                f"zero_stage={self.zero_stage} is not available: use 0 (plain data parallelism), 1 (states "
-                "split) or 2 (gradients too)"
+                f"zero_stage={self.zero_stage} is not available: use TorchFSDPPlugin, which shards parameters too, or "
+                "zero_stage 0, 1 or 2"
             )
         if self.communication_dtype not in (None, *DTYPES, *DTYPES.values()):
             allowed = ", ".join(map(str, (*map(repr, DTYPES), *DTYPES.values())))

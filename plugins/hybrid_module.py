@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from ..checkpoint.lora import Adapter
@@ -17,6 +18,12 @@ from .names import ParameterNames
 
 if TYPE_CHECKING:
     from .hybrid_parallel import HybridParallelPlugin
+
+
+COMPILED = (
+    "torch.compile does not go with a tp_size, sp_size or wp_size above 1, whose layers talk to other ranks: leave it "
+    "out, and give the plugin enable_all_optimization=True"
+)
 
 
 class HybridParallelModule(nn.Module):
@@ -50,6 +57,7 @@ class HybridParallelModule(nn.Module):
         self.state_names = names.state
         self._held = names.held(module)
         self._takes_cache = takes(module, "use_cache")
+        self._compiles = plugin.mesh.size("tp", "sp") == plugin.config.wp == 1
         splits_backward = plugin.config.pipeline.splits_backward(plugin.pp_size)
         self.engine = PipelineEngine(
             held_stages(module),
@@ -77,15 +85,46 @@ class HybridParallelModule(nn.Module):
             RuntimeError: under a pipeline.
             ValueError: ranks that compute one model have other inputs than their first one; on all of them.
         """
+        if torch.compiler.is_compiling() and not self._compiles:
+            _refuse_compiling()
         self.plugin._refuse_pipeline("model(**batch)")
-        mesh = self.plugin.mesh
-        for axis in ("tp", "sp"):
-            if mesh.size(axis) > 1:
-                require_equal_inputs(args, kwargs, mesh.group(axis), axis)
+        self._require_equal_inputs(args, kwargs)
         if self.training and self._takes_cache:  # a cache hides from transformers that texts are packed
             kwargs = {"use_cache": False, **kwargs}
         args, kwargs = self.engine.to_compute(args), self.engine.to_compute(kwargs)
         return self.module(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The `generate` of the transformers model. All ranks of a tensor axis give equal inputs.
+
+        Raises:
+            RuntimeError: pp_size, sp_size or wp_size is above 1.
+            ValueError: ranks that compute one model have other inputs than their first one; on all of them.
+        """
+        if self.plugin.mesh.size("pp", "sp") * self.plugin.config.wp > 1:
+            raise RuntimeError(
+                "model.generate needs pp_size, sp_size and wp_size of 1: save the model by booster.save_model, and "
+                "generate with what from_pretrained loads"
+            )
+        self._require_equal_inputs(args, kwargs)
+        module: Any = self.module
+        return module.generate(*self.engine.to_compute(args), **self.engine.to_compute(kwargs))
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the model in place, for `execute_pipeline` and calls alike; see torch.nn.Module.compile.
+
+        Raises:
+            RuntimeError: layers talk to other ranks.
+        """
+        if not self._compiles:
+            raise RuntimeError(COMPILED)
+        self.module.compile(*args, **kwargs)
+
+    def _require_equal_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mesh = self.plugin.mesh
+        for axis in ("tp", "sp"):
+            if mesh.size(axis) > 1:
+                require_equal_inputs(args, kwargs, mesh.group(axis), axis)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, also those that the optimizer has taken from the parameters (zero_stage 2)."""
@@ -107,3 +146,9 @@ class HybridParallelModule(nn.Module):
         state = saved_state(self.module)
         buffers = {name: tensor for name, tensor in state.items() if tensor not in parameters}
         return {**self.held, **buffers}
+
+
+@torch.compiler.disable
+def _refuse_compiling() -> None:
+    """Raise where torch.compile has traced a call: as it cannot trace this one, it makes it."""
+    raise RuntimeError(COMPILED)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -33,6 +34,7 @@ from ..shardformer.table import Table
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.precision import default_precision
 from .base import Boosted, Plugin, Returned, require_process_group
+from .colossalai import HYBRID, unavailable_faults
 from .hybrid_boost import boost
 from .hybrid_config import HybridConfig, PipelineConfig, told
 from .hybrid_module import HybridParallelModule
@@ -97,11 +99,14 @@ class HybridParallelPlugin(Plugin):
         enable_jit_fused: bias + activation and dropout + addition compiled by torch.
         enable_xformers: attention by xFormers, which must be installed.
         custom_policy: how the model is split, by a policy or a table, for models without one that is registered.
+        others: further arguments of ColossalAI's, taken where they ask for nothing (see `colossalai.HYBRID`).
 
     Raises:
         RuntimeError: no process group was started.
         ValueError: what is asked for does not fit; all faults at once, on every rank, before any communication.
     """
+
+    _unavailable = HYBRID
 
     def __init__(  # long since it is a list of arguments, handed on to a config
         self,
@@ -150,7 +155,9 @@ class HybridParallelPlugin(Plugin):
         communication_dtype: torch.dtype | str | None = None,
         cpu_offload: bool = False,
         custom_policy: Policy | Table | None = None,
+        **others: Any,
     ) -> None:
+        unavailable = unavailable_faults(type(self), self._unavailable, others)
         sequence = SequenceParallelism.asked(
             enable=enable_sequence_parallelism,
             mode=sequence_parallelism_mode,
@@ -208,7 +215,7 @@ class HybridParallelPlugin(Plugin):
             custom_policy=custom_policy,
         )
         require_process_group()
-        if faults := self.config.faults(dist.get_world_size()):
+        if faults := [*unavailable, *self.config.faults(dist.get_world_size())]:
             raise ValueError(told(faults))
         require_equal_settings(self.config, of="the plugin")
         self.custom_policy = custom_policy
@@ -382,6 +389,11 @@ class HybridParallelPlugin(Plugin):
 
     def _boosted(self, model: nn.Module, optimizer: Optimizer | None, call: str) -> HybridParallelModule:
         """The model, where this plugin has boosted it, and the optimizer with it if one is given."""
+        if isinstance(model, OptimizedModule):
+            raise ValueError(
+                f"{call} takes the model that booster.boost returned, and not torch.compile's of it: call "
+                "model.compile(), which compiles in place"
+            )
         if not isinstance(model, HybridParallelModule) or model.plugin is not self:
             raise ValueError(f"{call} takes the model that booster.boost returned")
         if optimizer is not None and optimizer is not model.optimizer:

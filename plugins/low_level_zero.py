@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from .colossalai import ZERO, unavailable_faults
 from .hybrid_parallel import HybridParallelPlugin
 
 
@@ -23,10 +25,13 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         overlap_communication, overlap_allgather, communication_dtype: see `HybridParallelPlugin`.
         num_microbatches, microbatch_size: how `execute_pipeline` cuts a batch; None takes it whole.
         gradient_accumulation_steps: see `HybridParallelPlugin`.
+        others: further arguments of ColossalAI's, taken where they ask for nothing (see `colossalai.ZERO`).
 
     Raises:
         ValueError: what is asked for does not fit; all faults at once.
     """
+
+    _unavailable = ZERO
 
     def __init__(
         self,
@@ -50,7 +55,11 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
         gradient_accumulation_steps: int = 1,
+        **others: Any,
     ) -> None:
+        unavailable_faults(
+            type(self), ZERO, others
+        )  # of an unknown name here: it may be one of HybridParallelPlugin
         with _own_names():
             super().__init__(
                 precision=precision,
@@ -72,6 +81,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
                 max_scale=max_scale,
                 max_norm=max_norm,
                 zero_bucket_size_in_m=reduce_bucket_size_in_m,
+                **others,
             )
 
 

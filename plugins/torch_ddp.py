@@ -20,6 +20,7 @@ from ..lazy import materialize
 from ..shardformer.given import mark_taken
 from ..zero.precision import DTYPES, default_precision
 from .base import Boosted, require_process_group
+from .colossalai import DDP, unavailable_faults
 from .hybrid_config import told
 from .lora import unwrapped
 from .optimizer_faults import model_faults
@@ -36,9 +37,11 @@ class TorchDDPPlugin(TorchPlugin):
     Args:
         broadcast_buffers, bucket_cap_mb, find_unused_parameters, check_reduction, gradient_as_bucket_view,
             static_graph: see torch's DistributedDataParallel.
+        others: further arguments of ColossalAI's, taken where they ask for nothing (see `colossalai.DDP`).
 
     Raises:
         RuntimeError: no process group was started.
+        ValueError: an argument of ColossalAI's asks for what is not available.
     """
 
     precision_option = "mixed_precision"
@@ -51,8 +54,12 @@ class TorchDDPPlugin(TorchPlugin):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        **others: Any,
     ) -> None:
+        unavailable = unavailable_faults(type(self), DDP, others)
         require_process_group()
+        if unavailable:
+            raise ValueError(told(unavailable))
         given = {
             "broadcast_buffers": broadcast_buffers,
             "bucket_cap_mb": bucket_cap_mb,
@@ -157,6 +164,12 @@ class TorchDDPModel(nn.Module):
     def unwrap(self) -> nn.Module:
         """The model without the wrapper."""
         return self.module
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The `generate` of the transformers model, computed in the mixed precision; each rank for itself."""
+        module: Any = self.module
+        with torch.autocast(self._device_type, self._dtype, enabled=self._dtype is not None):
+            return module.generate(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs, computed in the mixed precision."""

@@ -27,6 +27,7 @@ from ..shardformer.switches import switch_faults
 from ..zero.elementwise import require_elementwise
 from ..zero.precision import DTYPES, default_precision, is_finite_number, precision_faults
 from .base import Boosted, require_process_group
+from .colossalai import FSDP, unavailable_faults
 from .fsdp_module import TorchFSDPModel
 from .fsdp_optimizer import FSDPOptimizer
 from .hybrid_config import told
@@ -120,6 +121,7 @@ class TorchFSDPPlugin(TorchPlugin):
         initial_scale, growth_factor, backoff_factor, growth_interval: the loss scale of fp16, as in the other plugins;
             it shrinks at every overflow.
         hysteresis, min_scale, max_scale: refused, since torch's GradScaler has none.
+        others: further arguments of ColossalAI's, taken where they ask for nothing (see `colossalai.FSDP`).
 
     Raises:
         RuntimeError: no process group was started.
@@ -130,7 +132,7 @@ class TorchFSDPPlugin(TorchPlugin):
         self,
         precision: str | None = None,
         shard_size: int | None = None,
-        cpu_offload: bool = False,
+        cpu_offload: bool | None = False,
         reshard_after_forward: bool | None = None,
         *,
         initial_scale: float = 2.0**16,
@@ -140,13 +142,15 @@ class TorchFSDPPlugin(TorchPlugin):
         hysteresis: int | None = None,
         min_scale: float | None = None,
         max_scale: float | None = None,
+        **others: Any,
     ) -> None:
+        unavailable = unavailable_faults(type(self), FSDP, others)
         require_process_group()
         self.has_default_precision = precision is None
         self.config = FSDPConfig(
             precision=default_precision(default_device()) if precision is None else precision,
             shard_size=shard_size,
-            cpu_offload=cpu_offload,
+            cpu_offload=False if cpu_offload is None else cpu_offload,
             reshard_after_forward=reshard_after_forward,
             initial_scale=initial_scale,
             growth_factor=growth_factor,
@@ -154,7 +158,7 @@ class TorchFSDPPlugin(TorchPlugin):
             growth_interval=growth_interval,
             unavailable={"hysteresis": hysteresis, "min_scale": min_scale, "max_scale": max_scale},
         )
-        if faults := self.config.faults(dist.get_world_size()):
+        if faults := [*unavailable, *self.config.faults(dist.get_world_size())]:
             raise ValueError(told(faults))
         self.mesh = ParallelMesh()
         self.shard_mesh = shard_mesh(self.mesh, shard_size or self.mesh.world_size)

@@ -3,6 +3,7 @@
 from itertools import chain
 
 from torch import nn
+from torch._dynamo import OptimizedModule
 
 from ..lazy.tensor import LazyTensor
 from .policy import Policy
@@ -26,6 +27,11 @@ def given_faults(model: object) -> list[str]:
     """Why what was given for a model is none that has values; empty when it is."""
     if not isinstance(model, nn.Module):
         return [f"a model is a torch.nn.Module, and this is a {type(model).__name__}: give the model itself"]
+    if isinstance(model, OptimizedModule):
+        return [
+            "the model is torch.compile's, whose parameters have other names: give the plain model, and call "
+            "model.compile() on what is returned"
+        ]
     named = chain(model.named_parameters(), model.named_buffers())
     empty = [name for name, each in named if each.is_meta and not isinstance(each, LazyTensor)]
     if not empty:

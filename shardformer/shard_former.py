@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from ..cluster.dataloader import shared_loader
-from ..cluster.launch import default_device, launch_from_torch
+from ..cluster.launch import default_device, launch_from_torch, torchrun_command
 from ..cluster.mesh import ParallelMesh, divisors
 from ..lazy import materialize
 from . import tables as tables  # registers them
@@ -22,7 +22,7 @@ from .given import given_faults, is_taken, policy_faults
 from .policy import Policy
 from .shard_config import ShardConfig
 from .sharder import ModelSharder
-from .table import Table, model_types, table_for, table_for_class
+from .table import Table, table_for, table_for_class
 from .table_policy import TablePolicy
 from .whole_cache import refuse_whole_caches
 from .whole_gradients import make_gradients_whole
@@ -189,7 +189,12 @@ def _world_faults(config: ShardConfig, world_size: int) -> list[str]:
             "init_distributed makes no groups for a pipeline: give ShardConfig the groups of its mesh, or use "
             "HybridParallelPlugin"
         )
-    if tensor * data != world_size:
+    if world_size == 1 < tensor * data:
+        found.append(
+            f"tensor_parallel_size={tensor} * data_parallel_size={data} = {tensor * data} needs {tensor * data} "
+            f"processes, and this is the only one: start it by `{torchrun_command(tensor * data)}`"
+        )
+    elif tensor * data != world_size:
         fitting = [f"{size} and {world_size // size}" for size in divisors(world_size)]
         found.append(
             f"tensor_parallel_size={tensor} * data_parallel_size={data} = {tensor * data} is not the world size "
@@ -248,7 +253,8 @@ def sharder_or_faults(
     if isinstance(policy, Table):
         policy = TablePolicy(policy)
     try:
-        policy = policy or policy_for(model)
+        alone = config.tensor_parallel_size == config.num_stages == 1
+        policy = policy or policy_for(model, sequences_alone=alone)
         faults += _adapter_faults(model, policy, config)
         return ModelSharder(model, policy, config)
     except ValueError as error:
@@ -267,10 +273,13 @@ def _adapter_faults(model: nn.Module, policy: Policy, config: ShardConfig) -> li
     ]
 
 
-def policy_for(model: nn.Module) -> Policy:
+def policy_for(model: nn.Module, *, sequences_alone: bool = False) -> Policy:
     """The policy of a model's type: by its table, or by one that transformers' own plans give (derived.py).
 
     Where it has no config that of its class.
+
+    Args:
+        sequences_alone: the policy is for sequence parallelism without a tensor or a pipeline axis.
 
     Raises:
         ValueError: there is neither.
@@ -279,9 +288,12 @@ def policy_for(model: nn.Module) -> Policy:
     table = table_for_class(type(model)) if model_type is None else table_for(model_type)
     try:
         return TablePolicy(table or derived_table(model))
-    except ValueError as error:
+    except ValueError:
+        told = f"a {type(model).__name__} (model_type={model_type!r})"
+        advice = "register a Table of its layers (docs/policies.md), or give one as custom_policy"
         raise ValueError(
-            f"no table says how to split a {type(model).__name__} (model_type={model_type!r}), and {error}; there are "
-            f"tables for {', '.join(model_types())}. Write one (echelon.shardformer.Table) and register it for this "
-            "model type, or give a policy of your own (custom_policy=...), or use tp_size=1 and pp_size=1"
+            f"sequence parallelism needs a table, and {told} has none: leave enable_sequence_parallelism and sp_size "
+            f"out, {advice}"
+            if sequences_alone
+            else f"no table says how to split {told}, nor does transformers: use tp_size=1 and pp_size=1, {advice}"
         ) from None

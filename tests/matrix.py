@@ -17,6 +17,8 @@ import pytest
 import torch
 import transformers
 
+from echelon.shardformer import model_types
+from echelon.shardformer.table import class_libraries
 from echelon.verify.layout import Layout
 from echelon.verify.matrix import FAILED, PASSED, REFUSED, FeatureCase
 from echelon.verify.models import ModelChoice
@@ -52,6 +54,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         of_head[str(layout)] = passed
     for case, outcome in features:
         kept.setdefault("features", {}).setdefault(case.model_type, {})[case.feature] = outcome
+    kept["tables"] = sorted({*model_types(), *class_libraries()})
     kept |= {"torch": torch.__version__, "transformers": transformers.__version__}
     path.write_text(json.dumps(kept, indent=1, ensure_ascii=False, sort_keys=True) + "\n")
 

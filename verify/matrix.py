@@ -10,10 +10,11 @@ Outcomes = Mapping[
     str, Mapping[str, bool]
 ]  # by head and layout: whether the layout trained as one process does
 
+SEQUENCE_MODES = ("split_gather", "ring", "all_to_all", "ring_attn")
 # What a model can be trained with besides a layout, in the words of the matrix.
 FEATURES = (
     *("lazy initialization", "flash attention", "xFormers", "fused operators", "fused norm"),
-    *("split_gather", "ring", "all_to_all", "ring_attn"),  # modes of sequence parallelism
+    *SEQUENCE_MODES,
 )
 PASSED, FAILED, REFUSED = "yes", "no", "refused: "  # the last with the reason behind it
 
@@ -44,12 +45,14 @@ class ModelRow:
         heads: those that were tried.
         cells: by layout, for how many heads it was tried, and for how many it agreed.
         features: by feature, PASSED, FAILED, or REFUSED and the reason.
+        source: "table" where Echelon has a table of it, "plan" where it is derived from transformers' own.
     """
 
     model_type: str
     heads: tuple[str, ...]
     cells: Mapping[str, tuple[int, int]]
     features: Mapping[str, str]
+    source: str
 
     def cell(self, layout: str) -> str:
         """What a table says of a layout: yes, for some heads, no, or nothing where it was not tried."""
@@ -67,7 +70,7 @@ class ModelRow:
 def kept_matrix() -> dict[str, Any]:
     """What the file of the last results holds: versions, and outcomes by model type, head and layout.
 
-    Under "features" those by model type and feature.
+    Under "features" those by model type and feature, under "tables" the model types that have a table.
     """
     found: dict[str, Any] = json.loads((files(__package__) / "matrix.json").read_text())
     return found
@@ -77,8 +80,14 @@ def rows_of(kept: Mapping[str, Any]) -> list[ModelRow]:
     """A row for each model type of what `kept_matrix` gives, in alphabetical order."""
     outcomes: Mapping[str, Outcomes] = kept["rows"]
     features: Mapping[str, Mapping[str, str]] = kept.get("features", {})
+    tables: Sequence[str] = kept.get("tables", ())
     return [
-        _row(model_type, outcomes.get(model_type, {}), features.get(model_type, {}))
+        _row(
+            model_type,
+            outcomes.get(model_type, {}),
+            features.get(model_type, {}),
+            source="table" if model_type in tables else "plan",
+        )
         for model_type in sorted({*outcomes, *features})
     ]
 
@@ -103,7 +112,7 @@ def layouts_of(rows: Sequence[ModelRow]) -> list[str]:
     return sorted(counts, key=lambda layout: (-counts[layout], len(layout), layout))
 
 
-def _row(model_type: str, of_heads: Outcomes, features: Mapping[str, str]) -> ModelRow:
+def _row(model_type: str, of_heads: Outcomes, features: Mapping[str, str], *, source: str) -> ModelRow:
     layouts = dict.fromkeys(layout for outcomes in of_heads.values() for layout in outcomes)
     found = {
         layout: [outcomes[layout] for outcomes in of_heads.values() if layout in outcomes]
@@ -114,4 +123,5 @@ def _row(model_type: str, of_heads: Outcomes, features: Mapping[str, str]) -> Mo
         heads=tuple(sorted(of_heads)),
         cells={layout: (len(each), sum(each)) for layout, each in found.items()},
         features=features,
+        source=source,
     )

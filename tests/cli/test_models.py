@@ -1,12 +1,23 @@
 """`echelon models`: the matrix of the last results, and the page that is made from it."""
 
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from contextlib import suppress
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from echelon.cli.main import app
-from echelon.cli.models import page
+from echelon.cli.models import SHORT
+from echelon.cli.models_page import page
 from echelon.shardformer import model_types
+from echelon.shardformer.table import class_libraries
 from echelon.verify.matrix import FEATURES, kept_matrix, layouts_of, rows_of
 
 from ..models.test_matrix import LAYOUTS, choices
@@ -44,9 +55,9 @@ def test_a_cell_says_for_how_many_heads_a_layout_agrees() -> None:
     empty = " | " * (2 + len(FEATURES))  # no layout here is one of the axes
     text = page({"rows": outcomes, "torch": "1", "transformers": "2"})
     assert f"| a | plan | base; causal; token | {empty}yes | no | 1 of 2 |" in text
-    assert page({"rows": {"llama": outcomes["b"]}, "torch": "1", "transformers": "2"}).splitlines()[-1] == (
-        f"| llama | table | causal | {empty}no |"
-    )
+    assert page(
+        {"rows": {"llama": outcomes["b"]}, "tables": ["llama"], "torch": "1", "transformers": "2"}
+    ).splitlines()[-1] == (f"| llama | table | causal | {empty}no |")
 
 
 def test_a_feature_is_proven_refused_with_its_reason_or_not_tried() -> None:
@@ -56,6 +67,7 @@ def test_a_feature_is_proven_refused_with_its_reason_or_not_tried() -> None:
             "llama": {"flash attention": "yes", "xFormers": "no", "fused norm": "refused: it has none"},
             "bert": {"fused norm": "refused: it has none"},
         },
+        "tables": ["bert", "llama"],
         "torch": "1",
         "transformers": "2",
     }
@@ -78,10 +90,86 @@ def test_layouts_that_spread_sequences_are_counted_by_mode() -> None:
     assert not any("ring·" in line for line in lines)
 
 
-def test_the_command_prints_a_row_for_each_type() -> None:
+def on_a_terminal(*arguments: str, columns: int) -> list[str]:
+    """The lines that `echelon models` prints on a terminal of this width."""
+    master, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    command = [sys.executable, "-c", "from echelon.cli import main; main()", "models", *arguments]
+    others = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    process = subprocess.Popen(command, stdout=terminal, env=others | {"TERM": "xterm"})
+    os.close(terminal)
+    printed = b""
+    with open(master, "rb", buffering=0) as reader, suppress(OSError):  # Linux ends a closed terminal so
+        while part := reader.read(2**16):
+            printed += part
+    assert process.wait() == 0
+    return printed.decode().splitlines()
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_a_terminal_of_80_columns_shows_a_line_for_each_type_and_a_legend(columns: int) -> None:
+    rows = rows_of(kept_matrix())
+    heading, *lines = on_a_terminal(columns=columns)
+    assert heading.split() == ["model", "type", "by", "hd", *SHORT, "more"]
+    assert [line.split()[0] for line in lines[: len(rows)]] == [row.model_type for row in rows]
+    assert max(map(len, lines)) <= 80 and not any("…" in line for line in lines)
+    assert "llama            table 6  yes yes yes  yes yes –   yes  yes yes  yes yes 47/47" in lines
+    explained = " ".join(lines[len(rows) + 1 :])
+    for short, long in SHORT.items():
+        assert short in explained.split() and long in explained
+
+
+def test_a_terminal_breaks_the_details_of_a_type_between_words() -> None:
+    (row,) = (row for row in rows_of(kept_matrix()) if row.model_type == "llama")
+    lines = on_a_terminal("llama", columns=80)
+    assert max(map(len, lines)) <= 80
+    words = set(" ".join(lines).split())
+    assert set("; ".join(row.heads).split()) <= words
+    unbroken = "".join(line.strip() for line in lines)
+    assert all(layout.removesuffix("·fp32") in unbroken for layout in row.cells)
+
+
+def test_a_pipe_gets_every_row_and_column_in_full() -> None:
     result = CliRunner().invoke(app, ["models"])
+    assert result.exit_code == 0 and "…" not in result.output
+    heading, *lines = result.output.splitlines()
+    found = {
+        line.split(" | ")[0].strip(): [cell.strip() for cell in line.split("|")[2:]] for line in lines[:-1]
+    }
+    rows = {row.model_type: row for row in rows_of(kept_matrix())}
+    assert found.keys() == rows.keys() >= set(model_types()) - ELSEWHERE
+    assert all(found[name][0] == "; ".join(row.heads) for name, row in rows.items())
+    page_headings = next(line for line in PAGE.read_text().splitlines() if line.startswith("| model type"))
+    assert page_headings.strip("| ").split(" | ") == [cell.strip() for cell in heading.split("|")][:-5]
+
+
+def test_a_type_is_shown_by_name_and_others_by_how_they_begin() -> None:
+    result = CliRunner().invoke(app, ["models", "bloom"])
     assert result.exit_code == 0
-    assert all(f" {model_type} " in result.output for model_type in set(model_types()) - ELSEWHERE)
+    assert "bloom, split by a table\n\nheads\n  base; causal; causal, tied;" in result.output
+    assert (
+        "\n  –       xFormers: BloomForCausalLM takes its attention once and for all when it" in result.output
+    )
+    assert "\n  6/6     tp2·pp2\n" in result.output
+    several = CliRunner().invoke(app, ["models", "GPT_"])
+    assert [line for line in several.output.splitlines() if "split by" in line] == [
+        "gpt_neo, split by a table",
+        "gpt_neox, split by a table",
+    ]
+
+
+def test_an_unknown_name_and_a_page_of_one_type_are_refused() -> None:
+    for arguments, told in (
+        (["lama"], "echelon models: no model type 'lama' was tried: did you mean llama or laguna?"),
+        (["zzz"], "no model type 'zzz' was tried: `echelon models` lists those that were"),
+        (["llama", "--markdown"], "--markdown is of all model types: leave 'llama' out"),
+    ):
+        result = CliRunner().invoke(app, ["models", *arguments])
+        assert (result.exit_code, told in result.output) == (2, True), result.output
+
+
+def test_the_kept_results_know_the_types_that_have_a_table() -> None:
+    assert kept_matrix()["tables"] == sorted({*model_types(), *class_libraries()})
 
 
 def test_the_command_prints_the_page() -> None:

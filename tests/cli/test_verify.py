@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from echelon.cli import verify as command
+from echelon.cli import check as command
 from echelon.cli.main import app
 from echelon.verify.compare import Measure, StepComparison
 from echelon.verify.layout import Layout

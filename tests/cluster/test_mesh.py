@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,12 +141,24 @@ def test_groups_of_a_pipeline_are_bound_to_no_device_and_so_connect_by_pairs(poo
             ["tp_size=3 * pp_size=1 * sp_size=1 * dp_size=1 = 3 is not the world size 4: start 3 processes"],
         ),
         (
+            {"world_size": 1, "tp": 2, "pp": 2},
+            [
+                "tp_size=2 * pp_size=2 * sp_size=1 * dp_size=1 = 4 needs 4 processes, and this is the only one: start "
+                "it by `torchrun --standalone --nproc_per_node 4 train.py --lr 1e-3`"
+            ],
+        ),
+        (
             {"world_size": 4, "tp": 0, "pp": -1, "dp": 0},
             ["pp_size=-1 must be at least 1", "dp_size=0 must be at least 1", "tp_size=0 must be at least 1"],
         ),
     ],
 )
-def test_sizes_that_do_not_fit_are_told_with_what_would(sizes: dict[str, int], told: list[str]) -> None:
+def test_sizes_that_do_not_fit_are_told_with_what_would(
+    sizes: dict[str, int], told: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "1e-3"])
     assert mesh_faults(**sizes) == told
 
 

@@ -87,7 +87,7 @@ def with_table(change: Callable[[Table], Table]) -> Callable[[ModelChoice, Layou
         table = table_for(choice.model_type)
         assert table is not None
         policy = TablePolicy(change(table))
-        with patch("echelon.shardformer.shard_former.policy_for", lambda model: policy):
+        with patch("echelon.shardformer.shard_former.policy_for", lambda model, **_: policy):
             return parity(choice, layout)
 
     return run

@@ -193,7 +193,7 @@ REFUSALS = {
     "refuse_sizes": (
         "does not divide the world size 2",
         "precision='fp8'",
-        "zero_stage=7",
+        "zero_stage=3 is not available: use TorchFSDPPlugin, which shards parameters too, or zero_stage 0, 1 or 2",
         "pp_style: there is no schedule 'zigzag'",
     ),
     "refuse_without_microbatches": ("needs num_microbatches", "cannot have num_model_chunks=3"),
@@ -226,7 +226,12 @@ REFUSALS = {
         "parameters that are not the model's",
     ),
     "refuse_few_layers": ("1 layers and the pipeline 2 stages",),
-    "refuse_unknown_model": ("no table says how to split a Sequential", "there are tables for albert, "),
+    "refuse_unknown_model": (
+        "no table says how to split a Sequential (model_type=None), nor does transformers",
+    ),
+    "refuse_sequences_of_an_unknown_model": (
+        "sequence parallelism needs a table, and a Sequential (model_type=None) has none: leave enable_sequence",
+    ),
     "refuse_call_under_pipeline": ("booster.execute_pipeline(data_iter, model, criterion, optimizer)",),
 }
 

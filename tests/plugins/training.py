@@ -313,7 +313,7 @@ def refused(make: Callable[[], Any]) -> str:
 
 def refuse_sizes() -> str:
     return refused(
-        lambda: HybridParallelPlugin(tp_size=3, pp_size=1, precision="fp8", zero_stage=7, pp_style="zigzag")
+        lambda: HybridParallelPlugin(tp_size=3, pp_size=1, precision="fp8", zero_stage=3, pp_style="zigzag")
     )
 
 
@@ -401,6 +401,12 @@ def refuse_few_layers() -> str:
 
 def refuse_unknown_model() -> str:
     booster = hybrid(tp_size=2)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    return refused(lambda: booster.boost(model, make_optimizer(model)))
+
+
+def refuse_sequences_of_an_unknown_model() -> str:
+    booster = hybrid(sp_size=2, enable_sequence_parallelism=True)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     return refused(lambda: booster.boost(model, make_optimizer(model)))
 

@@ -327,7 +327,7 @@ def with_second_inputs_not_summed(choice: ModelChoice, layout: Layout) -> Report
     table = table_for(choice.model_type)
     assert table is not None
     policy = TablePolicy(replace(table, second_input={}))
-    with patch("echelon.shardformer.shard_former.policy_for", lambda model: policy):
+    with patch("echelon.shardformer.shard_former.policy_for", lambda model, **_: policy):
         return parity(choice, layout)
 
 

@@ -1,0 +1,79 @@
+"""Arguments of ColossalAI's plugins that Echelon has no use for: taken where they ask for nothing, else refused."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Unavailable(NamedTuple):
+    """An argument of ColossalAI 0.5.
+
+    Args:
+        taken: values that ask for nothing that Echelon does not do.
+        instead: advice where another value is given.
+    """
+
+    taken: tuple[Any, ...]
+    instead: str
+
+
+_OFF = (False,)
+_NONE = (None,)
+_FP8 = {
+    "fp8_communication": Unavailable(_OFF, "leave it out; nothing is communicated in 8 bits"),
+    "use_fp8": Unavailable(_OFF, "leave it out and use precision='bf16'"),
+}
+HYBRID = {
+    **_FP8,
+    # Data parallelism is not torch's DDP here.
+    "broadcast_buffers": Unavailable((True, False), ""),
+    "ddp_bucket_cap_mb": Unavailable((25,), "use zero_bucket_size_in_m"),
+    "find_unused_parameters": Unavailable(_OFF, "leave it out; unused parameters need no search here"),
+    "check_reduction": Unavailable(_OFF, "leave it out; a step waits for its reductions"),
+    "gradient_as_bucket_view": Unavailable(_OFF, "leave it out; gradients are added up in buckets anyway"),
+    "static_graph": Unavailable(_OFF, "leave it out; the graph may change between steps"),
+    "scheduler_nodes": Unavailable(
+        _NONE, "leave it out with 'zbv', and give a schedule of your own as pp_style"
+    ),
+    "enable_metadata_cache": Unavailable((True, False), ""),
+    "dp_outside": Unavailable(_OFF, "leave it out; ranks are ordered as pp, dp, sp, tp"),
+}
+ZERO = {
+    **_FP8,
+    "norm_type": Unavailable(
+        (2.0,), "leave it out and call optimizer.clip_grad_by_norm(max_norm, norm_type)"
+    ),
+    "master_weights": Unavailable((True,), "leave it out; 16-bit weights always have float32 masters"),
+    "verbose": Unavailable(_OFF, "leave it out; optimizer.skipped_steps counts overflows"),
+    "cast_inputs": Unavailable((True,), "leave it out; floating inputs are cast to the precision"),
+    "extra_dp_size": Unavailable((1,), "use zero_size, the number of ranks that share the states"),
+}
+DDP = {"fp8_communication": _FP8["fp8_communication"]}
+FSDP = {
+    "fp8_communication": _FP8["fp8_communication"],
+    "process_group": Unavailable(_NONE, "leave it out; shard_size divides the ranks"),
+    "sharding_strategy": Unavailable(_NONE, "use shard_size and reshard_after_forward"),
+    "auto_wrap_policy": Unavailable(_NONE, "leave it out; transformer layers are wrapped one by one"),
+    "backward_prefetch": Unavailable(_NONE, "leave it out; torch prefetches the next layer"),
+    "mixed_precision": Unavailable(_NONE, "use precision='bf16' or 'fp16'"),
+    "ignored_modules": Unavailable(_NONE, "leave it out; all parameters are sharded"),
+    "param_init_fn": Unavailable(_NONE, "build the model in a LazyInitContext"),
+    "sync_module_states": Unavailable(_OFF, "leave it out; boost refuses models that differ between ranks"),
+}
+
+
+def unavailable_faults(plugin: type, known: Mapping[str, Unavailable], given: Mapping[str, Any]) -> list[str]:
+    """Return why these arguments cannot be taken; empty where all ask for nothing.
+
+    Raises:
+        TypeError: one is unknown, as Python has it.
+    """
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{plugin.__name__}.__init__() got an unexpected keyword argument {name!r}")
+    return [
+        f"{name}={value!r} of ColossalAI is not available: {known[name].instead}"
+        for name, value in given.items()
+        if not any(
+            value is each or (type(value) in (int, float) and value == each) for each in known[name].taken
+        )
+    ]

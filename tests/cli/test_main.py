@@ -1,0 +1,73 @@
+"""The command line as a whole: it answers for help at once, and imports what a command needs when it runs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+HELP = (
+    "",
+    "models",
+    "timeline",
+    "verify",
+    "checkpoint",
+    "checkpoint inspect",
+    "checkpoint diff",
+    "checkpoint verify",
+    "checkpoint reshard",
+    "checkpoint export",
+)
+LARGE = ("torch", "transformers", "datasets", "numpy", "matplotlib")
+
+# Runs each line of stdin as a command line, and prints which large packages were imported by then.
+SCRIPT = f"""
+import sys
+from echelon.cli import main
+for line in sys.stdin:
+    sys.argv = ["echelon", *line.split()]
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code == 0, line
+    print("IMPORTED", line.strip(), *[name for name in {LARGE} if name in sys.modules], sep="|")
+"""
+
+
+def imported(*lines: str) -> list[str]:
+    """The lines that a fresh process says of what it imported, one for each command line."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], input="\n".join(lines), capture_output=True, text=True, check=True
+    )
+    return [line for line in done.stdout.splitlines() if line.startswith("IMPORTED")]
+
+
+def test_help_and_models_import_neither_torch_nor_transformers() -> None:
+    lines = [*(f"{command} --help" for command in HELP), "models", "models llama", "models --markdown"]
+    assert imported(*lines) == [f"IMPORTED|{line.strip()}" for line in lines]
+
+
+def test_a_simulated_timeline_imports_matplotlib_alone(tmp_path: Path) -> None:
+    (line,) = imported(f"timeline --out {tmp_path}/drawn.svg")
+    assert line == f"IMPORTED|timeline --out {tmp_path}/drawn.svg|numpy|matplotlib"
+
+
+def in_fresh_process(script: str) -> str:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_importing_echelon_imports_no_torch_and_knows_all_names() -> None:
+    script = """
+import sys
+import echelon
+assert echelon.__version__
+listed = dir(echelon)
+assert set(echelon.__all__) <= set(listed) and "shardformer" in listed, listed
+assert "torch" not in sys.modules
+try:
+    echelon.Boost
+except AttributeError as error:
+    print(error)
+from echelon import *
+print(all(name in globals() for name in echelon.__all__), echelon.shardformer.ShardFormer is ShardFormer)
+"""
+    assert in_fresh_process(script).splitlines() == ["module 'echelon' has no attribute 'Boost'", "True True"]
