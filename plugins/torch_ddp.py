@@ -19,6 +19,7 @@ from ..cluster.mesh import ParallelMesh
 from ..lazy import materialize
 from ..shardformer.given import mark_taken
 from .base import Boosted, require_process_group
+from .boosted_module import BoostedModule
 from .hybrid_config import told
 from .lora import unwrapped
 from .optimizer_faults import model_faults
@@ -114,7 +115,7 @@ class TorchDDPPlugin(TorchPlugin):
         return held_module(model.module, model.adapters)
 
 
-class TorchDDPModel(nn.Module):
+class TorchDDPModel(BoostedModule):
     """A model under DistributedDataParallel and autocast; `unwrap()` is the model itself."""
 
     def __init__(
@@ -125,8 +126,7 @@ class TorchDDPModel(nn.Module):
         ddp_kwargs: dict[str, Any],
         adapters: Sequence[Adapter] = (),
     ) -> None:
-        super().__init__()
-        self.adapters = tuple(adapters)
+        super().__init__(adapters)
         has_trainable = any(parameter.requires_grad for parameter in module.parameters())
         device_ids = [mesh.device.index] if mesh.device.type == "cuda" else None
         ddp = DistributedDataParallel(module, device_ids=device_ids, **ddp_kwargs) if has_trainable else None
@@ -141,10 +141,6 @@ class TorchDDPModel(nn.Module):
     def ddp(self) -> DistributedDataParallel | None:
         """torch's wrapper; None where nothing is trained."""
         return self._ddp[0]
-
-    def unwrap(self) -> nn.Module:
-        """The model without the wrapper."""
-        return self.module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs, computed in the mixed precision."""
