@@ -13,7 +13,10 @@ from torch.utils.data import DataLoader
 
 from ..checkpoint.saving import Save
 from ..checkpoint.step_load import Resume, Resumed
+from ..checkpoint.trial import save_faults
 from ..plugins.base import Boosted, Plugin
+from ..plugins.hybrid_config import told
+from ..plugins.lora import unwrapped
 from ..plugins.lora_enable import enable_lora
 from ..plugins.torch_ddp import TorchDDPPlugin
 
@@ -61,9 +64,13 @@ class Booster:
         on the optimizer before.
 
         Raises:
-            ValueError: model and optimizer do not fit each other or the plugin; all reasons at once, on
-                every rank, before anything is communicated.
+            ValueError: model and optimizer do not fit each other or the plugin, or no checkpoint of them could be
+                written; all reasons at once, on every rank, before anything is communicated.
         """
+        if isinstance(model, nn.Module) and (
+            faults := save_faults(unwrapped(model).model, optimizer, lr_scheduler)
+        ):
+            raise ValueError(told(faults))
         return self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
 
     def backward(self, loss: torch.Tensor, optimizer: Optimizer) -> None:
@@ -261,8 +268,9 @@ class Booster:
         Args:
             directory: of all checkpoints of the run.
             model, optimizer, lr_scheduler, dataloader: what goes on, as it was given to `save_checkpoint`.
-            resume: "auto" for the newest that is sound, told where a damaged one is passed over; the number of a step;
-                None where `directory` is the folder of the step itself.
+            resume: "auto" for the newest that is sound, reported where a damaged one is passed over, or where there is
+                none at all; "must" for the same, which has to be there; the number of a step; None where `directory` is
+                the folder of the step itself.
             strict: as of `load_model`.
 
         Returns:
@@ -271,7 +279,7 @@ class Booster:
         Raises:
             ValueError: it is damaged, with which file and tensor, or does not fit; on every rank, before anything
                 changed.
-            FileNotFoundError: there is no such step.
+            FileNotFoundError: there is no such step, or with "must" none at all; on every rank.
         """
         return self.plugin.checkpoints.load_step(
             directory,

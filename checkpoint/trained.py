@@ -143,7 +143,7 @@ def states_to_save(
     described = {
         "optimizer": type(trained.inner).__name__,
         "groups": [
-            {"options": _options(options), "parameters": names}
+            {"options": saved_options(options), "parameters": names}
             for options, names in zip(
                 trained.inner.param_groups, _members([told.groups for told in every]), strict=True
             )
@@ -295,8 +295,8 @@ def _members(every: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
     ]
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a group as they are now: a scheduler changes a learning rate that is a tensor in its place."""
+def saved_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group as they are now: a scheduler changes a learning rate that is a tensor in its place."""
     return {name: deepcopy(value) for name, value in group.items() if name not in _OWN_OPTIONS}
 
 
