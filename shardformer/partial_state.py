@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 from ..cluster.placement import Shard, placement_of
 from ..pipeline.stand_in import StandIn
 
-_HOOKS = "_state_dict_pre_hooks"  # where torch keeps what `register_state_dict_pre_hook` was given
-
 
 def refuse_partial_state(model: nn.Module) -> None:
     """Let `state_dict` and `load_state_dict` raise for the model and each part of it that this rank has not whole.
@@ -37,16 +35,15 @@ def refuse_partial_state(model: nn.Module) -> None:
     # Pickle goes through attributes in their order, and would stumble over closures among other hooks first.
     attributes = dict(vars(model))
     vars(model).clear()
-    vars(model).update({_HOOKS: attributes.pop(_HOOKS), **attributes})
+    vars(model).update({name: attributes[name] for name in ("_state_dict_pre_hooks", *attributes)})
 
 
 def local_state(model: nn.Module) -> dict[str, Tensor]:
     """What this rank has of a model's parameters and persistent buffers, by name; the tensors themselves."""
-    hooks = {hook for module in model.modules() for hook in vars(module)[_HOOKS].values()}
+    hooks = [hook for module in model.modules() for hook in module._state_dict_pre_hooks.values()]
     with ExitStack() as lifted:
-        for hook in hooks:
-            if isinstance(hook, PartialState):
-                lifted.enter_context(hook.lifted())
+        for refusal in {hook for hook in hooks if isinstance(hook, PartialState)}:
+            lifted.enter_context(refusal.lifted())
         state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     return state
 

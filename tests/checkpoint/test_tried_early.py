@@ -16,7 +16,7 @@ from echelon import Booster, HybridParallelPlugin, TorchDDPPlugin, TorchFSDPPlug
 from echelon.verify.models import ModelChoice
 from echelon.verify.parity import make_optimizer
 
-from ..plugins.training import Numbers, hybrid
+from ..plugins.training import Numbers, hybrid, share
 from ..pool import Pool
 from .harm import told
 
@@ -159,3 +159,40 @@ def begin_with_a_loader_without_a_position(folder: Path) -> str:
 def test_data_without_a_position_are_refused_where_a_run_begins(pool: Pool, tmp_path: Path) -> None:
     for text in pool.run(2, begin_with_a_loader_without_a_position, tmp_path):
         assert "the position in the data of a Backwards is not known" in text
+
+
+def go_on_with_factored_states(folder: Path) -> list[list[dict[str, Any]]]:
+    """States after three steps; and after the last of them once more, from a checkpoint of the second."""
+    found = []
+    for resumes in (False, True):
+        booster = Booster(plugin=TorchDDPPlugin())
+        plain = LLAMA.build()
+        model: Any
+        model, optimizer, *_ = booster.boost(plain, torch.optim.Adafactor(plain.parameters(), lr=0.1))
+        assert optimizer is not None
+        parts = {"model": model, "optimizer": optimizer}
+        for step in range(3):
+            if resumes and step < 2:
+                continue
+            if step == 2 and resumes:
+                booster.load_checkpoint(folder, **parts, resume="must")
+            elif step == 2:
+                booster.save_checkpoint(folder, 2, **parts).wait()
+            booster.backward(model(**next(share(booster, LLAMA, step))).loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [optimizer.state[each] for each in model.parameters()]
+        found.append(
+            [dict(state, weight=each) for state, each in zip(states, model.parameters(), strict=True)]
+        )
+    return found
+
+
+def test_states_of_another_shape_are_saved_where_every_rank_has_them_whole(
+    pool: Pool, tmp_path: Path
+) -> None:
+    for once, resumed in pool.run(2, go_on_with_factored_states, tmp_path):
+        assert {"row_var", "col_var"} <= once[0].keys()
+        for one, other in zip(once, resumed, strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[name], other[name]) for name in one)
