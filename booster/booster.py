@@ -217,8 +217,8 @@ class Booster:
         """Write all that a run needs to go on, under any layout, as `directory/step-…`. Collective over the world.
 
         The folder appears under its name once all of it is on the disk. Weights in it are a Hugging Face folder,
-        `step-…/model`. Files that cannot be written do not end training: the first rank tells it through `logging`, the
-        save knows it on every rank, and the checkpoints that are there stand.
+        `step-…/model`. A failure to write does not end training: the first rank reports it through `logging`, the save
+        knows it on every rank, and the checkpoints that are there stand.
 
         Args:
             directory: of all checkpoints of the run, seen by all ranks.

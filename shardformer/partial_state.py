@@ -28,7 +28,7 @@ def refuse_partial_state(model: nn.Module) -> None:
     partial = [module for module in (*modules, *elsewhere) if _is_partial(module)]
     if not partial:
         return
-    refusal = PartialState(type(model).__name__)
+    refusal = PartialState(type(model).__name__.removeprefix("FSDP"))
     for module in dict.fromkeys([model, *partial]):
         module.register_state_dict_pre_hook(refusal)
         module.register_load_state_dict_pre_hook(refusal.refuse_loading)
