@@ -13,7 +13,10 @@ from torch.utils.data import DataLoader
 
 from ..checkpoint.saving import Save
 from ..checkpoint.step_load import Resume, Resumed
+from ..checkpoint.trial import save_faults
 from ..plugins.base import Boosted, Plugin, Returned
+from ..plugins.hybrid_config import told
+from ..plugins.lora import unwrapped
 from ..plugins.lora_enable import enable_lora
 from ..plugins.torch_ddp import TorchDDPPlugin
 
@@ -71,9 +74,13 @@ class Booster:
         on the optimizer before.
 
         Raises:
-            ValueError: model and optimizer do not fit each other or the plugin; all reasons at once, on
-                every rank, before anything is communicated.
+            ValueError: model and optimizer do not fit each other or the plugin, or no checkpoint of them could be
+                written; all reasons at once, on every rank, before anything is communicated.
         """
+        if isinstance(model, nn.Module) and (
+            faults := save_faults(unwrapped(model).model, optimizer, lr_scheduler)
+        ):
+            raise ValueError(told(faults))
         boosted = self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
         self.plugin.announce_precision()
         return boosted
@@ -230,8 +237,8 @@ class Booster:
         """Write all that a run needs to go on, under any layout, as `directory/step-…`. Collective over the world.
 
         The folder appears under its name once all of it is on the disk. Weights in it are a Hugging Face folder,
-        `step-…/model`. Files that cannot be written do not end training: the first rank tells it through `logging`, the
-        save knows it on every rank, and the checkpoints that are there stand.
+        `step-…/model`. A failure to write does not end training: the first rank reports it through `logging`, the save
+        knows it on every rank, and the checkpoints that are there stand.
 
         Args:
             directory: of all checkpoints of the run, seen by all ranks.
@@ -281,8 +288,9 @@ class Booster:
         Args:
             directory: of all checkpoints of the run.
             model, optimizer, lr_scheduler, dataloader: what goes on, as it was given to `save_checkpoint`.
-            resume: "auto" for the newest that is sound, told where a damaged one is passed over; the number of a step;
-                None where `directory` is the folder of the step itself.
+            resume: "auto" for the newest that is sound, reported where a damaged one is passed over, or where there is
+                none at all; "must" for the same, which has to be there; the number of a step; None where `directory` is
+                the folder of the step itself.
             strict: as of `load_model`.
 
         Returns:
@@ -291,7 +299,7 @@ class Booster:
         Raises:
             ValueError: it is damaged, with which file and tensor, or does not fit; on every rank, before anything
                 changed.
-            FileNotFoundError: there is no such step.
+            FileNotFoundError: there is no such step, or with "must" none at all; on every rank.
         """
         return self.plugin.checkpoints.load_step(
             directory,

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..cluster.dataloader import SharedLoader
 from .consent import on_all_ranks
+from .values import value_faults
 
 _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
@@ -88,11 +90,19 @@ def gather_faults(gather_dtensor: Any) -> list[str]:
 
 def lr_scheduler_faults(lr_scheduler: Any) -> list[str]:
     """Why something cannot be saved or loaded as a scheduler."""
-    return _part_faults("lr_scheduler", lr_scheduler, "give the scheduler that booster.boost returned")
+    faults = _part_faults("lr_scheduler", lr_scheduler, "give the scheduler that booster.boost returned")
+    return faults or value_faults(
+        lr_scheduler.state_dict(), f"the state of the {type(lr_scheduler).__name__}"
+    )
 
 
 def dataloader_faults(dataloader: Any) -> list[str]:
     """Why something cannot be saved or loaded as what the data come from."""
+    if isinstance(dataloader, SharedLoader):  # of others it may begin a pass to ask for their position
+        try:
+            return value_faults(dataloader.state_dict(), "the position in the data")
+        except ValueError as error:
+            return [str(error)]
     return _part_faults(
         "dataloader",
         dataloader,
@@ -113,9 +123,9 @@ def step_faults(step: Any, keep_last: Any) -> list[str]:
 
 def resume_faults(resume: Any) -> list[str]:
     """Why nothing can be gone on from so."""
-    if resume is None or resume == "auto" or _is_count(resume, least=0):
+    if resume in (None, "auto", "must") or _is_count(resume, least=0):
         return []
-    return [f'resume={resume!r} must be "auto", the number of a step, or None']
+    return [f'resume={resume!r} must be "auto", "must", the number of a step, or None']
 
 
 def _part_faults(name: str, part: Any, instead: str) -> list[str]:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from .box import Box
 from .consent import alike
@@ -150,15 +152,45 @@ def describing(model: nn.Module) -> Describe | None:
     return partial(_write_configs, model) if isinstance(model, PreTrainedModel) else None
 
 
+def config_faults(model: nn.Module) -> list[str]:
+    """Why the configs of a transformers model could not be written; empty where they can, or there are none."""
+    if not isinstance(model, PreTrainedModel):
+        return []
+    faults = []
+    for name, as_json in (("config", _config_json), ("generation_config", _generation_json)):
+        try:
+            as_json(model)
+        except Exception as error:  # of whatever somebody put into it
+            faults.append(
+                f"the model's {name} cannot be written as JSON ({error}): take out of it what is no plain value"
+            )
+    return faults
+
+
 def _write_configs(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> None:
-    config = type(model.config).from_dict(model.config.to_dict())
+    if model.config._auto_class is not None:  # it is defined by a file of the user's
+        custom_object_save(model.config, folder, config=model.config)
+    (folder / CONFIG_NAME).write_text(_config_json(model, dtype))
+    if (generation := _generation_json(model)) is not None:
+        (folder / GENERATION_CONFIG_NAME).write_text(generation)
+
+
+# Neither by save_pretrained, which refuses settings that contradict each other, nor from a config that is built anew,
+# which does so too: no run is to end for them.
+def _config_json(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> str:
+    config = deepcopy(model.config)
     config.dtype = dtype
-    config.architectures = [type(model).__name__]
-    config.save_pretrained(folder)
-    if model.can_generate() and model.generation_config is not None:
-        # Not by save_pretrained, which refuses settings that contradict each other: no run is to end for them.
-        path = folder / GENERATION_CONFIG_NAME
-        model.generation_config.to_json_file(path, keys_to_pop=["compile_config"])
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    vars(config).pop("transformers_weights", None)  # of where it was loaded from
+    text: str = config.to_json_string()
+    return text
+
+
+def _generation_json(model: PreTrainedModel) -> str | None:
+    if not model.can_generate() or model.generation_config is None:
+        return None
+    text: str = model.generation_config.to_json_string(keys_to_pop=["compile_config"])
+    return text
 
 
 def largest_format(entries: Sequence[Entry]) -> torch.dtype:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
+from ..shardformer.partial_state import local_state
+
 # What peft puts into the name of a tensor of the model that it has wrapped, beside adapters.
 _WRAPPED = (".base_layer.", ".original_module.")
 
@@ -26,10 +28,7 @@ class TensorNames(NamedTuple):
     def of(model: nn.Module) -> "TensorNames":
         """The names of a whole model, before it is cut."""
         known: dict[int, str] = {}
-        first = {
-            name: known.setdefault(id(tensor), name)
-            for name, tensor in model.state_dict(keep_vars=True).items()
-        }
+        first = {name: known.setdefault(id(tensor), name) for name, tensor in local_state(model).items()}
         own = {_unwrapped(name): each for name, each in first.items()}
         return TensorNames(needed=tuple(known.values()), first={**own, **first})
 
@@ -45,7 +44,7 @@ def saved_state(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         ValueError: modules have an extra state, which would not be restored.
     """
-    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    state = local_state(model)
     if extra := [name for name in state if name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX]:
         raise ValueError(
             f"{', '.join(extra)} cannot be saved or loaded: a model's files hold parameters and buffers alone. Make a "

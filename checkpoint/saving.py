@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from .consent import CheckpointError
+
 _logger = logging.getLogger(__name__)
 
 
@@ -69,12 +71,12 @@ class Saver:
         return save
 
     def run_and_tell(self, work: Callable[[], None], path: Path) -> Save:
-        """Do it now; that files could not be written is told by the first rank, and kept in the save."""
+        """Do it now; why it could not be written is reported by the first rank, and kept in the save."""
         self.settle()
         save = self._last = Save(path)
         try:
             work()
-        except OSError as error:
+        except (OSError, ValueError, CheckpointError) as error:  # on every rank alike; training goes on
             _take(save, error)
         return save
 

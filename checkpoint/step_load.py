@@ -28,7 +28,9 @@ from .step_save import MODEL, OPTIMIZER, RANDOM, TRAINING
 from .trained import Trained, fit_trained
 from .values import read_values
 
-Resume = int | Literal["auto"] | None
+Resume = int | Literal["auto", "must"] | None
+
+_NEWEST = ("auto", "must")
 
 _logger = logging.getLogger(__name__)
 
@@ -55,17 +57,21 @@ def choose_step(directory: Path, resume: Resume, group: dist.ProcessGroup) -> Pa
 
     Args:
         directory: of the steps; the step itself where `resume` is None.
-        resume: the number of a step, or "auto" for the newest that is sound.
+        resume: the number of a step, or "auto" or "must" for the newest that is sound.
 
     Returns:
-        None where "auto" found no checkpoint at all.
+        None where "auto" found no checkpoint at all, which the first rank reports.
 
     Raises:
         ValueError: what was asked for is damaged, or all there are; which file, and which tensor of it.
-        FileNotFoundError: there is no such step.
+        FileNotFoundError: there is no such step, or with "must" none at all.
         OSError: some rank does not see it, or may not read it.
     """
     candidates = on_first_rank(lambda: _candidates(directory, resume), group)
+    if not candidates:
+        if group.rank() == 0:
+            _logger.warning('%s: the run begins anew, and resume="must" would refuse to', _none_in(directory))
+        return None
     told: list[str] = []
     for path in candidates:
         damage = damage_of_step(path, group)
@@ -76,11 +82,9 @@ def choose_step(directory: Path, resume: Resume, group: dist.ProcessGroup) -> Pa
                 _tell_later(path, resume, passed_over=candidates[: len(told)])
             return path
         told.append(
-            f"{path} {'is passed over' if resume == 'auto' else 'is refused'}, since {'; '.join(damage)}"
+            f"{path} {'is passed over' if resume in _NEWEST else 'is refused'}, since {'; '.join(damage)}"
         )
-    if not told:
-        return None
-    if resume != "auto":
+    if resume not in _NEWEST:
         raise ValueError("; ".join(told))
     raise ValueError(
         f"no checkpoint to go on from: {'; '.join(told)}. Remove the damaged folders to begin anew"
@@ -91,7 +95,7 @@ def _tell_later(path: Path, resume: Resume, *, passed_over: Sequence[Path]) -> N
     later = [each.name for each in later_than(path) if each not in passed_over]
     if not later:
         return
-    if resume == "auto":
+    if resume in _NEWEST:
         _logger.warning(
             "going on from %s; a run that went on from an earlier step left later ones behind, which stay: %s. Give "
             "the number of a step to go on from one of them",
@@ -206,12 +210,21 @@ def _candidates(directory: Path, resume: Resume) -> list[Path]:
         candidates = [directory]
     else:
         recover(directory)
-        candidates = newest_first(directory) if resume == "auto" else [step_path(directory, resume)]
+        candidates = newest_first(directory) if resume in _NEWEST else [step_path(directory, int(resume))]
+    if not candidates and resume == "must":
+        raise FileNotFoundError(
+            f'{_none_in(directory)}: give the folder that save_checkpoint was given, or resume="auto" to begin anew'
+        )
     missing = [path for path in candidates if not path.is_dir()]
     if missing:
         steps = ", ".join(path.name for path in steps_in(missing[0].parent)) or "none"
         raise FileNotFoundError(f"there is no checkpoint {missing[0]}; beside it there are {steps}")
     return candidates
+
+
+def _none_in(directory: Path) -> str:
+    place = directory.absolute()
+    return f"no checkpoint in {place}, which {'has no folder step-…' if place.exists() else 'does not exist'}"
 
 
 def _restore_random(path: Path, training: dict[str, Any], mesh: ParallelMesh) -> None:

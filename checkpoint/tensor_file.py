@@ -219,6 +219,15 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
+def dtype_faults(dtypes: Mapping[str, torch.dtype]) -> list[str]:
+    """Which tensors have a format that files of safetensors have not."""
+    return [
+        f"{name} is {dtype}, which safetensors files cannot hold: use another format"
+        for name, dtype in dtypes.items()
+        if dtype not in _NAMES
+    ]
+
+
 def _header(order: Sequence[Entry]) -> bytes:
     listing: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0

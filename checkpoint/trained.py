@@ -53,6 +53,7 @@ class Trained:
         has_masters: whether the float32 weights that are stepped are others than the model's own.
         extra: loss scale and counts, plain values; equal on all ranks.
         install: takes torch's state dict of `inner` and such values, once masters were filled.
+        is_whole: whether every rank steps all parameters whole, so that states may have any shape.
     """
 
     inner: Optimizer
@@ -60,6 +61,7 @@ class Trained:
     has_masters: bool
     extra: Mapping[str, Any]
     install: Callable[[dict[str, Any], Mapping[str, Any]], None]
+    is_whole: bool = False
 
     @property
     def pieces(self) -> list[TrainedPiece]:
@@ -121,7 +123,8 @@ def kept_states(trained: Trained) -> tuple[dict[str, HeldTensor], ToldStates]:
     """What an optimizer keeps here now, tensors by their names in files.
 
     Raises:
-        ValueError: some state is neither a number nor of the shape of its parameter; names it.
+        ValueError: some state is neither a number nor of the shape of its parameter, of which ranks step pieces; names
+            it.
     """
     held: dict[str, HeldTensor] = {}
     if trained.has_masters:
@@ -132,7 +135,7 @@ def kept_states(trained: Trained) -> tuple[dict[str, HeldTensor], ToldStates]:
             if _is_piece(key, value, piece):
                 held[f"{key}/{piece.name}"] = piece.held(f"{key}/{piece.name}", value)
             else:
-                scalars.setdefault(piece.name, {})[key] = _scalar(key, value, piece.name)
+                scalars.setdefault(piece.name, {})[key] = _scalar(key, value, piece.name, trained.is_whole)
     return held, ToldStates(scalars, [[piece.name for piece in pieces] for pieces in trained.groups])
 
 
@@ -143,7 +146,7 @@ def states_to_save(
     described = {
         "optimizer": type(trained.inner).__name__,
         "groups": [
-            {"options": _options(options), "parameters": names}
+            {"options": saved_options(options), "parameters": names}
             for options, names in zip(
                 trained.inner.param_groups, _members([told.groups for told in every]), strict=True
             )
@@ -254,6 +257,14 @@ def _faults(
     ]
     if faults:
         return faults
+    if not trained.is_whole:
+        faults += [
+            f"{key} of {name} has shape {tuple(value.shape)}, which is not that of its parameter: such states load "
+            "under TorchDDPPlugin alone"
+            for name, values in described["scalars"].items()
+            for key, value in values.items()
+            if isinstance(value, Tensor) and value.dim() > 0
+        ]
     by_parameter = _states_by_parameter(stored)
     for piece in trained.pieces:
         shape = piece.held(piece.name, piece.key.detach()).shape
@@ -295,8 +306,8 @@ def _members(every: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
     ]
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a group as they are now: a scheduler changes a learning rate that is a tensor in its place."""
+def saved_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group as they are now: a scheduler changes a learning rate that is a tensor in its place."""
     return {name: deepcopy(value) for name, value in group.items() if name not in _OWN_OPTIONS}
 
 
@@ -311,10 +322,12 @@ def _tensors(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.tensor() if isinstance(value, Number) else value for key, value in values.items()}
 
 
-def _scalar(key: str, value: Any, name: str) -> Any:
+def _scalar(key: str, value: Any, name: str, is_whole: bool) -> Any:
     if isinstance(value, DTensor):
         value = value.to_local()
     if isinstance(value, Tensor):
+        if value.dim() > 0 and is_whole:
+            return value.cpu()
         if value.dim() > 0:
             raise ValueError(
                 f"{key} of {name} has shape {tuple(value.shape)}, which is not that of its parameter: such an "

@@ -30,6 +30,15 @@ def saved_bytes(values: Any) -> bytes:
     return content
 
 
+def value_faults(values: Any, what: str) -> list[str]:
+    """Why values cannot be saved, at most one reason; empty where they can. See `saved_bytes`."""
+    try:
+        saved_bytes(values)
+    except ValueError as error:
+        return [f"{what} cannot be saved: {error}"]
+    return []
+
+
 def _unsafe(error: Exception) -> str:
     """The class that is not to be read, or what else is wrong, where torch names it amid advice; else all it says."""
     told = str(error)

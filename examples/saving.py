@@ -38,8 +38,8 @@ def add_saving_options(parser: argparse.ArgumentParser) -> None:
     add("--save_every", type=int, metavar="STEPS", help="save so often, too")
     add("--keep_last", type=int, metavar="N", help="of the checkpoints; default: all")
     add("--save_async", action="store_true", help="write while training goes on")
-    told = "go on from the newest checkpoint in --save_dir if there is one, or from that of a step (default: none)"
-    add("--resume", type=_resume, metavar="auto|STEP|none", help=told)
+    told = "go on from the newest checkpoint in --save_dir, if any or where one must be, or from a step (default: none)"
+    add("--resume", type=_resume, metavar="auto|must|STEP|none", help=told)
     add(
         "--save_model",
         type=Path,
@@ -96,7 +96,7 @@ class Saving:
     every: int | None = None
     keep_last: int | None = None
     use_async: bool = False
-    resume: int | Literal["auto"] | None = None
+    resume: int | Literal["auto", "must"] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -252,10 +252,10 @@ def _settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _resume(word: str) -> int | str | None:
     """The value of `--resume`."""
-    if word in ("auto", "none"):
+    if word in ("auto", "must", "none"):
         return None if word == "none" else word
     if not word.isdecimal():
-        raise argparse.ArgumentTypeError(f"{word!r} must be auto, the number of a step, or none")
+        raise argparse.ArgumentTypeError(f"{word!r} must be auto, must, the number of a step, or none")
     return int(word)
 
 

@@ -14,9 +14,11 @@ from torch.nn import Parameter
 from ..checkpoint.lora import Adapter
 from ..shardformer.checkpoint_config import recomputable_layers
 from ..shardformer.given import mark_taken
+from ..shardformer.partial_state import refuse_partial_state
+from .boosted_module import BoostedModule
 
 
-class TorchFSDPModel(nn.Module):
+class TorchFSDPModel(BoostedModule):
     """A model whose parameters are shared out; `unwrap()` is the model itself.
 
     Its layers and then the rest are sharded by fully_shard, which replaces every parameter by a DTensor: this
@@ -31,20 +33,16 @@ class TorchFSDPModel(nn.Module):
     def __init__(
         self, module: nn.Module, policy: Mapping[str, Any], adapters: Sequence[Adapter] = ()
     ) -> None:
-        super().__init__()
-        self.adapters = tuple(adapters)
+        super().__init__(adapters)
         for parameter in module.parameters():
             if parameter.is_floating_point() and parameter.itemsize < torch.float32.itemsize:
                 parameter.data = parameter.data.float()
         for layer in separable_layers(module):
             fully_shard(layer, **policy)
         self.root = (fully_shard(module, **policy),)  # a tuple is not registered: one name per parameter
+        refuse_partial_state(module)
         self.module = module
         mark_taken(module)
-
-    def unwrap(self) -> nn.Module:
-        """The model without the wrapper."""
-        return self.module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs; each layer is gathered when it computes. Every rank of a shard group calls."""
@@ -57,11 +55,6 @@ class TorchFSDPModel(nn.Module):
         """
         module: Any = self.module
         return module.generate(*args, **{"synced_gpus": True, **kwargs})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "TorchFSDPModel":
-        raise TypeError(
-            "a boosted model holds process groups and cannot be copied: save it and load the file"
-        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -1,12 +1,15 @@
 """The optimizer of a model under fully_shard: the user's own, on this rank's pieces."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ..shardformer.partial_state import is_partial
+from ..zero.state import PARTIAL_STATE
 from .fsdp_module import TorchFSDPModel
 from .scaled_optimizer import ScaledOptimizer
 
@@ -46,6 +49,16 @@ class FSDPOptimizer(ScaledOptimizer):
         self._require_reduced("step()")
         self.model.free_whole_parameters()
         super().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state, where this rank has all of it.
+
+        Raises:
+            RuntimeError: this rank has a part; names `booster.save_optimizer`.
+        """
+        if any(is_partial(each) for each in self._parameters()):
+            raise RuntimeError(PARTIAL_STATE)
+        return super().state_dict()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, those that a `no_sync` block added up too."""

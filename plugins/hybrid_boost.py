@@ -12,6 +12,7 @@ from ..lazy import materialize
 from ..pipeline.linear import own_linear_layers
 from ..shardformer.checkpoint_config import checkpoint_faults, checkpoint_layers, recomputable_layers
 from ..shardformer.equal_ranks import require_equal_models
+from ..shardformer.partial_state import refuse_partial_state
 from ..shardformer.shard_config import ShardConfig
 from ..shardformer.shard_former import sharder_or_faults
 from ..shardformer.sharder import ModelSharder
@@ -60,6 +61,7 @@ def boost(
                 gradient_dtype=config.wire_dtype,
             )
         materialize(model)
+        refuse_partial_state(model)
         if optimizer is not None:
             own_embeddings(model)
             own_linear_layers(model)

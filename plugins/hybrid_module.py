@@ -13,6 +13,7 @@ from ..pipeline.linear import hold_weight_gradients
 from ..shardformer.equal_ranks import require_equal_inputs
 from ..shardformer.given import mark_taken
 from ..zero.optimizer import ShardedOptimizer
+from .boosted_module import BoostedModule
 from .engine import PipelineEngine
 from .names import ParameterNames
 
@@ -26,7 +27,7 @@ COMPILED = (
 )
 
 
-class HybridParallelModule(nn.Module):
+class HybridParallelModule(BoostedModule):
     """A model as the plugin split it; `unwrap()` is the transformers model itself.
 
     Calling it runs the forward at pp_size=1, and under a pipeline says what to call instead.
@@ -45,13 +46,12 @@ class HybridParallelModule(nn.Module):
         plugin: "HybridParallelPlugin",
         adapters: Sequence[Adapter] = (),
     ) -> None:
-        super().__init__()
+        super().__init__(adapters)
         self.module = module
         mark_taken(module)
         if plugin.pp_size > 1:
             refuse_direct_calls(module)
         self.plugin = plugin
-        self.adapters = tuple(adapters)
         self.optimizer: ShardedOptimizer | None = None
         # Not `names` itself, which would keep the parameters of all other stages in memory.
         self.state_names = names.state
@@ -73,10 +73,6 @@ class HybridParallelModule(nn.Module):
         if self.optimizer is not None:
             self.optimizer.publisher.wait()
         return self._held
-
-    def unwrap(self) -> nn.Module:
-        """The model without the wrapper."""
-        return self.module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs, at pp_size=1; tensors are brought to the model's device and precision first.
@@ -132,9 +128,6 @@ class HybridParallelModule(nn.Module):
             super().zero_grad(set_to_none)
         else:
             self.optimizer.zero_grad(set_to_none)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "HybridParallelModule":
-        raise TypeError("a boosted model holds process groups and cannot be copied: copy model.unwrap()")
 
     def tensors(self) -> dict[str, Tensor]:
         """This rank's parameters and persistent buffers by their names in the whole model; a tied one once.

@@ -1,7 +1,7 @@
 """ScaledOptimizer: a torch optimizer behind torch's loss scale. Scaling over pipelines is zero/."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..zero.faults import require_clip_norm, require_clip_value, require_finite_norm
 from ..zero.precision import beyond_fp16
+from ..zero.wrapper import NOT_PICKLED
 
 # torch's GradScaler has no lowest scale: it halves until it multiplies by 0, and skips every step without a word. The
 # other plugins' defaults give up at this one, after so many overflows in a row.
@@ -49,6 +50,9 @@ class ScaledOptimizer(Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["optim"], name)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(NOT_PICKLED)
 
     def backward(self, loss: Tensor) -> None:
         """Compute gradients of the loss, scaled where the precision needs it.

@@ -15,6 +15,7 @@ from ..checkpoint.names import TensorNames, saved_state
 from ..checkpoint.saving import Save
 from ..checkpoint.step_load import Resume, Resumed
 from ..checkpoint.trained import Trained, TrainedPiece
+from ..checkpoint.trial import save_faults
 from ..cluster.mesh import ParallelMesh
 from .hybrid_saved import held_like, held_tensors
 
@@ -26,9 +27,14 @@ class SplitCheckpoints:
         model: as `ShardFormer.optimize` returned it, without a pipeline.
         optimizer: torch's, of this rank's parameters.
         mesh: whose axes the groups of the ShardConfig are.
+
+    Raises:
+        ValueError: no checkpoint of them could be written; all reasons at once.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, mesh: ParallelMesh) -> None:
+        if faults := save_faults(model, optimizer, None):
+            raise ValueError("; ".join(faults))
         self._model = model
         self._optimizer = optimizer
         self._mesh = mesh

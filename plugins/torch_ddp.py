@@ -20,6 +20,7 @@ from ..lazy import materialize
 from ..shardformer.given import mark_taken
 from ..zero.precision import DTYPES, default_precision
 from .base import Boosted, require_process_group
+from .boosted_module import BoostedModule
 from .colossalai import DDP, unavailable_faults
 from .hybrid_config import told
 from .lora import unwrapped
@@ -133,7 +134,7 @@ class TorchDDPPlugin(TorchPlugin):
         return held_module(model.module, model.adapters)
 
 
-class TorchDDPModel(nn.Module):
+class TorchDDPModel(BoostedModule):
     """A model under DistributedDataParallel and autocast; `unwrap()` is the model itself."""
 
     def __init__(
@@ -144,8 +145,7 @@ class TorchDDPModel(nn.Module):
         ddp_kwargs: dict[str, Any],
         adapters: Sequence[Adapter] = (),
     ) -> None:
-        super().__init__()
-        self.adapters = tuple(adapters)
+        super().__init__(adapters)
         has_trainable = any(parameter.requires_grad for parameter in module.parameters())
         device_ids = [mesh.device.index] if mesh.device.type == "cuda" else None
         ddp = DistributedDataParallel(module, device_ids=device_ids, **ddp_kwargs) if has_trainable else None
@@ -160,10 +160,6 @@ class TorchDDPModel(nn.Module):
     def ddp(self) -> DistributedDataParallel | None:
         """torch's wrapper; None where nothing is trained."""
         return self._ddp[0]
-
-    def unwrap(self) -> nn.Module:
-        """The model without the wrapper."""
-        return self.module
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The `generate` of the transformers model, computed in the mixed precision; each rank for itself."""

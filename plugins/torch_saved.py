@@ -29,6 +29,7 @@ def held_module(module: nn.Module, adapters: Sequence[Adapter]) -> HeldModel:
 
 def trained_parameters(optimizer: ScaledOptimizer) -> Trained:
     """What this rank steps: whole parameters, or rows of them."""
+    parameters = [parameter for group in optimizer.optim.param_groups for parameter in group["params"]]
     groups = [
         [
             TrainedPiece(optimizer.names[parameter], parameter, _held)
@@ -43,6 +44,7 @@ def trained_parameters(optimizer: ScaledOptimizer) -> Trained:
         has_masters=False,
         extra={"scaler": optimizer.scaler_state(), "skipped_steps": optimizer.skipped_steps},
         install=partial(_install, optimizer),
+        is_whole=not any(isinstance(each, DTensor) for each in parameters),
     )
 
 

@@ -19,6 +19,7 @@ from .dataset import loader_settings
 from .derived import derived_table
 from .equal_ranks import compare_inputs, raise_alike, require_equal_models
 from .given import given_faults, is_taken, policy_faults
+from .partial_state import refuse_partial_state
 from .policy import Policy
 from .shard_config import ShardConfig
 from .sharder import ModelSharder
@@ -119,6 +120,7 @@ class ShardFormer:
             shared = sharder.shard()
             model = sharder.model
         materialize(model)
+        refuse_partial_state(model)
         fused.fuse(model, dtype)
         if config.inference_only:
             model.requires_grad_(False).eval()
@@ -127,7 +129,6 @@ class ShardFormer:
         if config.split_group is not None:
             compare_inputs(model, config.split_group)
             refuse_whole_caches(model)
-            _refuse_saving(model)
         return model, shared
 
     def shard_dataset(
@@ -228,19 +229,6 @@ def _computing(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Where a model computes, and in which format, as its first parameter says."""
     first = next(model.parameters(), torch.empty(0))
     return default_device() if first.is_meta else first.device, first.dtype
-
-
-def _refuse_saving(model: nn.Module) -> None:
-    """Let `save_pretrained` say that it would save a part."""
-
-    def save_pretrained(*_: Any, **__: Any) -> None:
-        raise RuntimeError(
-            "this rank holds a part of each split weight, and save_pretrained would write it for the whole: train with "
-            "a booster and call booster.save_model(model, path), or save what the plain model is made of"
-        )
-
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained = save_pretrained  # type: ignore[assignment]
 
 
 def sharder_or_faults(

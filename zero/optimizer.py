@@ -39,7 +39,7 @@ from .partition import arriving_bytes, partitions_by_stride
 from .precision import DynamicScaler, PrecisionConfig
 from .publication import Publisher
 from .reduction import Reducer
-from .state import load_local_state, local_state
+from .state import PARTIAL_STATE, load_local_state, local_state
 from .sums import require_one_layout
 from .true_gradients import TrueGradients
 from .wrapper import OptimizerWrapper
@@ -418,6 +418,17 @@ class ShardedOptimizer(OptimizerWrapper):
         return held_bytes(self.buckets, frozen, self.inner, buffers=buffers, arrivals=arrivals)
 
     def state_dict(self) -> dict[str, Any]:
+        """`local_state`, where every rank has all of the states.
+
+        Raises:
+            RuntimeError: this rank has a part; names `booster.save_optimizer`.
+        """
+        slices = (partition.num_slices for partition in self._partitions.values())
+        if max(self._mesh.size("tp", "pp"), *self._partitions, *slices) > 1:
+            raise RuntimeError(PARTIAL_STATE)
+        return self.local_state()
+
+    def local_state(self) -> dict[str, Any]:
         """This rank's part: the inner optimizer's state and groups, masters, loss scale and layout."""
         return local_state(self.inner, self.buckets, self._scaler) | {"skipped_steps": self.skipped_steps}
 
@@ -426,7 +437,7 @@ class ShardedOptimizer(OptimizerWrapper):
         return None if self._scaler is None else self._scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from this rank's `state_dict` of the same layout. Collective over the data axis.
+        """Continue from this rank's `local_state` of the same layout. Collective over the data axis.
 
         Raises:
             ValueError: it was saved under another layout.

@@ -8,6 +8,11 @@ from torch.optim import Optimizer
 from .bucket import Bucket
 from .precision import DynamicScaler
 
+PARTIAL_STATE = (
+    "this rank has only a part of this optimizer's state, which state_dict() would give for the whole: call "
+    "booster.save_optimizer(optimizer, folder) or booster.save_checkpoint on every rank"
+)
+
 
 def local_state(inner: Optimizer, buckets: Sequence[Bucket], scaler: DynamicScaler | None) -> dict[str, Any]:
     """torch's own state dict of the inner optimizer, and beside it masters, loss scale and layout.
@@ -37,7 +42,7 @@ def load_local_state(
         there, here = (lines[at] if at < len(lines) else "nothing" for lines in (saved, own))
         raise ValueError(
             f"the optimizer state was saved under another layout: number {at} is {there} there and {here} "
-            "here. Load it on as many ranks, with the same stage, precision, bucket size and parameter groups"
+            "here. Load what booster.save_optimizer wrote under any layout by booster.load_optimizer"
         )
     inner.load_state_dict({key: state[key] for key in ("state", "param_groups")})
     for bucket, masters in zip(buckets, state["masters"], strict=True):

@@ -1,8 +1,13 @@
 """An optimizer in the place of another, as far as torch asks. What it does instead is the subclass's."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.optim import Optimizer
+
+NOT_PICKLED = (
+    "a boosted optimizer cannot be copied or pickled, since its parameters and process groups cannot: call "
+    "booster.save_optimizer(optimizer, folder) on every rank, or copy the optimizer before boost"
+)
 
 
 class OptimizerWrapper(Optimizer):
@@ -42,11 +47,8 @@ class OptimizerWrapper(Optimizer):
         """Refused: the flat memory is laid out once."""
         raise RuntimeError("add parameter groups to the optimizer before boost: its memory is laid out there")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "OptimizerWrapper":
-        raise TypeError(
-            "a boosted optimizer cannot be copied, since its parameters and process groups cannot: take its "
-            "state_dict(), or copy the optimizer before boost"
-        )
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(NOT_PICKLED)
 
     def _step_inner(self) -> None:
         self._is_stepping = True

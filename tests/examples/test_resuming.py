@@ -150,7 +150,7 @@ def test_a_word_that_resume_does_not_know_is_refused(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit) as end:
         options("--resume", "newest")
     assert end.value.code == 2
-    assert "'newest' must be auto, the number of a step, or none" in capsys.readouterr().err
+    assert "'newest' must be auto, must, the number of a step, or none" in capsys.readouterr().err
 
 
 # By example: its words, those of a run that learns little, and the processes and words under which it runs.

@@ -146,8 +146,8 @@ MISUSES = {
     "no_sync of the plain model": "ValueError: booster.no_sync takes the model that booster.boost returned",
     "a list of batches": "give iter(dataloader)",
     "boost twice": "ValueError: the model is already boosted",
-    "copy of the model": "copy model.unwrap()",
-    "copy of the optimizer": "take its state_dict()",
+    "copy of the model": "call booster.save_model(model, path)",
+    "copy of the optimizer": "call booster.save_optimizer(optimizer, folder)",
     "argument types": "tp_size='2' must be a whole number\n- pp_size=1.5 must be a whole number",
     "argument values": "num_layers_per_stage=[0] must be a list of positive whole numbers",
 }

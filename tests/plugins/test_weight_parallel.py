@@ -277,7 +277,7 @@ def save_and_load(folder: str, wp: int) -> None:
     Checkpoints(second.mesh).load_model(second.saved(), path, strict=True)
     for name, parameter in second.held.items():
         assert torch.equal(parameter, first.held[name]), name
-    second.optimizer.load_state_dict(deepcopy(first.optimizer.state_dict()))
+    second.optimizer.load_state_dict(deepcopy(first.optimizer.local_state()))
     for own, other in zip(first.train(), second.train(), strict=True):
         assert own[0] == other[0] and own[2] == other[2]
 

@@ -113,8 +113,8 @@ def refuse_different_inputs() -> None:
         ValueError, match=r"rank\(s\) \[1\] of the tensor axis call the model in another mode"
     ):
         split(**causal_batch(2, seed=0))
-    with pytest.raises(RuntimeError, match="this rank holds a part of each split weight"):
-        split.save_pretrained("nowhere")
+    with pytest.raises(RuntimeError, match="this rank has only a part of this LlamaForCausalLM"):
+        split.state_dict()
 
 
 def refuse_an_average_over_pieces() -> None:

@@ -60,7 +60,7 @@ def check_states() -> None:
             for model, each in ((plain, optimizer), (offloaded, other)):
                 train(model, each, range(2))
             assert_equal(other.masters(), optimizer.masters(), rtol=0, atol=0)
-            states = [copy.deepcopy(each.state_dict()) for each in (other, optimizer)]
+            states = [copy.deepcopy(each.local_state()) for each in (other, optimizer)]
             optimizer.load_state_dict(states[0])
             other.load_state_dict(states[1])
             for model, each in ((plain, optimizer), (offloaded, other)):
@@ -154,5 +154,5 @@ def check_fused() -> None:
     assert kernels(Own) is None
     plain = shard(small_model(), torch.optim.AdamW)
     offloaded = shard(small_model(), torch.optim.AdamW, cpu_offload=True)
-    offloaded.load_state_dict(plain.state_dict())
+    offloaded.load_state_dict(plain.local_state())
     assert offloaded.param_groups[0]["fused"] is True, "the plain run's kernel came with its state"

@@ -237,7 +237,7 @@ def test_a_state_that_is_loaded_while_parameters_are_under_way_is_what_they_are(
 
 def check_loading() -> None:
     model, optimizer, expected = stepped()
-    state = copy.deepcopy(optimizer.state_dict())
+    state = copy.deepcopy(optimizer.local_state())
     optimizer.zero_grad()
     optimizer.backward(loss_of(model, 3))
     optimizer.step()
@@ -270,7 +270,7 @@ def check_bytes() -> None:
     slices = sum(bucket.masters.nbytes for bucket in optimizer.buckets)
     kept = optimizer.held_bytes().arrivals
     assert kept >= before + slices
-    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(optimizer.local_state())
     assert optimizer.held_bytes().arrivals <= kept
 
 

@@ -37,7 +37,7 @@ def check_continuation(stage: int, precision: Precision) -> None:
     optimizer = shard(model, adamw, stage=stage, precision=precision)
     train(model, optimizer, range(2))
     optimizer.param_groups[0]["lr"] = 5e-3
-    state = copy.deepcopy(optimizer.state_dict())
+    state = copy.deepcopy(optimizer.local_state())
     train(model, optimizer, range(2, 4))
     restored = shard(other, adamw, stage=stage, precision=precision)
     restored.load_state_dict(state)
@@ -59,7 +59,7 @@ def check_scale_restored() -> None:
         optimizer.step()
         optimizer.zero_grad()
     restored = shard(small_model(), precision="fp16")
-    restored.load_state_dict(optimizer.state_dict())
+    restored.load_state_dict(optimizer.local_state())
     assert (restored.loss_scale, restored.skipped_steps) == (32.0, 2)
 
 
@@ -77,10 +77,10 @@ def check_other_layout() -> None:
         with pytest.raises(
             ValueError, match=r"another layout: number 0 is 0\.weight \(7, 5\) at 0 of group 0"
         ):
-            optimizer.load_state_dict(other.state_dict())
+            optimizer.load_state_dict(other.local_state())
     with pytest.raises(ValueError, match="number 0 is a state dict of another optimizer there"):
         optimizer.load_state_dict(adamw(small_model().parameters()).state_dict())
-    peer = shard(small_model(), adamw).state_dict()
+    peer = shard(small_model(), adamw).local_state()
     states: list[dict] = [{}, {}]
     dist.all_gather_object(states, peer)
     with pytest.raises(ValueError, match=r"slice [01] of 2 there"):

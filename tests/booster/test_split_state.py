@@ -1,0 +1,203 @@
+"""state_dict, save_pretrained and pickles: refused where a rank has a part of the model, right where it has all."""
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+from transformers import LlamaForCausalLM
+
+from echelon import Booster, TorchDDPPlugin, TorchFSDPPlugin
+from echelon.shardformer import shard_model
+from echelon.verify.models import ModelChoice
+
+from ..plugins.training import boosted, hybrid, share
+from ..pool import Pool
+from . import adapters
+
+LLAMA = ModelChoice(model_type="llama", num_layers=2)
+# By layout, with a submodule of which no rank has all.
+SPLIT: dict[str, tuple[Callable[[], Booster], str]] = {
+    "tensor": (lambda: hybrid(tp_size=2), "model.layers.0.mlp"),
+    "stages": (lambda: hybrid(pp_size=2), "model"),
+    "weights": (lambda: hybrid(wp_size=2), "model.layers.0.mlp"),
+    "fsdp": (lambda: Booster(plugin=TorchFSDPPlugin()), "model.layers.0.mlp"),
+}
+WHOLE: dict[str, Callable[[], Booster]] = {
+    "zero": lambda: hybrid(zero_stage=2, precision="bf16", overlap_allgather=True),
+    "sequences": lambda: hybrid(
+        sp_size=2, enable_sequence_parallelism=True, sequence_parallelism_mode="ring_attn"
+    ),
+    "ddp": lambda: Booster(plugin=TorchDDPPlugin()),
+}
+
+
+def trained(booster: Booster) -> tuple[Any, Any]:
+    """A boosted model and its optimizer after a step, whose all-gathers may be under way."""
+    model, optimizer = boosted(booster, LLAMA)
+    if isinstance(booster.plugin, TorchDDPPlugin | TorchFSDPPlugin):
+        booster.backward(model(**next(share(booster, LLAMA, 0))).loss, optimizer)
+    else:
+        booster.execute_pipeline(share(booster, LLAMA, 0), model, None, optimizer)
+    optimizer.step()
+    return model, optimizer
+
+
+def told(call: Callable[[], Any]) -> str:
+    """The error's text, which is a sentence of ours."""
+    try:
+        call()
+    except (RuntimeError, TypeError) as error:
+        return str(error)
+    raise AssertionError("nothing was refused")
+
+
+def refusals(layout: str, folder: Path) -> dict[str, str]:
+    """What each way to write a part of the model says, and then a save of it all."""
+    make, part = SPLIT[layout]
+    booster = make()
+    model, optimizer = trained(booster)
+    inner = model.unwrap()
+    whole = LLAMA.build().state_dict()
+    found = {
+        "state_dict": told(model.state_dict),
+        "of the inner model": told(inner.state_dict),
+        "of a submodule": told(inner.get_submodule(part).state_dict),
+        "save_pretrained": told(lambda: model.save_pretrained(folder / "never")),
+        "of the inner": told(lambda: inner.save_pretrained(folder / "never")),
+        "torch.save": told(lambda: torch.save(model, io.BytesIO())),
+        "torch's checkpoints": told(lambda: get_model_state_dict(inner)),
+        "with the optimizer": told(lambda: get_state_dict(model, optimizer)),
+        "load_state_dict": told(lambda: inner.load_state_dict(whole)),
+        "not strict": told(lambda: model.load_state_dict(whole, strict=False)),
+        "the optimizer's state": told(optimizer.state_dict),
+        "the optimizer itself": told(lambda: torch.save(optimizer, io.BytesIO())),
+    }
+    if layout != "fsdp":  # torch's own class of it is not to be pickled
+        found["torch.save of the inner"] = told(lambda: torch.save(inner, io.BytesIO()))
+    booster.save_model(model, folder / "saved", shard=True)
+    booster.save_checkpoint(folder / "steps", 1, model=model, optimizer=optimizer).wait()
+    booster.load_checkpoint(folder / "steps", model=model, optimizer=optimizer)
+    return found
+
+
+@pytest.mark.parametrize("layout", SPLIT)
+def test_a_part_of_a_model_is_not_written_for_the_whole(pool: Pool, tmp_path: Path, layout: str) -> None:
+    names = {
+        "torch.save": "booster.save_model",
+        "load_state_dict": "booster.load_model",
+        "not strict": "booster.load_model",
+        "the optimizer's state": "booster.save_optimizer",
+        "the optimizer itself": "booster.save_optimizer",
+    }
+    for found in pool.run(2, refusals, layout, tmp_path):
+        assert {
+            call: text for call, text in found.items() if names.get(call, "booster.save_model") not in text
+        } == {}
+    assert not any((tmp_path / "never").glob("*.safetensors"))
+    saved = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+    assert {name: each.shape for name, each in saved.state_dict().items()} == {
+        name: each.shape for name, each in LLAMA.build().state_dict().items()
+    }
+
+
+def parts_that_are_whole(layout: str, path: str) -> bool:
+    """Whether a part has the state that it has in the whole model; False where it has none."""
+    part = boosted(SPLIT[layout][0](), LLAMA)[0].unwrap().get_submodule(path)
+    try:
+        state = part.state_dict()
+    except RuntimeError:
+        return False
+    expected = LLAMA.build().get_submodule(path).state_dict()
+    assert state.keys() == expected.keys()
+    return all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("layout", "path", "ranks"),
+    [
+        ("tensor", "model.norm", [True, True]),
+        ("stages", "model.layers.0.mlp", [True, False]),
+        ("stages", "lm_head", [False, True]),
+        ("weights", "model.norm", [True, True]),
+    ],
+)
+def test_a_part_that_a_rank_has_whole_has_a_state(
+    pool: Pool, layout: str, path: str, ranks: list[bool]
+) -> None:
+    assert pool.run(2, parts_that_are_whole, layout, path) == ranks
+
+
+def split_alone(folder: Path) -> dict[str, str]:
+    """As `refusals`, where ShardFormer has split a model without a booster."""
+    model = shard_model(LLAMA.build())
+    return {
+        "state_dict": told(model.state_dict),
+        "of a submodule": told(model.get_submodule("model.layers.0.mlp").state_dict),
+        "save_pretrained": told(lambda: model.save_pretrained(folder)),  # type: ignore[operator]
+        "torch.save": told(lambda: torch.save(model, io.BytesIO())),
+        "torch's checkpoints": told(lambda: get_model_state_dict(model)),
+    }
+
+
+def test_a_part_of_a_model_without_a_booster_is_not_written_either(pool: Pool, tmp_path: Path) -> None:
+    for found in pool.run(2, split_alone, tmp_path):
+        assert {call: text for call, text in found.items() if "SplitCheckpoints" not in text} == {}
+
+
+def adapters_of_a_part(folder: Path) -> str:
+    peft_model = adapters.LLAMA.build_peft()
+    booster = hybrid(tp_size=2)
+    booster.boost(peft_model, adapters.optimizer_of(peft_model.parameters()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return told(lambda: peft_model.save_pretrained(str(folder)))
+
+
+def test_adapters_of_a_part_of_a_model_are_not_written_by_peft(pool: Pool, tmp_path: Path) -> None:
+    for text in pool.run(2, adapters_of_a_part, tmp_path):
+        assert "booster.save_lora_as_pretrained" in text
+    assert not any(tmp_path.glob("*.safetensors"))
+
+
+def whole_states(layout: str, folder: Path) -> dict[str, dict[str, Tensor]]:
+    """A trained model's state in all ways that there are, on a rank that has all of it."""
+    booster = WHOLE[layout]()
+    model, _ = trained(booster)
+    found = {"inner": model.unwrap().state_dict()}
+    model.save_pretrained(folder / "pretrained")
+    booster.save_model(model, folder / "model.safetensors")
+    prefixed = model.state_dict()
+    found["boosted"] = {name.removeprefix("module."): each for name, each in prefixed.items()}
+    found["torch's"] = get_model_state_dict(model.unwrap())
+    model.unwrap().load_state_dict(found["inner"])
+    return {kind: {name: each.clone() for name, each in state.items()} for kind, state in found.items()}
+
+
+@pytest.mark.parametrize("layout", WHOLE)
+def test_a_model_that_a_rank_has_whole_has_a_state(pool: Pool, tmp_path: Path, layout: str) -> None:
+    states = pool.run(2, whole_states, layout, tmp_path)[0]
+    states["pretrained"] = load_file(tmp_path / "pretrained" / "model.safetensors")
+    expected = load_file(tmp_path / "model.safetensors")
+    start = LLAMA.build().state_dict()
+    assert any(not torch.equal(expected[name], start[name].to(expected[name].dtype)) for name in start)
+    for kind, state in states.items():
+        assert state.keys() == expected.keys(), kind
+        assert all(torch.equal(state[name], expected[name]) for name in expected), kind
+
+
+def copies() -> tuple[str, nn.Module]:
+    model, _ = boosted(hybrid(pp_size=2), LLAMA)
+    return told(lambda: copy.deepcopy(model)), told(copy.deepcopy(model.unwrap()).state_dict)
+
+
+def test_a_copy_of_a_part_is_a_part(pool: Pool) -> None:
+    for of_boosted, of_inner in pool.run(2, copies):
+        assert "booster.save_model" in of_boosted and "booster.save_model" in of_inner
