@@ -55,6 +55,7 @@ from .collect import note_returns
 from .plan import StagePlan, is_within
 from .roles import Role, Roles, stage_roles
 from .stand_in import Borrowed, Inbox, Runs, StageExit, StandIn
+from .uncached import drop_cache, without_cache
 
 _STAGES = "_pipeline_stages"  # where a cut model keeps its stages
 
@@ -103,8 +104,7 @@ class Stage:
         self._seats = list(seats)
         self._borrowed = list(borrowed)
         self.is_computing = False
-        # A cache would keep every layer's keys and values, and a stage's would have its own layers' alone.
-        self._forced = {"use_cache": False} if takes(model, "use_cache") else {}
+        self._takes_cache = takes(model, "use_cache")
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -126,11 +126,14 @@ class Stage:
             received: what the stage before sent; empty on the first.
         """
         args, kwargs = as_arguments(microbatch)
+        # A cache would keep every layer's keys and values, and a stage's would have its own layers' alone.
+        if self._takes_cache:
+            kwargs = without_cache(self.model, args, kwargs)
         self._inbox.begin(received)
         self.is_computing = True
         try:
             with self.seated():
-                outputs = self.model(*args, **{**kwargs, **self._forced})
+                outputs = self.model(*args, **kwargs)
         except StageExit as stage_exit:
             # What only passes through gets a graph of its own, so that every output but a frozen one has one.
             return tuple(
@@ -142,7 +145,7 @@ class Stage:
             self._inbox.begin(())
         if not self.is_last:
             raise AssertionError(f"stage {self.index} ran to the end of the model: no later layer was called")
-        return outputs
+        return drop_cache(outputs)
 
     @contextmanager
     def seated(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from ..lazy import materialize
 from ..pipeline.linear import own_linear_layers
 from ..shardformer.checkpoint_config import checkpoint_faults, checkpoint_layers, recomputable_layers
 from ..shardformer.equal_ranks import require_equal_models
+from ..shardformer.expert_width import expert_width_faults
 from ..shardformer.partial_state import refuse_partial_state
 from ..shardformer.shard_config import ShardConfig
 from ..shardformer.shard_former import sharder_or_faults
@@ -139,6 +140,9 @@ def _checked_splits(
             enable_sequence_regather=config.sequence.regathers,
         )
         sharder = sharder_or_faults(model, plugin.custom_policy, shard_config, faults)
+        if plugin.custom_policy is None:  # which may leave experts whole
+            tp_size = mesh.size("tp")
+            faults += expert_width_faults(model, tp_size=tp_size, dtype=config.precision.dtype)
     checkpoint = config.pipeline.checkpoint
     if checkpoint is not None and not faults:
         layers = {0: recomputable_layers(model)} if sharder is None else sharder.layers_by_stage()

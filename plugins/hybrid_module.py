@@ -10,6 +10,7 @@ from ..checkpoint.lora import Adapter
 from ..checkpoint.names import saved_state
 from ..pipeline.cut import held_stages, refuse_direct_calls, takes
 from ..pipeline.linear import hold_weight_gradients
+from ..pipeline.uncached import argument, without_cache
 from ..shardformer.equal_ranks import require_equal_inputs
 from ..shardformer.given import mark_taken
 from ..zero.optimizer import ShardedOptimizer
@@ -85,8 +86,8 @@ class HybridParallelModule(BoostedModule):
             _refuse_compiling()
         self.plugin._refuse_pipeline("model(**batch)")
         self._require_equal_inputs(args, kwargs)
-        if self.training and self._takes_cache:  # a cache hides from transformers that texts are packed
-            kwargs = {"use_cache": False, **kwargs}
+        if self.training and self._takes_cache and argument(self.module, args, kwargs, "use_cache") is None:
+            kwargs = without_cache(self.module, args, kwargs)
         args, kwargs = self.engine.to_compute(args), self.engine.to_compute(kwargs)
         return self.module(*args, **kwargs)
 

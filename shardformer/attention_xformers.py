@@ -78,6 +78,10 @@ def xformers_attention(
         p=dropout,
         scale=scaling,
     )
+    if (
+        attention_mask is not None and attention_mask.dtype == torch.bool
+    ):  # who sees nothing gets 0, as by sdpa
+        out_BQND = out_BQND * attention_mask.any(-1, keepdim=True).transpose(1, 2)
     return out_BQND.contiguous(), None
 
 

@@ -19,7 +19,7 @@ from ..attention_arguments import BESIDES
 from .all_to_all import attend_by_heads
 from .axis import SequenceAxis, axis_of
 from .block_mask import BlockMask, Mask, Seen, block_mask
-from .native import KERNELS, kernel_of, mask_of
+from .native import EAGER, KERNELS, kernel_of, mask_of
 from .ring import ring_attention
 
 ALL_TO_ALL, RING = "all_to_all", "ring_attn"
@@ -55,9 +55,14 @@ def set_sequence_attention(model: nn.Module, mode: str) -> None:
         mode: a key of KNOWN.
     """
     _register()
-    for part in models_around(model, lambda module: axis_of(module) is not None):
+    for part in models_around(model, _is_spread):
         # `set_attn_implementation` takes a name with "flash" in it for that of a package, and would look for it.
         part.config._attn_implementation = {"": _attention_name(mode, part.config._attn_implementation)}
+
+
+def attention_kernels(model: nn.Module) -> set[str]:
+    """With which kernels the layers that hold parts of sequences compute attention."""
+    return {part.config._attn_implementation for part in models_around(model, _is_spread)}
 
 
 def all_to_all_attention(
@@ -105,6 +110,8 @@ def ring_attention_of(
     scaling: float | None = None,
     is_causal: bool | None = None,
     softcap: float | None = None,
+    *,
+    is_eager: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     """Attention as transformers calls it, by `ring_attention`; by torch's own where the module's sequences are whole.
@@ -118,6 +125,7 @@ def ring_attention_of(
         dropout: probability, 0 outside of training.
         scaling: of the scores; None is D to the power of -1/2.
         softcap: of the scores; for sequences that are spread.
+        is_eager: whether the model computed it by its own code, which adds any mask to the scores.
         **kwargs: what need not be known.
 
     Returns:
@@ -127,13 +135,18 @@ def ring_attention_of(
         ValueError: something is given that would not mean the same.
     """
     _check_known(module, kwargs, RING)
+    if is_eager and isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool:
+        raise ValueError(
+            f"a boolean attention mask of {tuple(attention_mask.shape)}, which eager attention adds to the scores as 0 "
+            "and 1: give one of (batch, sequence), numbers that are added, or attn_implementation='sdpa'"
+        )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     axis = axis_of(module)
     if axis is None:
         if softcap is not None:
             raise ValueError(f"{type(module).__name__} caps its scores (softcap={softcap}): {_UNSPREAD}")
-        mask, causal = _whole_mask(attention_mask, is_causal=causal)
-        attend = kernel_of(module, SDPA)
+        kernel, mask, causal = _whole_mask(attention_mask, query, is_causal=causal)
+        attend = kernel_of(module, kernel)
         return attend(module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal)
     out = ring_attention(
         query,
@@ -163,9 +176,15 @@ def models_around(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> l
     return list(found.values())
 
 
+def _is_spread(module: nn.Module) -> bool:
+    return axis_of(module) is not None
+
+
 def _attention_name(mode: str, kernel: str) -> str:
     """What attention of a mode is called, for models that computed it with a kernel."""
-    return f"echelon_{mode}_{kernel}" if mode == ALL_TO_ALL else f"echelon_{mode}"
+    if mode == RING and kernel != EAGER:
+        return f"echelon_{mode}"  # its masks are those of all kernels but eager attention
+    return f"echelon_{mode}_{kernel}"
 
 
 def _register() -> None:
@@ -174,8 +193,11 @@ def _register() -> None:
         name = _attention_name(ALL_TO_ALL, kernel)
         AttentionInterface.register(name, partial(all_to_all_attention, kernel))
         AttentionMaskInterface.register(name, mask_of(kernel))
-    AttentionInterface.register(_attention_name(RING, ""), ring_attention_of)
-    AttentionMaskInterface.register(_attention_name(RING, ""), _blocks)
+    for kernel in (SDPA, EAGER):
+        ring = partial(ring_attention_of, is_eager=kernel == EAGER)
+        AttentionInterface.register(_attention_name(RING, kernel), ring)
+        blocks = partial(_blocks, levels=kernel == EAGER)
+        AttentionMaskInterface.register(_attention_name(RING, kernel), blocks)
 
 
 def _blocks(*, cache_position: Tensor | None = None, **given: Any) -> BlockMask:
@@ -201,15 +223,21 @@ def _check_known(module: nn.Module, given: dict[str, Any], mode: str) -> None:
         )
 
 
-def _whole_mask(mask: Mask | Tensor | None, *, is_causal: bool) -> tuple[Tensor | None, bool]:
-    """A mask of a whole sequence as `sdpa` takes it, and whether it is causal besides."""
-    if isinstance(mask, Mask):
-        queries, keys = (range(length) for length in mask.lengths)
-        seen = mask.block(queries, keys)
-        if seen is Seen.NOTHING:
-            seen = torch.zeros(1, 1, *mask.lengths, dtype=torch.bool)
-        return (seen, False) if isinstance(seen, Tensor) else (None, seen is Seen.TRIANGLE)
-    return mask, is_causal
+def _whole_mask(
+    mask: Mask | Tensor | None, query: Tensor, *, is_causal: bool
+) -> tuple[str, Tensor | None, bool]:
+    """A kernel for a whole sequence, the mask as it takes it, and whether that is causal besides."""
+    if not isinstance(mask, Mask):
+        return SDPA, mask, is_causal
+    queries, keys = (range(length) for length in mask.lengths)
+    seen, levelled = mask.block(queries, keys), mask.levelled(queries)
+    if seen is Seen.NOTHING:
+        seen = torch.zeros(1, 1, *mask.lengths, dtype=torch.bool, device=query.device)
+    if not isinstance(seen, Tensor):
+        return SDPA, None, seen is Seen.TRIANGLE
+    if levelled is None:
+        return SDPA, seen, False
+    return EAGER, query.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(query.dtype).min), False
 
 
 def _whole_positions(positions: Tensor, axis: SequenceAxis) -> Tensor:

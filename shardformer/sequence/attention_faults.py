@@ -90,24 +90,31 @@ def _part_reasons(part: PreTrainedModel) -> Iterator[str]:
 
 def _layer_reasons(layer: nn.Module, mode: str) -> Iterator[str]:
     attentions = [each for each in layer.modules() if _is_attention(each)]
-    if not attentions:
-        yield f"{type(layer).__name__} computes no attention through transformers' AttentionInterface: {TENSOR_INSTEAD}"
     inside = {id(each) for attention in attentions for each in attention.modules()}
+    mixers = [each for each in layer.modules() if _is_mixer(each, inside)]
+    for name in dict.fromkeys(type(each).__name__ for each in mixers):
+        yield (
+            f"{type(layer).__name__} mixes positions by {name}, which sees those of one rank alone: {TENSOR_INSTEAD}"
+        )
+    if not attentions and not mixers:
+        yield f"{type(layer).__name__} computes no attention through transformers' AttentionInterface: {TENSOR_INSTEAD}"
     for path, module in layer.named_modules():
         name = type(module).__name__
         is_around = any(_is_attention(each) for each in module.modules())
-        named_so = _MIXER_NAMES.search(name) is not None and id(module) not in inside and not is_around
-        if isinstance(module, _MIXERS) or named_so:
-            yield (
-                f"{type(layer).__name__} mixes positions by {name}, which sees those of one rank alone: "
-                f"{TENSOR_INSTEAD}"
-            )
         if is_around and _CROSS.search(path.rpartition(".")[2]):
             yield f"{type(layer).__name__} attends to another sequence than its own ({path}): {TENSOR_INSTEAD}"
-        if "arange(" in _code(type(module)):
+        if "arange(" in _code(type(module)) and module not in mixers:
             yield f"{name} counts positions by itself, and would count those of one rank alone: {TENSOR_INSTEAD}"
     for attention in attentions:
         yield from _argument_reasons(attention, mode)
+
+
+def _is_mixer(module: nn.Module, inside: set[int]) -> bool:
+    """Whether a module, which is none of those inside attention, brings together what is at several positions."""
+    if isinstance(module, _MIXERS):
+        return True
+    is_named_so = _MIXER_NAMES.search(type(module).__name__) is not None
+    return is_named_so and id(module) not in inside and not any(map(_is_attention, module.modules()))
 
 
 def _argument_reasons(attention: nn.Module, mode: str) -> Iterator[str]:

@@ -49,6 +49,10 @@ class Mask(ABC):
             known = self._known[queries, keys] = self._look(queries, keys)
         return self._tensor(queries, keys) if known is Seen.SOME else known
 
+    def levelled(self, queries: range) -> Tensor | None:
+        """Queries that see no key and get the mean of all values, (B or 1, 1, Q); None where there are none."""
+        return None
+
     @abstractmethod
     def _look(self, queries: range, keys: range) -> Seen:
         """The word for a block."""
@@ -68,6 +72,7 @@ class BlockMask(Mask):
         batch_size: rows.
         device: where tensors are made.
         takes_numbers: whether the function is made for single numbers only, and has to be mapped over tensors.
+        levels: whether a query that sees no key gets the mean of all values, as by eager attention, and not 0.
     """
 
     def __init__(
@@ -79,19 +84,38 @@ class BlockMask(Mask):
         batch_size: int = 1,
         device: torch.device | str = "cpu",
         takes_numbers: bool = False,
+        levels: bool = False,
     ) -> None:
         super().__init__(lengths)
         self._function = function
         self._padding_BS = None if padding_BS is None or bool(padding_BS.all()) else padding_BS
         self._batch_size, self._device, self._takes_numbers = batch_size, device, takes_numbers
         self.is_plain = self._padding_BS is None and function in _PLAIN
+        self._levels = levels and not self.is_plain
+        self._levelled: dict[range, tuple[Tensor, bool]] = {}  # with whether there are any
+
+    def levelled(self, queries: range) -> Tensor | None:
+        """Queries that see no key and get the mean of all values, (B, 1, Q); None where there are none."""
+        if not self._levels:
+            return None
+        if queries not in self._levelled:
+            blind = self._blind(queries)
+            self._levelled[queries] = blind, bool(blind.any())
+        blind, is_any = self._levelled[queries]
+        return blind if is_any else None
 
     def _look(self, queries: range, keys: range) -> Seen:
         plain = _PLAIN[self._function](queries, keys) if self._function in _PLAIN else Seen.SOME
         if plain is Seen.NOTHING or (plain is not Seen.SOME and self._padding_BS is None):
             return plain
         seen = self._tensor(queries, keys)
-        some, every = torch.stack([seen.any(), seen.all()]).tolist()
+        asked = [seen.any(), seen.all()]
+        if is_new := self._levels and queries not in self._levelled:  # in the same wait for a GPU
+            blind = self._blind(queries)
+            asked.append(blind.any())
+        some, every, *others = torch.stack(asked).tolist()
+        if is_new:
+            self._levelled[queries] = blind, others[0]
         if (
             some
             and not every
@@ -112,12 +136,24 @@ class BlockMask(Mask):
             seen = seen & self._padding_BS[:, None, None, keys.start : keys.stop]
         return seen.expand(-1, -1, len(queries), len(keys))
 
+    def _blind(self, queries: range) -> Tensor:
+        """Where queries see none of all keys, (B, 1, Q)."""
+        blind = torch.ones(self._batch_size, 1, len(queries), dtype=torch.bool, device=self._device)
+        for start in range(0, self.lengths[1], len(queries)):
+            keys = range(start, min(start + len(queries), self.lengths[1]))
+            if self._function not in _PLAIN or _PLAIN[self._function](queries, keys) is not Seen.NOTHING:
+                blind &= ~self._tensor(queries, keys).any(-1)
+        return blind
+
 
 class GivenMask(Mask):
     """A mask that was given as a whole tensor.
 
     Args:
         mask: (B or 1, N or 1, S or 1, S): booleans, True where a key is seen, or numbers to add to the scores.
+
+    Raises:
+        ValueError: it is no such mask, or has a row of numbers that all hide.
     """
 
     def __init__(self, mask: Tensor, length: int) -> None:
@@ -158,6 +194,7 @@ def block_mask(
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     cache_position: Tensor | None = None,
+    levels: bool = False,
     **_: Any,
 ) -> BlockMask:
     """The mask function for transformers' `AttentionMaskInterface`, by whose arguments it is called.
@@ -174,6 +211,7 @@ def block_mask(
         use_vmap: whether the mask function is made for single numbers.
         device: where tensors are made.
         cache_position: positions of the queries, which older releases give in place of their length, offset and device.
+        levels: see `BlockMask`.
 
     Raises:
         ValueError: there are keys in a cache.
@@ -200,6 +238,7 @@ def block_mask(
         batch_size=batch_size,
         device=device,
         takes_numbers=use_vmap,
+        levels=levels,
     )
 
 
@@ -210,6 +249,10 @@ def _causal(queries: range, keys: range) -> Seen:
         return Seen.ALL
     return Seen.TRIANGLE if queries == keys else Seen.SOME
 
+
+# A number that hides keys where no greater one stands in its row. Beside it scores lose their last digits, and kernels
+# that keep the logarithm of a sum have wrong gradients, torch's own too.
+_HIDING = -100.0
 
 # Mask functions whose blocks are known without looking at each position.
 _PLAIN: dict[MaskFunction, Callable[[range, range], Seen]] = {
@@ -251,6 +294,11 @@ def _given_faults(mask: Tensor, length: int) -> list[str]:
         found.append(
             f"an attention mask of {mask.dtype} with {mask.ndim} dimensions: give booleans, True where a key is seen, "
             "or floating-point numbers that are added to the scores"
+        )
+    elif mask.is_floating_point() and not bool((mask.amax(-1) > _HIDING).all()):
+        found.append(
+            f"an attention mask of numbers that all hide, down to {mask.amin():.4g}, in some of its rows: give a mask "
+            f"of (batch, {length}), 0 at padding, or let each query see a key"
         )
     if mask.requires_grad:
         found.append(

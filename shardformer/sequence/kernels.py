@@ -28,6 +28,8 @@ class View:
         softcap: what they then come near to and never pass, as softcap · tanh(score / softcap); None is no bound.
         dropout: the probability with which a key is left out.
         seed: of the random numbers for that.
+        is_level: whether each score is what is left of it beside the least number there is: 0, so that all keys weigh
+            the same. Eager attention adds that number to the scores of hidden keys, and a query may have no other.
     """
 
     seen: Seen | Tensor
@@ -36,6 +38,7 @@ class View:
     softcap: float | None = None
     dropout: float = 0.0
     seed: int = 0
+    is_level: bool = False
 
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -128,7 +131,12 @@ def _plain_scores(q: Tensor, k: Tensor, view: View) -> Tensor:
     return scores if view.softcap is None else scores.div_(view.softcap).tanh_().mul_(view.softcap)
 
 
-def _masked(scores: Tensor, view: View) -> Tensor:
+def _masked(scores: Tensor, view: View, dtype: torch.dtype) -> Tensor:
+    if view.is_level:
+        least = torch.finfo(dtype).min
+        scores = (scores.to(dtype) + least - least).to(
+            scores.dtype
+        )  # in fp16 a score above 16 leaves something
     if isinstance(view.seen, Tensor):
         return scores + view.seen
     if view.seen is Seen.TRIANGLE:
@@ -146,7 +154,7 @@ def _kept(probabilities: Tensor, view: View) -> Tensor:
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
-    scores = _masked(_plain_scores(q, k, view), view)
+    scores = _masked(_plain_scores(q, k, view), view, q.dtype)
     lse = scores.logsumexp(-1)
     scores -= lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
     return _kept(scores.exp_(), view) @ v.to(scores.dtype), lse
@@ -156,7 +164,7 @@ def _plain_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: View
 ) -> Gradients:
     scores = _plain_scores(q, k, view)
-    probabilities = (_masked(scores, view) - lse.unsqueeze(-1)).exp_()
+    probabilities = (_masked(scores, view, q.dtype) - lse.unsqueeze(-1)).exp_()
     dtype = probabilities.dtype
     gradient, q, k, v, out = (each.to(dtype) for each in (gradient, q, k, v, out))
     dv = _kept(probabilities, view).mT @ gradient
@@ -211,8 +219,7 @@ def _as_arguments(view: View) -> tuple[bool, Tensor | None]:
 
 
 def _cpu_flash_takes(q: Tensor, v: Tensor, view: View) -> bool:
-    is_plain = view.softcap is None and not view.dropout
-    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and is_plain
+    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and _is_fusible(view)
 
 
 def _cuda_flash_takes(q: Tensor, v: Tensor, view: View) -> bool:
@@ -222,9 +229,12 @@ def _cuda_flash_takes(q: Tensor, v: Tensor, view: View) -> bool:
         and q.shape[-1] == v.shape[-1] <= 256
         and q.shape[-1] % 8 == 0
         and not isinstance(view.seen, Tensor)
-        and view.softcap is None
-        and not view.dropout
+        and _is_fusible(view)
     )
+
+
+def _is_fusible(view: View) -> bool:
+    return view.softcap is None and not view.dropout and not view.is_level
 
 
 # The first that can.

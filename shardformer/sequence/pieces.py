@@ -16,6 +16,7 @@ class Piece(NamedTuple):
         rows, columns: where they lie in the parts of the two.
         queries, keys: their positions in the whole sequence.
         seen: what is seen, never nothing: see `Mask.block`.
+        is_level: whether every score counts as 0, see `View`.
     """
 
     rows: slice
@@ -23,6 +24,7 @@ class Piece(NamedTuple):
     queries: range
     keys: range
     seen: Seen | Tensor
+    is_level: bool = False
 
 
 def pieces(
@@ -40,10 +42,13 @@ def pieces(
     """
     for queries, row in _ranges(order, length, rank, size):
         for keys, column in _ranges(order, length, source, size):
+            rows, columns = slice(row, row + len(queries)), slice(column, column + len(keys))
             seen = mask.block(queries, keys)
             if seen is not Seen.NOTHING:
-                rows, columns = slice(row, row + len(queries)), slice(column, column + len(keys))
                 yield Piece(rows, columns, queries, keys, seen)
+            levelled = mask.levelled(queries)
+            if levelled is not None:
+                yield Piece(rows, columns, queries, keys, levelled.unsqueeze(-1), is_level=True)
 
 
 def _ranges(order: SequenceOrder, length: int, rank: int, size: int) -> Iterator[tuple[range, int]]:

@@ -47,8 +47,9 @@ def ring_attention(
     """Attention of this rank's queries to the whole sequence. Every rank of the axis must call, forward and backward.
 
     Forward each rank sends 2·B·S·M·D elements P−1 times, P the size of the axis; backward as many, and as many in
-    float32, the gradients. Queries that see nothing get 0 and give no gradient. Where it takes a mask as a tensor, or
-    scores because no fused kernel fits, those of 1,024 queries and 1,024 keys are held at a time.
+    float32, the gradients. Queries that see nothing get 0 and give no gradient, or what `Mask.levelled` says. Where
+    it takes a mask as a tensor, or scores because no fused kernel fits, those of 1,024 queries and 1,024 keys are
+    held at a time.
 
     Args:
         q_BNSD, k_BMSD, v_BMSD: this rank's parts; M divides N. Values may be of another width.
@@ -117,7 +118,14 @@ class _Call:
         """How the queries of a piece look at its keys."""
         # By the place in the whole sequence, so that ranks whose random state is the same drop other keys.
         seed = hash((self.seed, piece.queries.start, piece.keys.start)) % 2**63
-        return View(piece.seen, scale=self.scale, softcap=self.softcap, dropout=self.dropout, seed=seed)
+        return View(
+            piece.seen,
+            scale=self.scale,
+            softcap=self.softcap,
+            dropout=self.dropout,
+            seed=seed,
+            is_level=piece.is_level,
+        )
 
 
 class _RingAttention(Function):

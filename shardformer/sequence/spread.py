@@ -2,16 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...pipeline.cut import held_stages, takes
 from ...pipeline.plan import Stack, StagePlan
 from ...pipeline.setting_faults import COLLECTING, settings_of
 from ...pipeline.stand_in import StandIn
+from ...pipeline.uncached import argument, depends_on_cache, drop_cache, without_cache
+from ..attention import FLASH_ATTENTION_2
 from .all_to_all import heads_faults
-from .attention import ALL_TO_ALL, set_sequence_attention
+from .attention import ALL_TO_ALL, RING, attention_kernels, set_sequence_attention
 from .attention_faults import sequence_attention_faults
 from .axis import SequenceAxis
 from .boundary import Boundary
@@ -31,7 +35,7 @@ def spread_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) ->
     is_data, held = split.settings.is_on_sequence_axis, list[nn.Module]()
     for stack in plan.stacks(model):
         layers = [model.get_submodule(path) for path in stack.paths]
-        is_zigzag = split.settings.mode == "ring_attn" and any(map(_is_causal, layers))
+        is_zigzag = split.settings.mode == RING and any(map(_is_causal, layers))
         order = SequenceOrder(size=split.group.size(), is_zigzag=is_zigzag)
         boundary = Boundary(SequenceAxis(split.group, order, split.rings), is_data=is_data)
         for first in _in_first_place(model, stack):
@@ -44,9 +48,12 @@ def spread_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) ->
             boundary.leave(layers[-1])
     if is_data:
         assert split.settings.mode is not None
+        is_flash_ring = split.settings.mode == RING and FLASH_ATTENTION_2 in attention_kernels(model)
         set_sequence_attention(model, split.settings.mode)
         if takes(model, "use_cache"):
-            model.register_forward_pre_hook(_without_cache, with_kwargs=True)
+            forgo = partial(_without_cache, is_flash_ring=is_flash_ring)
+            model.register_forward_pre_hook(forgo, with_kwargs=True)
+            model.register_forward_hook(lambda module, args, outputs: drop_cache(outputs))
     model.register_forward_pre_hook(_refuse_collecting, with_kwargs=True)
     model.register_forward_pre_hook(lambda module, args: remember_lengths(held))
 
@@ -107,14 +114,25 @@ def _in_first_place(model: nn.Module, stack: Stack) -> list[nn.Module]:
     return list(dict.fromkeys(found))
 
 
-def _without_cache(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _without_cache(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], *, is_flash_ring: bool
+) -> tuple[tuple, dict[str, Any]]:
     """Forgo the keys and values of former calls, of which each rank would keep those of a part."""
-    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+    if (
+        argument(model, args, kwargs, "use_cache")
+        or argument(model, args, kwargs, "past_key_values") is not None
+    ):
         raise ValueError(
             "use_cache=True, as in generate(), under a sequence_parallelism_mode of the sequence axis, where each rank "
             "would keep the keys and values of a part: save the model, and generate with it in one process or under tp"
         )
-    return args, {**kwargs, "use_cache": False}
+    if is_flash_ring and depends_on_cache(model, args, kwargs):
+        # Flash attention keeps packed texts apart in batches of one row, with or without a cache.
+        positions = argument(model, args, kwargs, "position_ids")
+        if len(positions) > 1:
+            kwargs = {**kwargs, "attention_mask": torch.ones_like(positions)}
+        return args, {**kwargs, "use_cache": False}
+    return args, without_cache(model, args, kwargs)
 
 
 def _is_causal(layer: nn.Module) -> bool:

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from echelon.shardformer import table_for
+from echelon.shardformer.derived import derived_table
 from echelon.shardformer.sequence.config import MODES, SequenceParallelism
 from echelon.shardformer.table_policy import TablePolicy
 from echelon.verify.models import ModelChoice
@@ -64,6 +65,17 @@ def test_nobody_is_sent_to_a_mode_that_is_refused_too(
         assert taking or "on the sequence axis" not in told
     # BEiT's layers of older releases take a part of the sequence.
     assert not taking or (model_type == "beit" and taking == {"split_gather", "ring"})
+
+
+@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
+def test_layers_of_another_attention_are_refused_in_one_sentence(mode: str) -> None:
+    policy = TablePolicy(derived_table(ModelChoice(model_type="minimax").build_on_meta()))
+    policy.set_model(ModelChoice(model_type="minimax").build_on_meta())
+    (found,) = policy.sequence_faults(SequenceParallelism(mode=mode), tp_size=1, sp_size=2)
+    assert found == (
+        f"sequence_parallelism_mode='{mode}': MiniMaxDecoderLayer mixes positions by MiniMaxLightningAttention, which "
+        "sees those of one rank alone: leave enable_sequence_parallelism out, for no other mode takes this model either"
+    )
 
 
 def test_a_mode_that_is_not_refused_is_advised() -> None:

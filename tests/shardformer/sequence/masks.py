@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,9 +100,9 @@ def make(function: str, config: MistralConfig, length: int, **given: Any) -> Any
     return call(config=config, **{**{name: known[name] for name in known if name in takes}, **given})
 
 
-def in_blocks(kind: str, length: int) -> BlockMask:
+def in_blocks(kind: str, length: int, *, levels: bool = False) -> BlockMask:
     """As `block_mask` makes it."""
-    with registered("blocks", block_mask):
+    with registered("blocks", partial(block_mask, levels=levels)):
         return made(kind, length, "blocks")
 
 

@@ -117,6 +117,8 @@ def test_a_mask_for_all_queries_alike_is_cut_too() -> None:
         (torch.ones(2, 1, 4, 5), "give one of (batch, 4), False at padding, or of (batch, 1, 4, 4)"),
         (torch.ones(2, 1, 4, 4, dtype=torch.long), "torch.int64"),
         (torch.ones(2, 1, 4, 4, requires_grad=True), "takes gradients"),
+        (torch.full((2, 1, 4, 4), torch.finfo(torch.float32).min), "numbers that all hide, down to -3.403e"),
+        (torch.full((2, 1, 1, 4), -torch.inf), "give a mask of (batch, 4), 0 at padding"),
     ],
 )
 def test_a_mask_that_cannot_be_used_is_refused(mask: Tensor, words: str) -> None:
@@ -134,3 +136,15 @@ def test_a_cache_of_keys_is_refused() -> None:
         block_mask(1, kv_length=8, cache_position=torch.tensor([7]))
     with pytest.raises(ValueError, match="use_cache=False"):
         block_mask(1, 1, 8, q_offset=7, mask_function=masks.causal_mask_function)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_queries_are_levelled_that_see_no_key(kind: str) -> None:
+    expected = ~whole(kind, LENGTH).any(-1)
+    mask = in_blocks(kind, LENGTH, levels=True)
+    for queries, keys in blocks():
+        mask.block(queries, keys)
+        levelled, rows = mask.levelled(queries), expected[:, :, queries.start : queries.stop]
+        assert (levelled is not None) == bool(rows.any())
+        assert levelled is None or torch.equal(levelled, rows)
+        assert in_blocks(kind, LENGTH).levelled(queries) is None
