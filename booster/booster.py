@@ -58,7 +58,8 @@ class Booster:
         """Wrap model, optimizer, criterion, dataloader and scheduler, and return them in that order.
 
         Collective over the world: every rank calls with an equal model. The scheduler may have been built
-        on the optimizer before.
+        on the optimizer before. A model alone is for evaluation, inference and saving: over several ranks its
+        `backward` raises, but under TorchDDPPlugin and TorchFSDPPlugin, where torch averages its gradients.
 
         Raises:
             ValueError: model and optimizer do not fit each other or the plugin; all reasons at once, on
