@@ -61,10 +61,15 @@ class Booster:
         on the optimizer before. A model alone is for evaluation, inference and saving: over several ranks its
         `backward` raises, but under TorchDDPPlugin and TorchFSDPPlugin, where torch averages its gradients.
 
+        A plain DataLoader is sharded over the replicas: each takes `batch_size` samples of its own, in the order that
+        its sampler has for all of them together. One of `plugin.prepare_dataloader`, or with a DistributedSampler, is
+        returned as it is.
+
         Raises:
             ValueError: model and optimizer do not fit each other or the plugin; all reasons at once, on
-                every rank, before anything is communicated.
+                every rank, before anything is communicated. Or a dataloader that cannot be sharded.
         """
+        dataloader = self.plugin.shard_dataloader(dataloader)
         return self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
 
     def backward(self, loss: torch.Tensor, optimizer: Optimizer) -> None:

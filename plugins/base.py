@@ -18,6 +18,7 @@ from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.held_model import HeldModel
 from ..checkpoint.trained import Trained
 from ..cluster.dataloader import SharedLoader, shared_loader
+from ..cluster.given_loader import sharded_loader
 from ..cluster.mesh import ParallelMesh
 
 Boosted = tuple[nn.Module, Optimizer | None, Callable | None, DataLoader | None, LRScheduler | None]
@@ -80,6 +81,18 @@ class Plugin(ABC):
     @abstractmethod
     def data_rank(self) -> tuple[int, int]:
         """This rank's place among those that get different batches, and how many there are."""
+
+    def shard_dataloader(self, dataloader: Any) -> Any:
+        """Give each data-parallel rank its share of a plain DataLoader; `Booster.boost` calls it. Collective.
+
+        Its batch size is that of each replica, as in `prepare_dataloader`; its sampler, generators, collator and
+        workers are kept. See docs/checkpoints_data.md.
+
+        Raises:
+            ValueError: it cannot be sharded; on every rank.
+        """
+        rank, size = self.data_rank
+        return sharded_loader(dataloader, rank=rank, size=size)
 
     def prepare_dataloader(
         self,
