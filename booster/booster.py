@@ -71,16 +71,23 @@ class Booster:
         """Wrap model, optimizer, criterion, dataloader and scheduler, and return them in that order.
 
         Collective over the world: every rank calls with an equal model. The scheduler may have been built
-        on the optimizer before.
+        on the optimizer before. A model alone is for evaluation, inference and saving: over several ranks its
+        `backward` raises, but under TorchDDPPlugin and TorchFSDPPlugin, where torch averages its gradients.
+
+        A plain DataLoader is sharded over the replicas: each takes `batch_size` samples of its own, in the order that
+        its sampler has for all of them together. One of `plugin.prepare_dataloader`, or with a DistributedSampler, is
+        returned as it is.
 
         Raises:
             ValueError: model and optimizer do not fit each other or the plugin, or no checkpoint of them could be
-                written; all reasons at once, on every rank, before anything is communicated.
+                written; all reasons at once, on every rank, before anything is communicated. Or a dataloader that
+                cannot be sharded.
         """
         if isinstance(model, nn.Module) and (
             faults := save_faults(unwrapped(model).model, optimizer, lr_scheduler)
         ):
             raise ValueError(told(faults))
+        dataloader = self.plugin.shard_dataloader(dataloader)
         boosted = self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
         self.plugin.announce_precision()
         return boosted

@@ -10,6 +10,7 @@ from torch.utils.data.distributed import DistributedSampler
 from .batches import BatchDataset, Dealt, Draw, WorkerStart, derived_seed, unchanged
 from .dataloader_faults import argument_faults, dataset_faults
 from .foreign_sampler import ForeignSampler
+from .given_sampler import GivenSampler
 from .sampler import ResumableSampler
 
 
@@ -78,7 +79,7 @@ class SharedLoader(DataLoader[Any]):
         self,
         dataset: Dataset,
         *,
-        dealer: ResumableSampler | ForeignSampler,
+        dealer: ResumableSampler | ForeignSampler | GivenSampler,
         seed: tuple[int, ...],
         batch_size: int,
         sampler: Sampler[int],
@@ -133,11 +134,11 @@ class SharedLoader(DataLoader[Any]):
             worker_init_fn=WorkerStart(self.worker_init_fn),
             # Of what a data set or `worker_init_fn` keeps generators for; a batch's own numbers follow from its draw.
             generator=torch.Generator().manual_seed(derived_seed(*self._seed, epoch)),
-            **{name: getattr(self, name) for name in _OF_WORKERS},
+            **{name: getattr(self, name) for name in WORKER_SETTINGS},
         )
 
 
-_OF_WORKERS = (
+WORKER_SETTINGS = (
     "num_workers",
     "pin_memory",
     "pin_memory_device",

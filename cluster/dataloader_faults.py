@@ -1,9 +1,9 @@
-"""What keeps a data set from being dealt out over the data axis. Dealing it out is dataloader.py."""
+"""Reasons that keep a data set, or a user's DataLoader, from being dealt out over the data axis."""
 
 from collections.abc import Mapping, Sized
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 
 def dataset_faults(dataset: Any) -> list[str]:
@@ -45,3 +45,18 @@ def argument_faults(batch_size: Any, kwargs: Mapping[str, Any]) -> list[str]:
             "leave it out"
         )
     return faults
+
+
+def loader_faults(loader: Any) -> list[str]:
+    """Why a user's dataloader cannot be dealt out as it is."""
+    if type(loader) is not DataLoader:
+        return [
+            f"it is a {type(loader).__name__}, and only a plain torch.utils.data.DataLoader can be rebuilt"
+        ]
+    if faults := dataset_faults(loader.dataset):
+        return faults
+    if loader.batch_sampler is None:
+        return ["it has batch_size=None, so its batches are the data set's own"]
+    if type(loader.batch_sampler) is not BatchSampler:
+        return [f"its batch_sampler is a {type(loader.batch_sampler).__name__}, whose batches are its own"]
+    return argument_faults(loader.batch_sampler.batch_size, {"in_order": loader.in_order})

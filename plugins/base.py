@@ -20,6 +20,7 @@ from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.held_model import HeldModel
 from ..checkpoint.trained import Trained
 from ..cluster.dataloader import SharedLoader, shared_loader
+from ..cluster.given_loader import sharded_loader
 from ..cluster.mesh import ParallelMesh
 
 Returned = bool | Literal["all_ranks"]
@@ -115,6 +116,18 @@ class Plugin(ABC):
                 f"fp16 on a CPU is 10 to 20 times slower than fp32: give {self.precision_option}='fp32' or 'bf16'",
                 stacklevel=3,
             )
+
+    def shard_dataloader(self, dataloader: Any) -> Any:
+        """Give each data-parallel rank its share of a plain DataLoader; `Booster.boost` calls it. Collective.
+
+        Its batch size is that of each replica, as in `prepare_dataloader`; its sampler, generators, collator and
+        workers are kept. See docs/checkpoints_data.md.
+
+        Raises:
+            ValueError: it cannot be sharded; on every rank.
+        """
+        rank, size = self.data_rank
+        return sharded_loader(dataloader, rank=rank, size=size)
 
     def prepare_dataloader(
         self,

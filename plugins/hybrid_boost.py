@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from ..cluster.equal_settings import require_equal_settings
 from ..cluster.faults import naming_failures
 from ..cluster.gradient_owner import give_gradients_to
+from ..cluster.hooks import own
 from ..lazy import materialize
 from ..pipeline.linear import own_linear_layers
 from ..shardformer.checkpoint_config import checkpoint_faults, checkpoint_layers, recomputable_layers
@@ -76,8 +77,24 @@ def boost(
             give_gradients_to(wrapped.reducer, model)
             if config.overlap_allgather:
                 wrapped.publisher.let_arrive_later(model)
+        elif mesh.world_size > 1:
+            _refuse_backward(model)
         boosted.optimizer = wrapped
     return boosted
+
+
+def _refuse_backward(model: nn.Module) -> None:
+    """Let a backward raise RuntimeError: gradients are summed and averaged over the ranks by the optimizer."""
+
+    def refuse(parameter: Tensor) -> None:
+        raise RuntimeError(
+            "the model was boosted without an optimizer, so its gradients are not averaged over the ranks: call "
+            "booster.boost(model, optimizer) and step what it returns, or freeze the parameters"
+        )
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(own(refuse))
 
 
 def _sharded(

@@ -31,7 +31,7 @@ def boosted(
         sequence_parallelism_mode=mode,
         **settings,
     )
-    model, *_ = Booster(plugin=plugin).boost(model)
+    model, *_ = Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters()))
     return model
 
 

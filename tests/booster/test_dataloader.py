@@ -1,0 +1,296 @@
+"""A DataLoader of the user's, given to boost: sharded over the replicas, in the order of a plain loop."""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
+
+from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from echelon.verify.models import ModelChoice
+
+from ..pool import Pool
+
+LLAMA = ModelChoice(model_type="llama", num_layers=1)
+
+PLUGINS: dict[str, Callable[[], Any]] = {
+    "replicas": lambda: HybridParallelPlugin(precision="fp32"),
+    "zero": lambda: LowLevelZeroPlugin(precision="fp32"),
+    "ddp": TorchDDPPlugin,
+    "fsdp": TorchFSDPPlugin,
+    "slices": lambda: HybridParallelPlugin(tp_size=2, precision="fp32"),
+}
+SIZE = 22
+
+
+class Numbers(Dataset):
+    """Numbers from 0."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset):
+    """Numbers in an order of their own."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(SIZE))
+
+
+class Shuffled(Sampler[int]):
+    """A sampler of the user's, by Python's generator."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(range(SIZE), SIZE))
+
+
+class EveryOther(Sampler[int]):
+    """A sampler that shards by itself."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(dist.get_rank() if dist.is_initialized() else 0, SIZE, 2))
+
+
+class Sum(nn.Module):
+    """A model of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return self.weight * numbers
+
+
+def as_list(samples: list[int]) -> list[int]:
+    return samples
+
+
+LOADERS: dict[str, Callable[[int], DataLoader]] = {
+    "shuffled": lambda size: DataLoader(Numbers(), size, shuffle=True, collate_fn=as_list),
+    "in order, last dropped": lambda size: DataLoader(Numbers(), size, drop_last=True, collate_fn=as_list),
+    "generator": lambda size: DataLoader(
+        Numbers(), size, shuffle=True, generator=torch.Generator().manual_seed(5), collate_fn=as_list
+    ),
+    "weighted": lambda size: DataLoader(
+        Numbers(), size, sampler=WeightedRandomSampler([1.0] * SIZE, 20), collate_fn=as_list
+    ),
+    "own sampler": lambda size: DataLoader(Numbers(), size, sampler=Shuffled(), collate_fn=as_list),
+    "batch sampler": lambda size: DataLoader(
+        Numbers(), batch_sampler=BatchSampler(RandomSampler(range(SIZE)), size, True), collate_fn=as_list
+    ),
+}
+
+
+def boosted_loader(plugin: str, loader: Any, model: nn.Module | None = None) -> tuple[Booster, Any, Any]:
+    booster = Booster(plugin=PLUGINS[plugin]())
+    model = model or (LLAMA.build() if plugin == "slices" else Sum())
+    boosted, _, _, dataloader, _ = booster.boost(model, dataloader=loader)
+    return booster, boosted, dataloader
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def plain_epochs(kind: str, batch_size: int) -> list[list[list[int]]]:
+    """The batches of three epochs of a plain loop."""
+    seed_all(0)
+    loader = LOADERS[kind](batch_size)
+    return [list(loader) for _ in range(3)]
+
+
+def boosted_epochs(plugin: str, kind: str, batch_size: int) -> tuple[int, list[list[list[int]]]]:
+    """This rank's replica, and the batches of three epochs; ranks are seeded apart, but for the first."""
+    model = LLAMA.build() if plugin == "slices" else Sum()
+    seed_all(dist.get_rank())
+    loader = LOADERS[kind](batch_size)
+    if loader.generator is not None:
+        loader.generator.manual_seed(5 + dist.get_rank())
+    booster, _, dataloader = boosted_loader(plugin, loader, model)
+    epochs = [list(dataloader) for _ in range(3)]
+    assert [len(epoch) for epoch in epochs] == [len(dataloader)] * 3
+    return booster.plugin.data_rank[0], epochs
+
+
+def whole_batches(by_replica: list[list[list[int]]]) -> list[list[int]]:
+    """The batches of all replicas together, in the order of their samples."""
+    dealt = [
+        itertools.chain.from_iterable(itertools.zip_longest(*parts))
+        for parts in zip(*by_replica, strict=True)
+    ]
+    return [[sample for sample in samples if sample is not None] for samples in dealt]
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_replicas_share_the_batches_of_a_plain_loop_whatever_seeds_the_ranks_have(
+    pool: Pool, kind: str
+) -> None:
+    found = dict(pool.run(2, boosted_epochs, "replicas", kind, 3))
+    for epoch, expected in enumerate(plain_epochs(kind, 6)):
+        assert whole_batches([found[replica][epoch] for replica in (0, 1)]) == expected
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_every_plugin_shards_alike_and_ranks_of_one_replica_get_equal_batches(
+    pool: Pool, plugin: str
+) -> None:
+    first, second = (epochs for _, epochs in pool.run(2, boosted_epochs, plugin, "shuffled", 3))
+    if plugin == "slices":
+        assert first == second == plain_epochs("shuffled", 3)
+    else:
+        expected = plain_epochs("shuffled", 6)
+        assert [whole_batches([*epochs]) for epochs in zip(first, second, strict=True)] == expected
+
+
+def test_one_process_sees_the_order_of_a_plain_loop_and_draws_as_it_does(pool: Pool) -> None:
+    expected = plain_epochs("shuffled", 4)
+    drawn = torch.rand(3)
+    for plugin in PLUGINS:
+        if plugin != "slices":
+            ((_, found, after),) = pool.run(1, epochs_and_a_draw, plugin)
+            assert found == expected
+            assert torch.equal(after, drawn)
+
+
+def epochs_and_a_draw(plugin: str) -> tuple[int, list[list[list[int]]], Tensor]:
+    return *boosted_epochs(plugin, "shuffled", 4), torch.rand(3)
+
+
+def leave_as_they_are() -> None:
+    """What is sharded already, and no loader at all."""
+    booster = Booster(plugin=PLUGINS["replicas"]())
+    prepared = booster.plugin.prepare_dataloader(Numbers(), 2)
+    distributed = DataLoader(Numbers(), 2, sampler=DistributedSampler(Numbers()))
+    for loader in (None, prepared, distributed):
+        assert booster.boost(Sum(), dataloader=loader)[3] is loader
+
+
+def test_what_is_sharded_already_is_left_as_it_is(pool: Pool) -> None:
+    pool.run(2, leave_as_they_are)
+
+
+class Buckets(Sampler[list[int]]):
+    """Batches of a user's own."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2]])
+
+
+class OwnLoader(DataLoader):
+    """A subclass, whose own ways would be lost."""
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "stream": (
+        lambda: DataLoader(Stream(), 2),
+        "boost cannot shard the dataloader: a Stream gives its samples in its own order",
+    ),
+    "buckets": (
+        lambda: DataLoader(Numbers(), batch_sampler=Buckets()),
+        "boost cannot shard the dataloader: its batch_sampler is a Buckets",
+    ),
+    "whole": (
+        lambda: DataLoader(Numbers(), batch_size=None),
+        "boost cannot shard the dataloader: it has batch_size=None",
+    ),
+    "subclass": (lambda: OwnLoader(Numbers(), 2), "boost cannot shard the dataloader: it is a OwnLoader"),
+    "list": (lambda: [1, 2], "boost cannot shard the dataloader: it is a list"),
+    "sharded sampler": (
+        lambda: DataLoader(Numbers(), 2, sampler=EveryOther()),
+        "the settings of the dataloader differ between ranks, and every rank must give the same: sampler is 'a "
+        "EveryOther of 0, 2, 4, 6",
+    ),
+    "sharded data": (
+        lambda: DataLoader(torch.utils.data.Subset(Numbers(), range(dist.get_rank(), SIZE, 2)), 2),
+        "the settings of the dataloader differ between ranks, and every rank must give the same: dataset is",
+    ),
+    "one rank": (
+        lambda: DataLoader(Numbers(), 2) if dist.get_rank() else None,
+        "the settings of the dataloader differ between ranks",
+    ),
+}
+
+
+def refuse(plugin: str, kind: str) -> str:
+    with pytest.raises(ValueError) as refusal:
+        boosted_loader(plugin, REFUSED[kind][0]())
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_sharded_is_refused_on_every_rank(pool: Pool, kind: str) -> None:
+    first, second = pool.run(2, refuse, "ddp" if kind == "list" else "replicas", kind)
+    assert first == second
+    assert first.startswith(REFUSED[kind][1])
+    assert "leave it out of boost" in first
+
+
+def keep_streams() -> None:
+    for kind in ("stream", "buckets", "whole", "subclass", "list"):
+        loader = REFUSED[kind][0]()
+        assert boosted_loader("slices", loader)[2] is loader
+
+
+def test_one_replica_keeps_what_cannot_be_sharded(pool: Pool) -> None:
+    pool.run(2, keep_streams)
+
+
+def run_to(folder: Path, kind: str, stop: int, batch_size: int, *, resume: bool) -> list[list[int]]:
+    """The batches that this rank takes until all replicas have taken so many samples, then saved."""
+    seed_all(7 if resume else dist.get_rank())
+    loader = LOADERS[kind](batch_size)
+    booster, model, dataloader = boosted_loader("replicas", loader, Sum())
+    if resume:
+        booster.load_checkpoint(folder, model=model, dataloader=dataloader)
+    taken: list[list[int]] = []
+    while sum(map(len, taken)) * dist.get_world_size() < stop:
+        for batch in dataloader:
+            taken.append(batch)
+            if sum(map(len, taken)) * dist.get_world_size() >= stop:
+                break
+    if not resume:
+        booster.save_checkpoint(folder, 1, model=model, dataloader=dataloader).wait()
+    return taken
+
+
+def samples(by_rank: list[list[list[int]]]) -> list[int]:
+    return [sample for batch in whole_batches(by_rank) for sample in batch]
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "generator", "own sampler"])
+@pytest.mark.parametrize("stop", [12, 22, 38])
+def test_a_checkpoint_goes_on_in_the_order_with_any_number_of_replicas(
+    pool: Pool, tmp_path: Path, kind: str, stop: int
+) -> None:
+    # 22 samples: those of an epoch are not repeated, since two replicas divide them.
+    whole = [sample for epoch in plain_epochs(kind, 4) for batch in epoch for sample in batch]
+    assert samples(pool.run(2, run_to, tmp_path, kind, stop, 2, resume=False)) == whole[:stop]
+    for size in (1, 2):
+        rest = samples(pool.run(size, run_to, tmp_path, kind, 66 - stop, 2, resume=True))
+        assert rest == whole[stop:]

@@ -1,0 +1,79 @@
+"""A model that was boosted alone: evaluated and saved as ever, and never trained to other weights on each replica."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from echelon.verify.batch import make_batch
+from echelon.verify.models import ModelChoice
+
+from ..pool import Pool
+
+CHOICE = ModelChoice(model_type="llama", num_layers=2)
+PLUGINS: dict[str, Callable[[], Any]] = {
+    "zero 1": lambda: LowLevelZeroPlugin(precision="fp32"),
+    "zero 2": lambda: LowLevelZeroPlugin(stage=2, precision="fp32"),
+    "replicas": lambda: HybridParallelPlugin(precision="fp32"),
+    "slices": lambda: HybridParallelPlugin(tp_size=2, precision="fp32"),
+}
+AVERAGING: dict[str, Callable[[], Any]] = {"ddp": TorchDDPPlugin, "fsdp": TorchFSDPPlugin}
+LENGTH = 9
+
+
+def evaluate_save_and_train(plugin: str, folder: Path) -> str:
+    """The error of a backward, once the model was evaluated and saved."""
+    booster = Booster(plugin=PLUGINS[plugin]())
+    whole = CHOICE.build().eval()
+    batch = make_batch(CHOICE, num_samples=4, seed=0)
+    expected = whole(**batch).loss.detach()
+    model, *_ = booster.boost(whole)
+    torch.testing.assert_close(model(**batch).loss, expected)  # gradients are on, and nobody asks for one
+    with torch.no_grad():
+        torch.testing.assert_close(booster.execute_pipeline(iter([batch]), model)["loss"], expected)
+    booster.save_model(model, folder, shard=True).wait()
+    model.train()
+    loss = model(**make_batch(CHOICE, num_samples=4, seed=booster.plugin.data_rank[0])).loss
+    with pytest.raises(RuntimeError) as refusal:
+        loss.backward()
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_model_boosted_alone_is_evaluated_and_saved_and_refuses_a_backward(
+    pool: Pool, plugin: str, tmp_path: Path
+) -> None:
+    for told in pool.run(2, evaluate_save_and_train, plugin, tmp_path):
+        assert told.startswith(
+            "the model was boosted without an optimizer, so its gradients are not averaged"
+        )
+        assert "booster.boost(model, optimizer)" in told
+
+
+def step_by_hand(plugin: str) -> dict[str, Tensor]:
+    """Weights after two steps by an optimizer that was never boosted, each rank on its part of a batch."""
+    model, *_ = Booster(plugin=(PLUGINS | AVERAGING)[plugin]()).boost(CHOICE.build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        ids = torch.randint(3, 50, (4, LENGTH), generator=torch.Generator().manual_seed(step))
+        part = ids.chunk(dist.get_world_size())[dist.get_rank()]
+        model(input_ids=part, labels=part).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in model.unwrap().named_parameters()
+    }
+
+
+@pytest.mark.parametrize("plugin", AVERAGING)
+def test_torchs_own_wrappers_average_the_gradients_of_a_model_boosted_alone(pool: Pool, plugin: str) -> None:
+    (expected,) = pool.run(1, step_by_hand, "replicas")
+    for weights in pool.run(2, step_by_hand, plugin):
+        torch.testing.assert_close(weights, expected)

@@ -1,0 +1,67 @@
+"""A user's DataLoader with workers, dealt out: the order of a plain loop, and the place that training has reached."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from echelon.cluster.dataloader import SharedLoader
+from echelon.cluster.given_loader import dealt_out
+from echelon.cluster.streams import Streams
+
+from .test_dataloader import WORKERS, as_list, drawing
+
+SIZE = 20
+
+
+def dealt(rank: int = 0, size: int = 1, batch_size: int = 4, **settings: Any) -> SharedLoader:
+    """One replica's, where the global generator of all stands alike."""
+    torch.manual_seed(3)
+    loader: DataLoader = DataLoader(range(SIZE), batch_size, shuffle=True, collate_fn=drawing, **settings)  # type: ignore[arg-type]
+    return dealt_out(loader, Streams([], apart=True), seed=3, rank=rank, size=size)
+
+
+def indices(batches: Any) -> list[list[int]]:
+    return [[sample[0] for sample in batch] for batch in batches]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_workers_see_the_order_of_a_plain_loop_and_what_they_draw_goes_on(workers: str) -> None:
+    settings = {"collate_fn": as_list, **WORKERS[workers]}
+    torch.manual_seed(3)
+    plain: DataLoader = DataLoader(range(SIZE), 4, shuffle=True, **settings)  # type: ignore[arg-type]
+    expected = [list(plain) for _ in range(3)]
+    first = dealt(**WORKERS[workers])
+    whole = [list(first) for _ in range(3)]
+    assert [indices(epoch) for epoch in whole] == expected
+    numbers = [sample[1] for epoch in whole for batch in epoch for sample in batch]
+    assert len(set(numbers)) == 3 * SIZE
+    stopped = dealt(**WORKERS[workers])
+    taken = [*stopped, *itertools.islice(stopped, 2)]
+    resumed = dealt(**WORKERS[workers])
+    torch.manual_seed(8)
+    resumed.load_state_dict(stopped.state_dict())
+    rest = iter(resumed)
+    assert len(rest) == 3
+    taken += [*rest, *resumed]
+    assert taken == [batch for epoch in whole for batch in epoch]
+
+
+def test_a_pass_that_broke_off_is_followed_by_the_next_one() -> None:
+    loader = dealt()
+    whole = [list(loader) for _ in range(2)]
+    loader = dealt()
+    list(itertools.islice(loader, 2))
+    assert list(loader) == whole[1]
+
+
+def test_a_position_in_other_data_or_of_a_prepared_loader_is_refused() -> None:
+    loader = dealt()
+    with pytest.raises(
+        ValueError, match="size=21, and this dataloader has size=20: give the same data as the run"
+    ):
+        loader.load_state_dict({**loader.state_dict(), "size": 21})
+    with pytest.raises(ValueError, match="the position in the data lacks entropy, start"):
+        loader.load_state_dict({"epoch": 0, "samples": 4, "seed": 1, "size": 20, "shuffle": True})
