@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 from echelon import Booster, HybridParallelPlugin
 from echelon.verify.layout import Layout
@@ -32,6 +33,9 @@ class LoopChoice(ModelChoice):
         return model
 
 
+@pytest.mark.skipif(
+    "qwen3_5_text" not in CONFIG_MAPPING, reason="older releases do not say how to split GraniteMoe"
+)
 def test_a_width_that_the_product_does_not_take_is_refused_at_boost(pool: Pool) -> None:
     assert pool.run(4, refusal, "fp16") == [REFUSAL] * 4
 

@@ -17,6 +17,7 @@ from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 
 from ..pool import Pool
+from .stand_ins import LOOKS_FOR_FLASH_ATTN, installed_flash_attn
 from .test_features import EagerChoice
 
 RING = Layout(sp=2, sequence="ring_attn")
@@ -35,6 +36,7 @@ QUICK = {("llama", str(RING)), ("gemma2", str(RING)), ("bert", str(RING))}
 
 def rows() -> list[object]:
     pairs = [*((name, RING) for name in EAGER), *((name, each) for name in EAGER[:2] for each in FURTHER)]
+    pairs.append(("gpt_oss", FURTHER[-1]))  # with sinks, which a ring does not take
     return [
         pytest.param(
             EagerChoice(model_type=name),
@@ -48,7 +50,7 @@ def rows() -> list[object]:
 
 @pytest.mark.parametrize(("choice", "layout"), rows())
 def test_eager_attention_trains_as_in_one_process(pool: Pool, choice: ModelChoice, layout: Layout) -> None:
-    assert pool.run(layout.world_size, train, choice, layout)[0] is None
+    assert pool.run(layout.world_size, train, choice, layout, timeout=180.0)[0] is None
 
 
 @pytest.mark.slow
@@ -56,6 +58,20 @@ def test_eager_attention_trains_as_in_one_process(pool: Pool, choice: ModelChoic
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "roberta"])
 def test_fused_attention_trains_as_in_one_process(pool: Pool, model_type: str, layout: Layout) -> None:
     assert pool.run(2, train, ModelChoice(model_type=model_type), layout)[0] is None
+
+
+@LOOKS_FOR_FLASH_ATTN
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [RING, Layout(sp=2, sequence="all_to_all")], ids=str)
+@pytest.mark.parametrize("model_type", ["llama", "bert"])
+def test_flash_attention_trains_as_in_one_process(pool: Pool, model_type: str, layout: Layout) -> None:
+    assert pool.run(2, train_with_flash, model_type, layout)[0] is None
+
+
+def train_with_flash(model_type: str, layout: Layout) -> str | None:
+    settings = (("attn_implementation", "flash_attention_2"),)
+    with installed_flash_attn():
+        return train(ModelChoice(model_type=model_type, settings=settings), layout)
 
 
 def train(choice: ModelChoice, layout: Layout) -> str | None:
