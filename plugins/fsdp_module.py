@@ -12,6 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn import Parameter
 
 from ..checkpoint.lora import Adapter
+from ..cluster.random import ForwardRandom
 from ..shardformer.checkpoint_config import recomputable_layers
 from ..shardformer.given import mark_taken
 
@@ -25,13 +26,19 @@ class TorchFSDPModel(nn.Module):
     Args:
         module: the model, changed in place. Parameters of 16 bits become float32 masters.
         policy: the keyword arguments of fully_shard.
+        random: of the forwards in training.
         adapters: what is saved of it as LoRA.
     """
 
     def __init__(
-        self, module: nn.Module, policy: Mapping[str, Any], adapters: Sequence[Adapter] = ()
+        self,
+        module: nn.Module,
+        policy: Mapping[str, Any],
+        random: ForwardRandom,
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         super().__init__()
+        self._random = random
         self.adapters = tuple(adapters)
         for parameter in module.parameters():
             if parameter.is_floating_point() and parameter.itemsize < torch.float32.itemsize:
@@ -48,7 +55,8 @@ class TorchFSDPModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs; each layer is gathered when it computes. Every rank of a shard group calls."""
-        return self.module(*args, **kwargs)
+        with self._random.call(self._random.draw(self.module)):
+            return self.module(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TorchFSDPModel":
         raise TypeError(

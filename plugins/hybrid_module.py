@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.lora import Adapter
 from ..checkpoint.names import saved_state
+from ..cluster.random import ForwardRandom
 from ..pipeline.cut import held_stages, refuse_direct_calls, takes
 from ..pipeline.linear import hold_weight_gradients
 from ..shardformer.equal_ranks import require_equal_inputs
@@ -50,12 +51,14 @@ class HybridParallelModule(nn.Module):
         self.state_names = names.state
         self._held = names.held(module)
         self._takes_cache = takes(module, "use_cache")
+        self.random = ForwardRandom(plugin.mesh)
         splits_backward = plugin.config.pipeline.splits_backward(plugin.pp_size)
         self.engine = PipelineEngine(
             held_stages(module),
             plugin.mesh,
             plugin.config,
             placement=plugin.stage_manager.placement,
+            random=self.random,
             weight_gradients=hold_weight_gradients(module) if splits_backward else None,
         )
 
@@ -79,13 +82,15 @@ class HybridParallelModule(nn.Module):
         """
         self.plugin._refuse_pipeline("model(**batch)")
         mesh = self.plugin.mesh
+        drawn = self.random.draw(self.module)
         for axis in ("tp", "sp"):
             if mesh.size(axis) > 1:
-                require_equal_inputs(args, kwargs, mesh.group(axis), axis)
+                drawn = require_equal_inputs(args, kwargs, mesh.group(axis), axis, drawn=drawn)
         if self.training and self._takes_cache:  # a cache hides from transformers that texts are packed
             kwargs = {"use_cache": False, **kwargs}
         args, kwargs = self.engine.to_compute(args), self.engine.to_compute(kwargs)
-        return self.module(*args, **kwargs)
+        with self.random.call(drawn):
+            return self.module(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, also those that the optimizer has taken from the parameters (zero_stage 2)."""
