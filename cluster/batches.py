@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from .random import generators_put_back, seed_torch
+
 
 class Draw(NamedTuple):
     """What a batch is made from.
@@ -75,18 +77,12 @@ class WorkerStart:
 @contextmanager
 def seeded(entropy: Sequence[int]) -> Iterator[None]:
     """Let Python, NumPy and torch's CPU draw what follows from some numbers alone, and go on afterwards as before."""
-    seed = derived_seed(*entropy)
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
+    seed, cpu = derived_seed(*entropy), torch.device("cpu")
+    with generators_put_back(cpu):
         random.seed(seed)
         np.random.seed(seed)
-        # torch.manual_seed would reseed the GPUs too, whose generators nobody puts back.
-        torch.default_generator.manual_seed(seed)
+        seed_torch(seed, cpu)
         yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
 
 
 def derived_seed(*entropy: int) -> int:

@@ -62,6 +62,7 @@ def run_schedule(
     transport: Transport | None,
     scale: Callable[[Tensor], Tensor],
     keep_outputs: bool = False,
+    before_forward: Callable[[int, int], None] | None = None,
     weight_gradients: WeightGradients | None = None,
     around_backward: Callable[[Action, bool], AbstractContextManager] | None = None,
     trace: Trace | None = None,
@@ -80,6 +81,7 @@ def run_schedule(
         transport: the way to other ranks; None where all stages are here.
         scale: what is differentiated instead of the loss, as a function of it.
         keep_outputs: keep the last stage's outputs.
+        before_forward: called with stage and microbatch before that forward computes.
         weight_gradients: where the stages' layers hold back weight gradients; None where they do not, and
             then input gradients bring the weight gradients with them.
         around_backward: a context for every action that gives gradients to a stage, by the action and whether it is
@@ -99,6 +101,7 @@ def run_schedule(
         transport=transport,
         scale=scale,
         keep_outputs=keep_outputs,
+        before_forward=before_forward,
         weight_gradients=weight_gradients,
         around_backward=around_backward,
         trace=trace,
@@ -143,6 +146,7 @@ class _Run:
         transport: Transport | None,
         scale: Callable[[Tensor], Tensor],
         keep_outputs: bool,
+        before_forward: Callable[[int, int], None] | None,
         weight_gradients: WeightGradients | None,
         around_backward: Callable[[Action, bool], AbstractContextManager] | None,
         trace: Trace | None,
@@ -153,6 +157,7 @@ class _Run:
         self._transport = transport
         self._scale = scale
         self._keep_outputs = keep_outputs
+        self._before_forward = before_forward
         self._weight_gradients = weight_gradients
         self._around_backward = around_backward
         self._trace = trace
@@ -202,6 +207,8 @@ class _Run:
         stage, microbatch = self._stages[action.stage], self._microbatches[action.microbatch]
         received = () if stage.is_first else self._take_inputs(action)
         self._begin()
+        if self._before_forward is not None:
+            self._before_forward(*place)
         output = stage.forward(microbatch, received)
         if self._trains:
             self._received[place] = [tensor for tensor in received if takes_gradient(tensor.dtype)]

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from ..cluster.agreement import batch_hash, broadcast_object, differing_ranks, gather_integers
 from ..cluster.mesh import ParallelMesh
+from ..cluster.random import ForwardRandom
 from ..cluster.small_numbers import begin_gathering
 from ..pipeline.action import Action, Op, Schedule
 from ..pipeline.communicate import with_communication
@@ -42,6 +43,7 @@ class PipelineEngine:
         mesh: the mesh.
         config: how batches are cut and in which order they run.
         placement: the pipeline rank of each stage.
+        random: of the forwards in training.
         weight_gradients: where the stages' layers hold back weight gradients, if the schedule asks for it.
 
     Attributes:
@@ -56,12 +58,14 @@ class PipelineEngine:
         config: HybridConfig,
         *,
         placement: Sequence[int],
+        random: ForwardRandom,
         weight_gradients: WeightGradients | None,
     ) -> None:
         self._stages = stages
         self._mesh = mesh
         self._config = config
         self._last_rank = placement[-1]
+        self._random = random
         self._weight_gradients = weight_gradients
         self.parameters = _parameters_of_one_stage(stages)
         self._transport = (
@@ -90,7 +94,7 @@ class PipelineEngine:
             own_loss=return_loss and not average_loss,
             outputs_everywhere=return_outputs == "all_ranks",
         )
-        batch, samples, wanted = self._agreed_batch(data_iter, own)
+        batch, samples, drawn, wanted = self._agreed_batch(data_iter, own)
         follows_weighted = optimizer is not None and isinstance(optimizer.gradient_factor, Tensor)
         if trains and not follows_weighted:
             self._first_weight = sum(samples) / len(samples)
@@ -101,18 +105,20 @@ class PipelineEngine:
         if trains and optimizer is not None:
             optimizer.settle()
         trace = None if self.trace is None else Trace(self._mesh.device)
-        result = run_schedule(
-            self._schedule(len(microbatches), trains=trains)[self._mesh.rank("pp")],
-            stages=self._stages,
-            microbatches=microbatches,
-            criterion=judge if wanted.loss else None,
-            transport=self._transport,
-            scale=lambda loss: judge.share(loss if optimizer is None else optimizer.scale_loss(loss)),
-            keep_outputs=wanted.outputs,
-            weight_gradients=self._weight_gradients,
-            around_backward=None if optimizer is None else self._accumulating(optimizer, samples),
-            trace=trace,
-        )
+        with self._random.following(drawn) as begin_forward:
+            result = run_schedule(
+                self._schedule(len(microbatches), trains=trains)[self._mesh.rank("pp")],
+                stages=self._stages,
+                microbatches=microbatches,
+                criterion=judge if wanted.loss else None,
+                transport=self._transport,
+                scale=lambda loss: judge.share(loss if optimizer is None else optimizer.scale_loss(loss)),
+                keep_outputs=wanted.outputs,
+                before_forward=begin_forward,
+                weight_gradients=self._weight_gradients,
+                around_backward=None if optimizer is None else self._accumulating(optimizer, samples),
+                trace=trace,
+            )
         if trace is not None and self.trace is not None:
             self.trace += trace.spans()
         loss = self._common_loss(result, judge, optimizer, wanted) if wanted.loss else None
@@ -166,8 +172,10 @@ class PipelineEngine:
         if self._transport is not None:
             self._transport.check_open()
 
-    def _agreed_batch(self, data_iter: Iterator, own: "_Wanted") -> tuple[Any, list[int], "_Wanted"]:
-        """The next batch, how many samples each rank has, and what is computed, once all have what fits. All-gather.
+    def _agreed_batch(self, data_iter: Iterator, own: "_Wanted") -> tuple[Any, list[int], int, "_Wanted"]:
+        """The next batch, each rank's number of samples, the first rank's random number, and what is computed.
+
+        All-gather.
 
         Raises:
             StopIteration: all iterators have ended.
@@ -183,7 +191,8 @@ class PipelineEngine:
         code = batch_hash(batch) if is_shared and has_batch else 0
         samples = batch_size(batch) if has_batch else 0
         replica = self._mesh.rank("dp")
-        found = begin_gathering((int(has_batch), code, samples, replica, *map(int, own)))()
+        drawn = self._random.draw(next(iter(self._stages.values())).model) if has_batch else 0
+        found = begin_gathering((int(has_batch), code, samples, replica, drawn, *map(int, own)))()
         ended = [rank for rank, (has_batch, *_) in enumerate(found) if not has_batch]
         if len(ended) == len(found):
             raise StopIteration
@@ -193,13 +202,13 @@ class PipelineEngine:
                 "rank must get equally many; build it with booster.plugin.prepare_dataloader"
             )
         wanted = _common_wishes(
-            [(of, _Wanted(*map(bool, wishes))) for _, _, _, of, *wishes in found], replica
+            [(of, _Wanted(*map(bool, wishes))) for _, _, _, of, _, *wishes in found], replica
         )
         self._check_replicas([(of, code) for _, code, _, of, *_ in found])
         every = [samples for _, _, samples, *_ in found]
         self._check_batch(batch, dict(enumerate(every)))
         self._check_sharing_ranks(every)
-        return batch, every, wanted
+        return batch, every, found[0][4], wanted
 
     def _check_replicas(self, codes: list[tuple[int, int]]) -> None:
         differing = {}

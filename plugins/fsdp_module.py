@@ -12,6 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn import Parameter
 
 from ..checkpoint.lora import Adapter
+from ..cluster.random import ForwardRandom
 from ..shardformer.checkpoint_config import recomputable_layers
 from ..shardformer.given import mark_taken
 from ..shardformer.partial_state import refuse_partial_state
@@ -27,13 +28,19 @@ class TorchFSDPModel(BoostedModule):
     Args:
         module: the model, changed in place. Parameters of 16 bits become float32 masters.
         policy: the keyword arguments of fully_shard.
+        random: of the forwards in training.
         adapters: what is saved of it as LoRA.
     """
 
     def __init__(
-        self, module: nn.Module, policy: Mapping[str, Any], adapters: Sequence[Adapter] = ()
+        self,
+        module: nn.Module,
+        policy: Mapping[str, Any],
+        random: ForwardRandom,
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         super().__init__(adapters)
+        self._random = random
         for parameter in module.parameters():
             if parameter.is_floating_point() and parameter.itemsize < torch.float32.itemsize:
                 parameter.data = parameter.data.float()
@@ -46,7 +53,8 @@ class TorchFSDPModel(BoostedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs; each layer is gathered when it computes. Every rank of a shard group calls."""
-        return self.module(*args, **kwargs)
+        with self._random.call(self._random.draw(self.module)):
+            return self.module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The `generate` of the transformers model, whose layers are gathered in every forward. Every rank calls.

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.lora import Adapter
 from ..checkpoint.names import saved_state
+from ..cluster.random import ForwardRandom
 from ..pipeline.cut import held_stages, refuse_direct_calls, takes
 from ..pipeline.linear import hold_weight_gradients
 from ..pipeline.uncached import argument, without_cache
@@ -59,12 +60,14 @@ class HybridParallelModule(BoostedModule):
         self._held = names.held(module)
         self._takes_cache = takes(module, "use_cache")
         self._compiles = plugin.mesh.size("tp", "sp") == plugin.config.wp == 1
+        self.random = ForwardRandom(plugin.mesh)
         splits_backward = plugin.config.pipeline.splits_backward(plugin.pp_size)
         self.engine = PipelineEngine(
             held_stages(module),
             plugin.mesh,
             plugin.config,
             placement=plugin.stage_manager.placement,
+            random=self.random,
             weight_gradients=hold_weight_gradients(module) if splits_backward else None,
         )
 
@@ -85,11 +88,12 @@ class HybridParallelModule(BoostedModule):
         if torch.compiler.is_compiling() and not self._compiles:
             _refuse_compiling()
         self.plugin._refuse_pipeline("model(**batch)")
-        self._require_equal_inputs(args, kwargs)
+        drawn = self._require_equal_inputs(args, kwargs, self.random.draw(self.module))
         if self.training and self._takes_cache and argument(self.module, args, kwargs, "use_cache") is None:
             kwargs = without_cache(self.module, args, kwargs)
         args, kwargs = self.engine.to_compute(args), self.engine.to_compute(kwargs)
-        return self.module(*args, **kwargs)
+        with self.random.call(drawn):
+            return self.module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The `generate` of the transformers model. All ranks of a tensor axis give equal inputs.
@@ -117,11 +121,13 @@ class HybridParallelModule(BoostedModule):
             raise RuntimeError(COMPILED)
         self.module.compile(*args, **kwargs)
 
-    def _require_equal_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _require_equal_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], drawn: int = 0) -> int:
+        """Compare inputs over the axes whose ranks compute together. Return the first one's number of `random`."""
         mesh = self.plugin.mesh
         for axis in ("tp", "sp"):
             if mesh.size(axis) > 1:
-                require_equal_inputs(args, kwargs, mesh.group(axis), axis)
+                drawn = require_equal_inputs(args, kwargs, mesh.group(axis), axis, drawn=drawn)
+        return drawn
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, also those that the optimizer has taken from the parameters (zero_stage 2)."""

@@ -16,6 +16,7 @@ from ..checkpoint.held_model import HeldModel
 from ..checkpoint.lora import Adapter
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
+from ..cluster.random import ForwardRandom
 from ..lazy import materialize
 from ..shardformer.given import mark_taken
 from ..zero.precision import DTYPES, default_precision
@@ -153,6 +154,7 @@ class TorchDDPModel(BoostedModule):
         self._ddp = (ddp,)
         self.module = module
         mark_taken(module)
+        self._random = ForwardRandom(mesh)
         self._device_type = mesh.device.type
         self._dtype = dtype
 
@@ -169,5 +171,6 @@ class TorchDDPModel(BoostedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs, computed in the mixed precision."""
-        with torch.autocast(self._device_type, self._dtype, enabled=self._dtype is not None):
+        computing = torch.autocast(self._device_type, self._dtype, enabled=self._dtype is not None)
+        with computing, self._random.call(self._random.draw(self.module)):
             return (self.ddp or self.module)(*args, **kwargs)

@@ -20,6 +20,7 @@ from ..cluster.faults import naming_failures
 from ..cluster.hooks import has_foreign_hooks
 from ..cluster.launch import default_device
 from ..cluster.mesh import ParallelMesh, divisors
+from ..cluster.random import ForwardRandom
 from ..cluster.shard_mesh import shard_mesh
 from ..lazy import materialize
 from ..shardformer.equal_ranks import require_equal_models
@@ -189,7 +190,9 @@ class TorchFSDPPlugin(TorchPlugin):
         with naming_failures("boost"):
             require_equal_models(model)
             names = {parameter: name for name, parameter in model.named_parameters()}
-            boosted = TorchFSDPModel(materialize(model), self.config.policy(self.shard_mesh), adapters)
+            boosted = TorchFSDPModel(
+                materialize(model), self.config.policy(self.shard_mesh), ForwardRandom(self.mesh), adapters
+            )
         scaler = self.config.scaler(self.mesh.device)
         wrapped = None if optimizer is None else FSDPOptimizer(optimizer, scaler, boosted, names)
         return boosted, wrapped, criterion, dataloader, lr_scheduler

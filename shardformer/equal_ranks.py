@@ -98,20 +98,27 @@ def compare_inputs(model: nn.Module, group: ProcessGroup) -> None:
     model.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def require_equal_inputs(args: tuple, kwargs: dict[str, Any], group: ProcessGroup, axis: str) -> None:
-    """Raise ValueError on every rank of a group unless all call a model with the same tensors. All-gather of a number.
+def require_equal_inputs(
+    args: tuple, kwargs: dict[str, Any], group: ProcessGroup, axis: str, *, drawn: int
+) -> int:
+    """Raise ValueError on every rank of a group unless all call a model with the same tensors. All-gather of numbers.
 
     Args:
         args, kwargs: of the call.
         group: ranks that compute one model.
         axis: what they are, in the words of the mesh.
+        drawn: by this rank, for the random numbers of the call.
+
+    Returns:
+        The number that the first rank of the group drew.
     """
-    found = gather_integers((_hash_of_inputs(args, kwargs),), group)
+    found = gather_integers((_hash_of_inputs(args, kwargs), drawn), group)
     if differing := differing_ranks(found):
         raise ValueError(
             f"the inputs of rank(s) {differing} of axis {axis} differ from those of its first rank, and all of them "
             "compute one model: give them equal batches (booster.plugin.prepare_dataloader does)"
         )
+    return found[0][1]
 
 
 def _refuse_average(group: ProcessGroup) -> None:

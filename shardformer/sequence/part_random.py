@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...cluster.random import SplitRandom, common_seed, split_seed
+from ...cluster.random import SplitRandom, common_seed, seed_torch, split_seed
 
 # Parts of the names under which layers and configs keep probabilities and widths of what they draw.
 _CHANCES = ("drop", "jitter")
@@ -53,15 +53,15 @@ class CommonRandom:
         module: nn.Module, process_group: dist.ProcessGroup, *, layer: nn.Module
     ) -> nn.Module:
         """Switch random states around the module while `layer`, a `PartRandom`, trains."""
-        rank = process_group.rank()
+        rank, device = process_group.rank(), next(layer.parameters()).device
 
         def enter(module: nn.Module, args: tuple) -> None:
             if layer.training:
-                torch.manual_seed(common_seed(torch.initial_seed(), rank))
+                seed_torch(common_seed(torch.initial_seed(), rank), device)
 
         def leave(module: nn.Module, args: tuple, output: Any) -> None:
             if layer.training:
-                torch.manual_seed(split_seed(int(torch.randint(0, 2**62, ()).item()), rank))
+                seed_torch(split_seed(int(torch.randint(0, 2**62, (), device="cpu")), rank), device)
 
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)
