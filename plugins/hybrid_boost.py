@@ -13,6 +13,7 @@ from ..lazy import materialize
 from ..pipeline.linear import own_linear_layers
 from ..shardformer.checkpoint_config import checkpoint_faults, checkpoint_layers, recomputable_layers
 from ..shardformer.equal_ranks import require_equal_models
+from ..shardformer.layer.batch_norm import RunningStatistics, own_batch_norms
 from ..shardformer.shard_config import ShardConfig
 from ..shardformer.shard_former import sharder_or_faults
 from ..shardformer.sharder import ModelSharder
@@ -60,6 +61,7 @@ def boost(
                 gradient_dtype=config.wire_dtype,
             )
         materialize(model)
+        own_batch_norms(model, mesh.group("data"))
         if optimizer is not None:
             own_embeddings(model)
             own_linear_layers(model)
@@ -70,6 +72,7 @@ def boost(
                 parameter.data = parameter.data.to(config.precision.dtype)
         config.fused.fuse(model, config.precision.dtype)
         if wrapped is not None:
+            wrapped.after_step = RunningStatistics(model, mesh.group("data")).average
             give_gradients_to(wrapped.reducer, model)
             if config.overlap_allgather:
                 wrapped.publisher.let_arrive_later(model)

@@ -18,6 +18,7 @@ from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..lazy import materialize
 from ..shardformer.given import mark_taken
+from ..shardformer.layer.batch_norm import RunningStatistics, own_batch_norms
 from .base import Boosted, require_process_group
 from .hybrid_config import told
 from .lora import unwrapped
@@ -94,10 +95,17 @@ class TorchDDPPlugin(TorchPlugin):
         with naming_failures("boost"):
             model, adapters = unwrapped(model)
             model = materialize(model).to(self.mesh.device)
+            own_batch_norms(model, self.mesh.group("data"))
+            statistics = RunningStatistics(model, self.mesh.group("data"))
             boosted = TorchDDPModel(model, self.mesh, self._dtype, self._ddp_kwargs, adapters)
+            if boosted.ddp is not None and optimizer is not None:
+                # Else every forward would replace what the other replicas have seen by what rank 0 has.
+                boosted.ddp.parameters_to_ignore |= set(statistics.names)
         scaler = torch.amp.GradScaler(self.mesh.device.type, enabled=self._dtype is torch.float16)
         names = {parameter: name for name, parameter in model.named_parameters()}
         wrapped = None if optimizer is None else ScaledOptimizer(optimizer, scaler, names)
+        if wrapped is not None:
+            wrapped.after_step = statistics.average
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
