@@ -25,6 +25,7 @@ from ..pipeline.split_backward import WeightGradients
 from ..pipeline.trace import Trace
 from ..pipeline.transport import Transport
 from ..pipeline.validate import validate
+from ..shardformer.layer.batch_norm import has_sync_batch_norm
 from ..shardformer.layer.loss import VocabParallelLogits
 from ..shardformer.sequence.loss import SequenceParallelLogits
 from ..zero.optimizer import ShardedOptimizer
@@ -73,6 +74,7 @@ class PipelineEngine:
         )
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._first_weight = 1.0  # of the calls before a step: the samples of a replica in the first of them
+        self._normalizes_together = any(has_sync_batch_norm(stage.model) for stage in stages.values())
         self.trace: list[Span] | None = None
 
     def run(
@@ -249,13 +251,15 @@ class PipelineEngine:
             )
 
     def _check_sharing_ranks(self, samples: Sequence[int]) -> None:
-        """Ranks that share out weights gather them in every microbatch: they must run equally many."""
+        """Ranks that gather weights, or normalize, together in every microbatch must run equally many."""
         cutting = self._config.pipeline.cutting
         counts = {count: len(microbatch_lengths(count, **cutting)) for count in sorted(set(samples))}
-        if self._mesh.size("weight") > 1 and len(set(counts.values())) > 1:
+        shares = self._mesh.size("weight") > 1
+        if (shares or self._normalizes_together) and len(set(counts.values())) > 1:
             told = ", ".join(f"{number} for {count} samples" for count, number in counts.items())
+            why = f"wp_size={self._mesh.size('weight')}" if shares else "SyncBatchNorm"
             raise ValueError(
-                f"with wp_size={self._mesh.size('weight')} every rank must run equally many microbatches, and the "
+                f"with {why} every rank must run equally many microbatches, and the "
                 f"ranks' batches make {told}: give num_microbatches instead of microbatch_size, or drop_last=True in "
                 "the dataloader"
             )

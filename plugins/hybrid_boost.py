@@ -14,6 +14,7 @@ from ..pipeline.linear import own_linear_layers
 from ..shardformer.checkpoint_config import checkpoint_faults, checkpoint_layers, recomputable_layers
 from ..shardformer.equal_ranks import require_equal_models
 from ..shardformer.expert_width import expert_width_faults
+from ..shardformer.layer.batch_norm import RunningStatistics, own_batch_norms
 from ..shardformer.partial_state import refuse_partial_state
 from ..shardformer.shard_config import ShardConfig
 from ..shardformer.shard_former import sharder_or_faults
@@ -63,6 +64,7 @@ def boost(
                 gradient_dtype=config.wire_dtype,
             )
         materialize(model)
+        own_batch_norms(model, mesh.group("data"))
         refuse_partial_state(model)
         if optimizer is not None:
             own_embeddings(model)
@@ -74,6 +76,7 @@ def boost(
                 parameter.data = parameter.data.to(config.precision.dtype)
         config.fused.fuse(model, config.precision.dtype)
         if wrapped is not None:
+            wrapped.after_step = RunningStatistics(model, mesh.group("data")).average
             give_gradients_to(wrapped.reducer, model)
             if config.overlap_allgather:
                 wrapped.publisher.let_arrive_later(model)

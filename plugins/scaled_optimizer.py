@@ -1,6 +1,6 @@
 """ScaledOptimizer: a torch optimizer behind torch's loss scale. Scaling over pipelines is zero/."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -29,6 +29,7 @@ class ScaledOptimizer(Optimizer):
         scaler: the loss scale.
         names: of the parameters, in the plain model.
         last_norm: what `clip_grad_by_norm` found last, None before: torch measures no norm by itself.
+        after_step: is called at the end of every step, also of one that was skipped.
         skipped_steps: how many steps an overflow skipped; without a loss scale none is.
     """
 
@@ -40,6 +41,7 @@ class ScaledOptimizer(Optimizer):
         self.names = names
         self.last_norm: float | None = None
         self.skipped_steps = 0
+        self.after_step: Callable[[], None] | None = None
         self._overflows_in_a_row = 0
         self._is_scaled = False  # whether gradients of a scaled loss have come since the last step
         self._is_unscaled = False
@@ -77,6 +79,8 @@ class ScaledOptimizer(Optimizer):
         self._require_scaled("step()")
         self.scaler.step(self.optim)
         self._take_verdict()
+        if self.after_step is not None:
+            self.after_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""

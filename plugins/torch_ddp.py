@@ -19,6 +19,7 @@ from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom
 from ..lazy import materialize
 from ..shardformer.given import mark_taken
+from ..shardformer.layer.batch_norm import RunningStatistics, own_batch_norms
 from ..zero.precision import DTYPES, default_precision
 from .base import Boosted, require_process_group
 from .boosted_module import BoostedModule
@@ -114,11 +115,18 @@ class TorchDDPPlugin(TorchPlugin):
         with naming_failures("boost"):
             model, adapters = unwrapped(model)
             model = materialize(model).to(self.mesh.device)
+            own_batch_norms(model, self.mesh.group("data"))
+            statistics = RunningStatistics(model, self.mesh.group("data"))
             dtype = None if self._precision == "fp32" else DTYPES[self._precision]
             boosted = TorchDDPModel(model, self.mesh, dtype, self._ddp_kwargs, adapters)
+            if boosted.ddp is not None and optimizer is not None:
+                # Else every forward would replace what the other replicas have seen by what rank 0 has.
+                boosted.ddp.parameters_to_ignore |= set(statistics.names)
         scaler = torch.amp.GradScaler(self.mesh.device.type, enabled=self._precision == "fp16")
         names = {parameter: name for name, parameter in model.named_parameters()}
         wrapped = None if optimizer is None else ScaledOptimizer(optimizer, scaler, names)
+        if wrapped is not None:
+            wrapped.after_step = statistics.average
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:

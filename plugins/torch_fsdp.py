@@ -24,6 +24,7 @@ from ..cluster.random import ForwardRandom
 from ..cluster.shard_mesh import shard_mesh
 from ..lazy import materialize
 from ..shardformer.equal_ranks import require_equal_models
+from ..shardformer.layer.batch_norm import RunningStatistics, own_batch_norms
 from ..shardformer.switches import switch_faults
 from ..zero.elementwise import require_elementwise
 from ..zero.precision import DTYPES, default_precision, is_finite_number, precision_faults
@@ -190,11 +191,14 @@ class TorchFSDPPlugin(TorchPlugin):
         with naming_failures("boost"):
             require_equal_models(model)
             names = {parameter: name for name, parameter in model.named_parameters()}
-            boosted = TorchFSDPModel(
-                materialize(model), self.config.policy(self.shard_mesh), ForwardRandom(self.mesh), adapters
-            )
+            materialize(model)
+            own_batch_norms(model, self.mesh.group("data"))
+            policy = self.config.policy(self.shard_mesh)
+            boosted = TorchFSDPModel(model, policy, ForwardRandom(self.mesh), adapters)
         scaler = self.config.scaler(self.mesh.device)
         wrapped = None if optimizer is None else FSDPOptimizer(optimizer, scaler, boosted, names)
+        if wrapped is not None:
+            wrapped.after_step = RunningStatistics(boosted.module, self.mesh.group("data")).average
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:

@@ -90,6 +90,7 @@ class ShardedOptimizer(OptimizerWrapper):
         reducer: brings gradients to this rank's slices; its contexts are for backwards that are not called through
             `backward`.
         publisher: brings updated parameters to all ranks; can let them arrive during the next forward.
+        after_step: is called at the end of every step, also of one that was skipped, on all ranks alike.
         skipped_steps: how many steps were skipped since their gradients were not finite on some rank.
         accumulation_steps: as given.
     """
@@ -153,6 +154,7 @@ class ShardedOptimizer(OptimizerWrapper):
         )
         self.publisher = Publisher(self.buckets)
         hold_pieces(optimizer, self.buckets)
+        self.after_step: Callable[[], None] | None = None
         self._is_offloaded = cpu_offload
         if cpu_offload:
             choose_fused_kernels(optimizer)
@@ -364,6 +366,8 @@ class ShardedOptimizer(OptimizerWrapper):
         if self._scaler is not None:
             self._scaler.update(overflow)
         self.reducer.resumed_factor = self.loss_scale
+        if self.after_step is not None:
+            self.after_step()
         return loss
 
     @torch.no_grad()

@@ -1,0 +1,160 @@
+"""Batch normalization over the samples of one replica, or of all, with running statistics in float32."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...cluster.collectives import all_reduce, gather_to
+
+# B batch, C channels, R ranks
+
+
+class _OwnBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """torch's, that counts a batch once though it is recomputed, and takes 16-bit weights beside float32 statistics.
+
+    Attributes:
+        over: ranks whose samples are normalized together; None is this rank alone.
+    """
+
+    over: dist.ProcessGroup | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check_input_dim(x)
+        is_of_batch = self.training or self.running_mean is None
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        learns = self.training and self.running_mean is not None and not is_recomputed
+        factor = self._factor() if learns else 0.0
+        if is_of_batch and self.over is not None and self.over.size() > 1:
+            return self._normalized_together(x, factor, self.over)
+        mean, variance = self.running_mean, self.running_var
+        if self.training and is_recomputed and mean is not None and variance is not None:
+            # Copies, and not None: backward expects as many tensors as forward kept.
+            mean, variance = mean.clone(), variance.clone()
+        weight, bias = self._beside(mean, self.weight), self._beside(mean, self.bias)
+        return F.batch_norm(x, mean, variance, weight, bias, is_of_batch, factor, self.eps)
+
+    def _factor(self) -> float:
+        """The weight of this batch in the running statistics, which it is counted in."""
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                return 1.0 / self.num_batches_tracked.item()
+        return self.momentum or 0.0
+
+    def _beside(self, running: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+        # torch's kernels take 16-bit inputs with all else in float32, but no mixture of the rest.
+        return parameter if running is None or parameter is None else parameter.to(running.dtype)
+
+    def _normalized_together(self, x: Tensor, factor: float, group: dist.ProcessGroup) -> Tensor:
+        """Normalize by the samples of all ranks. One all-gather; backward: one reduce-scatter."""
+        x_float = x.to(torch.promote_types(x.dtype, torch.float32))
+        dims = [0, *range(2, x.ndim)]
+        variance_C, mean_C = torch.var_mean(x_float, dims, correction=0)
+        own = torch.cat([mean_C, variance_C, mean_C.new_full((1,), x.numel() / x.shape[1])])
+        every = gather_to(own.unsqueeze(0), group, 0)
+        nums_R1 = every[:, -1:].detach()
+        share_R1 = nums_R1 / nums_R1.sum()
+        means_RC, variances_RC = every[:, :-1].chunk(2, 1)
+        mean_C = (share_R1 * means_RC).sum(0)
+        variance_C = (share_R1 * (variances_RC + (means_RC - mean_C).square())).sum(0)
+        if factor:
+            unbiased = nums_R1.sum() / (nums_R1.sum() - 1)
+            self._learn(mean_C.detach(), variance_C.detach() * unbiased, factor)
+        shape = (1, -1, *(1 for _ in dims[1:]))
+        out = (x_float - mean_C.view(shape)) * torch.rsqrt(variance_C + self.eps).view(shape)
+        if self.weight is not None:
+            out = out * self.weight.to(out.dtype).view(shape) + self.bias.to(out.dtype).view(shape)
+        return out.to(x.dtype)
+
+    @torch.no_grad()
+    def _learn(self, mean_C: Tensor, variance_C: Tensor, factor: float) -> None:
+        assert self.running_mean is not None and self.running_var is not None
+        self.running_mean.lerp_(mean_C, factor)
+        self.running_var.lerp_(variance_C, factor)
+
+
+class _OwnBatchNorm1d(_OwnBatchNorm, nn.BatchNorm1d):
+    pass
+
+
+class _OwnBatchNorm2d(_OwnBatchNorm, nn.BatchNorm2d):
+    pass
+
+
+class _OwnBatchNorm3d(_OwnBatchNorm, nn.BatchNorm3d):
+    pass
+
+
+# No subclass of torch's, which DistributedDataParallel refuses on CPUs.
+class _OwnSyncBatchNorm(_OwnBatchNorm):
+    def _check_input_dim(self, x: Tensor) -> None:
+        if x.ndim < 2:
+            raise ValueError(f"expected at least 2D input (got {x.ndim}D input)")
+
+
+_OWN: dict[type, Any] = {
+    nn.BatchNorm1d: _OwnBatchNorm1d,
+    nn.BatchNorm2d: _OwnBatchNorm2d,
+    nn.BatchNorm3d: _OwnBatchNorm3d,
+    nn.SyncBatchNorm: _OwnSyncBatchNorm,
+}
+
+
+def own_batch_norms(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let a model's plain batch normalizations compute as above; torch's SyncBatchNorm over a group.
+
+    They change their class for a subclass of it, and running statistics of 16 bits become float32.
+    """
+    for module in model.modules():
+        if (own := _OWN.get(type(module))) is None:
+            continue
+        if isinstance(module, nn.SyncBatchNorm):
+            module.over = module.process_group or group  # type: ignore[assignment]
+        module.__class__ = own
+        for name in ("running_mean", "running_var"):
+            statistic = getattr(module, name)
+            if statistic is not None and statistic.itemsize < torch.float32.itemsize:
+                setattr(module, name, statistic.float())
+
+
+def has_sync_batch_norm(model: nn.Module) -> bool:
+    """Whether forwards of a model communicate over the data axis, so that all ranks must run equally many."""
+    return any(isinstance(module, _OwnSyncBatchNorm) for module in model.modules())
+
+
+class RunningStatistics:
+    """The running statistics of a model, to be made equal on all ranks of a group.
+
+    A running average is linear in what it is of, so averaging once per step gives the same as after every batch.
+
+    Args:
+        model: with its own running statistics on each rank.
+        group: the ranks of the data axis.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.names = [
+            f"{path}.{name}".lstrip(".")
+            for path, module in model.named_modules()
+            if isinstance(module, nn.modules.batchnorm._NormBase)
+            and not isinstance(module, _OwnSyncBatchNorm)
+            for name in ("running_mean", "running_var")
+            if getattr(module, name) is not None
+        ]
+        self._model = model
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Make every one the mean over the ranks. One all-reduce, where there are any; the host waits for nothing."""
+        if not self.names or self._group.size() == 1:
+            return
+        tensors = [self._model.get_buffer(name) for name in self.names]
+        # In float64, where the mean of equal statistics is exactly what they are.
+        flat = torch.cat([tensor.double().flatten() for tensor in tensors])
+        flat = all_reduce(flat, self._group) / self._group.size()
+        for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(mean.view_as(tensor))

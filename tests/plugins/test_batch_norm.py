@@ -1,0 +1,154 @@
+"""Batch normalization under data parallelism: one set of running statistics, in every precision and plugin."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+
+from ..pool import Pool
+
+BOOSTERS: dict[str, Callable[[], Booster]] = {
+    "replicas": lambda: Booster(plugin=HybridParallelPlugin(precision="fp32")),
+    "replicas bf16": lambda: Booster(plugin=HybridParallelPlugin(precision="bf16")),
+    "zero fp16": lambda: Booster(plugin=LowLevelZeroPlugin(precision="fp16", initial_scale=8)),
+    "zero 2": lambda: Booster(plugin=LowLevelZeroPlugin(stage=2, precision="fp32")),
+    "ddp": lambda: Booster(plugin=TorchDDPPlugin()),
+    "ddp bf16": lambda: Booster(plugin=TorchDDPPlugin(), mixed_precision="bf16"),
+    "fsdp": lambda: Booster(plugin=TorchFSDPPlugin()),
+    "fsdp bf16": lambda: Booster(plugin=TorchFSDPPlugin(precision="bf16")),
+}
+EXACT = [name for name in BOOSTERS if not name.endswith("16")]
+STEPS = 3
+
+
+def rows(*quick: str) -> list[Any]:
+    """All plugins, of which some are quick."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in BOOSTERS]
+
+
+class Pictures(nn.Module):
+    """A convolution, its normalization, and a classifier."""
+
+    def __init__(self, *, recomputes: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 3)
+        self.norm_after = nn.BatchNorm1d(3, momentum=None)
+        self.recomputes = recomputes
+
+    def forward(self, pixels: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        block = partial(checkpoint, self.block, use_reentrant=False) if self.recomputes else self.block
+        hidden = block(pixels)
+        logits = self.norm_after(self.head(hidden.mean((2, 3))))
+        return {"loss": F.cross_entropy(logits.float(), labels), "logits": logits}
+
+    def block(self, pixels: Tensor) -> Tensor:
+        return self.norm(self.conv(pixels)).relu()
+
+
+def batch_of(step: int) -> dict[str, Tensor]:
+    drawn = torch.Generator().manual_seed(step)
+    pixels = torch.randn(8, 3, 6, 6, generator=drawn) + torch.arange(8.0).view(8, 1, 1, 1)
+    return {"pixels": pixels, "labels": torch.randint(3, (8,), generator=drawn)}
+
+
+def part(step: int, index: int, size: int) -> dict[str, Tensor]:
+    return {name: tensor.chunk(size)[index] for name, tensor in batch_of(step).items()}
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+def plain(num_replicas: int, *, num_steps: int = STEPS) -> dict[str, Tensor]:
+    """A plain loop; of replicas the means of gradients and running statistics are taken in every step."""
+    replicas = [Pictures() for _ in range(num_replicas)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in replicas]
+    for step in range(num_steps):
+        for index, each in enumerate(replicas):
+            each(**part(step, index, num_replicas))["loss"].backward()
+        for parameters in zip(*(each.parameters() for each in replicas), strict=True):
+            mean = torch.stack([parameter.grad for parameter in parameters]).mean(0)
+            for parameter in parameters:
+                parameter.grad.copy_(mean)
+        with torch.no_grad():
+            for buffers in zip(*(each.buffers() for each in replicas), strict=True):
+                mean = torch.stack([*buffers]).double().mean(0)
+                for buffer in buffers:
+                    buffer.copy_(mean)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return state_of(replicas[0])
+
+
+def trained(
+    name: str, folder: Path | None = None, *, sync: bool = False, recomputes: bool = False
+) -> dict[str, Tensor]:
+    booster = BOOSTERS[name]()
+    model: nn.Module = Pictures(recomputes=recomputes)
+    if sync:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.train()
+    for step in range(STEPS):
+        booster.backward(model(**part(step, dist.get_rank(), dist.get_world_size()))["loss"], optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    if folder is not None:
+        booster.save_model(model, folder / "model.safetensors").wait()
+    return state_of(model.unwrap())
+
+
+@pytest.mark.parametrize("name", rows("replicas", "replicas bf16", "zero fp16", "ddp", "fsdp bf16"))
+def test_replicas_have_and_save_the_mean_of_their_running_statistics(
+    pool: Pool, name: str, tmp_path: Path
+) -> None:
+    first, second = pool.run(2, trained, name, tmp_path)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    statistics = {key: value for key, value in first.items() if "running" in key}
+    assert {value.dtype for value in statistics.values()} == {torch.float32}
+    saved = load_file(tmp_path / "model.safetensors")
+    torch.testing.assert_close({key: saved[key] for key in statistics}, statistics, rtol=0, atol=0)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if name in EXACT else {"rtol": 0.05, "atol": 0.05}
+    expected = plain(2)
+    torch.testing.assert_close(statistics, {key: expected[key] for key in statistics}, **tolerance)
+    if name in EXACT:
+        torch.testing.assert_close(first, expected, **tolerance)
+
+
+@pytest.mark.parametrize("name", rows("replicas", "ddp"))
+def test_torchs_sync_batch_norm_normalizes_over_all_replicas_as_one_process_does(
+    pool: Pool, name: str
+) -> None:
+    first, second = pool.run(2, trained, name, sync=True)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    expected = plain(1)
+    if name in EXACT:
+        torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-5)
+    else:
+        for key in ("norm.running_mean", "norm.running_var"):
+            torch.testing.assert_close(first[key], expected[key], rtol=0.05, atol=0.05)
+
+
+def test_a_batch_that_is_recomputed_counts_once(pool: Pool) -> None:
+    (expected,) = pool.run(1, trained, "replicas")
+    (found,) = pool.run(1, trained, "replicas", recomputes=True)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, plain(1), rtol=1e-5, atol=1e-5)
