@@ -102,7 +102,6 @@ class ForwardRandom:
         self._replica, self._num_replicas = mesh.rank("dp"), mesh.size("dp")
         self._is_needed = mesh.size("pp", "dp") > 1
 
-    @_not_compiled
     def draw(self, model: nn.Module) -> int:
         """The number that a batch's random numbers follow from; 0 leaves the generators as they are."""
         return 1 + _drawn() if self._is_needed and model.training else 0
@@ -194,6 +193,7 @@ class SplitRandom:
             self._common = present
 
 
+@_not_compiled
 def _drawn() -> int:
     """A number from torch's CPU generator."""
     return int(torch.randint(0, 2**62, (), device="cpu"))
