@@ -172,9 +172,15 @@ def test_all_faults_are_told_at_once() -> None:
         assert part in told
 
 
-def test_a_model_without_a_table_is_told_which_have_one() -> None:
-    with pytest.raises(ValueError, match=r"bert, .*, gpt2, .*, llama, .*\. Write one"):
+def test_a_model_without_a_table_is_refused_with_what_to_do() -> None:
+    with pytest.raises(
+        ValueError, match=r"use tp_size=1 and pp_size=1, register a Table of its layers \(docs/pol"
+    ):
         policy_for(nn.Linear(2, 2))
+    with pytest.raises(
+        ValueError, match=r"^sequence parallelism needs a table, and a Linear \(model_type=None\) has n"
+    ):
+        policy_for(nn.Linear(2, 2), sequences_alone=True)
     with torch.device("meta"):
         other = transformers.CodeGenModel(
             transformers.CodeGenConfig(n_embd=8, n_layer=1, n_head=2, rotary_dim=4)
