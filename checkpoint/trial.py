@@ -26,7 +26,7 @@ def save_faults(model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any
     return [
         *config_faults(model),
         *_state_faults(model),
-        *_option_faults([saved_options(group) for group in groups]),
+        *_option_faults(groups),
         *(lr_scheduler_faults(lr_scheduler) if isinstance(lr_scheduler, LRScheduler) else []),
     ]
 
@@ -40,9 +40,13 @@ def _state_faults(model: nn.Module) -> list[str]:
 
 
 def _option_faults(groups: list[dict[str, Any]]) -> list[str]:
-    if not value_faults(groups, "the options"):
+    try:
+        saved = [saved_options(group) for group in groups]
+    except Exception as error:  # of a class of the user's, which cannot be copied
+        return [f"an option of a parameter group cannot be saved: {type(error).__name__}: {error}"]
+    if not value_faults(saved, "the options"):
         return []
-    options = [each for group in groups for each in group.items()]
+    options = [each for group in saved for each in group.items()]
     found = [
         fault
         for name, value in options
