@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .agreement import batch_hash, gather_integers
-from .faults import naming_failures
+from .faults import meet_all_ranks, naming_failures
 
 
 def require_equal_settings(settings: Any, *, of: str) -> None:
@@ -27,6 +27,7 @@ def require_equal_settings(settings: Any, *, of: str) -> None:
         return
     own = dict(_plain(settings))
     with naming_failures(of):
+        meet_all_ranks()
         codes = {code for (code,) in gather_integers((batch_hash(own),))}
         if len(codes) == 1:
             return

@@ -1,8 +1,9 @@
 """Starting the process group of a run. The mesh over it is mesh.py; the watch over its ranks is faults.py."""
 
+import faulthandler
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Literal
 
@@ -59,6 +60,9 @@ def launch_from_torch(
         else:
             dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     start_watch()
+    if not faulthandler.is_enabled():  # gloo ends a process without an exception where messages do not fit
+        with suppress(OSError, ValueError):  # a standard error that is no file
+            faulthandler.enable()
     seed_everything(seed)
 
 

@@ -6,12 +6,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn import Parameter
 
 from ..checkpoint.lora import Adapter
+from ..cluster.faults import naming_failures
 from ..shardformer.checkpoint_config import recomputable_layers
 from ..shardformer.given import mark_taken
 
@@ -36,8 +38,13 @@ class TorchFSDPModel(nn.Module):
         for parameter in module.parameters():
             if parameter.is_floating_point() and parameter.itemsize < torch.float32.itemsize:
                 parameter.data = parameter.data.float()
-        for layer in separable_layers(module):
+        layers = separable_layers(module)
+        for layer in layers:
             fully_shard(layer, **policy)
+        # Layers that are freed are gathered in every forward; what stays gathered may be used alone.
+        always_gathers = bool(layers) and policy["reshard_after_forward"] is not False
+        mesh = policy["mesh"]
+        self._ranks = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)) if always_gathers else ()
         self.root = (fully_shard(module, **policy),)  # a tuple is not registered: one name per parameter
         self.module = module
         mark_taken(module)
@@ -48,7 +55,8 @@ class TorchFSDPModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs; each layer is gathered when it computes. Every rank of a shard group calls."""
-        return self.module(*args, **kwargs)
+        with naming_failures("model(**batch)", self._ranks):
+            return self.module(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TorchFSDPModel":
         raise TypeError(

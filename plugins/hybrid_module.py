@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.lora import Adapter
 from ..checkpoint.names import saved_state
+from ..cluster.faults import naming_failures
 from ..pipeline.cut import held_stages, refuse_direct_calls, takes
 from ..pipeline.linear import hold_weight_gradients
 from ..shardformer.equal_ranks import require_equal_inputs
@@ -79,13 +80,14 @@ class HybridParallelModule(nn.Module):
         """
         self.plugin._refuse_pipeline("model(**batch)")
         mesh = self.plugin.mesh
-        for axis in ("tp", "sp"):
-            if mesh.size(axis) > 1:
-                require_equal_inputs(args, kwargs, mesh.group(axis), axis)
-        if self.training and self._takes_cache:  # a cache hides from transformers that texts are packed
-            kwargs = {"use_cache": False, **kwargs}
-        args, kwargs = self.engine.to_compute(args), self.engine.to_compute(kwargs)
-        return self.module(*args, **kwargs)
+        with naming_failures("model(**batch)", mesh.model_ranks()):
+            for axis in ("tp", "sp"):
+                if mesh.size(axis) > 1:
+                    require_equal_inputs(args, kwargs, mesh.group(axis), axis)
+            if self.training and self._takes_cache:  # a cache hides from transformers that texts are packed
+                kwargs = {"use_cache": False, **kwargs}
+            args, kwargs = self.engine.to_compute(args), self.engine.to_compute(kwargs)
+            return self.module(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, also those that the optimizer has taken from the parameters (zero_stage 2)."""

@@ -290,7 +290,8 @@ class HybridParallelPlugin(Plugin):
             raise ValueError("booster.backward takes the optimizer that booster.boost returned")
         if not isinstance(loss, Tensor):
             raise ValueError(f"booster.backward takes a loss, a tensor, and got a {type(loss).__name__}")
-        with naming_failures("backward"):
+        averages = optimizer.reducer.may_launch  # else replicas may run different numbers of backwards
+        with naming_failures("backward", None if averages else self.mesh.model_ranks()):
             optimizer.backward(loss)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ..cluster.faults import naming_failures
 from ..zero.faults import require_clip_norm, require_clip_value, require_finite_norm
 from ..zero.precision import beyond_fp16
 
@@ -51,6 +52,7 @@ class ScaledOptimizer(Optimizer):
         self._is_scaled = True
         self.scaler.scale(loss).backward()
 
+    @naming_failures("optimizer.step", ())
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the parameters, or skip where a scaled gradient overflowed.
 
@@ -69,6 +71,7 @@ class ScaledOptimizer(Optimizer):
             self._take_verdict()
         self.optim.zero_grad(set_to_none)
 
+    @naming_failures("optimizer.clip_grad_by_norm", ())
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:

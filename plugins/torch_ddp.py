@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from ..checkpoint.held_model import HeldModel
 from ..checkpoint.lora import Adapter
-from ..cluster.faults import naming_failures
+from ..cluster.faults import meet_all_ranks, naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..lazy import materialize
 from ..shardformer.given import mark_taken
@@ -92,6 +92,7 @@ class TorchDDPPlugin(TorchPlugin):
         if faults := model_faults(model):
             raise ValueError(told(faults))
         with naming_failures("boost"):
+            meet_all_ranks()
             model, adapters = unwrapped(model)
             model = materialize(model).to(self.mesh.device)
             boosted = TorchDDPModel(model, self.mesh, self._dtype, self._ddp_kwargs, adapters)
@@ -105,7 +106,7 @@ class TorchDDPPlugin(TorchPlugin):
         if optimizer is not None:
             require_boosted(optimizer, "booster.no_sync")
         assert isinstance(model, TorchDDPModel)
-        return model.ddp.no_sync() if model.ddp is not None else nullcontext()
+        return self._accumulating(model.ddp.no_sync() if model.ddp is not None else nullcontext())
 
     def held_model(self, model: nn.Module) -> HeldModel:
         """All of a boosted model."""
@@ -147,6 +148,10 @@ class TorchDDPModel(nn.Module):
         return self.module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs, computed in the mixed precision."""
-        with torch.autocast(self._device_type, self._dtype, enabled=self._dtype is not None):
+        """The model's outputs, computed in the mixed precision. Buffers are broadcast from the first rank."""
+        is_collective = self.ddp is not None and self.ddp.will_sync_module_buffers()
+        with (
+            naming_failures("model(**batch)", None if is_collective else ()),
+            torch.autocast(self._device_type, self._dtype, enabled=self._dtype is not None),
+        ):
             return (self.ddp or self.module)(*args, **kwargs)
