@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from ..cluster.faults import naming_failures
+from ..cluster.faults import meet_all_ranks, naming_failures
 
 Result = TypeVar("Result")
 Told = TypeVar("Told")
@@ -88,10 +88,11 @@ def failing_alike(action: str) -> Iterator[None]:
     """Around work that communicates: what fails on every rank alike leaves all of them able to go on.
 
     Raises:
-        RankFailure: another rank died or left; see `naming_failures`.
+        RankFailure: another rank died, left, or is in another call; see `naming_failures`.
     """
     agreed: Exception | None = None
     with naming_failures(action):
+        meet_all_ranks()
         try:
             yield
         except (OSError, ValueError, CheckpointError) as error:

@@ -2,18 +2,24 @@
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .faults import current_call, raise_if_in_vain
 from .launch import default_device
+from .rank_failure import UnmatchedCall
 from .renamed import all_gather_single
 
 # The multipliers of SplitMix64's mixing (Steele, Lea, Flood 2014), as signed integers.
 _SPREAD = 0x9E3779B97F4A7C15 - 2**64
+_FEW = 8  # numbers
+_SLICE = timedelta(seconds=1)  # in which a rank that waits looks whether the others still come
 _MIX = 0xBF58476D1CE4E5B9 - 2**64
+_CALLS: dict[int, str] = {}  # that this process has made, by what stands for them in messages
 
 
 def gather_integers(values: Sequence[int], group: dist.ProcessGroup | None = None) -> list[tuple[int, ...]]:
@@ -35,14 +41,17 @@ def begin_gathering_integers(
     size = dist.get_world_size(group)
     if size == 1:
         return lambda: [tuple(values)]
+    values = tagged(values)
     device = "cpu" if "cpu" in str(dist.get_backend_config(group)) else default_device()
     own = torch.tensor(values, dtype=torch.int64, device=device)
     found = own.new_empty(size * len(values))
     work = all_gather_single(found, own, group=group, async_op=True)
 
     def end() -> list[tuple[int, ...]]:
-        work.wait()
-        return [tuple(row) for row in found.view(size, -1).tolist()]
+        _wait(work, device)
+        return untagged(
+            [tuple(row) for row in found.view(size, -1).tolist()], dist.get_process_group_ranks(group)
+        )
 
     return end
 
@@ -58,6 +67,50 @@ def broadcast_object(value: Any, root: int, group: dist.ProcessGroup) -> Any:
     box = [value]
     dist.broadcast_object_list(box, group=group, group_src=root)
     return box[0]
+
+
+def tagged(values: Sequence[int]) -> tuple[int, ...]:
+    """A message of numbers that says in which call it is sent.
+
+    Of one length where there are few, or gloo ends the process where ranks in different calls meet.
+    """
+    call = current_call() or "no call of Echelon"
+    code = zlib.crc32(call.encode())
+    _CALLS[code] = call
+    return (code, len(values), *values, *(0,) * (_FEW - len(values)))
+
+
+def untagged(rows: Sequence[tuple[int, ...]], ranks: Sequence[int]) -> list[tuple[int, ...]]:
+    """The numbers of `tagged` messages of all ranks of a group.
+
+    Args:
+        rows: the messages.
+        ranks: of the world, that sent them.
+
+    Raises:
+        UnmatchedCall: they were sent in different calls; on every rank of the group.
+    """
+    if len({row[:2] for row in rows}) == 1:
+        return [row[2 : 2 + row[1]] for row in rows]
+    rank = dist.get_rank()
+    codes = {each: row[:2] for each, row in zip(ranks, rows, strict=True)}
+    other = next((each for each in codes if codes[each] != codes[rank]), rank)
+    mine, theirs = (_CALLS.get(codes[each][0], "another call") for each in (rank, other))
+    raise UnmatchedCall(
+        f"rank {rank} is in {mine} and rank {other} in {theirs}: every rank has to make the same calls in the same "
+        "order, so make this one on all ranks or on none",
+        other,
+    )
+
+
+def _wait(work: dist.Work, device: str | torch.device) -> None:
+    """Wait for a collective; where the others never join it, raise. See [Note: a call that others do not make]."""
+    while device == "cpu" and not work.is_completed():
+        try:
+            work.wait(_SLICE)
+        except RuntimeError:  # it takes longer, or has failed, which is raised below
+            raise_if_in_vain()
+    work.wait()
 
 
 def differing_ranks(found: Sequence[Sequence[int]], place: int = 0) -> list[int]:

@@ -1,9 +1,10 @@
-"""The notice board of a run in its store: signs of life and news of ranks. What follows from them is faults.py."""
+"""Heartbeats and news of ranks in the store of a run. Conclusions are drawn in faults.py and matching.py."""
 
 import json
 import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from .matching import Heartbeat
 
 # A store that takes longer to answer is treated as gone.
 ANSWER_SECONDS = 30.0
@@ -43,19 +46,6 @@ class Event:
         return _TOLD[self.kind].format(rank=self.rank, text=self.text)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sign:
-    """A sign of life: a number that changes, and where the process stands."""
-
-    beat: int
-    action: str | None
-    calls: int
-
-    def __str__(self) -> str:
-        where = "outside of Echelon, after" if self.action is None else f"in {self.action},"
-        return f"{where} call {self.calls}"
-
-
 class Board:
     """One rank's access to the board, over a connection of its own, which two of its threads may use.
 
@@ -76,14 +66,40 @@ class Board:
         self._processes: dict[int, tuple[str, int]] = {}
         self._store.set(f"process/{rank}", json.dumps([_place(), os.getpid()]))
 
-    def show(self, sign: Sign) -> None:
-        """Replace this rank's sign of life."""
-        self._store.set(f"sign/{self._rank}", json.dumps(asdict(sign)))
+    def show(self, beat: Heartbeat) -> None:
+        """Replace this rank's heartbeat."""
+        self._store.set(f"sign/{self._rank}", json.dumps(asdict(beat)))
 
-    def sign(self, rank: int) -> Sign | None:
-        """A rank's latest sign of life; None before its first."""
-        sign = self._get(f"sign/{rank}")
-        return None if sign is None else Sign(**sign)
+    def beat(self, rank: int) -> Heartbeat | None:
+        """A rank's latest heartbeat; None before its first."""
+        content = self._get(f"sign/{rank}")
+        return None if content is None else Heartbeat(**content)
+
+    def beats(self, ranks: Sequence[int]) -> dict[int, Heartbeat | None]:
+        """The latest heartbeats of ranks, by two requests where all have one."""
+        keys = [f"sign/{rank}" for rank in ranks]
+        if not self._store.check(keys):
+            return {rank: self.beat(rank) for rank in ranks}
+        contents = self._store.multi_get(keys)
+        return {rank: Heartbeat(**json.loads(content)) for rank, content in zip(ranks, contents, strict=True)}
+
+    def arrive(self, meeting: int, world_size: int) -> None:
+        """Note that this rank has come to a meeting of all ranks."""
+        if self._store.add(f"arrived/{meeting}", 1) == world_size:
+            self._store.set(f"met/{meeting}", "")
+
+    def withdraw(self, meeting: int) -> None:
+        """Take the arrival back."""
+        self._store.add(f"arrived/{meeting}", -1)
+
+    def has_met(self, meeting: int) -> bool:
+        """Whether all ranks have come to a meeting."""
+        return bool(self._store.check([f"met/{meeting}"]))
+
+    def forget(self, meeting: int) -> None:
+        """Drop the entries of a meeting that all ranks have left."""
+        for key in (f"arrived/{meeting}", f"met/{meeting}"):
+            self._store.delete_key(key)
 
     def post(self, event: Event) -> None:
         """Add news for all ranks, this one included."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .agreement import gather_integers
-from .faults import naming_failures
+from .faults import meet_all_ranks, naming_failures
 
 
 def settings_hash(settings: Any) -> int:
@@ -34,6 +34,7 @@ def require_equal_settings(settings: Any, *, of: str, rule: str = "every rank mu
     if dist.get_world_size() == 1:
         return
     with naming_failures(of):
+        meet_all_ranks()
         codes = {code for (code,) in gather_integers((settings_hash(settings),))}
         if len(codes) == 1:
             return

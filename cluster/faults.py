@@ -8,6 +8,11 @@ that communicates turns what the backend says into a `RankFailure` that names th
 [Note: the first cause] Where C waits for B and B for A, which died, both get a connection error, C from B.
 News of a rank that only failed in consequence is marked as such, so that C names A too.
 
+[Note: a call that others do not make] After `WAITING_SECONDS` in a call that a rank has not come to, one line says
+who waits for whom. Where the heartbeats make certain that they never meet, or that the rank has left, the call raises:
+at once where it waits in Python (`meet_all_ranks`, a gathering of small numbers), since that asks `raise_if_in_vain`
+again and again. A thread in another wait of gloo or NCCL cannot be freed, see below.
+
 [Note: end of a stuck process] gloo reports a closed connection at once, but nothing frees a thread that waits
 inside NCCL, or in gloo for a process that has failed and lives on. So the thread prints what it learns while
 this rank waits, and once a failure has been certain for `STUCK_SECONDS` in the same call it ends the process.
@@ -20,44 +25,41 @@ lingers until the others have read its news, and one that waits for another is e
 import atexit
 import faulthandler
 import os
-import re
-import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .board import Board, Event, Sign
+from .board import Board, Event
+from .matching import KEPT, Heartbeat, absent_ranks, members, never_meeting, places
+from .rank_failure import RankFailure, UnmatchedCall, is_broken, is_timeout
+from .termination import termination_deferred
 
 INTERVAL_SECONDS = 0.5
 SILENT_SECONDS = 10.0
 STUCK_SECONDS = 20.0
+WAITING_SECONDS = 30.0
+LOOK_SECONDS = 1.0  # between two looks at the other ranks, per 64 of them
+_POLL_SECONDS = 0.02
 # How long a rank whose connection broke waits for news of the cause: longer than it takes to notice a silence.
 NEWS_SECONDS = SILENT_SECONDS + 4 * INTERVAL_SECONDS
 BRIEF_SECONDS = 4 * INTERVAL_SECONDS
 
-# What gloo says of a peer that is gone; NCCL and the store have error types of their own.
-_BROKEN = re.compile(
-    r"connection (closed by peer|reset by peer|refused)|broken pipe|socket closed|remote worker crashing"
-    r"|connectFullMesh failed",
-    re.I,
-)
-_TIMED_OUT = re.compile(r"timed out waiting|(wait|operation|application) timeout|operation timed out", re.I)
 
+@dataclass(frozen=True, kw_only=True)
+class _Vain:
+    """Why a call cannot end: its number, the error that says so, and since when it is known."""
 
-class RankFailure(RuntimeError):
-    """Another rank failed, died or left while this one waited for it. `rank` is the one to blame, if known."""
-
-    def __init__(self, message: str, rank: int | None = None) -> None:
-        super().__init__(message, rank)
-        self.rank = rank
-
-    def __str__(self) -> str:
-        return str(self.args[0])
+    call: int
+    error: RankFailure
+    since: float
 
 
 class _Watch:
@@ -82,23 +84,46 @@ class _Watch:
         self._entered = 0.0
         self._told = False
         self._has_failed = False
-        self._looked_after: tuple[int, Sign | None, float] | None = None
-        self._board.show(self._sign())
+        self._looked_after: tuple[int, Heartbeat | None, float] | None = None
+        self._group = ""
+        self._thread_id = 0
+        self._joined: dict[str, int] = {}
+        self._recent: dict[str, list[str]] = {}
+        self._errors = 0
+        self._meetings = 0
+        self._looked = 0.0
+        self._is_announced = False
+        self._suspect: tuple[Any, ...] = ()
+        self._in_vain: _Vain | None = None
+        self._given_up = ""
+        self._board.show(self._heartbeat())
         self._thread = threading.Thread(target=self._run, name="echelon watch", daemon=True)
         self._thread.start()
 
     # What the main thread calls.
 
-    def enter(self, action: str) -> bool:
+    def enter(self, action: str, ranks: Sequence[int] | None) -> bool:
         """Note that a watched call begins. Return False inside of another one, which does the naming."""
         if self._action is not None:
             return False
+        if self._given_up:
+            raise RuntimeError(
+                f"{action} cannot run, since an earlier call was given up while other ranks were elsewhere: start the "
+                f"processes again. It was: {self._given_up}"
+            )
         if self._has_failed:  # the error was handled: this rank takes part again
             self._has_failed = False
             self._post("recovered")
         self._calls += 1
         self._entered = time.monotonic()
-        self._told = False
+        self._told = self._is_announced = False
+        self._in_vain, self._suspect = None, ()
+        everyone = range(self.world_size) if ranks is None else ranks
+        self._group = ",".join(map(str, everyone)) if len(everyone) > 1 else ""
+        self._thread_id = threading.get_ident()
+        if self._group:
+            self._joined[self._group] = self._joined.get(self._group, 0) + 1
+            self._recent[self._group] = [*self._recent.get(self._group, []), action][-KEPT:]
         self._action = action
         return True
 
@@ -109,8 +134,52 @@ class _Watch:
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this one raised."""
         self._has_failed = True
+        self._errors += 1
         text = f"{type(error).__name__}: {error}".removesuffix(": ")
-        self._post("failed", text[:2000], consequence=isinstance(error, RankFailure))
+        is_consequence = isinstance(error, RankFailure) and not isinstance(error, UnmatchedCall)
+        self._post("failed", text[:2000], consequence=is_consequence)
+
+    @property
+    def action(self) -> str | None:
+        """The watched call that this thread is in."""
+        return self._action if threading.get_ident() == self._thread_id else None
+
+    def meet(self) -> None:
+        """Wait until all ranks are here, by the store alone: no message of training can be taken for another."""
+        start, meeting = time.monotonic(), self._meetings
+        self._board.arrive(meeting, self.world_size)
+        while not self._board.has_met(meeting):
+            waited = time.monotonic() - start
+            time.sleep(_POLL_SECONDS if waited > 1 else _POLL_SECONDS / 20)
+            error = self._error_of_call()
+            if error is None and waited > default_timeout().total_seconds():
+                error = self._waited_in_vain(self._action or "")
+            if error is not None:
+                self._board.withdraw(meeting)
+                self._forget_call()
+                raise error
+        self._meetings += 1
+        if self.rank == 0 and meeting > 0:
+            self._board.forget(meeting - 1)
+
+    def _forget_call(self) -> None:
+        """Number the calls as if this one had not been made: nothing was sent in it."""
+        if self._group:
+            self._joined[self._group] -= 1
+            self._recent[self._group] = self._recent[self._group][:-1]
+        self._errors -= 1  # of the error that follows
+
+    def raise_if_in_vain(self) -> None:
+        """Raise the error of a call that others never make; what was sent in it makes all later ones wrong."""
+        error, vain = self._error_of_call(), self._in_vain
+        # Where the other rank meets first (see `meet`), it may handle its error, and come.
+        if error is not None and vain is not None and time.monotonic() - vain.since > BRIEF_SECONDS:
+            self._given_up = str(error)
+            raise error
+
+    def _error_of_call(self) -> RankFailure | None:
+        vain, is_own = self._in_vain, threading.get_ident() == self._thread_id
+        return vain.error if vain is not None and is_own and vain.call == self._calls else None
 
     def explain(self, error: BaseException, action: str) -> RankFailure | None:
         """What is behind a broken connection or a timeout; waits for the news. None if no one knows."""
@@ -122,7 +191,7 @@ class _Watch:
             if _is_certain(cause) or self._store_is_lost:
                 break
             # A silence may end, and a rank may leave in consequence: better news may be on its way.
-            patience = NEWS_SECONDS if cause is None and not _is_timeout(error) else BRIEF_SECONDS
+            patience = NEWS_SECONDS if cause is None and not is_timeout(error) else BRIEF_SECONDS
             if time.monotonic() - start > patience:
                 break
             time.sleep(INTERVAL_SECONDS / 5)
@@ -140,16 +209,25 @@ class _Watch:
     def _run(self) -> None:
         with suppress(RuntimeError):  # every error of a store is one: its server is gone
             while not self._stop.wait(INTERVAL_SECONDS) and _default_store() is self.store:
-                self._board.show(self._sign())
+                self._board.show(self._heartbeat())
                 self._read()
                 self._look_after_next()
+                self._look_for_absent()
                 self._end_if_stuck()
             self._say_goodbye()
             return
         self._store_is_lost = True
 
-    def _sign(self) -> Sign:
-        return Sign(beat=time.monotonic_ns(), action=self._action, calls=self._calls)
+    def _heartbeat(self) -> Heartbeat:
+        return Heartbeat(
+            beat=time.monotonic_ns(),
+            action=self._action,
+            calls=self._calls,
+            group=self._group if self._action is not None else "",
+            joined=dict(self._joined),
+            recent=dict(self._recent),
+            errors=self._errors,
+        )
 
     def _read(self) -> None:
         """Take in the news. Both threads do, one at a time."""
@@ -166,41 +244,103 @@ class _Watch:
         rank = next((rank for rank in ranks if rank not in out), None)
         if rank is None:
             return
-        sign, now = self._board.sign(rank), time.monotonic()
-        if sign is None:
+        beat, now = self._board.beat(rank), time.monotonic()
+        if beat is None:
             return  # it has not started to watch
-        if self._looked_after is None or self._looked_after[:2] != (rank, sign):
+        if self._looked_after is None or self._looked_after[:2] != (rank, beat):
             if any(event.rank == rank for event in self._standing()):
                 self._board.post(Event(rank=rank, kind="recovered"))
-            self._looked_after = rank, sign, now
+            self._looked_after = rank, beat, now
         if self._board.is_gone(rank):
             self._board.post(Event(rank=rank, kind="gone"))
         elif now - self._looked_after[2] > SILENT_SECONDS and rank not in {e.rank for e in self._standing()}:
             self._board.post(Event(rank=rank, kind="silent"))
 
+    def _look_for_absent(self) -> None:
+        """See [Note: a call that others do not make]."""
+        now, own = time.monotonic(), self._heartbeat()
+        pause = LOOK_SECONDS * max(1.0, self.world_size / 64)
+        if not own.group or now - self._entered < LOOK_SECONDS or now - self._looked < pause:
+            return
+        self._looked = now
+        beats = {**self._board.beats(members(own.group)), self.rank: own}
+        absent = absent_ranks(self.rank, beats)
+        if absent and now - self._entered > WAITING_SECONDS and not self._is_announced:
+            self._is_announced = True
+            if self.rank == min(set(members(own.group)) - set(absent)):
+                _say(f"{self._waiting(own)} for ranks that have not come: {places(absent, beats)}")
+        error = self._absence(own, absent) or self._mismatch(own, beats)
+        if error is None or self._in_vain is None or self._in_vain.call != own.calls:
+            self._in_vain = None if error is None else _Vain(call=own.calls, error=error, since=now)
+
+    def _waiting(self, own: Heartbeat) -> str:
+        waited = time.monotonic() - self._entered
+        return f"rank {self.rank} has waited {waited:.0f} s in {own.action} (call {own.calls})"
+
+    def _absence(self, own: Heartbeat, absent: Sequence[int]) -> RankFailure | None:
+        """The error of a call that a rank cannot come to any more."""
+        for event in self._standing():
+            if event.rank not in absent or event.kind == "silent":
+                continue
+            # Who failed may have handled it, and come yet; connections that close tell of it sooner.
+            is_over = event.kind in ("left", "gone") or self._board.is_gone(event.rank)
+            if is_over or time.monotonic() - max(self._entered, event.heard) > STUCK_SECONDS / 2:
+                return self._failure(own.action or "", event=event)
+        return None
+
+    def _mismatch(self, own: Heartbeat, beats: Mapping[int, Heartbeat | None]) -> RankFailure | None:
+        """The error of a call that a rank never makes, once two looks have found both where they were."""
+        other = never_meeting(self.rank, beats)
+        beat = None if other is None else beats[other]
+        before = self._suspect
+        self._suspect = () if beat is None else (own.calls, other, beat.calls, beat.action)
+        if beat is None or self._suspect != before:
+            return None
+        return UnmatchedCall(
+            f"rank {self.rank} is in {own.action} (call {own.calls}) and rank {other} {beat}, and each waits for "
+            "the other: every rank has to make the same calls in the same order, so make this one on all or on none",
+            other,
+        )
+
     def _end_if_stuck(self) -> None:
         """See [Note: end of a stuck process]. Silence is not certain, and who left may have done its work."""
-        action, cause = self._action, self._cause()
-        if action is None or cause is None or not _is_certain(cause):
+        action, cause, vain = self._action, self._cause(), self._in_vain
+        if action is None:
             return
-        waited = time.monotonic() - max(self._entered, cause.heard)
-        with suppress(OSError, ValueError):  # a standard error that is closed, or is no file
-            if not self._told:
-                self._told = True
-                print(self._failure(action), file=sys.stderr, flush=True)
-            if waited > STUCK_SECONDS:
-                print(f"rank {self.rank} could not be freed and ends here", file=sys.stderr, flush=True)
+        now, patience = time.monotonic(), STUCK_SECONDS
+        if cause is not None and _is_certain(cause):
+            error, since = self._failure(action), max(self._entered, cause.heard)
+        elif vain is not None and vain.call == self._calls and now - vain.since > BRIEF_SECONDS:
+            error, since = vain.error, vain.since
+            patience += (
+                self.rank * 4 * INTERVAL_SECONDS
+            )  # one ends, and its connections with it, which frees others
+        else:
+            return
+        if not self._told:
+            self._told = True
+            _say(str(error))
+        if now - since > patience:
+            if vain is not None:
+                self.fail(vain.error)
+            _say(f"rank {self.rank} could not be freed and ends here")
+            with suppress(OSError, ValueError):  # a standard error that is closed, or is no file
                 faulthandler.dump_traceback(file=sys.stderr)
-        if waited > STUCK_SECONDS:
             os._exit(1)
 
     def _say_goodbye(self) -> None:
+        self._board.show(self._heartbeat())
         # Set by the interpreter once it has printed an exception that nothing caught.
         error = getattr(sys, "last_value", None)
         if self._has_failed:
             return
         if isinstance(error, BaseException):
-            self.fail(error)
+            failure = None
+            if is_broken(error) or is_timeout(error):  # of a call that nothing of ours stands around
+                failure = self.explain(error, "a call outside of Echelon")
+                if failure is not None:
+                    _say(f"rank {self.rank}: {failure}")
+            self.fail(failure or error)
         else:
             self._post("left")
 
@@ -222,8 +362,8 @@ class _Watch:
         ]
         return min(candidates, key=lambda event: (not _is_certain(event), event.kind == "left"), default=None)
 
-    def _failure(self, action: str, detail: str = "") -> RankFailure | None:
-        cause = self._cause()
+    def _failure(self, action: str, detail: str = "", event: Event | None = None) -> RankFailure | None:
+        cause = self._cause() or event
         here = f"this rank ({self.rank}) was waiting for it in {action}"
         if detail.startswith("lost rank"):  # the pipeline's own words: which stage, which microbatch
             here += f" ({detail.partition(': ')[0]})"
@@ -234,19 +374,18 @@ class _Watch:
         return None
 
     def _unexplained(self, error: BaseException, action: str) -> RankFailure | None:
-        if not _is_timeout(error) or self._store_is_lost:
+        if not is_timeout(error) or self._store_is_lost:
             return None
         with suppress(RuntimeError):
-            others = [
-                f"rank {rank} {self._board.sign(rank) or 'unknown'}"
-                for rank in range(min(self.world_size, 64))
-                if rank != self.rank
-            ]
-            return RankFailure(
-                f"rank {self.rank} waited in vain in {action} (call {self._calls}) and no rank has failed; "
-                f"last seen: {', '.join(others)}"
-            )
+            return self._waited_in_vain(action)
         return None
+
+    def _waited_in_vain(self, action: str) -> RankFailure:
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        return RankFailure(
+            f"rank {self.rank} waited in vain in {action} (call {self._calls}) and no rank has failed: "
+            f"{places(others, self._board.beats(others))}"
+        )
 
 
 _watch: _Watch | None = None  # of this process: it has one default process group, hence one watch
@@ -277,8 +416,31 @@ def stop_watch() -> None:
         ended.end()
 
 
+def meet_all_ranks() -> None:
+    """Wait in a watched call until all ranks of the world have come to it, by the store; for calls that are rare.
+
+    Raises:
+        UnmatchedCall: another rank is in another call that waits for this rank. Nothing has been sent: where this is
+            handled, all can go on.
+        RankFailure: another rank failed, died or left, or did not come within the timeout of the process group.
+    """
+    if _watch is not None:
+        _watch.meet()
+
+
+def raise_if_in_vain() -> None:
+    """Raise where this rank waits for one that never comes. Asked again and again by all that wait in Python."""
+    if _watch is not None:
+        _watch.raise_if_in_vain()
+
+
+def current_call() -> str | None:
+    """The watched call that this process is in; None outside, and in a run of one process."""
+    return None if _watch is None else _watch.action
+
+
 @contextmanager
-def naming_failures(action: str) -> Iterator[None]:
+def naming_failures(action: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
     """Around a call that communicates: an error of this rank is told to all, one of another rank is named.
 
     An exception of this rank's own passes unchanged, once the others have been told. When the connection to
@@ -287,28 +449,42 @@ def naming_failures(action: str) -> Iterator[None]:
 
     Args:
         action: what is being done, as the messages shall say it: "optimizer.step".
+        ranks: that have to make this call, all of them equally often. None is all, () none but this one.
 
     Raises:
         RankFailure: another rank failed, died or left; chained to what the backend raised.
+        UnmatchedCall: another rank is in another call, and both wait for each other.
     """
     start_watch()
     watch = _watch
-    if watch is None or not watch.enter(action):
+    if watch is None or not watch.enter(action, ranks):
         yield
         return
-    with _termination_deferred():
+    with termination_deferred():
         try:
             yield
         except StopIteration:  # the data ended, which is no failure; who needs more of it compares beforehand
             raise
         except BaseException as error:
-            failure = watch.explain(error, action) if _is_broken(error) or _is_timeout(error) else None
+            failure = watch.explain(error, action) if is_broken(error) or is_timeout(error) else None
             watch.fail(failure or error)
             if failure is None:
                 raise
             raise failure from error
         finally:
             watch.leave()
+
+
+def _say(text: str) -> None:
+    with suppress(OSError, ValueError):  # a standard error that is closed
+        print(text, file=sys.stderr, flush=True)
+
+
+def default_timeout() -> timedelta:
+    """That of the default group; torch gives other groups its own default instead. Private to torch."""
+    world = distributed_c10d._get_default_group()
+    timeout: timedelta = max(world._get_backend(device).options._timeout for device in world._device_types)
+    return timeout
 
 
 def _default_store() -> dist.Store | None:
@@ -319,35 +495,6 @@ def _default_store() -> dist.Store | None:
         return None
 
 
-@contextmanager
-def _termination_deferred() -> Iterator[None]:
-    """Do not end by SIGTERM before the block does. See [Note: launchers]; a user's own handler stays as it is."""
-    is_ours = threading.current_thread() is threading.main_thread()
-    if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    came: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if came and sys.exc_info()[0] is None:  # an error that passes ends the process, and says more
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 def _is_certain(cause: Event | None) -> bool:
     """Whether it is known that the rank will not come back."""
     return cause is not None and cause.kind in ("failed", "gone")
-
-
-def _is_broken(error: BaseException) -> bool:
-    """Whether the error says that another rank went away, or that the backend failed."""
-    if isinstance(error, dist.DistNetworkError | dist.DistBackendError | ConnectionError):
-        return True
-    return isinstance(error, RuntimeError) and _BROKEN.search(str(error)) is not None
-
-
-def _is_timeout(error: BaseException) -> bool:
-    """Whether the error says that another rank did not come."""
-    return isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)) is not None

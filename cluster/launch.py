@@ -1,10 +1,11 @@
 """Starting the process group of a run. The mesh over it is mesh.py; the watch over its ranks is faults.py."""
 
+import faulthandler
 import os
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -62,6 +63,9 @@ def launch_from_torch(
         else:
             dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     start_watch()
+    if not faulthandler.is_enabled():  # gloo ends a process without an exception where messages do not fit
+        with suppress(OSError, ValueError):  # a standard error that is no file
+            faulthandler.enable()
     seed_everything(seed)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .faults import start_watch
+from .faults import default_timeout, start_watch
 from .launch import default_device, torchrun_command, wait_until_all_have_connected
 
 AXES = ("pp", "dp", "sp", "tp")
@@ -67,13 +67,6 @@ def weight_size_faults(wp_size: int, data_size: int) -> list[str]:
 def divisors(number: int) -> list[int]:
     """All divisors of `number`, rising: what an error message offers."""
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-
-
-def default_timeout() -> timedelta:
-    """That of the default group; torch gives other groups its own default instead. Private to torch."""
-    backend = distributed_c10d._get_default_group()._get_backend(default_device())
-    timeout: timedelta = backend.options._timeout
-    return timeout
 
 
 @contextmanager
@@ -187,6 +180,11 @@ class ParallelMesh:
     def global_ranks(self, axis: str) -> list[int]:
         """The world's ranks of `group(axis)`, by coordinate."""
         return dist.get_process_group_ranks(self.group(axis))
+
+    def model_ranks(self) -> list[int]:
+        """The world's ranks that compute one replica, on this rank's stage: axes sp and tp."""
+        ranks: list[int] = self._mesh.mesh[self.rank("pp"), self.rank("dp")].flatten().tolist()
+        return ranks
 
     def axis_of(self, group: dist.ProcessGroup) -> str:
         """The axis that a group of this mesh lies along; "world" for any other."""

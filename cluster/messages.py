@@ -23,6 +23,7 @@ from contextlib import ExitStack, suppress
 from weakref import WeakSet, finalize
 
 from .board import has_ended
+from .faults import raise_if_in_vain
 
 _TICK_SECONDS = 1.0  # how often who waits looks whether the other process still lives
 # For room, when a process ends. Who ends takes in nothing any more, and is told so little.
@@ -85,6 +86,7 @@ class Messages:
                 if message := line.receive():
                     return array("q", message)
                 is_over = True
+            raise_if_in_vain()
             process = f"process {line.pid}, rank {rank} of the group"
             if is_over:
                 raise RuntimeError(f"Connection closed by peer: {process}")

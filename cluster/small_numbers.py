@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import begin_gathering_integers
+from .agreement import begin_gathering_integers, tagged, untagged
 from .launch import default_device
 from .messages import MOST_NUMBERS
 from .process_memory import Neighbours, find_neighbours
@@ -35,7 +35,7 @@ def begin_gathering(values: Sequence[int], group: dist.ProcessGroup | None = Non
     """
     group = group or _world()
     lines = _lines_of(group)
-    if lines is None or len(values) > MOST_NUMBERS:
+    if lines is None or len(values) + 2 > MOST_NUMBERS:
         return begin_gathering_integers(values, group)
     with OneCollective("all_gather", 8 * len(values) * group.size(), group):
         return lines.begin(values)
@@ -55,7 +55,7 @@ def all_reduce_(
     """
     group = group or _world()
     lines = _lines_of(group) if x.device.type == "cpu" else None
-    if lines is None or x.numel() > MOST_NUMBERS:
+    if lines is None or x.numel() + 2 > MOST_NUMBERS:
         dist.all_reduce(x, op=operation, group=group)
         return x
     with OneCollective("all_reduce", x.nbytes, group):
@@ -69,15 +69,16 @@ class _Lines:
 
     def __init__(self, group: dist.ProcessGroup, neighbours: Neighbours) -> None:
         self._rank, self._ranks, self._messages = group.rank(), range(group.size()), neighbours.messages
+        self._members = dist.get_process_group_ranks(group)
         self._tags = count()  # one for each collective
 
     def begin(self, values: Sequence[int]) -> Callable[[], Rows]:
-        tag = next(self._tags)
-        self._tell(tag, values)
-        return lambda: [
-            tuple(values) if rank == self._rank else tuple(self._messages.hear(rank, tag))
-            for rank in self._ranks
-        ]
+        tag, own = next(self._tags), tagged(values)
+        self._tell(tag, own)
+        return lambda: untagged(
+            [own if rank == self._rank else tuple(self._messages.hear(rank, tag)) for rank in self._ranks],
+            self._members,
+        )
 
     def _tell(self, tag: int, values: Sequence[int]) -> None:
         for rank in self._ranks:

@@ -6,12 +6,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn import Parameter
 
 from ..checkpoint.lora import Adapter
+from ..cluster.faults import naming_failures
 from ..cluster.random import ForwardRandom
 from ..shardformer.checkpoint_config import recomputable_layers
 from ..shardformer.given import mark_taken
@@ -44,8 +46,13 @@ class TorchFSDPModel(BoostedModule):
         for parameter in module.parameters():
             if parameter.is_floating_point() and parameter.itemsize < torch.float32.itemsize:
                 parameter.data = parameter.data.float()
-        for layer in separable_layers(module):
+        layers = separable_layers(module)
+        for layer in layers:
             fully_shard(layer, **policy)
+        # Layers that are freed are gathered in every forward; what stays gathered may be used alone.
+        always_gathers = bool(layers) and policy["reshard_after_forward"] is not False
+        mesh = policy["mesh"]
+        self._ranks = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)) if always_gathers else ()
         self.root = (fully_shard(module, **policy),)  # a tuple is not registered: one name per parameter
         refuse_partial_state(module)
         self.module = module
@@ -53,7 +60,10 @@ class TorchFSDPModel(BoostedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs; each layer is gathered when it computes. Every rank of a shard group calls."""
-        with self._random.call(self._random.draw(self.module)):
+        with (
+            naming_failures("model(**batch)", self._ranks),
+            self._random.call(self._random.draw(self.module)),
+        ):
             return self.module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

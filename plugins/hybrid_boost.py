@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..cluster.equal_settings import require_equal_settings
-from ..cluster.faults import naming_failures
+from ..cluster.faults import meet_all_ranks, naming_failures
 from ..cluster.gradient_owner import give_gradients_to
 from ..cluster.hooks import own
 from ..lazy import materialize
@@ -47,6 +47,7 @@ def boost(
     model, adapters = unwrapped(model)
     sharder, split = _checked_splits(model, optimizer, plugin)
     with naming_failures("boost"):
+        meet_all_ranks()
         require_equal_models(model)
         require_equal_settings(optimizer_options(optimizer), of="the optimizer")
         names = ParameterNames.of(model)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.lora import Adapter
 from ..checkpoint.names import saved_state
+from ..cluster.faults import naming_failures
 from ..cluster.random import ForwardRandom
 from ..pipeline.cut import held_stages, refuse_direct_calls, takes
 from ..pipeline.linear import hold_weight_gradients
@@ -88,12 +89,17 @@ class HybridParallelModule(BoostedModule):
         if torch.compiler.is_compiling() and not self._compiles:
             _refuse_compiling()
         self.plugin._refuse_pipeline("model(**batch)")
-        drawn = self._require_equal_inputs(args, kwargs, self.random.draw(self.module))
-        if self.training and self._takes_cache and argument(self.module, args, kwargs, "use_cache") is None:
-            kwargs = without_cache(self.module, args, kwargs)
-        args, kwargs = self.engine.to_compute(args), self.engine.to_compute(kwargs)
-        with self.random.call(drawn):
-            return self.module(*args, **kwargs)
+        with naming_failures("model(**batch)", self.plugin.mesh.model_ranks()):
+            drawn = self._require_equal_inputs(args, kwargs, self.random.draw(self.module))
+            if (
+                self.training
+                and self._takes_cache
+                and argument(self.module, args, kwargs, "use_cache") is None
+            ):
+                kwargs = without_cache(self.module, args, kwargs)
+            args, kwargs = self.engine.to_compute(args), self.engine.to_compute(kwargs)
+            with self.random.call(drawn):
+                return self.module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The `generate` of the transformers model. All ranks of a tensor axis give equal inputs.
@@ -107,9 +113,10 @@ class HybridParallelModule(BoostedModule):
                 "model.generate needs pp_size, sp_size and wp_size of 1: save the model by booster.save_model, and "
                 "generate with what from_pretrained loads"
             )
-        self._require_equal_inputs(args, kwargs)
-        module: Any = self.module
-        return module.generate(*self.engine.to_compute(args), **self.engine.to_compute(kwargs))
+        with naming_failures("model.generate", self.plugin.mesh.model_ranks()):
+            self._require_equal_inputs(args, kwargs)
+            module: Any = self.module
+            return module.generate(*self.engine.to_compute(args), **self.engine.to_compute(kwargs))
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the model in place, for `execute_pipeline` and calls alike; see torch.nn.Module.compile.

@@ -315,7 +315,8 @@ class HybridParallelPlugin(Plugin):
                 "booster.backward got a loss without a graph: compute it from the outputs of model(**batch), without "
                 "detach(), item() or torch.no_grad()"
             )
-        with naming_failures("backward"):
+        averages = optimizer.reducer.may_launch  # else replicas may run different numbers of backwards
+        with naming_failures("backward", None if averages else self.mesh.model_ranks()):
             optimizer.backward(loss)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ..cluster.faults import naming_failures
 from ..zero.faults import require_clip_norm, require_clip_value, require_finite_norm
 from ..zero.precision import beyond_fp16
 from ..zero.wrapper import NOT_PICKLED
@@ -69,6 +70,7 @@ class ScaledOptimizer(Optimizer):
         self._is_scaled = True
         self._note_gradients()
 
+    @naming_failures("optimizer.step", ())
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the parameters, or skip where a scaled gradient overflowed.
 
@@ -92,6 +94,7 @@ class ScaledOptimizer(Optimizer):
         self._was_written = None
         self._note_gradients()
 
+    @naming_failures("optimizer.clip_grad_by_norm", ())
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from ..checkpoint.held_model import HeldModel
 from ..checkpoint.lora import Adapter
-from ..cluster.faults import naming_failures
+from ..cluster.faults import meet_all_ranks, naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom
 from ..lazy import materialize
@@ -113,6 +113,7 @@ class TorchDDPPlugin(TorchPlugin):
         if faults := model_faults(model):
             raise ValueError(told(faults))
         with naming_failures("boost"):
+            meet_all_ranks()
             model, adapters = unwrapped(model)
             model = materialize(model).to(self.mesh.device)
             own_batch_norms(model, self.mesh.group("data"))
@@ -134,7 +135,7 @@ class TorchDDPPlugin(TorchPlugin):
         if optimizer is not None:
             require_boosted(optimizer, "booster.no_sync")
         assert isinstance(model, TorchDDPModel)
-        return model.ddp.no_sync() if model.ddp is not None else nullcontext()
+        return self._accumulating(model.ddp.no_sync() if model.ddp is not None else nullcontext())
 
     def held_model(self, model: nn.Module) -> HeldModel:
         """All of a boosted model."""
@@ -178,7 +179,11 @@ class TorchDDPModel(BoostedModule):
             return module.generate(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs, computed in the mixed precision."""
-        computing = torch.autocast(self._device_type, self._dtype, enabled=self._dtype is not None)
-        with computing, self._random.call(self._random.draw(self.module)):
+        """The model's outputs, computed in the mixed precision. Buffers are broadcast from the first rank."""
+        is_collective = self.ddp is not None and self.ddp.will_sync_module_buffers()
+        with (
+            naming_failures("model(**batch)", None if is_collective else ()),
+            torch.autocast(self._device_type, self._dtype, enabled=self._dtype is not None),
+            self._random.call(self._random.draw(self.module)),
+        ):
             return (self.ddp or self.module)(*args, **kwargs)

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ..checkpoint.held_model import HeldModel
-from ..cluster.faults import naming_failures
+from ..cluster.faults import meet_all_ranks, naming_failures
 from ..cluster.hooks import has_foreign_hooks
 from ..cluster.launch import default_device
 from ..cluster.mesh import ParallelMesh, divisors
@@ -189,6 +189,7 @@ class TorchFSDPPlugin(TorchPlugin):
         if faults := boost_faults(model, optimizer):
             raise ValueError(told(faults))
         with naming_failures("boost"):
+            meet_all_ranks()
             require_equal_models(model)
             names = {parameter: name for name, parameter in model.named_parameters()}
             materialize(model)
@@ -208,7 +209,7 @@ class TorchFSDPPlugin(TorchPlugin):
         """
         if optimizer is not None:
             require_boosted(optimizer, "booster.no_sync")
-        return _boosted(model, "no_sync").no_sync()
+        return self._accumulating(_boosted(model, "no_sync").no_sync())
 
     def held_model(self, model: nn.Module) -> HeldModel:
         """This rank's rows of a boosted model, in float32."""

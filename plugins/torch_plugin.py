@@ -1,6 +1,7 @@
 """What the plugins on torch's own data parallelism share. How each wraps a model is its own file."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ class TorchPlugin(Plugin):
     """Data parallelism over all ranks, by torch's own wrappers. No pipeline: call `model(**batch)`."""
 
     mesh: ParallelMesh
+    _accumulates = False  # inside of no_sync, where ranks may run different numbers of backwards
 
     @property
     def dp_size(self) -> int:
@@ -50,8 +52,17 @@ class TorchPlugin(Plugin):
             ValueError: the optimizer is not what `booster.boost` returned.
         """
         scaled = require_boosted(optimizer, "booster.backward")
-        with naming_failures("backward"):
+        with naming_failures("backward", () if self._accumulates else None):
             scaled.backward(loss)
+
+    @contextmanager
+    def _accumulating(self, no_sync: AbstractContextManager[None]) -> Iterator[None]:
+        before, self._accumulates = self._accumulates, True
+        try:
+            with no_sync:
+                yield
+        finally:
+            self._accumulates = before
 
     def execute_pipeline(
         self,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.checkpoint.saving import Save
-from echelon.cluster.faults import RankFailure
+from echelon.cluster.rank_failure import RankFailure
 
 from .crashes import SHARD, small_run
 from .harm import told

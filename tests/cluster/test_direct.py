@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from echelon.cluster import direct, process_memory
 from echelon.cluster.direct import Direct, _Reading, _Sending, direct_ways
-from echelon.cluster.faults import _BROKEN, _default_store
+from echelon.cluster.faults import _default_store
 from echelon.cluster.mesh import ParallelMesh
+from echelon.cluster.rank_failure import BROKEN
 from echelon.cluster.traffic import Traffic
 
 from ..pool import Pool
@@ -141,7 +142,7 @@ def check_small() -> None:
 def test_another_size_than_is_expected_is_told(pool: Pool) -> None:
     sender, receiver = pool.run_failing(2, send_another_size)
     assert "rank 0 of the group sends 12 bytes where 8 are expected" in str(receiver)
-    assert isinstance(sender, RuntimeError) and _BROKEN.search(str(sender)), "it does not wait for ever"
+    assert isinstance(sender, RuntimeError) and BROKEN.search(str(sender)), "it does not wait for ever"
 
 
 def send_another_size() -> None:
@@ -158,7 +159,7 @@ def send_another_size() -> None:
 def test_a_rank_that_is_killed_is_noticed_by_who_waits_for_it(pool: Pool, reads: bool, dying: int) -> None:
     start = time.monotonic()
     error = pool.run_failing(2, die, reads, dying)[1 - dying]
-    assert isinstance(error, RuntimeError) and _BROKEN.search(str(error)), error
+    assert isinstance(error, RuntimeError) and BROKEN.search(str(error)), error
     assert time.monotonic() - start < 20
 
 
@@ -177,7 +178,7 @@ def die(reads: bool, dying: int) -> None:
 def test_a_tensor_of_a_rank_that_was_killed_is_not_taken_for_one(pool: Pool) -> None:
     """It was told of, and is gone."""
     error = pool.run_failing(2, die_before_it_is_read)[1]
-    assert isinstance(error, RuntimeError) and _BROKEN.search(str(error)), error
+    assert isinstance(error, RuntimeError) and BROKEN.search(str(error)), error
 
 
 def die_before_it_is_read() -> None:

@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 from echelon.cluster import faults
-from echelon.cluster.board import Board, Event, Sign
-from echelon.cluster.faults import RankFailure, naming_failures, start_watch, stop_watch
+from echelon.cluster.board import Board, Event
+from echelon.cluster.faults import naming_failures, start_watch, stop_watch
+from echelon.cluster.matching import Heartbeat
+from echelon.cluster.rank_failure import RankFailure
 
 from ..pool import Pool, RankDied
 
@@ -133,15 +135,15 @@ def exchange_news() -> list[str]:
     rank = dist.get_rank()
     board = Board(faults._default_store(), rank)
     assert board.news() == []
-    assert board.sign(rank) is None
-    board.show(Sign(beat=1, action="boost", calls=rank))
+    assert board.beat(rank) is None
+    board.show(Heartbeat(beat=1, action="boost", calls=rank))
     dist.barrier()
     board.post(Event(rank=rank, kind="failed", text="ValueError: no"))
     dist.barrier()
     assert not board.is_gone(1 - rank)
     news = board.news()
     assert board.news() == []
-    return [*sorted(map(str, news)), str(board.sign(1 - rank))]
+    return [*sorted(map(str, news)), str(board.beat(1 - rank))]
 
 
 def test_one_thread_posts_while_another_reads() -> None:
@@ -212,7 +214,7 @@ def test_a_wait_in_vain_says_where_the_others_are(pool: Pool) -> None:
     error = pool.run_failing(2, receive_in_vain)[0]
     assert isinstance(error, RankFailure)
     assert "rank 0 waited in vain in execute_pipeline (call 1) and no rank has failed" in str(error)
-    assert "rank 1 in optimizer.step, call 1" in str(error)
+    assert "rank 1 is in optimizer.step, call 1" in str(error)
 
 
 def test_an_error_that_was_handled_is_not_blamed_later(pool: Pool) -> None:

@@ -16,9 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from echelon.cluster import messages, process_memory
-from echelon.cluster.faults import _BROKEN, _TIMED_OUT
 from echelon.cluster.messages import Messages, knock, open_door
 from echelon.cluster.process_memory import find_neighbours
+from echelon.cluster.rank_failure import BROKEN, TIMED_OUT
 
 from ..pool import Pool
 
@@ -156,7 +156,7 @@ def test_what_was_told_arrives_when_its_teller_is_dropped() -> None:
     assert [there.hear(0, 0)[0] for _ in range(MANY)] == list(range(MANY))
     with pytest.raises(RuntimeError, match="Connection closed by peer") as raised:
         there.hear(0, 0)
-    assert _BROKEN.search(str(raised.value))
+    assert BROKEN.search(str(raised.value))
     there.tell(0, 0, 1)  # nobody is there, and nobody minds
 
 
@@ -166,7 +166,7 @@ def test_patience_ends_with_words_that_are_taken_for_a_timeout() -> None:
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 1 of the group") as raised:
         here.hear(1, 4)
-    assert _TIMED_OUT.search(str(raised.value)) and not _BROKEN.search(str(raised.value))
+    assert TIMED_OUT.search(str(raised.value)) and not BROKEN.search(str(raised.value))
     assert time.monotonic() - start < 4
     here.hear(1, 3)
 
@@ -207,7 +207,7 @@ def test_a_process_that_is_killed_is_noticed_also_where_a_child_holds_its_lines(
         start = time.monotonic()
         with pytest.raises(RuntimeError, match=f"process {pid}, rank 1 of the group") as raised:
             here.hear(1, 1)
-        assert _BROKEN.search(str(raised.value))
+        assert BROKEN.search(str(raised.value))
         assert time.monotonic() - start < 5
         here.close()
 

@@ -1,0 +1,186 @@
+"""Calls that only some ranks make end with an error that says who is where, and a rank that is late may come."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from echelon import Booster, TorchDDPPlugin, TorchFSDPPlugin
+from echelon.cluster import faults
+from echelon.cluster.rank_failure import RankFailure
+from echelon.verify.batch import loss_of, make_batch
+
+from ..pool import Pool
+from .training import LLAMA, boosted, hybrid, share
+
+PLUGINS: dict[str, Callable[[], Booster]] = {
+    "tp": lambda: hybrid(tp_size=2),
+    "dp": lambda: hybrid(zero_stage=1),
+    "pp": lambda: hybrid(pp_size=2),
+    "ddp": lambda: Booster(plugin=TorchDDPPlugin()),
+    "fsdp": lambda: Booster(plugin=TorchFSDPPlugin()),
+}
+
+
+class Run:
+    """A boosted model and its optimizer on this rank, after one step, with the watch in a hurry."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        faults.INTERVAL_SECONDS, faults.LOOK_SECONDS, faults.BRIEF_SECONDS = 0.1, 0.2, 0.4
+        faults.WAITING_SECONDS, faults.STUCK_SECONDS = 1.0, 4.0
+        self.kind, self.folder, self.booster = kind, folder, PLUGINS[kind]()
+        self.model, self.optimizer = boosted(self.booster, LLAMA)
+        self.train()
+
+    def train(self) -> None:
+        self.backward()
+        self.step()
+
+    def backward(self) -> None:
+        if self.kind in ("ddp", "fsdp"):
+            loss = self.model(**next(share(self.booster, LLAMA, 0))).loss
+            self.booster.backward(loss, self.optimizer)
+        else:
+            self.booster.execute_pipeline(share(self.booster, LLAMA, 0), self.model, loss_of, self.optimizer)
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self) -> None:
+        self.booster.save_model(self.model, self.folder / "model", shard=True)
+
+    def save_checkpoint(self) -> None:
+        self.booster.save_checkpoint(self.folder, 1, model=self.model, optimizer=self.optimizer)
+
+    def load(self) -> None:
+        self.booster.load_checkpoint(self.folder, model=self.model, optimizer=self.optimizer)
+
+    def evaluate(self) -> None:
+        with torch.no_grad():
+            self.model(**make_batch(LLAMA, num_samples=2, seed=9))
+
+
+def on_one_rank(kind: str, folder: Path, call: str) -> None:
+    """The first rank makes a call alone, and then both train on."""
+    run = Run(kind, folder)
+    if dist.get_rank() == 0:
+        getattr(run, call)()
+    for _ in range(2):
+        run.train()
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "names"),
+    [
+        ("tp", "save", ("save_model", "execute_pipeline")),
+        ("tp", "evaluate", ("model(**batch)", "execute_pipeline")),
+        ("tp", "step", ("optimizer.step", "execute_pipeline")),
+        ("pp", "load", ("load_checkpoint", "execute_pipeline")),
+        ("dp", "save_checkpoint", ("save_checkpoint", "execute_pipeline")),
+        ("dp", "backward", ("execute_pipeline", "optimizer.step")),
+        ("ddp", "save", ("save_model", "model(**batch)")),
+        ("fsdp", "save_checkpoint", ("save_checkpoint", "model(**batch)")),
+    ],
+)
+def test_a_call_of_one_rank_is_refused(
+    pool: Pool, tmp_path: Path, kind: str, call: str, names: tuple[str, str]
+) -> None:
+    errors = pool.run_failing(2, on_one_rank, kind, tmp_path, call, timeout=60.0)
+    told = [str(error) for error in errors]
+    assert not any("waited in vain" in each for each in told), told  # the timeout was not what ended it
+    assert any(
+        isinstance(error, RankFailure) and all(name in str(error) for name in names) for error in errors
+    ), told
+
+
+def test_a_call_of_one_rank_after_the_others_have_ended_is_refused(pool: Pool, tmp_path: Path) -> None:
+    error = pool.run_failing(2, leave_before_a_save, tmp_path, timeout=60.0)[0]
+    assert isinstance(error, RankFailure)
+    assert str(error).startswith("rank 1 left: ")
+    assert "was waiting for it in save_model" in str(error)
+
+
+def leave_before_a_save(folder: Path) -> None:
+    run = Run("dp", folder)
+    if dist.get_rank() == 0:
+        run.save()
+    else:
+        dist.destroy_process_group()
+        time.sleep(3)
+
+
+def save_alone_and_go_on(kind: str, folder: Path) -> int:
+    """The first rank handles its error, and both train and save on."""
+    run = Run(kind, folder)
+    if dist.get_rank() == 0:
+        with pytest.raises(RankFailure, match="is in save_model"):
+            run.save()
+    for _ in range(2):
+        run.train()
+    run.save()
+    return len(list(folder.glob("model/*")))
+
+
+def test_a_save_of_one_rank_that_is_handled_leaves_the_run_whole(pool: Pool, tmp_path: Path) -> None:
+    assert min(pool.run(2, save_alone_and_go_on, "tp", tmp_path)) > 0
+
+
+@pytest.mark.parametrize("kind", ["tp", "ddp"])
+def test_a_rank_that_is_late_is_named_and_waited_for(pool: Pool, tmp_path: Path, kind: str) -> None:
+    first, second = pool.run(2, come_late, kind, tmp_path)
+    assert second == []
+    assert len(first) == 2  # one line for each call
+    assert all(
+        "for ranks that have not come: rank 1 is outside of Echelon, after call " in line for line in first
+    )
+    assert "in save_model (call " in first[1]
+
+
+def come_late(kind: str, folder: Path) -> list[str]:
+    """The second rank comes late to a step and to a save; what the watch says meanwhile."""
+    run, said = Run(kind, folder), list[str]()
+    faults._say = said.append
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(faults, "_say", said.append)
+        for call in (run.train, run.save):
+            if dist.get_rank() == 1:
+                time.sleep(2.5)
+            call()
+    return said
+
+
+@pytest.mark.parametrize(("kind", "how"), [("ddp", "raises"), ("ddp", "exits"), ("fsdp", "exits")])
+def test_torch_plugins_name_a_rank_that_fails(pool: Pool, tmp_path: Path, kind: str, how: str) -> None:
+    errors = pool.run_failing(2, fail_between_forward_and_backward, kind, tmp_path, how)
+    told = {"raises": "rank 1 left: ", "exits": "rank 1 died: its process is gone; "}
+    assert isinstance(errors[0], RankFailure), errors
+    assert str(errors[0]).startswith(told[how])
+
+
+def fail_between_forward_and_backward(kind: str, folder: Path, how: str) -> None:
+    run = Run(kind, folder)
+    if dist.get_rank() == 1:
+        if how == "exits":
+            os._exit(3)
+        raise LookupError("no such file")
+    run.train()
+
+
+@pytest.mark.slow
+def test_a_rank_that_sleeps_for_a_minute_is_not_ended(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, sleep_for_a_minute, tmp_path, timeout=200.0)
+
+
+def sleep_for_a_minute(folder: Path) -> None:
+    run = Run("tp", folder)
+    faults.INTERVAL_SECONDS, faults.LOOK_SECONDS, faults.BRIEF_SECONDS = 0.5, 1.0, 2.0
+    faults.WAITING_SECONDS, faults.STUCK_SECONDS = 30.0, 20.0
+    for call in (run.train, run.save):
+        if dist.get_rank() == 1:
+            time.sleep(60)
+        call()
