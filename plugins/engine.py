@@ -1,5 +1,6 @@
 """A batch through the pipeline: agree on it, cut it, run the schedule, give every rank the loss."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -33,7 +34,9 @@ from .base import Returned
 from .hybrid_config import HybridConfig
 from .loss import BatchLoss, PipelineLoss, reduced_loss
 
+_LOG = logging.getLogger("echelon")
 _ENDED = object()
+_COMPARED_STEPS = 3  # the first ones, in which replicas' batches are compared with each other
 
 
 class PipelineEngine:
@@ -75,6 +78,7 @@ class PipelineEngine:
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._first_weight = 1.0  # of the calls before a step: the samples of a replica in the first of them
         self._normalizes_together = any(has_sync_batch_norm(stage.model) for stage in stages.values())
+        self._equal_steps: list[bool] = []
         self.trace: list[Span] | None = None
 
     def run(
@@ -189,8 +193,9 @@ class PipelineEngine:
             )
         batch = next(data_iter, _ENDED)
         has_batch = batch is not _ENDED
-        is_shared = self._mesh.size("pp", "sp", "tp") > 1
-        code = batch_hash(batch) if is_shared and has_batch else 0
+        compares = own.trains and len(self._equal_steps) < _COMPARED_STEPS and self._mesh.size("dp") > 1
+        is_compared = compares or self._mesh.size("pp", "sp", "tp") > 1
+        code = batch_hash(batch) if is_compared and has_batch else 0
         samples = batch_size(batch) if has_batch else 0
         replica = self._mesh.rank("dp")
         drawn = self._random.draw(next(iter(self._stages.values())).model) if has_batch else 0
@@ -206,7 +211,10 @@ class PipelineEngine:
         wanted = _common_wishes(
             [(of, _Wanted(*map(bool, wishes))) for _, _, _, of, _, *wishes in found], replica
         )
-        self._check_replicas([(of, code) for _, code, _, of, *_ in found])
+        codes = [(of, code) for _, code, _, of, *_ in found]
+        self._check_replicas(codes)
+        if compares:
+            self._note_replicas(codes)
         every = [samples for _, _, samples, *_ in found]
         self._check_batch(batch, dict(enumerate(every)))
         self._check_sharing_ranks(every)
@@ -223,8 +231,20 @@ class PipelineEngine:
             told = "; ".join(f"replica {replica}: rank(s) {ranks}" for replica, ranks in differing.items())
             raise ValueError(
                 "the batches differ between ranks of one replica, which must all get the same "
-                f"({told}, unlike its first rank): build the dataloader with booster.plugin.prepare_dataloader, "
-                "or seed your own sampler and collator by the data-parallel rank alone"
+                f"({told}, unlike its first rank): give the dataloader to booster.boost, or build it with "
+                "booster.plugin.prepare_dataloader, or seed your own sampler and collator by the data-parallel rank "
+                "alone"
+            )
+
+    def _note_replicas(self, codes: list[tuple[int, int]]) -> None:
+        """Log once where all replicas were given equal batches in each of the first steps: no error, data may be so."""
+        self._equal_steps.append(len({code for _, code in codes}) == 1)
+        if len(self._equal_steps) == _COMPARED_STEPS and all(self._equal_steps) and dist.get_rank() == 0:
+            _LOG.warning(
+                "all %d replicas were given equal batches in each of the first %d steps: give the dataloader to "
+                "booster.boost, or build it with booster.plugin.prepare_dataloader",
+                self._mesh.size("dp"),
+                _COMPARED_STEPS,
             )
 
     def _check_batch(self, batch: Any, samples: dict[int, int]) -> None:

@@ -1,6 +1,7 @@
 """A DataLoader of the user's, given to boost: sharded over the replicas, in the order of a plain loop."""
 
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -294,3 +295,38 @@ def test_a_checkpoint_goes_on_in_the_order_with_any_number_of_replicas(
     for size in (1, 2):
         rest = samples(pool.run(size, run_to, tmp_path, kind, 66 - stop, 2, resume=True))
         assert rest == whole[stop:]
+
+
+def lines_of_steps(is_boosted: bool) -> list[str]:
+    """The lines that three steps log."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("echelon").addHandler(handler)
+    booster, model, loader = Booster(plugin=PLUGINS["replicas"]()), Sum(), DataLoader(Floats(), 2)
+    model, optimizer, _, given, _ = booster.boost(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), dataloader=loader if is_boosted else None
+    )
+    batches = iter(given if is_boosted else loader)
+    for _ in range(4):
+        booster.execute_pipeline(batches, model, lambda outputs, inputs: outputs.mean(), optimizer)
+        optimizer.step()
+    logging.getLogger("echelon").removeHandler(handler)
+    return lines
+
+
+class Floats(Numbers):
+    """The same as floating numbers."""
+
+    def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
+        return torch.tensor(float(index))
+
+
+def test_one_line_says_that_a_loader_is_sharded_or_that_replicas_get_equal_batches(pool: Pool) -> None:
+    (line,), nothing = pool.run(2, lines_of_steps, True)
+    assert (
+        line == "boost shards the dataloader over 2 replicas: batch_size=2 is that of each, 4 samples a step"
+    )
+    (other,), still_nothing = pool.run(2, lines_of_steps, False)
+    assert other.startswith("all 2 replicas were given equal batches in each of the first 3 steps: give the")
+    assert nothing == still_nothing == []
