@@ -153,7 +153,7 @@ def describing(model: nn.Module) -> Describe | None:
 
 
 def config_faults(model: nn.Module) -> list[str]:
-    """Why the configs of a transformers model could not be written; empty where they can, or there are none."""
+    """Reasons why the configs of a transformers model could not be written."""
     if not isinstance(model, PreTrainedModel):
         return []
     faults = []

@@ -220,7 +220,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def dtype_faults(dtypes: Mapping[str, torch.dtype]) -> list[str]:
-    """Which tensors have a format that files of safetensors have not."""
+    """Errors for the tensors of formats that safetensors files do not have."""
     return [
         f"{name} is {dtype}, which safetensors files cannot hold: use another format"
         for name, dtype in dtypes.items()

@@ -1,4 +1,4 @@
-"""What can be known before training of a save that would fail. Saving is checkpoints.py."""
+"""Errors of a save that are known before training. Saving is checkpoints.py."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from .values import value_faults
 
 
 def save_faults(model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any) -> list[str]:
-    """Why no checkpoint of these could be written, as far as it is known now; empty where nothing speaks against it.
+    """Reasons why no checkpoint of these could be written, as far as they are known now.
 
     Args:
         model: whole, or what this rank has of it.

@@ -31,7 +31,7 @@ def saved_bytes(values: Any) -> bytes:
 
 
 def value_faults(values: Any, what: str) -> list[str]:
-    """Why values cannot be saved, at most one reason; empty where they can. See `saved_bytes`."""
+    """The reason why values cannot be saved, if there is one. See `saved_bytes`."""
     try:
         saved_bytes(values)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What the models of all plugins have in common, as `booster.boost` returns them."""
+"""The base class of the models that `booster.boost` returns."""
 
 from collections.abc import Sequence
 from typing import Any, NoReturn

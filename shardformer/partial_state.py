@@ -49,7 +49,7 @@ def local_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def is_partial(tensor: Tensor | None) -> bool:
-    """Whether this rank has a piece of a tensor, or nothing, and not all of it."""
+    """Return True where this rank has only a piece of a tensor, or nothing of it."""
     if isinstance(tensor, DTensor):
         sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
         return any(placement.is_shard() and size > 1 for placement, size in sizes)
@@ -106,7 +106,7 @@ class PartialState:
 
 
 def _is_partial(module: nn.Module) -> bool:
-    """Whether the module's own tensors are pieces, or are on another stage."""
+    """Return True where the module's own tensors are pieces, or are on another stage."""
     if isinstance(module, StandIn):
         return next(chain(module.native.parameters(), module.native.buffers()), None) is not None
     return any(is_partial(each) for each in chain(module._parameters.values(), module._buffers.values()))

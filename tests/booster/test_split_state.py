@@ -109,7 +109,7 @@ def test_a_part_of_a_model_is_not_written_for_the_whole(pool: Pool, tmp_path: Pa
 
 
 def parts_that_are_whole(layout: str, path: str) -> bool:
-    """Whether a part has the state that it has in the whole model; False where it has none."""
+    """True where a part has the state that it has in the whole model; False where it has none."""
     part = boosted(SPLIT[layout][0](), LLAMA)[0].unwrap().get_submodule(path)
     try:
         state = part.state_dict()
