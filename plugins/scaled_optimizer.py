@@ -210,7 +210,8 @@ class ScaledOptimizer(Optimizer):
         nothing = torch.zeros((), device=parameters[0].device)
         gradients = [nothing if each.grad is None else each.grad for each in parameters]
         local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
-        return torch.stack([norm.float() for norm in torch._foreach_norm(local)])
+        dense = [each.coalesce().values() if each.is_sparse else each for each in local]
+        return torch.stack([norm.float() for norm in torch._foreach_norm(dense)])
 
     def _end_clipping(self) -> None:
         """Let a backward follow clipped gradients that were dropped, and no others."""

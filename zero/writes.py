@@ -53,9 +53,8 @@ class WriteWatch:
         Raises:
             RuntimeError: gradients were written to before it.
         """
-        backward = (
-            torch._C._current_graph_task_id()
-        )  # by its number, since one that breaks off ends without the note
+        # By its number, since one that breaks off ends without the note.
+        backward = torch._C._current_graph_task_id()
         if backward != self._plain_backward:
             self._plain_backward = backward
             self.require_no_writes()
