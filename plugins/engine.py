@@ -239,7 +239,11 @@ class PipelineEngine:
     def _note_replicas(self, codes: list[tuple[int, int]]) -> None:
         """Log once where all replicas were given equal batches in each of the first steps: no error, data may be so."""
         self._equal_steps.append(len({code for _, code in codes}) == 1)
-        if len(self._equal_steps) == _COMPARED_STEPS and all(self._equal_steps) and self._mesh.global_rank == 0:
+        if (
+            len(self._equal_steps) == _COMPARED_STEPS
+            and all(self._equal_steps)
+            and self._mesh.global_rank == 0
+        ):
             _LOG.warning(
                 "all %d replicas were given equal batches in each of the first %d steps: give the dataloader to "
                 "booster.boost, or build it with booster.plugin.prepare_dataloader",
