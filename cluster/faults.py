@@ -85,6 +85,7 @@ class _Watch:
         self._told = False
         self._has_failed = False
         self._looked_after: tuple[int, Heartbeat | None, float] | None = None
+        self._world = ",".join(map(str, range(self.world_size)))
         self._group = ""
         self._thread_id = 0
         self._joined: dict[str, int] = {}
@@ -118,8 +119,8 @@ class _Watch:
         self._entered = time.monotonic()
         self._told = self._is_announced = False
         self._in_vain, self._suspect = None, ()
-        everyone = range(self.world_size) if ranks is None else ranks
-        self._group = ",".join(map(str, everyone)) if len(everyone) > 1 else ""
+        own_group = () if ranks is None or len(ranks) == 1 else ranks
+        self._group = self._world if ranks is None else ",".join(map(str, own_group))
         self._thread_id = threading.get_ident()
         if self._group:
             self._joined[self._group] = self._joined.get(self._group, 0) + 1
@@ -258,29 +259,27 @@ class _Watch:
 
     def _look_for_absent(self) -> None:
         """See [Note: a call that others do not make]."""
-        now, own = time.monotonic(), self._heartbeat()
+        now, own, waited = time.monotonic(), self._heartbeat(), time.monotonic() - self._entered
         pause = LOOK_SECONDS * max(1.0, self.world_size / 64)
-        if not own.group or now - self._entered < LOOK_SECONDS or now - self._looked < pause:
+        if not own.group or waited < LOOK_SECONDS or now - self._looked < pause:
             return
         self._looked = now
         beats = {**self._board.beats(members(own.group)), self.rank: own}
         absent = absent_ranks(self.rank, beats)
-        if absent and now - self._entered > WAITING_SECONDS and not self._is_announced:
+        if absent and waited > WAITING_SECONDS and not self._is_announced:
             self._is_announced = True
             if self.rank == min(set(members(own.group)) - set(absent)):
-                _say(f"{self._waiting(own)} for ranks that have not come: {places(absent, beats)}")
-        error = self._absence(own, absent) or self._mismatch(own, beats)
+                here = f"rank {self.rank} has waited {waited:.0f} s in {own.action} (call {own.calls})"
+                _say(f"{here} for ranks that have not come: {places(absent, beats)}")
+        sure = [rank for rank in absent if (beat := beats[rank]) is None or beat.errors == own.errors]
+        error = self._absence(own, absent, sure) or self._mismatch(own, beats)
         if error is None or self._in_vain is None or self._in_vain.call != own.calls:
             self._in_vain = None if error is None else _Vain(call=own.calls, error=error, since=now)
 
-    def _waiting(self, own: Heartbeat) -> str:
-        waited = time.monotonic() - self._entered
-        return f"rank {self.rank} has waited {waited:.0f} s in {own.action} (call {own.calls})"
-
-    def _absence(self, own: Heartbeat, absent: Sequence[int]) -> RankFailure | None:
-        """The error of a call that a rank cannot come to any more."""
+    def _absence(self, own: Heartbeat, absent: Sequence[int], sure: Sequence[int]) -> RankFailure | None:
+        """The error of a call that a rank cannot come to any more; `sure` are those whose calls have our numbers."""
         for event in self._standing():
-            if event.rank not in absent or event.kind == "silent":
+            if event.rank not in (sure if event.kind == "left" else absent) or event.kind == "silent":
                 continue
             # Who failed may have handled it, and come yet; connections that close tell of it sooner.
             is_over = event.kind in ("left", "gone") or self._board.is_gone(event.rank)

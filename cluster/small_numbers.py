@@ -37,7 +37,7 @@ def begin_gathering(values: Sequence[int], group: dist.ProcessGroup | None = Non
     lines = _lines_of(group)
     if lines is None or len(values) + 2 > MOST_NUMBERS:
         return begin_gathering_integers(values, group)
-    with OneCollective("all_gather", 8 * len(values) * group.size(), group):
+    with OneCollective("all_gather", 8 * len(tagged(values)) * group.size(), group):
         return lines.begin(values)
 
 
