@@ -47,7 +47,8 @@ def sharded_loader(loader: Any, *, rank: int, size: int) -> Any:
         raise ValueError(f"boost cannot shard the dataloader: {faults[0]}; {_LEAVE}")
     streams = Streams(_generators(loader), apart=dist.get_world_size() > 1)
     seed = _follow_first_rank(streams)
-    _require_equal(_description(loader, streams))
+    if dist.get_world_size() > 1:
+        _require_equal(_description(loader, streams))
     if size > 1 and dist.get_rank() == 0:
         _LOG.warning(
             "boost shards the dataloader over %d replicas: batch_size=%d is that of each, %d samples a step",
@@ -141,7 +142,14 @@ def _description(loader: DataLoader, streams: Streams) -> dict[str, Any]:
 def _first_samples(loader: DataLoader, streams: Streams) -> list[Any]:
     """The beginning of the order, from a copy of the sampler, which may be one that shards by itself."""
     state = streams.state_dict()
-    sampler = copy.deepcopy(loader.batch_sampler.sampler, {id(loader.dataset): loader.dataset})  # type: ignore[union-attr]
+    given: Any = loader.batch_sampler.sampler  # type: ignore[union-attr]
+    try:
+        sampler = copy.deepcopy(given, {id(loader.dataset): loader.dataset})
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"boost cannot shard the dataloader: its sampler, a {type(given).__name__}, cannot be copied to compare "
+            f"its order between ranks ({error}); {_LEAVE}"
+        ) from error
     try:
         with streams.drawing():
             return [*islice(sampler, _MOST_COMPARED)]
