@@ -22,7 +22,9 @@ _MIX = 0xBF58476D1CE4E5B9 - 2**64
 _CALLS: dict[int, str] = {}  # that this process has made, by what stands for them in messages
 
 
-def gather_integers(values: Sequence[int], group: dist.ProcessGroup | None = None) -> list[tuple[int, ...]]:
+def gather_integers(
+    values: Sequence[int], group: dist.ProcessGroup | None = None, call: str | None = None
+) -> list[tuple[int, ...]]:
     """Every rank's integers, equally many on each, in the order of ranks.
 
     An all-gather between CPUs: it waits for no device, unless the group has no backend for CPUs.
@@ -30,18 +32,19 @@ def gather_integers(values: Sequence[int], group: dist.ProcessGroup | None = Non
     Args:
         values: 64-bit integers.
         group: None is the world.
+        call: see `tagged`.
     """
-    return begin_gathering_integers(values, group)()
+    return begin_gathering_integers(values, group, call)()
 
 
 def begin_gathering_integers(
-    values: Sequence[int], group: dist.ProcessGroup | None = None
+    values: Sequence[int], group: dist.ProcessGroup | None = None, call: str | None = None
 ) -> Callable[[], list[tuple[int, ...]]]:
     """`gather_integers` begun; calling what is returned ends it, once."""
     size = dist.get_world_size(group)
     if size == 1:
         return lambda: [tuple(values)]
-    values = tagged(values)
+    values = tagged(values, call)
     device = "cpu" if "cpu" in str(dist.get_backend_config(group)) else default_device()
     own = torch.tensor(values, dtype=torch.int64, device=device)
     found = own.new_empty(size * len(values))
@@ -69,12 +72,12 @@ def broadcast_object(value: Any, root: int, group: dist.ProcessGroup) -> Any:
     return box[0]
 
 
-def tagged(values: Sequence[int]) -> tuple[int, ...]:
-    """A message of numbers that says in which call it is sent.
+def tagged(values: Sequence[int], call: str | None = None) -> tuple[int, ...]:
+    """A message of numbers that says in which call it is sent; None is the watched one.
 
     Of one length where there are few, or gloo ends the process where ranks in different calls meet.
     """
-    call = current_call() or "no call of Echelon"
+    call = call or current_call() or "no call of Echelon"
     code = zlib.crc32(call.encode())
     _CALLS[code] = call
     return (code, len(values), *values, *(0,) * (_FEW - len(values)))

@@ -66,7 +66,9 @@ def direct_ways(mesh: ParallelMesh, count: int) -> list[Direct]:
     """So many ways along the axis pp, of which none waits for what another one carries. Collective over the world."""
     group = mesh.group("pp")
     neighbours = find_neighbours(group) if mesh.device.type == "cpu" else None
-    if not all(near for (near,) in gather_integers((int(neighbours is not None),))):
+    if not all(
+        near for (near,) in gather_integers((int(neighbours is not None),), None, "connecting the ranks")
+    ):
         return [_Sending(each) for each in mesh.pipeline_groups(count)]
     assert neighbours is not None
     return [_Reading(group, neighbours, number) for number in range(count)]

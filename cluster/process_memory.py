@@ -70,7 +70,7 @@ def find_neighbours(group: dist.ProcessGroup) -> Neighbours | None:
         door = open_door(number, len(later)) if _PROCESS_VM_READV else None
         if door is not None:
             stack.callback(door.close)
-        every = gather_integers((os.getpid(), token.data_ptr(), number), group)
+        every = gather_integers((os.getpid(), token.data_ptr(), number), group, "connecting the ranks")
         pids = {rank: pid for rank, (pid, _, _) in enumerate(every)}
         found = Neighbours(pids)
         is_near = door is not None and all(
@@ -79,7 +79,9 @@ def find_neighbours(group: dist.ProcessGroup) -> Neighbours | None:
         earlier = {rank: knock(every[rank][2]) if is_near else None for rank in range(group.rank())}
         lines = {rank: stack.enter_context(line) for rank, line in earlier.items() if line is not None}
         is_near = is_near and len(lines) == len(earlier)
-        if not all(near for (near,) in gather_integers((int(is_near),), group)):  # before the token is gone
+        if not all(
+            near for (near,) in gather_integers((int(is_near),), group, "connecting the ranks")
+        ):  # before the token is gone
             return None
         assert door is not None  # or this process would not be near
         lines |= door.let_in({pids[rank]: rank for rank in later})

@@ -46,7 +46,7 @@ class Readers:
             finalize(Readers, _wait_for_all)
         own = ctypes.c_int64(0)
         _COUNTS.append(own)
-        every = gather_integers((ctypes.addressof(own),), group)
+        every = gather_integers((ctypes.addressof(own),), group, "connecting the ranks")
         places = {rank: place for rank, (place,) in enumerate(every) if rank != group.rank()}
         return Readers(neighbours, own, places)
 

@@ -21,7 +21,9 @@ from .traffic import OneCollective
 Rows = list[tuple[int, ...]]  # by rank
 
 
-def begin_gathering(values: Sequence[int], group: dist.ProcessGroup | None = None) -> Callable[[], Rows]:
+def begin_gathering(
+    values: Sequence[int], group: dist.ProcessGroup | None = None, call: str | None = None
+) -> Callable[[], Rows]:
     """`begin_gathering_integers` by the quicker way, for the thread that trains.
 
     Collective in itself the first time.
@@ -29,6 +31,7 @@ def begin_gathering(values: Sequence[int], group: dist.ProcessGroup | None = Non
     Args:
         values: 64-bit integers, equally many on each rank.
         group: None is the world.
+        call: in which it is done, as an error shall say it where ranks are in different ones. None is the watched one.
 
     Returns:
         What waits for the other ranks and gives every rank's integers, in the order of ranks; called once.
@@ -36,9 +39,9 @@ def begin_gathering(values: Sequence[int], group: dist.ProcessGroup | None = Non
     group = group or _world()
     lines = _lines_of(group)
     if lines is None or len(values) + 2 > MOST_NUMBERS:
-        return begin_gathering_integers(values, group)
+        return begin_gathering_integers(values, group, call)
     with OneCollective("all_gather", 8 * len(tagged(values)) * group.size(), group):
-        return lines.begin(values)
+        return lines.begin(values, call)
 
 
 def all_reduce_(
@@ -72,8 +75,8 @@ class _Lines:
         self._members = dist.get_process_group_ranks(group)
         self._tags = count()  # one for each collective
 
-    def begin(self, values: Sequence[int]) -> Callable[[], Rows]:
-        tag, own = next(self._tags), tagged(values)
+    def begin(self, values: Sequence[int], call: str | None = None) -> Callable[[], Rows]:
+        tag, own = next(self._tags), tagged(values, call)
         self._tell(tag, own)
         return lambda: untagged(
             [own if rank == self._rank else tuple(self._messages.hear(rank, tag)) for rank in self._ranks],

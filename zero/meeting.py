@@ -29,7 +29,9 @@ class Meeting:
         """
         self.end()
         if self._group.size() > 1:
-            self._outcome = begin_gathering((_CALLS.index(call), state), self._group)
+            self._outcome = begin_gathering(
+                (_CALLS.index(call), state), self._group, "optimizer.step or backward"
+            )
 
     def end(self) -> set[int]:
         """The states of all ranks, once they are known; nothing where none were asked for since.
