@@ -162,6 +162,11 @@ class Layout:
         return int(self.arguments["num_microbatches"])
 
     @property
+    def num_calls(self) -> int:
+        """Calls of `execute_pipeline` in a step, which share its samples."""
+        return int(self.arguments.get("gradient_accumulation_steps", 1))
+
+    @property
     def num_replicas(self) -> int:
         """Ranks of the data axis."""
         used = [self.arguments.get(name, 1) for name in ("tp_size", "pp_size", "sp_size")]
@@ -243,7 +248,10 @@ def _layout(chance: random.Random, family: Family, samples: int) -> Layout:
     if samples % dp:  # replicas get equally many
         return _layout(chance, family, samples)
     arguments: dict[str, Any] = dict(tp_size=tp, pp_size=pp)
-    arguments["num_microbatches"] = chance.randint(pp, max(pp, min(4, samples // dp)))
+    if samples % (2 * dp) == 0 and samples // (2 * dp) >= pp and chance.random() < 0.25:
+        arguments["gradient_accumulation_steps"] = 2
+    of_a_call = samples // (dp * arguments.get("gradient_accumulation_steps", 1))
+    arguments["num_microbatches"] = chance.randint(pp, max(pp, min(4, of_a_call)))
     arguments |= _sequence(chance, tp=tp, sp=sp, family=family) | _pipeline(chance, pp)
     arguments["zero_stage"] = chance.choice((0, 1, 2))
     if arguments["zero_stage"] and dp * sp == 4:

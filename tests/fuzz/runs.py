@@ -1,5 +1,6 @@
 """A draw trained by a plain loop and by Echelon's public names alone, and the saved tensors of both compared."""
 
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from echelon import (
     launch_from_torch,
 )
 
-from .draw import FAMILIES, OPTIMIZERS, VOCABULARY, Draw, Layout
+from .draw import FAMILIES, OPTIMIZERS, VOCABULARY, Draw
 
 STEPS = 2  # of each half
 Batch = dict[str, Tensor]
@@ -58,10 +59,9 @@ def batch_of(draw: Draw, step: int) -> Batch:
 
 def criterion_of(draw: Draw) -> Callable | None:
     """The criterion that `execute_pipeline` is given: None for the model's own loss, else (loss_sum, weight)."""
-    first = 1 if FAMILIES[draw.family].data == "causal" else 0  # nothing predicts the first token
 
     def of_tokens(outputs: Any, inputs: Batch) -> tuple[Tensor, Tensor]:
-        weight = (inputs["labels"][:, first:] != -100).sum()
+        weight = torch.tensor(float(_weight(draw, inputs)))
         return outputs.loss * weight, weight
 
     return of_tokens if draw.criterion == "tokens" else None
@@ -77,8 +77,9 @@ def plain_run(draw: Draw) -> tuple[list[float], dict[str, Tensor], dict[str, Ten
     for step in range(2 * STEPS):
         layout = draw.halves[step // STEPS]
         parts = [
-            [_cut(replica, layout.num_microbatches, number) for number in range(layout.num_microbatches)]
-            for replica in _replicas(batch_of(draw, step), layout)
+            _cut(replica, layout.num_microbatches)
+            for call in _cut(batch_of(draw, step), layout.num_calls)
+            for replica in _cut(call, layout.num_replicas)
         ]
         losses.append(_accumulate(draw, model, parts))
         if max_norm := layout.arguments["max_norm"]:
@@ -118,9 +119,13 @@ def parallel_half(draw: Draw, half: int, folder: Path) -> list[float]:
         booster.load_checkpoint(folder, model=boosted, optimizer=optimizer, resume=STEPS)
     losses = []
     for step in range(half * STEPS, (half + 1) * STEPS):
-        batch = _replicas(batch_of(draw, step), layout)[plugin.data_rank[0]]
-        result = booster.execute_pipeline(iter([batch]), boosted, criterion, optimizer)
-        losses.append(result["loss"].item())
+        losses_of_step, weights = [], []
+        for call in _cut(batch_of(draw, step), layout.num_calls):
+            batch = _cut(call, layout.num_replicas)[plugin.data_rank[0]]
+            result = booster.execute_pipeline(iter([batch]), boosted, criterion, optimizer)
+            losses_of_step.append(result["loss"].item())
+            weights.append(_weight(draw, call))
+        losses.append(sum(map(operator.mul, losses_of_step, weights)) / sum(weights))
         optimizer.step()
         optimizer.zero_grad()
     booster.save_checkpoint(folder, (half + 1) * STEPS, model=boosted, optimizer=optimizer).wait()
@@ -206,14 +211,18 @@ def _optimizer(draw: Draw, model: torch.nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _replicas(batch: Batch, layout: Layout) -> list[Batch]:
-    """The batch of each replica."""
-    return [_cut(batch, layout.num_replicas, number) for number in range(layout.num_replicas)]
+def _cut(batch: Batch, number: int) -> list[Batch]:
+    """So many parts of a batch, of which the first are one sample longer where it does not divide."""
+    parts = {name: value.tensor_split(number) for name, value in batch.items()}
+    return [{name: of_name[index] for name, of_name in parts.items()} for index in range(number)]
 
 
-def _cut(batch: Batch, number_of: int, number: int) -> Batch:
-    """One of several parts of a batch, of which the first are one sample longer where it does not divide."""
-    return {name: value.tensor_split(number_of)[number] for name, value in batch.items()}
+def _weight(draw: Draw, batch: Batch) -> int:
+    """The share of a part of a batch in the loss of all of it: 1, or as many as the tokens that are predicted."""
+    if draw.criterion == "model":
+        return 1
+    first = 1 if FAMILIES[draw.family].data == "causal" else 0  # nothing predicts the first token
+    return int((batch["labels"][:, first:] != -100).sum())
 
 
 def _accumulate(draw: Draw, model: torch.nn.Module, parts: list[list[Batch]]) -> float:
