@@ -16,10 +16,9 @@ from typer.testing import CliRunner
 from echelon.cli.main import app
 from echelon.cli.models import SHORT
 from echelon.cli.models_page import page
-from echelon.shardformer import model_types
-from echelon.shardformer.table import class_libraries
 from echelon.verify.matrix import FEATURES, kept_matrix, layouts_of, rows_of
 
+from ..matrix import types_with_a_table
 from ..models.test_matrix import LAYOUTS, choices
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -169,7 +168,7 @@ def test_an_unknown_name_and_a_page_of_one_type_are_refused() -> None:
 
 
 def test_the_kept_results_know_the_types_that_have_a_table() -> None:
-    assert kept_matrix()["tables"] == sorted({*model_types(), *class_libraries()})
+    assert kept_matrix()["tables"] == types_with_a_table()
 
 
 def test_the_command_prints_the_page() -> None:

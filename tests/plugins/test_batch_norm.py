@@ -72,7 +72,7 @@ def part(step: int, index: int, size: int) -> dict[str, Tensor]:
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in model.state_dict().items()
+        for name, value in (*model.named_parameters(), *model.named_buffers())
     }
 
 
