@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from echelon.cli.main import app
 from echelon.cli.models import SHORT
 from echelon.cli.models_page import page
+from echelon.shardformer import model_types
 from echelon.verify.matrix import FEATURES, kept_matrix, layouts_of, rows_of
 
 from ..matrix import types_with_a_table
