@@ -1,11 +1,14 @@
 """The base class of the models that `booster.boost` returns."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from ..checkpoint.lora import Adapter
+from ..cluster.faults import naming_failures
 
 
 class BoostedModule(nn.Module):
@@ -20,6 +23,21 @@ class BoostedModule(nn.Module):
     def __init__(self, adapters: Sequence[Adapter] = ()) -> None:
         super().__init__()
         self.adapters = tuple(adapters)
+
+    @abstractmethod
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the model's outputs."""
+
+    @abstractmethod
+    def ranks_of_call(self) -> Sequence[int] | None:
+        """The ranks that have to make the same call; None is all, () none but this one."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs; a rank that fails meanwhile is named on those that wait for it."""
+        if torch.compiler.is_compiling():  # torch.compile cannot trace the watch over the ranks
+            return self.compute(*args, **kwargs)
+        with naming_failures("model(**batch)", self.ranks_of_call()):
+            return self.compute(*args, **kwargs)
 
     def unwrap(self) -> nn.Module:
         """The model without the wrapper."""

@@ -13,7 +13,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn import Parameter
 
 from ..checkpoint.lora import Adapter
-from ..cluster.faults import naming_failures
 from ..cluster.random import ForwardRandom
 from ..shardformer.checkpoint_config import recomputable_layers
 from ..shardformer.given import mark_taken
@@ -58,12 +57,13 @@ class TorchFSDPModel(BoostedModule):
         self.module = module
         mark_taken(module)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs; each layer is gathered when it computes. Every rank of a shard group calls."""
-        with (
-            naming_failures("model(**batch)", self._ranks),
-            self._random.call(self._random.draw(self.module)),
-        ):
+    def ranks_of_call(self) -> Sequence[int]:
+        """The ranks of a shard group, where layers are gathered in every forward."""
+        return self._ranks
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the outputs; each layer is gathered when it computes. Every rank of a shard group calls."""
+        with self._random.call(self._random.draw(self.module)):
             return self.module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

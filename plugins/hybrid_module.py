@@ -89,17 +89,20 @@ class HybridParallelModule(BoostedModule):
         if torch.compiler.is_compiling() and not self._compiles:
             _refuse_compiling()
         self.plugin._refuse_pipeline("model(**batch)")
-        with naming_failures("model(**batch)", self.plugin.mesh.model_ranks()):
-            drawn = self._require_equal_inputs(args, kwargs, self.random.draw(self.module))
-            if (
-                self.training
-                and self._takes_cache
-                and argument(self.module, args, kwargs, "use_cache") is None
-            ):
-                kwargs = without_cache(self.module, args, kwargs)
-            args, kwargs = self.engine.to_compute(args), self.engine.to_compute(kwargs)
-            with self.random.call(drawn):
-                return self.module(*args, **kwargs)
+        return super().forward(*args, **kwargs)
+
+    def ranks_of_call(self) -> Sequence[int]:
+        """The ranks that compute one model."""
+        return self.plugin.mesh.model_ranks()
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the outputs of inputs that all ranks of the model have alike."""
+        drawn = self._require_equal_inputs(args, kwargs, self.random.draw(self.module))
+        if self.training and self._takes_cache and argument(self.module, args, kwargs, "use_cache") is None:
+            kwargs = without_cache(self.module, args, kwargs)
+        args, kwargs = self.engine.to_compute(args), self.engine.to_compute(kwargs)
+        with self.random.call(drawn):
+            return self.module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The `generate` of the transformers model. All ranks of a tensor axis give equal inputs.

@@ -178,11 +178,13 @@ class TorchDDPModel(BoostedModule):
         with torch.autocast(self._device_type, self._dtype, enabled=self._dtype is not None):
             return module.generate(*args, **kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs, computed in the mixed precision. Buffers are broadcast from the first rank."""
-        is_collective = self.ddp is not None and self.ddp.will_sync_module_buffers()
+    def ranks_of_call(self) -> Sequence[int] | None:
+        """All ranks where buffers are broadcast from the first one, else this one alone."""
+        return None if self.ddp is not None and self.ddp.will_sync_module_buffers() else ()
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the outputs in the mixed precision. Buffers are broadcast from the first rank."""
         with (
-            naming_failures("model(**batch)", None if is_collective else ()),
             torch.autocast(self._device_type, self._dtype, enabled=self._dtype is not None),
             self._random.call(self._random.draw(self.module)),
         ):
