@@ -77,6 +77,19 @@ class FSDPOptimizer(ScaledOptimizer):
         self._require_reduced("clip_grad_by_value()")
         super().clip_grad_by_value(clip_value)
 
+    def _has_gradients(self) -> bool:
+        return super()._has_gradients() or self.model.has_unreduced_gradients()
+
+    def _norms(self) -> Tensor:
+        """Of each gradient, and one of all that a `no_sync` block added up, which torch keeps elsewhere."""
+        reduced = super()._norms()
+        unreduced = torch.stack([reduced.new_zeros(()), *map(self._norm, self.model.unreduced_gradients())])
+        return torch.cat([reduced, unreduced.norm().unsqueeze(0)])
+
+    @staticmethod
+    def _norm(gradient: Tensor) -> Tensor:
+        return gradient.detach().float().norm()
+
     def _require_reduced(self, call: str) -> None:
         if self.model.has_unreduced_gradients():
             raise RuntimeError(
