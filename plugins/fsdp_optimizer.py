@@ -1,6 +1,6 @@
 """The optimizer of a model under fully_shard: the user's own, on this rank's pieces."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -40,15 +40,20 @@ class FSDPOptimizer(ScaledOptimizer):
         for group in optimizer.param_groups:
             group["params"] = [pieces[names[parameter]] for parameter in group["params"]]
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update this rank's pieces, or skip on all ranks where a scaled gradient overflowed.
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update this rank's pieces, or skip on all ranks where a scaled gradient overflowed; see `ScaledOptimizer`.
 
         Raises:
             RuntimeError: gradients of a `no_sync` block were never reduced.
         """
-        self._require_reduced("step()")
-        self.model.free_whole_parameters()
-        super().step()
+
+        def prepare() -> Any:
+            loss = None if closure is None else closure()
+            self._require_reduced("step()")
+            self.model.free_whole_parameters()
+            return loss
+
+        return super().step(prepare)
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state, where this rank has all of it.

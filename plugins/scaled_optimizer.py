@@ -50,6 +50,8 @@ class ScaledOptimizer(Optimizer):
         self.group: dist.ProcessGroup | None = None
         self.after_step: Callable[[], None] | None = None
         self._require_equal_options: Callable[[], None] | None = None  # of the last step
+        self._is_stepping = False
+        optimizer.register_step_pre_hook(self._refuse_inner_step)
         self._overflows_in_a_row = 0
         self._is_scaled = False  # whether gradients of a scaled loss have come since the last step
         self._is_unscaled = False
@@ -78,20 +80,35 @@ class ScaledOptimizer(Optimizer):
         self._note_gradients()
 
     @naming_failures("optimizer.step")
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, or skip where a scaled gradient overflowed.
+
+        Args:
+            closure: computes the loss and its gradients, through `backward`.
+
+        Returns:
+            What the closure returned.
 
         Raises:
             RuntimeError: under a loss scale, where there are no scaled gradients, or where they overflow although it
                 has fallen to 1.
             ValueError: options of the groups, as learning rates, differed between ranks in the step before.
         """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         self._require_scaled("step()")
         self._compare_options()
-        self.scaler.step(self.optim)
+        self._is_stepping = True
+        try:
+            self.scaler.step(self.optim)
+        finally:
+            self._is_stepping = False
         self._take_verdict()
         if self.after_step is not None:
             self.after_step()
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
@@ -195,6 +212,12 @@ class ScaledOptimizer(Optimizer):
                 "booster.backward(loss, optimizer) instead of loss.backward(), and "
                 "optimizer.clip_grad_by_norm(max_norm) or optimizer.clip_grad_by_value(clip_value) instead of torch's "
                 "clipping; optimizer.zero_grad() drops them"
+            )
+
+    def _refuse_inner_step(self, *_: Any) -> None:
+        if not self._is_stepping:
+            raise RuntimeError(
+                "this optimizer was boosted: step the one that boost returned, which knows the loss scale"
             )
 
     def _compare_options(self) -> None:

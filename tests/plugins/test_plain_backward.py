@@ -175,6 +175,33 @@ def refuse_assigned(kind: str) -> str:
     return message
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_computes_the_gradients_by_a_closure(pool: Pool, kind: str) -> None:
+    for loss, has_changed, message in pool.run(2, step_by_closure, kind):
+        assert loss > 0 and has_changed
+        assert "step the one that boost returned" in message
+
+
+def step_by_closure(kind: str) -> tuple[float, bool, str]:
+    """The loss, whether weights changed, and what the plain optimizer says to a step."""
+    booster = booster_of(kind, "fp16")
+    model = CHOICE.build()
+    plain = sgd(model)
+    model, optimizer, *_ = booster.boost(model, plain)
+    before = {name: each.clone() for name, each in local(model).items()}
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(**next(share(booster, CHOICE, 0))).loss
+        booster.backward(loss, optimizer)
+        return loss
+
+    loss = optimizer.step(closure).item()
+    has_changed = any(not torch.equal(each, before[name]) for name, each in local(model).items())
+    closure()
+    return loss, has_changed, refused(plain.step)
+
+
 def test_the_boosters_gradients_stay_fine_where_another_models_loss_reached_them_before(pool: Pool) -> None:
     """A generator's loss goes through the discriminator, whose gradients are dropped before its own."""
     pool.run(2, train_two_models)
