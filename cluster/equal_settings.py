@@ -1,16 +1,16 @@
 """Settings that must be equal on all ranks, compared by name. What is set so is the callers'."""
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from .agreement import gather_integers
+from .agreement import begin_gathering_integers
 from .faults import meet_all_ranks, naming_failures
 
 
@@ -35,11 +35,30 @@ def require_equal_settings(settings: Any, *, of: str, rule: str = "every rank mu
         return
     with naming_failures(of):
         meet_all_ranks()
-        codes = {code for (code,) in gather_integers((settings_hash(settings),))}
-        if len(codes) == 1:
-            return
-        every: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(every, dict(_plain(settings)))
+        begin_comparing_settings(settings, of=of, rule=rule)()
+
+
+def begin_comparing_settings(
+    settings: Any, *, of: str, rule: str, group: dist.ProcessGroup | None = None
+) -> Callable[[], None]:
+    """`require_equal_settings` of the settings as they now are, by what is returned: no wait before that.
+
+    Args:
+        group: all ranks of the world; None is the default group.
+    """
+    end = begin_gathering_integers((settings_hash(settings),), group)
+    plain = dict(_plain(settings))
+
+    def require_equal() -> None:
+        if len({code for (code,) in end()}) > 1:
+            every: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+            dist.all_gather_object(every, plain, group=group)
+            _raise_different(every, of=of, rule=rule)
+
+    return require_equal
+
+
+def _raise_different(every: list[dict[str, str]], *, of: str, rule: str) -> NoReturn:
     told = [
         fault
         for name in dict.fromkeys(name for one in every for name in one)

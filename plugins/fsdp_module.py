@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn import Parameter
@@ -90,10 +90,16 @@ class TorchFSDPModel(BoostedModule):
 
     def has_unreduced_gradients(self) -> bool:
         """Whether gradients of a `no_sync` block wait on this rank."""
-        return any(
-            held.unsharded_accumulated_grad is not None or whole.grad is not None
+        return bool(self.unreduced_gradients())
+
+    def unreduced_gradients(self) -> list[Tensor]:
+        """Those of a `no_sync` block that wait on this rank, whole."""
+        found = (
+            each
             for held, whole in self._whole_parameters()
+            for each in (held.unsharded_accumulated_grad, whole.grad)
         )
+        return [each for each in found if each is not None]
 
     def drop_unreduced_gradients(self) -> None:
         """Forget what a `no_sync` block added up."""

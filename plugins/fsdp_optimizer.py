@@ -1,6 +1,6 @@
 """The optimizer of a model under fully_shard: the user's own, on this rank's pieces."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -40,15 +40,20 @@ class FSDPOptimizer(ScaledOptimizer):
         for group in optimizer.param_groups:
             group["params"] = [pieces[names[parameter]] for parameter in group["params"]]
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update this rank's pieces, or skip on all ranks where a scaled gradient overflowed.
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update this rank's pieces, or skip on all ranks where a scaled gradient overflowed; see `ScaledOptimizer`.
 
         Raises:
             RuntimeError: gradients of a `no_sync` block were never reduced.
         """
-        self._require_reduced("step()")
-        self.model.free_whole_parameters()
-        super().step()
+
+        def prepare() -> Any:
+            loss = None if closure is None else closure()
+            self._require_reduced("step()")
+            self.model.free_whole_parameters()
+            return loss
+
+        return super().step(prepare)
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state, where this rank has all of it.
@@ -76,6 +81,19 @@ class FSDPOptimizer(ScaledOptimizer):
         """Clip every entry of the true gradients; see `ScaledOptimizer`. Every rank calls."""
         self._require_reduced("clip_grad_by_value()")
         super().clip_grad_by_value(clip_value)
+
+    def _has_gradients(self) -> bool:
+        return super()._has_gradients() or self.model.has_unreduced_gradients()
+
+    def _norms(self) -> Tensor:
+        """Of each gradient, and one of all that a `no_sync` block added up, which torch keeps elsewhere."""
+        reduced = super()._norms()
+        unreduced = torch.stack([reduced.new_zeros(()), *map(self._norm, self.model.unreduced_gradients())])
+        return torch.cat([reduced, unreduced.norm().unsqueeze(0)])
+
+    @staticmethod
+    def _norm(gradient: Tensor) -> Tensor:
+        return gradient.detach().float().norm()
 
     def _require_reduced(self, call: str) -> None:
         if self.model.has_unreduced_gradients():

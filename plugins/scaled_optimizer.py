@@ -4,13 +4,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ..cluster.equal_settings import begin_comparing_settings
 from ..cluster.faults import naming_failures
 from ..zero.faults import require_clip_norm, require_clip_value, require_finite_norm
+from ..zero.groups import EQUAL_OPTIONS, optimizer_options
 from ..zero.precision import beyond_fp16
 from ..zero.wrapper import NOT_PICKLED
 
@@ -18,6 +21,7 @@ from ..zero.wrapper import NOT_PICKLED
 # other plugins' defaults give up at this one, after so many overflows in a row.
 _LOWEST_SCALE = 1.0
 _MOST_OVERFLOWS = 2
+_RULE = EQUAL_OPTIONS + ", and the last step was made with these: go on from a checkpoint"
 
 
 class ScaledOptimizer(Optimizer):
@@ -30,6 +34,7 @@ class ScaledOptimizer(Optimizer):
         scaler: the loss scale.
         names: of the parameters, in the plain model.
         last_norm: what `clip_grad_by_norm` found last, None before: torch measures no norm by itself.
+        group: of all ranks, between which options of the groups are compared at every step; None compares nothing.
         after_step: is called at the end of every step, also of one that was skipped.
         skipped_steps: how many steps an overflow skipped; without a loss scale none is.
     """
@@ -42,7 +47,11 @@ class ScaledOptimizer(Optimizer):
         self.names = names
         self.last_norm: float | None = None
         self.skipped_steps = 0
+        self.group: dist.ProcessGroup | None = None
         self.after_step: Callable[[], None] | None = None
+        self._require_equal_options: Callable[[], None] | None = None  # of the last step
+        self._is_stepping = False
+        optimizer.register_step_pre_hook(self._refuse_inner_step)
         self._overflows_in_a_row = 0
         self._is_scaled = False  # whether gradients of a scaled loss have come since the last step
         self._is_unscaled = False
@@ -70,19 +79,36 @@ class ScaledOptimizer(Optimizer):
         self._is_scaled = True
         self._note_gradients()
 
-    @naming_failures("optimizer.step", ())
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    @naming_failures("optimizer.step")
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, or skip where a scaled gradient overflowed.
+
+        Args:
+            closure: computes the loss and its gradients, through `backward`.
+
+        Returns:
+            What the closure returned.
 
         Raises:
             RuntimeError: under a loss scale, where there are no scaled gradients, or where they overflow although it
                 has fallen to 1.
+            ValueError: options of the groups, as learning rates, differed between ranks in the step before.
         """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         self._require_scaled("step()")
-        self.scaler.step(self.optim)
+        self._compare_options()
+        self._is_stepping = True
+        try:
+            self.scaler.step(self.optim)
+        finally:
+            self._is_stepping = False
         self._take_verdict()
         if self.after_step is not None:
             self.after_step()
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
@@ -187,6 +213,23 @@ class ScaledOptimizer(Optimizer):
                 "optimizer.clip_grad_by_norm(max_norm) or optimizer.clip_grad_by_value(clip_value) instead of torch's "
                 "clipping; optimizer.zero_grad() drops them"
             )
+
+    def _refuse_inner_step(self, *_: Any) -> None:
+        if not self._is_stepping:
+            raise RuntimeError(
+                "this optimizer was boosted: step the one that boost returned, which knows the loss scale"
+            )
+
+    def _compare_options(self) -> None:
+        """Compare options between ranks. All-gather of a number, looked at in the next step, so that none waits."""
+        if self.group is None or self.group.size() == 1:
+            return
+        require, self._require_equal_options = self._require_equal_options, None
+        if require is not None:
+            require()
+        self._require_equal_options = begin_comparing_settings(
+            optimizer_options(self.optim), of="the optimizer", rule=_RULE, group=self.group
+        )
 
     def _note_gradients(self) -> None:
         """Take the gradients as they now are for rightly scaled."""

@@ -11,6 +11,11 @@ from torch.optim import Optimizer
 from .bucket import Bucket, Slot
 from .parameter import ManagedParameter
 
+EQUAL_OPTIONS = (  # on all ranks: the rule that an error tells
+    "must be equal at every step (call scheduler.step on all ranks alike, with a loss that is equal on all, as that of "
+    "execute_pipeline is)"
+)
+
 
 def managed_groups(
     optimizer: Optimizer, parameters: Sequence[ManagedParameter]

@@ -30,7 +30,7 @@ from .faults import (
     size_faults,
 )
 from .filling import fill_buckets
-from .groups import hold_pieces, managed_groups, optimizer_options
+from .groups import EQUAL_OPTIONS, hold_pieces, managed_groups, optimizer_options
 from .held import HeldBytes, held_bytes
 from .loan import Loans
 from .offload import choose_fused_kernels, wait_for_copies
@@ -43,11 +43,6 @@ from .state import PARTIAL_STATE, load_local_state, local_state
 from .sums import require_one_layout
 from .true_gradients import TrueGradients
 from .wrapper import OptimizerWrapper
-
-_RULE = (
-    "must be equal at every step (call scheduler.step on all ranks alike, with a loss that is equal on all, as that of "
-    "execute_pipeline is)"
-)
 
 
 class ShardedOptimizer(OptimizerWrapper):
@@ -350,7 +345,7 @@ class ShardedOptimizer(OptimizerWrapper):
         options = optimizer_options(self.inner)
         norm = self._gradients.measure(code=settings_hash(options))
         if not self._gradients.is_agreed:
-            require_equal_settings(options, of="the optimizer", rule=_RULE)
+            require_equal_settings(options, of="the optimizer", rule=EQUAL_OPTIONS)
         self.last_norm = self._gradients.norm
         self._gradients.finish()
         self._num_calls = 0

@@ -9,7 +9,8 @@ counted, whose thread would else decide.
 
 [Note: plain backwards] A `loss.backward()` that the optimizer does not run brings gradients too. Without a loss scale
 they are as good as any. With one they lack it, which the next step or clipping refuses; not the backward itself, since
-another model's loss may bring gradients here that are dropped again.
+another model's loss may bring gradients here that are dropped again. Nor do gradients carry it that a script assigned
+where no backward of the optimizer had brought any.
 """
 
 from collections.abc import Sequence
@@ -67,13 +68,22 @@ class WriteWatch:
 
     def require_none(self) -> None:
         """Raise RuntimeError where gradients were written to since the last backward, or lack the loss scale."""
-        if self._has_unscaled:
+        if self._has_unscaled or self._has_assigned():
+            how = "loss.backward()" if self._has_unscaled else "an assignment to parameter.grad"
             raise RuntimeError(
-                "gradients come from loss.backward() and lack the loss scale that fp16 divides by: call "
+                f"gradients come from {how} and lack the loss scale that fp16 divides by: call "
                 "booster.backward(loss, optimizer) or optimizer.backward(loss) instead, or optimizer.zero_grad() to "
                 "drop them"
             )
         self.require_no_writes()
+
+    def _has_assigned(self) -> bool:
+        """Whether a gradient but for zeros stands, under a loss scale, where the last backward had left none."""
+        if not self._has_loss_scale:
+            return False
+        had = [False] * len(self._slots) if self._versions is None else self._had
+        new = [slot.whole_gradient for slot, had_one in zip(self._slots, had, strict=True) if not had_one]
+        return any(gradient is not None and bool(gradient.count_nonzero()) for gradient in new)
 
     def require_no_writes(self) -> None:
         """Raise RuntimeError where gradients were written to since the last backward, but by zeros."""

@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
+from echelon import Booster, TorchDDPPlugin, TorchFSDPPlugin
+from echelon.plugins.base import Plugin
 from echelon.verify.batch import loss_of, make_batch
 
 from ..pool import Pool
@@ -160,6 +162,32 @@ def differ_at_a_step(sizes: dict[str, Any]) -> list[tuple[str, bool]]:
         optimizer.step()
         optimizer.zero_grad()
     return found
+
+
+@pytest.mark.parametrize("plugin", [TorchDDPPlugin, TorchFSDPPlugin])
+def test_under_torchs_plugins_it_is_noticed_at_the_next_step(pool: Pool, plugin: type[Plugin]) -> None:
+    """Where a step sends nothing that the comparison could travel with."""
+    for message in pool.run(2, step_a_scheduler_on_one_rank, plugin):
+        assert message.startswith("the settings of the optimizer differ between ranks")
+        assert "lr of group 0 is 0.0001 on rank(s) [0] and 0.001 on rank(s) [1]" in message
+
+
+def step_a_scheduler_on_one_rank(plugin: type[Any]) -> str:
+    booster = Booster(plugin=plugin())
+    model, optimizer = boosted(booster, LLAMA)
+    scheduler = StepLR(optimizer, step_size=1)
+
+    def step() -> None:
+        booster.backward(model(**next(share(booster, LLAMA, 0))).loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    if dist.get_rank() == 0:
+        scheduler.step()
+    step()
+    return refused(step)
 
 
 def test_options_are_compared_without_a_message_of_their_own(pool: Pool) -> None:

@@ -13,7 +13,7 @@ from echelon.verify.models import ModelChoice
 
 from ..pool import Pool
 from .test_clipping import sgd
-from .training import share
+from .training import refused, share
 
 CHOICE = ModelChoice(model_type="llama", tied=True, num_layers=1)
 KINDS = ("zero0", "zero1", "zero2", "fsdp", "ddp")
@@ -126,6 +126,80 @@ def refuse(kind: str) -> None:
         assert torch.equal(parameter, before[name]), (kind, name)
     backward("scaled")  # what follows works
     optimizer.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_under_fp16_it_is_refused_inside_of_no_sync_too(pool: Pool, kind: str) -> None:
+    """torch's FSDP keeps such gradients elsewhere until a later backward adds them to its own."""
+    pool.run(2, refuse_inside_of_no_sync, kind)
+
+
+def refuse_inside_of_no_sync(kind: str) -> None:
+    booster = booster_of(kind, "fp16")
+    model = CHOICE.build()
+    model, optimizer, *_ = booster.boost(model, sgd(model))
+
+    def step_after(how: str) -> None:
+        with booster.no_sync(model, optimizer):
+            loss = model(**next(share(booster, CHOICE, 0))).loss
+            booster.backward(loss, optimizer) if how == "scaled" else loss.backward()
+        booster.backward(model(**next(share(booster, CHOICE, 0))).loss, optimizer)
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"call booster\.backward\(loss, optimizer\)"):
+        step_after("plain")
+    optimizer.zero_grad()
+    dist.barrier()
+    step_after("scaled")
+
+
+@pytest.mark.parametrize("kind", ["zero0", "zero1", "zero2", "ddp"])
+def test_under_fp16_gradients_that_a_script_assigns_are_refused(pool: Pool, kind: str) -> None:
+    for message in pool.run(2, refuse_assigned, kind):
+        assert "call booster.backward(loss, optimizer)" in message
+
+
+def refuse_assigned(kind: str) -> str:
+    booster = booster_of(kind, "fp16")
+    model = CHOICE.build()
+    model, optimizer, *_ = booster.boost(model, sgd(model))
+    parameters = [*model.parameters()]
+    gradients = torch.autograd.grad(model(**next(share(booster, CHOICE, 0))).loss, parameters)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    message = refused(optimizer.step)
+    optimizer.zero_grad()
+    dist.barrier()
+    booster.backward(model(**next(share(booster, CHOICE, 0))).loss, optimizer)
+    optimizer.step()
+    return message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_computes_the_gradients_by_a_closure(pool: Pool, kind: str) -> None:
+    for loss, has_changed, message in pool.run(2, step_by_closure, kind):
+        assert loss > 0 and has_changed
+        assert "step the one that boost returned" in message
+
+
+def step_by_closure(kind: str) -> tuple[float, bool, str]:
+    """The loss, whether weights changed, and what the plain optimizer says to a step."""
+    booster = booster_of(kind, "fp16")
+    model = CHOICE.build()
+    plain = sgd(model)
+    model, optimizer, *_ = booster.boost(model, plain)
+    before = {name: each.clone() for name, each in local(model).items()}
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(**next(share(booster, CHOICE, 0))).loss
+        booster.backward(loss, optimizer)
+        return loss
+
+    loss = optimizer.step(closure).item()
+    has_changed = any(not torch.equal(each, before[name]) for name, each in local(model).items())
+    closure()
+    return loss, has_changed, refused(plain.step)
 
 
 def test_the_boosters_gradients_stay_fine_where_another_models_loss_reached_them_before(pool: Pool) -> None:
