@@ -33,6 +33,7 @@ class Event:
     Args:
         text: the error that it failed with.
         consequence: it failed because another rank had.
+        errors: how many errors of its own the rank has had with this one.
         heard: when this process read it.
     """
 
@@ -40,6 +41,7 @@ class Event:
     kind: str
     text: str = ""
     consequence: bool = False
+    errors: int = 0
     heard: float = field(default_factory=time.monotonic, compare=False)
 
     def __str__(self) -> str:

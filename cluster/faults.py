@@ -8,6 +8,9 @@ that communicates turns what the backend says into a `RankFailure` that names th
 [Note: the first cause] Where C waits for B and B for A, which died, both get a connection error, C from B.
 News of a rank that only failed in consequence is marked as such, so that C names A too.
 
+[Note: errors that all ranks have] A rank that failed, but no more often than this one, may handle its errors as this
+one did, and be late in the next call. Its news names it, and ends nobody.
+
 [Note: a call that others do not make] After `WAITING_SECONDS` in a call that a rank has not come to, one line says
 who waits for whom. Where the heartbeats make certain that they never meet, or that the rank has left, the call raises:
 at once where it waits in Python (`meet_all_ranks`, a gathering of small numbers), since that asks `raise_if_in_vain`
@@ -91,6 +94,7 @@ class _Watch:
         self._joined: dict[str, int] = {}
         self._recent: dict[str, list[str]] = {}
         self._errors = 0
+        self._own_errors = 0
         self._meetings = 0
         self._looked = 0.0
         self._is_announced = False
@@ -138,6 +142,7 @@ class _Watch:
         self._errors += 1
         text = f"{type(error).__name__}: {error}".removesuffix(": ")
         is_consequence = isinstance(error, RankFailure) and not isinstance(error, UnmatchedCall)
+        self._own_errors += not is_consequence
         self._post("failed", text[:2000], consequence=is_consequence)
 
     @property
@@ -189,7 +194,7 @@ class _Watch:
         while True:
             self._read()
             cause = self._cause()
-            if _is_certain(cause) or self._store_is_lost:
+            if self._is_certain(cause) or self._store_is_lost:
                 break
             # A silence may end, and a rank may leave in consequence: better news may be on its way.
             patience = NEWS_SECONDS if cause is None and not is_timeout(error) else BRIEF_SECONDS
@@ -283,7 +288,8 @@ class _Watch:
                 continue
             # Who failed may have handled it, and come yet; connections that close tell of it sooner.
             is_over = event.kind in ("left", "gone") or self._board.is_gone(event.rank)
-            if is_over or time.monotonic() - max(self._entered, event.heard) > STUCK_SECONDS / 2:
+            waited = time.monotonic() - max(self._entered, event.heard)
+            if is_over or (self._is_certain(event) and waited > STUCK_SECONDS / 2):
                 return self._failure(own.action or "", event=event)
         return None
 
@@ -307,7 +313,7 @@ class _Watch:
         if action is None:
             return
         now, patience = time.monotonic(), STUCK_SECONDS
-        if cause is not None and _is_certain(cause):
+        if cause is not None and self._is_certain(cause):
             error, since = self._failure(action), max(self._entered, cause.heard)
         elif vain is not None and vain.call == self._calls and now - vain.since > BRIEF_SECONDS:
             error, since = vain.error, vain.since
@@ -347,7 +353,9 @@ class _Watch:
 
     def _post(self, kind: str, text: str = "", *, consequence: bool = False) -> None:
         with suppress(RuntimeError):  # without a store there is nobody to tell
-            self._board.post(Event(rank=self.rank, kind=kind, text=text, consequence=consequence))
+            self._board.post(
+                Event(rank=self.rank, kind=kind, text=text, consequence=consequence, errors=self._own_errors)
+            )
 
     def _standing(self) -> list[Event]:
         """The last event of every rank that is not well, in the order in which they came."""
@@ -359,7 +367,15 @@ class _Watch:
         candidates = [
             event for event in self._standing() if event.rank != self.rank and not event.consequence
         ]
-        return min(candidates, key=lambda event: (not _is_certain(event), event.kind == "left"), default=None)
+        return min(
+            candidates, key=lambda event: (not self._is_certain(event), event.kind == "left"), default=None
+        )
+
+    def _is_certain(self, cause: Event | None) -> bool:
+        """Return True where it is known that the rank will not come back; see [Note: errors that all ranks have]."""
+        if cause is None:
+            return False
+        return cause.kind == "gone" or (cause.kind == "failed" and cause.errors > self._own_errors)
 
     def _failure(self, action: str, detail: str = "", event: Event | None = None) -> RankFailure | None:
         cause = self._cause() or event
@@ -492,8 +508,3 @@ def _default_store() -> dist.Store | None:
         return distributed_c10d._get_default_store() if dist.is_initialized() else None
     except (ValueError, KeyError):  # another thread is destroying the group
         return None
-
-
-def _is_certain(cause: Event | None) -> bool:
-    """Whether it is known that the rank will not come back."""
-    return cause is not None and cause.kind in ("failed", "gone")

@@ -47,8 +47,13 @@ class BoostedModule(nn.Module):
         """Call the model's own `save_pretrained`.
 
         Raises:
-            RuntimeError: this rank has a part of the model alone; names `booster.save_model`.
+            RuntimeError: this rank has a part of the model alone, or the model has adapters; it says what to call.
         """
+        if self.adapters:  # their layers have names that from_pretrained does not know
+            raise RuntimeError(
+                "save_pretrained of a model with adapters writes names that from_pretrained does not know: call "
+                "booster.save_lora_as_pretrained(model, folder) on every rank, or booster.save_model"
+            )
         self.module.save_pretrained(*args, **kwargs)  # type: ignore[operator]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -167,6 +167,22 @@ def test_adapters_of_a_part_of_a_model_are_not_written_by_peft(pool: Pool, tmp_p
     assert not any(tmp_path.glob("*.safetensors"))
 
 
+def save_pretrained_with_adapters(folder: Path) -> str:
+    peft_model = adapters.LLAMA.build_peft()
+    booster = hybrid(zero_stage=1)
+    model, *_ = booster.boost(peft_model, adapters.optimizer_of(peft_model.parameters()))
+    return told(lambda: model.save_pretrained(folder))
+
+
+def test_a_whole_model_with_adapters_is_not_written_under_names_that_nobody_reads(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """Its layers are "q_proj.base_layer" then, and from_pretrained would draw "q_proj" anew."""
+    for message in pool.run(2, save_pretrained_with_adapters, tmp_path):
+        assert "booster.save_lora_as_pretrained(model, folder)" in message
+    assert not list(tmp_path.iterdir())
+
+
 def whole_states(layout: str, folder: Path) -> dict[str, dict[str, Tensor]]:
     """A trained model's state in all ways that there are, on a rank that has all of it."""
     booster = WHOLE[layout]()

@@ -154,6 +154,23 @@ def come_late(kind: str, folder: Path) -> list[str]:
     return said
 
 
+@pytest.mark.parametrize("kind", ["dp", "ddp"])
+def test_a_rank_that_is_late_after_an_error_that_all_ranks_handled_is_waited_for(
+    pool: Pool, tmp_path: Path, kind: str
+) -> None:
+    pool.run(2, handle_an_error_and_come_late, kind, tmp_path)
+
+
+def handle_an_error_and_come_late(kind: str, folder: Path) -> None:
+    run = Run(kind, folder)
+    with pytest.raises(ValueError, match="batch_size"):
+        run.model(**{**make_batch(LLAMA, num_samples=2, seed=0), "labels": torch.zeros(3)})
+    faults.STUCK_SECONDS = 1.0
+    if dist.get_rank() == 1:
+        time.sleep(4)
+    run.train()
+
+
 @pytest.mark.parametrize(("kind", "how"), [("ddp", "raises"), ("ddp", "exits"), ("fsdp", "exits")])
 def test_torch_plugins_name_a_rank_that_fails(pool: Pool, tmp_path: Path, kind: str, how: str) -> None:
     errors = pool.run_failing(2, fail_between_forward_and_backward, kind, tmp_path, how)
