@@ -205,6 +205,12 @@ class ParallelMesh:
             wait_until_all_have_connected()
         return self._side_group
 
+    def new_group_of_all(self) -> dist.ProcessGroup:
+        """A group of all ranks, between CPUs, whose messages meet no others. Collective over the world."""
+        group = dist.new_group(backend="gloo", timeout=default_timeout())
+        wait_until_all_have_connected()
+        return group
+
     def pipeline_groups(self, count: int) -> list[dist.ProcessGroup]:
         """As many different groups over the ranks of axis pp, in their order. Collective over the world.
 

@@ -34,7 +34,7 @@ class ScaledOptimizer(Optimizer):
         scaler: the loss scale.
         names: of the parameters, in the plain model.
         last_norm: what `clip_grad_by_norm` found last, None before: torch measures no norm by itself.
-        group: of all ranks, between which options of the groups are compared at every step; None compares nothing.
+        group: of all ranks and of no other use: options of the groups are compared in it; None compares nothing.
         after_step: is called at the end of every step, also of one that was skipped.
         skipped_steps: how many steps an overflow skipped; without a loss scale none is.
     """

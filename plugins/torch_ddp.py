@@ -127,7 +127,7 @@ class TorchDDPPlugin(TorchPlugin):
         names = {parameter: name for name, parameter in model.named_parameters()}
         wrapped = None if optimizer is None else ScaledOptimizer(optimizer, scaler, names)
         if wrapped is not None:
-            wrapped.group = self.mesh.group("data")
+            wrapped.group = self.mesh.new_group_of_all()
             wrapped.after_step = statistics.average
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 

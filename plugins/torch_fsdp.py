@@ -199,7 +199,7 @@ class TorchFSDPPlugin(TorchPlugin):
         scaler = self.config.scaler(self.mesh.device)
         wrapped = None if optimizer is None else FSDPOptimizer(optimizer, scaler, boosted, names)
         if wrapped is not None:
-            wrapped.group = self.mesh.group("data")
+            wrapped.group = self.mesh.new_group_of_all()
             wrapped.after_step = RunningStatistics(boosted.module, self.mesh.group("data")).average
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 
