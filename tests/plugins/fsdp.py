@@ -260,10 +260,11 @@ def refuse_models(kind: str) -> str:
     elif kind == "scalar and hook":
         model.scale = nn.Parameter(torch.tensor(1.0))
         model.lm_head.weight.register_post_accumulate_grad_hook(lambda _: None)
+    wrapped = booster.boost(model, optimizer)[1] if kind == "boosted optimizer" else None  # which makes a group
     calls: dict[str, Callable[[], Any]] = {
         "boosted model": lambda: booster.boost(booster.boost(model)[0]),
         "boosted inside": lambda: booster.boost(booster.boost(model)[0].unwrap()),
-        "boosted optimizer": lambda: booster.boost(GPT2.build(), booster.boost(model, optimizer)[1]),
+        "boosted optimizer": lambda: booster.boost(GPT2.build(), wrapped),
         "plain model": lambda: booster.save_model(model, "never"),
         "no_sync of another": lambda: booster.no_sync(booster.boost(model)[0], optimizer),
         "backward by another": lambda: booster.backward(torch.ones(()), optimizer),
