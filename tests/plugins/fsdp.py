@@ -260,7 +260,9 @@ def refuse_models(kind: str) -> str:
     elif kind == "scalar and hook":
         model.scale = nn.Parameter(torch.tensor(1.0))
         model.lm_head.weight.register_post_accumulate_grad_hook(lambda _: None)
-    wrapped = booster.boost(model, optimizer)[1] if kind == "boosted optimizer" else None  # which makes a group
+    wrapped = (
+        booster.boost(model, optimizer)[1] if kind == "boosted optimizer" else None
+    )  # which makes a group
     calls: dict[str, Callable[[], Any]] = {
         "boosted model": lambda: booster.boost(booster.boost(model)[0]),
         "boosted inside": lambda: booster.boost(booster.boost(model)[0].unwrap()),
