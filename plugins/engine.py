@@ -79,6 +79,7 @@ class PipelineEngine:
         self._first_weight = 1.0  # of the calls before a step: the samples of a replica in the first of them
         self._normalizes_together = any(has_sync_batch_norm(stage.model) for stage in stages.values())
         self._equal_steps: list[bool] = []
+        self._has_noted_outputs = False
         self.trace: list[Span] | None = None
 
     def run(
@@ -323,7 +324,20 @@ class PipelineEngine:
             arrived = broadcast_object(on_cpu, self._last_rank, self._mesh.group("pp"))
             if not is_last:
                 outputs = map_tensors(arrived, lambda tensor: tensor.to(self._mesh.device))
+        elif asked.outputs and not is_last:
+            self._note_absent_outputs()
         return outputs if asked.outputs and (is_last or asked.outputs_everywhere) else None
+
+    def _note_absent_outputs(self) -> None:
+        """Log once, on the first rank without outputs, where they are; a script may well expect None."""
+        first = 1 if self._last_rank == 0 else 0
+        is_first = self._mesh.rank("pp") == first and self._mesh.rank("data") == self._mesh.rank("tp") == 0
+        if is_first and not self._has_noted_outputs:
+            _LOG.warning(
+                "execute_pipeline returns outputs on the last stage, and None on the others: give "
+                'return_outputs="all_ranks" to have them on every rank'
+            )
+        self._has_noted_outputs = True
 
     def _returned(self, loss: BatchLoss, asked: "_Wanted") -> Tensor:
         """The loss that this rank asked for."""

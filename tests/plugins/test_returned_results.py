@@ -2,6 +2,7 @@
 
 import copy
 import io
+import logging
 import pickle
 from typing import Any
 
@@ -114,6 +115,26 @@ def evaluate_for_outputs(sizes: dict[str, Any]) -> tuple[bool, Any, Any, Any, An
         expected = LLAMA.build().eval()(**next(share(booster, LLAMA, 0))).logits
     logits = [None if outputs is None else outputs.logits for outputs in found]
     return booster.plugin.stage_manager.is_last_stage(), *logits, expected
+
+
+def test_one_line_says_where_the_outputs_are(pool: Pool) -> None:
+    lines = pool.run(4, ask_twice_for_outputs)
+    assert [len(of_rank) for of_rank in lines] == [1, 0, 0, 0]
+    assert 'None on the others: give return_outputs="all_ranks"' in lines[0][0]
+
+
+def ask_twice_for_outputs() -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    booster = hybrid(precision="fp32", pp_size=2, tp_size=2)
+    model, _ = boosted(booster, LLAMA)
+    logging.getLogger("echelon").addHandler(handler)
+    with torch.no_grad():
+        for step in range(2):
+            booster.execute_pipeline(share(booster, LLAMA, step), model, loss_of, return_outputs=True)
+    logging.getLogger("echelon").removeHandler(handler)
+    return lines
 
 
 def test_outputs_on_other_ranks_are_refused(pool: Pool) -> None:
