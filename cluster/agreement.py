@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .faults import current_call, raise_if_in_vain
 from .launch import default_device
-from .rank_failure import UnmatchedCall
+from .rank_failure import SAME_CALLS, UnmatchedCall
 from .renamed import all_gather_single
 
 # The multipliers of SplitMix64's mixing (Steele, Lea, Flood 2014), as signed integers.
@@ -100,8 +100,7 @@ def untagged(rows: Sequence[tuple[int, ...]], ranks: Sequence[int]) -> list[tupl
     other = next((each for each in codes if codes[each] != codes[rank]), rank)
     mine, theirs = (_CALLS.get(codes[each][0], "another call") for each in (rank, other))
     raise UnmatchedCall(
-        f"rank {rank} is in {mine} and rank {other} in {theirs}: every rank has to make the same calls in the same "
-        "order, so make this one on all ranks or on none",
+        f"rank {rank} is in {mine} and rank {other} in {theirs}: {SAME_CALLS}",
         other,
     )
 

@@ -42,7 +42,7 @@ from torch.distributed import distributed_c10d
 
 from .board import Board, Event
 from .matching import KEPT, Heartbeat, absent_ranks, members, never_meeting, places
-from .rank_failure import RankFailure, UnmatchedCall, is_broken, is_timeout
+from .rank_failure import SAME_CALLS, RankFailure, UnmatchedCall, is_broken, is_timeout
 from .termination import termination_deferred
 
 INTERVAL_SECONDS = 0.5
@@ -303,7 +303,7 @@ class _Watch:
             return None
         return UnmatchedCall(
             f"rank {self.rank} is in {own.action} (call {own.calls}) and rank {other} {beat}, and each waits for "
-            "the other: every rank has to make the same calls in the same order, so make this one on all or on none",
+            f"the other: {SAME_CALLS}",
             other,
         )
 

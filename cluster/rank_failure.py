@@ -12,6 +12,10 @@ BROKEN = re.compile(
 )
 TIMED_OUT = re.compile(r"timed out waiting|(wait|operation|application) timeout|operation timed out", re.I)
 
+SAME_CALLS = (  # what to do about an `UnmatchedCall`
+    "every rank has to make the same calls in the same order, so make this one on all ranks or on none"
+)
+
 
 class RankFailure(RuntimeError):
     """Another rank failed, died or left while this one waited for it. `rank` is the one to blame, if known."""
