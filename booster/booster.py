@@ -16,8 +16,7 @@ from ..checkpoint.step_load import Resume, Resumed
 from ..checkpoint.trial import save_faults
 from ..plugins.base import Boosted, Plugin, Returned
 from ..plugins.hybrid_config import told
-from ..plugins.lora import unwrapped
-from ..plugins.lora_enable import enable_lora
+from ..plugins.lora import enable_lora, unwrapped
 from ..plugins.torch_ddp import TorchDDPPlugin
 
 

@@ -12,7 +12,7 @@ from ..booster.booster import Booster
 from ..pipeline.action import Op
 from ..pipeline.draw import Panel
 from ..pipeline.simulate import Costs, Span, Timeline
-from ..plugins.hybrid_module import HybridParallelModule
+from ..plugins.hybrid_model import HybridParallelModule
 from ..plugins.hybrid_parallel import HybridParallelPlugin
 from ..verify.batch import loss_of, make_batch
 from ..verify.models import ModelChoice

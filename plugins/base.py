@@ -1,12 +1,12 @@
-"""What every plugin offers the Booster, and the dataloaders of all of them."""
+"""The interface of a plugin, the base class of boosted models, and the checks that all plugins share."""
 
 import logging
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,14 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.held_model import HeldModel
+from ..checkpoint.lora import Adapter
 from ..checkpoint.trained import Trained
 from ..cluster.dataloader import SharedLoader, shared_loader
+from ..cluster.faults import naming_failures
 from ..cluster.given_loader import sharded_loader
 from ..cluster.mesh import ParallelMesh
+from ..shardformer.given import given_faults, is_taken
+from ..zero.optimizer import ShardedOptimizer
 
 Returned = bool | Literal["all_ranks"]
 Boosted = tuple[nn.Module, Optimizer | None, Callable | None, DataLoader | None, LRScheduler | None]
@@ -191,3 +195,88 @@ def require_process_group() -> None:
     """
     if not dist.is_initialized():
         raise RuntimeError("no process group is started: call echelon.launch_from_torch() before the plugin")
+
+
+class BoostedModule(nn.Module):
+    """A boosted model; `unwrap()` is the model itself.
+
+    Args:
+        adapters: what is saved of it as LoRA.
+    """
+
+    module: nn.Module
+
+    def __init__(self, adapters: Sequence[Adapter] = ()) -> None:
+        super().__init__()
+        self.adapters = tuple(adapters)
+
+    @abstractmethod
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the model's outputs."""
+
+    @abstractmethod
+    def ranks_of_call(self) -> Sequence[int] | None:
+        """The ranks that have to make the same call; None is all, () none but this one."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs; a rank that fails meanwhile is named on those that wait for it."""
+        if torch.compiler.is_compiling():  # torch.compile cannot trace the watch over the ranks
+            return self.compute(*args, **kwargs)
+        with naming_failures("model(**batch)", self.ranks_of_call()):
+            return self.compute(*args, **kwargs)
+
+    def unwrap(self) -> nn.Module:
+        """The model without the wrapper."""
+        return self.module
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Call the model's own `save_pretrained`.
+
+        Raises:
+            RuntimeError: this rank has a part of the model alone, or the model has adapters; it says what to call.
+        """
+        if self.adapters:  # their layers have names that from_pretrained does not know
+            raise RuntimeError(
+                "save_pretrained of a model with adapters writes names that from_pretrained does not know: call "
+                "booster.save_lora_as_pretrained(model, folder) on every rank, or booster.save_model"
+            )
+        self.module.save_pretrained(*args, **kwargs)  # type: ignore[operator]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a boosted model has process groups and cannot be copied or pickled: call booster.save_model(model, path) "
+            "on every rank, or booster.save_checkpoint"
+        )
+
+
+def model_faults(model: nn.Module) -> list[str]:
+    """Why a model cannot be boosted: it is none, has no values, or a plugin or ShardFormer had it before.
+
+    ShardFormer's hooks sum and average gradients, which an optimizer of ours would do once more; so do a plugin's.
+    Other checks would stumble over these. Empty when it can.
+    """
+    if faults := given_faults(model):
+        return faults
+    if is_taken(model):
+        return [
+            "the model is already boosted, or ShardFormer has split it: give booster.boost the plain transformers "
+            "model, once"
+        ]
+    return []
+
+
+def optimizer_faults(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
+    """Why this optimizer cannot train this model; empty when it can."""
+    if optimizer is None:
+        return []
+    if isinstance(optimizer, ShardedOptimizer):
+        return ["the optimizer is already boosted: give booster.boost the plain torch optimizer"]
+    given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    own = set(model.parameters())
+    foreign = len(given - own)
+    if foreign:
+        return [
+            f"the optimizer holds {foreign} of {len(given)} parameters that are not the model's: build it on "
+            "model.parameters() of the model that is given to booster.boost, after any change of the model's modules"
+        ]
+    return []

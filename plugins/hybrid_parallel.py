@@ -35,13 +35,12 @@ from ..zero.optimizer import ShardedOptimizer
 from ..zero.precision import default_precision
 from .base import Boosted, Plugin, Returned, require_process_group
 from .colossalai import HYBRID, unavailable_faults
-from .hybrid_boost import boost
 from .hybrid_config import HybridConfig, PipelineConfig, told
-from .hybrid_module import HybridParallelModule
-from .hybrid_saved import held_tensors, trained_shards
+from .hybrid_model import HybridParallelModule, boost, refuse_pipeline
 from .internevo import in_its_words, plugin_arguments
 from .ledger import Ledger
 from .loss import PipelineLoss
+from .state import held_tensors, trained_shards
 
 
 class HybridParallelPlugin(Plugin):
@@ -218,7 +217,6 @@ class HybridParallelPlugin(Plugin):
         if faults := [*unavailable, *self.config.faults(dist.get_world_size())]:
             raise ValueError(told(faults))
         require_equal_settings(self.config, of="the plugin")
-        self.custom_policy = custom_policy
         self.has_default_precision = precision is None
         self.mesh = ParallelMesh(pp=pp_size, dp=dp_size, sp=self.config.sp, tp=tp_size, wp=wp_size)
         self.rings = double_ring(self.mesh, inner_ring_size)
@@ -292,7 +290,14 @@ class HybridParallelPlugin(Plugin):
         Collective over the world; every rank gives an equal model. One that was built lazily is made real once it is
         split. See `Booster.boost`.
         """
-        boosted = boost(model, optimizer, self)
+        boosted = boost(
+            model,
+            optimizer,
+            config=self.config,
+            mesh=self.mesh,
+            stage_manager=self.stage_manager,
+            rings=self.rings,
+        )
         return boosted, boosted.optimizer, criterion, dataloader, lr_scheduler
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
@@ -303,7 +308,7 @@ class HybridParallelPlugin(Plugin):
                 has computed its gradients.
             ValueError: the loss has no graph, or the optimizer is not what `booster.boost` returned.
         """
-        self._refuse_pipeline("booster.backward(loss, optimizer)")
+        refuse_pipeline("booster.backward(loss, optimizer)", self.mesh)
         if not isinstance(optimizer, ShardedOptimizer):
             raise ValueError("booster.backward takes the optimizer that booster.boost returned")
         if not isinstance(loss, Tensor):
@@ -395,7 +400,7 @@ class HybridParallelPlugin(Plugin):
                 f"{call} takes the model that booster.boost returned, and not torch.compile's of it: call "
                 "model.compile(), which compiles in place"
             )
-        if not isinstance(model, HybridParallelModule) or model.plugin is not self:
+        if not isinstance(model, HybridParallelModule) or model.mesh is not self.mesh:
             raise ValueError(f"{call} takes the model that booster.boost returned")
         if optimizer is not None and optimizer is not model.optimizer:
             raise ValueError(
@@ -424,11 +429,3 @@ class HybridParallelPlugin(Plugin):
         if not isinstance(optimizer, ShardedOptimizer):
             raise ValueError("saving and loading takes the optimizer that booster.boost returned")
         return trained_shards(optimizer, self.mesh)
-
-    def _refuse_pipeline(self, call: str) -> None:
-        if self.pp_size > 1:
-            raise RuntimeError(
-                f"{call} under a pipeline (pp_size={self.pp_size}): no rank holds the whole model. Call "
-                "booster.execute_pipeline(data_iter, model, criterion, optimizer) instead, which works at "
-                "pp_size=1 too"
-            )

@@ -1,15 +1,24 @@
-"""A model with LoRA by peft, as plugins boost it. Putting it in is lora_enable.py, splitting it shardformer/layer/."""
+"""LoRA by peft: adapters put into a model, and taken out of peft's wrapper to be boosted."""
 
 import copy
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from safetensors import safe_open
 from torch import nn
+from transformers.models.auto import modeling_auto
 
+from ..checkpoint import lora
 from ..checkpoint.lora import Adapter
-from ..shardformer.adapted import is_of_peft
+from ..shardformer.adapted import adapted, is_of_peft
+from ..shardformer.whole_gradients import is_split
+from .hybrid_config import told
 
 _PREFIX = "base_model.model."  # of the transformers model, in peft's
 
@@ -99,3 +108,140 @@ def _config_writer(model: nn.Module, config: Any) -> Any:
 
 def _write_config(config: Any, auto_mapping: dict[str, str] | None, folder: Path) -> None:
     config.save_pretrained(str(folder), auto_mapping_dict=auto_mapping)
+
+
+# The classes of each task of peft, by transformers' own lists.
+_TASKS = {
+    "CAUSAL_LM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "SEQ_2_SEQ_LM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "SEQ_CLS": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "TOKEN_CLS": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "QUESTION_ANS": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+}
+
+
+def enable_lora(
+    model: nn.Module,
+    pretrained_dir: str | Path | None,
+    lora_config: Any,
+    bnb_quantization_config: Any,
+    quantize: bool,
+) -> nn.Module:
+    """See `Booster.enable_lora`."""
+    peft = require_peft()
+    faults = [
+        *_argument_faults(pretrained_dir, lora_config, bnb_quantization_config, quantize),
+        *_model_faults(model),
+    ]
+    if not faults and lora_config is not None:
+        faults = [*_config_faults(model, lora_config, peft)]
+    if faults:
+        raise ValueError(told(faults))
+    with _quiet():
+        if pretrained_dir is None:
+            return peft.get_peft_model(model, lora_config)
+        return _loaded(model, Path(pretrained_dir), peft)
+
+
+def _argument_faults(
+    pretrained_dir: str | Path | None, lora_config: Any, bnb_quantization_config: Any, quantize: bool
+) -> list[str]:
+    found = []
+    if bnb_quantization_config is not None or quantize:
+        found.append(
+            "bnb_quantization_config and quantize ask for weights of 4 or 8 bits, which cannot be split over ranks or "
+            "brought to another precision: leave them out"
+        )
+    if (pretrained_dir is None) == (lora_config is None):
+        found.append(
+            "give either lora_config, for new adapters, or pretrained_dir, a folder with saved ones (whose "
+            f"configuration is in it); got lora_config={lora_config!r} and pretrained_dir={pretrained_dir!r}"
+        )
+    if pretrained_dir is not None and not Path(pretrained_dir, "adapter_config.json").is_file():
+        found.append(
+            f"pretrained_dir={str(pretrained_dir)!r} has no adapter_config.json: give a folder that "
+            "booster.save_lora_as_pretrained or peft's save_pretrained wrote"
+        )
+    return found
+
+
+def _model_faults(model: nn.Module) -> list[str]:
+    """Why a model cannot have adapters put into it."""
+    if is_split(model) or hasattr(model, "unwrap"):
+        return [
+            "the model is already boosted or split: call booster.enable_lora before booster.boost, which then splits"
+        ]
+    if is_of_peft(model) or next(adapted(model), None) is not None:
+        return ["the model has adapters of peft's already: give the plain transformers model, once"]
+    return []
+
+
+def _config_faults(model: nn.Module, config: Any, peft: Any) -> list[str]:
+    """Why these adapters are none for this model."""
+    if type(config) is not peft.LoraConfig:
+        return [f"lora_config is a {type(config).__name__}: give a peft.LoraConfig"]
+    return [*_task_faults(model, config), *_target_faults(model, config)]
+
+
+def _task_faults(model: nn.Module, config: Any) -> list[str]:
+    """A task that is another class's than the model's; classes that transformers lists nowhere have any."""
+    asked, kind = getattr(config.task_type, "value", config.task_type), type(model).__name__
+    tasks = [task for task, listing in _TASKS.items() if kind in getattr(modeling_auto, listing).values()]
+    if asked not in _TASKS or not tasks or asked in tasks:
+        return []
+    fitting = " or ".join(map(repr, tasks))
+    return [f"lora_config is for task_type={asked!r}, and the model is a {kind}: use task_type={fitting}"]
+
+
+def _target_faults(model: nn.Module, config: Any) -> list[str]:
+    """Names of modules that the model does not have, of which peft would pass over those that others stand beside."""
+    known = [name for name, _ in model.named_modules()]
+    ends = sorted({name.rpartition(".")[2] for name in known if _is_linear(model.get_submodule(name))})
+    return [
+        f"{option} names {name!r}, and the model has no such module; its linear layers are {', '.join(ends)}"
+        for option in ("target_modules", "modules_to_save")
+        for name in _listed(getattr(config, option))
+        if not any(each == name or each.endswith(f".{name}") for each in known)
+    ]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, torch.Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
+
+
+def _listed(names: Any) -> Collection[str]:
+    """Names that are given one by one; a string is a pattern, or "all-linear"."""
+    return [] if names is None or isinstance(names, str) else sorted(names)
+
+
+def _loaded(model: nn.Module, folder: Path, peft: Any) -> nn.Module:
+    """A model with adapters from a folder, to be trained on. Each rank reads."""
+    peft_model: nn.Module = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+    if faults := peft_model_faults(peft_model):
+        raise ValueError(told(faults))
+    needed, stored = set(names_by_key(peft_model, "default")), set(_stored_names(folder))
+    faults = [f"{name} is missing" for name in sorted(needed - stored)]
+    known = set(peft_model.state_dict())
+    faults += [f"{name} is not in the model" for name in sorted(stored - needed - known)]
+    if faults:
+        raise ValueError(f"the adapters in {folder} do not fit this model: {'; '.join(faults)}")
+    return peft_model
+
+
+def _stored_names(folder: Path) -> list[str]:
+    path = folder / lora.SAFETENSORS.one
+    if path.is_file():
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    return list(torch.load(folder / lora.TORCH.one, map_location="meta", weights_only=True))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what peft warns of that is no business of the caller, or is told as an error."""
+    with warnings.catch_warnings():
+        # peft 0.21 reads a property that transformers 5.23 has renamed; it can go when peft reads the new one.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "Found missing adapter keys")
+        yield

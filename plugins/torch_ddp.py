@@ -1,12 +1,12 @@
-"""TorchDDPPlugin: torch's own DistributedDataParallel and automatic mixed precision behind the Booster."""
+"""Data parallelism by torch's own wrappers: the base class, and TorchDDPPlugin by DistributedDataParallel."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from ..checkpoint.held_model import HeldModel
 from ..checkpoint.lora import Adapter
+from ..checkpoint.trained import Trained
 from ..cluster.faults import meet_all_ranks, naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom
@@ -21,15 +22,96 @@ from ..lazy import materialize
 from ..shardformer.given import mark_taken
 from ..shardformer.layer.batch_norm import RunningStatistics, own_batch_norms
 from ..zero.precision import DTYPES, default_precision
-from .base import Boosted, require_process_group
-from .boosted_module import BoostedModule
+from .base import Boosted, BoostedModule, Plugin, Returned, model_faults, require_process_group
 from .colossalai import DDP, unavailable_faults
 from .hybrid_config import told
 from .lora import unwrapped
-from .optimizer_faults import model_faults
 from .scaled_optimizer import ScaledOptimizer
-from .torch_plugin import TorchPlugin, require_boosted
-from .torch_saved import held_module
+from .state import held_module, trained_parameters
+
+
+class TorchPlugin(Plugin):
+    """Data parallelism over all ranks, by torch's own wrappers. No pipeline: call `model(**batch)`."""
+
+    mesh: ParallelMesh
+    _accumulates = False  # inside of no_sync, where ranks may run different numbers of backwards
+
+    @property
+    def dp_size(self) -> int:
+        """Replicas that get different batches: all ranks."""
+        return self.mesh.size("dp")
+
+    @property
+    def pp_size(self) -> int:
+        """Stages of the pipeline: one."""
+        return 1
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks over which each layer is split: one."""
+        return 1
+
+    @property
+    def data_rank(self) -> tuple[int, int]:
+        """This rank, of all."""
+        return self.mesh.rank("dp"), self.mesh.size("dp")
+
+    def trained(self, optimizer: Optimizer) -> Trained:
+        """What this rank steps by a boosted optimizer."""
+        return trained_parameters(require_boosted(optimizer, "saving and loading"))
+
+    def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
+        """Compute gradients, averaged over the ranks while backward runs.
+
+        Raises:
+            ValueError: the optimizer is not what `booster.boost` returned.
+        """
+        scaled = require_boosted(optimizer, "booster.backward")
+        with naming_failures("backward", () if self._accumulates else None):
+            scaled.backward(loss)
+
+    @contextmanager
+    def _accumulating(self, no_sync: AbstractContextManager[None]) -> Iterator[None]:
+        before, self._accumulates = self._accumulates, True
+        try:
+            with no_sync:
+                yield
+        finally:
+            self._accumulates = before
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator,
+        model: nn.Module,
+        criterion: Callable | None = None,
+        optimizer: Any = None,
+        return_loss: bool = True,
+        return_outputs: Returned = False,
+        *,
+        average_loss: bool = True,
+    ) -> dict[str, Any]:
+        """Not offered by this plugin.
+
+        Raises:
+            RuntimeError: always; says what to call.
+        """
+        raise RuntimeError(
+            f"{type(self).__name__} has no pipeline: call model(**batch) and booster.backward(loss, optimizer), or "
+            "use HybridParallelPlugin or LowLevelZeroPlugin, where execute_pipeline works at any size"
+        )
+
+
+def require_boosted(optimizer: Optimizer, call: str) -> ScaledOptimizer:
+    """The optimizer, as what `booster.boost` returned.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    if not isinstance(optimizer, ScaledOptimizer):
+        raise ValueError(
+            f"{call} takes the optimizer that booster.boost returned, and not a {type(optimizer).__name__} of torch's"
+        )
+    return optimizer
 
 
 class TorchDDPPlugin(TorchPlugin):

@@ -1,21 +1,31 @@
 """TorchFSDPPlugin: torch's own fully_shard (FSDP2, ZeRO-3) behind the Booster."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ..checkpoint.held_model import HeldModel
+from ..checkpoint.lora import Adapter
 from ..cluster.faults import meet_all_ranks, naming_failures
 from ..cluster.hooks import has_foreign_hooks
 from ..cluster.launch import default_device
@@ -23,21 +33,22 @@ from ..cluster.mesh import ParallelMesh, divisors
 from ..cluster.random import ForwardRandom
 from ..cluster.shard_mesh import shard_mesh
 from ..lazy import materialize
+from ..shardformer.checkpoint_config import recomputable_layers
 from ..shardformer.equal_ranks import require_equal_models
+from ..shardformer.given import mark_taken
 from ..shardformer.layer.batch_norm import RunningStatistics, own_batch_norms
+from ..shardformer.partial_state import is_partial, refuse_partial_state
 from ..shardformer.switches import switch_faults
 from ..zero.elementwise import require_elementwise
 from ..zero.precision import DTYPES, default_precision, is_finite_number, precision_faults
-from .base import Boosted, require_process_group
+from ..zero.state import PARTIAL_STATE
+from .base import Boosted, BoostedModule, model_faults, optimizer_faults, require_process_group
 from .colossalai import FSDP, unavailable_faults
-from .fsdp_module import TorchFSDPModel
-from .fsdp_optimizer import FSDPOptimizer
 from .hybrid_config import told
 from .lora import unwrapped
-from .optimizer_faults import model_faults, optimizer_faults
 from .scaled_optimizer import ScaledOptimizer
-from .torch_plugin import TorchPlugin, require_boosted
-from .torch_saved import held_module
+from .state import held_module
+from .torch_ddp import TorchPlugin, require_boosted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +271,216 @@ def _shard_size_faults(shard_size: Any, world_size: int) -> list[str]:
     return [f"shard_size={shard_size} does not divide the world size {world_size}: use one of {allowed}"]
 
 
-def _boosted(model: nn.Module, call: str) -> TorchFSDPModel:
+def _boosted(model: nn.Module, call: str) -> "TorchFSDPModel":
     if not isinstance(model, TorchFSDPModel):
         raise ValueError(f"{call} takes the model that booster.boost returned")
     return model
+
+
+class TorchFSDPModel(BoostedModule):
+    """A model whose parameters are shared out; `unwrap()` is the model itself.
+
+    Its layers and then the rest are sharded by fully_shard, which replaces every parameter by a DTensor: this
+    rank's rows of it in float32. Building it is collective over the world.
+
+    Args:
+        module: the model, changed in place. Parameters of 16 bits become float32 masters.
+        policy: the keyword arguments of fully_shard.
+        random: of the forwards in training.
+        adapters: what is saved of it as LoRA.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        policy: Mapping[str, Any],
+        random: ForwardRandom,
+        adapters: Sequence[Adapter] = (),
+    ) -> None:
+        super().__init__(adapters)
+        self._random = random
+        for parameter in module.parameters():
+            if parameter.is_floating_point() and parameter.itemsize < torch.float32.itemsize:
+                parameter.data = parameter.data.float()
+        layers = separable_layers(module)
+        for layer in layers:
+            fully_shard(layer, **policy)
+        # Layers that are freed are gathered in every forward; what stays gathered may be used alone.
+        always_gathers = bool(layers) and policy["reshard_after_forward"] is not False
+        mesh = policy["mesh"]
+        self._ranks = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)) if always_gathers else ()
+        self.root = (fully_shard(module, **policy),)  # a tuple is not registered: one name per parameter
+        refuse_partial_state(module)
+        self.module = module
+        mark_taken(module)
+
+    def ranks_of_call(self) -> Sequence[int]:
+        """The ranks of a shard group, where layers are gathered in every forward."""
+        return self._ranks
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the outputs; each layer is gathered when it computes. Every rank of a shard group calls."""
+        with self._random.call(self._random.draw(self.module)):
+            return self.module(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The `generate` of the transformers model, whose layers are gathered in every forward. Every rank calls.
+
+        Ranks whose texts end early go on computing until all have ended, which costs a reduction for each token.
+        """
+        module: Any = self.module
+        return module.generate(*args, **{"synced_gpus": True, **kwargs})
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients add up whole on every rank until a backward outside of the block."""
+        self.root[0].set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.root[0].set_requires_gradient_sync(True)
+
+    def free_whole_parameters(self) -> None:
+        """Keep this rank's pieces alone. What a forward without a backward left whole would outlive a step."""
+        for module in self._sharded_modules():
+            module.reshard()
+
+    def has_unreduced_gradients(self) -> bool:
+        """Whether gradients of a `no_sync` block wait on this rank."""
+        return bool(self.unreduced_gradients())
+
+    def unreduced_gradients(self) -> list[Tensor]:
+        """Those of a `no_sync` block that wait on this rank, whole."""
+        found = (
+            each
+            for held, whole in self._whole_parameters()
+            for each in (held.unsharded_accumulated_grad, whole.grad)
+        )
+        return [each for each in found if each is not None]
+
+    def drop_unreduced_gradients(self) -> None:
+        """Forget what a `no_sync` block added up."""
+        for held, whole in self._whole_parameters():
+            held.unsharded_accumulated_grad = None
+            whole.grad = None
+
+    def _sharded_modules(self) -> Iterator[FSDPModule]:
+        yield from (module for module in self.module.modules() if isinstance(module, FSDPModule))
+
+    def _whole_parameters(self) -> Iterator[tuple[Any, Parameter]]:
+        """What fully_shard knows of each parameter that was whole before, and that parameter. Private to torch."""
+        for module in self._sharded_modules():
+            groups: list[FSDPParamGroup] = module._get_fsdp_state()._fsdp_param_groups
+            for held in (each for group in groups for each in group.fsdp_params):
+                if hasattr(held, "_unsharded_param"):
+                    yield held, held._unsharded_param
+
+
+def separable_layers(model: nn.Module) -> list[nn.Module]:
+    """The transformer layers that can be gathered one by one: no parameter of theirs is used outside. Inner first."""
+    uses = _uses(model)
+    found = []
+    for layer in reversed(recomputable_layers(model)):
+        own = _uses(layer)
+        if own and layer is not model and all(uses[parameter] == count for parameter, count in own.items()):
+            found.append(layer)
+    return found
+
+
+def _uses(module: nn.Module) -> Counter[Parameter]:
+    """How many places below the module hold each parameter; a module in two places counts twice."""
+    return Counter(
+        parameter
+        for _, part in module.named_modules(remove_duplicate=False)
+        for parameter in part._parameters.values()
+        if parameter is not None
+    )
+
+
+class FSDPOptimizer(ScaledOptimizer):
+    """The user's optimizer behind a loss scale, its groups re-pointed at the shared-out parameters.
+
+    Groups keep their order and all their settings. With DTensors an overflow on any rank of a shard group is
+    found by all of them, and replicas have equal gradients: all ranks skip the same steps.
+
+    Args:
+        optimizer: the user's, on the parameters of the plain model, without states.
+        scaler: the loss scale, turned off where the precision needs none.
+        model: the model, shared out.
+        names: the name of each parameter that the plain model had.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        scaler: "torch.amp.GradScaler",
+        model: TorchFSDPModel,
+        names: Mapping[Parameter, str],
+    ) -> None:
+        pieces = dict(model.module.named_parameters())
+        super().__init__(optimizer, scaler, {piece: name for name, piece in pieces.items()})
+        self.model = model
+        for group in optimizer.param_groups:
+            group["params"] = [pieces[names[parameter]] for parameter in group["params"]]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update this rank's pieces, or skip on all ranks where a scaled gradient overflowed; see `ScaledOptimizer`.
+
+        Raises:
+            RuntimeError: gradients of a `no_sync` block were never reduced.
+        """
+
+        def prepare() -> Any:
+            loss = None if closure is None else closure()
+            self._require_reduced("step()")
+            self.model.free_whole_parameters()
+            return loss
+
+        return super().step(prepare)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state, where this rank has all of it.
+
+        Raises:
+            RuntimeError: this rank has a part; names `booster.save_optimizer`.
+        """
+        if any(is_partial(each) for each in self._parameters()):
+            raise RuntimeError(PARTIAL_STATE)
+        return super().state_dict()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, those that a `no_sync` block added up too."""
+        self.model.drop_unreduced_gradients()
+        super().zero_grad(set_to_none)
+
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the true gradients to a norm over all pieces; see `ScaledOptimizer`. Every rank calls."""
+        self._require_reduced("clip_grad_by_norm()")
+        return super().clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
+
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        """Clip every entry of the true gradients; see `ScaledOptimizer`. Every rank calls."""
+        self._require_reduced("clip_grad_by_value()")
+        super().clip_grad_by_value(clip_value)
+
+    def _has_gradients(self) -> bool:
+        return super()._has_gradients() or self.model.has_unreduced_gradients()
+
+    def _norms(self) -> Tensor:
+        """Of each gradient, and one of all that a `no_sync` block added up, which torch keeps elsewhere."""
+        reduced = super()._norms()
+        unreduced = torch.stack([reduced.new_zeros(()), *map(self._norm, self.model.unreduced_gradients())])
+        return torch.cat([reduced, unreduced.norm().unsqueeze(0)])
+
+    @staticmethod
+    def _norm(gradient: Tensor) -> Tensor:
+        return gradient.detach().float().norm()
+
+    def _require_reduced(self, call: str) -> None:
+        if self.model.has_unreduced_gradients():
+            raise RuntimeError(
+                f"{call} after booster.no_sync alone: its gradients are reduced by a backward outside of the block. "
+                "Leave the last microbatch of a step out of no_sync, or drop them by zero_grad()"
+            )

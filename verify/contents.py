@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..checkpoint.gather import gather_whole
 from ..cluster.placement import placement_of
-from ..plugins.hybrid_module import HybridParallelModule
+from ..plugins.hybrid_model import HybridParallelModule
 from ..zero.bucket import Bucket, Slot
 from ..zero.optimizer import ShardedOptimizer
 
@@ -94,7 +94,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 def _whole(model: HybridParallelModule, prefix: str, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     known = model.tensors()
     placements = {name: placement_of(known[name]) for name in held}
-    whole = gather_whole(held, placements, model.plugin.mesh)
+    whole = gather_whole(held, placements, model.mesh)
     return {
         prefix + name: tensor.cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in whole.items()

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from ..booster.booster import Booster
 from ..checkpoint.gather import gather_whole
 from ..cluster.agreement import batch_hash
+from ..cluster.mesh import ParallelMesh
 from ..cluster.placement import Shard, placement_of
 from ..lazy import materialize
 from ..pipeline.microbatch import split
-from ..plugins.hybrid_module import HybridParallelModule
+from ..plugins.hybrid_model import HybridParallelModule
 from ..plugins.hybrid_parallel import HybridParallelPlugin
 from ..shardformer import policy_for
 from ..zero.optimizer import ShardedOptimizer
@@ -209,11 +210,6 @@ class Run(NamedTuple):
     model: HybridParallelModule
     optimizer: ShardedOptimizer
 
-    @property
-    def plugin(self) -> HybridParallelPlugin:
-        """How it is trained."""
-        return self.model.plugin
-
 
 def boosted_under(layout: Layout, model: nn.Module, training: Training) -> Run:
     """Spread a model as the layout says. Collective over the world."""
@@ -255,10 +251,10 @@ def take_steps(
         first_step: the number of the first of them, of the whole run.
     """
     _, booster, boosted, optimizer = run
-    plugin, records = run.plugin, []
+    mesh, records = boosted.mesh, []
     for step, replicas in enumerate(batches, start=first_step):
-        batch = replicas[plugin.mesh.rank("dp")]
-        is_last = all(plugin.mesh.rank(axis) == plugin.mesh.size(axis) - 1 for axis in ("dp", "sp", "tp"))
+        batch = replicas[mesh.rank("dp")]
+        is_last = all(mesh.rank(axis) == mesh.size(axis) - 1 for axis in ("dp", "sp", "tp"))
         # One rank's loss: the last stage, wherever the schedule has it, is who computes one.
         criterion = _overflowing if step == training.overflow_step and is_last else loss_of
         loss_scale = optimizer.loss_scale
@@ -271,12 +267,12 @@ def take_steps(
         optimizer.zero_grad()
         records.append(
             StepRecord(
-                loss=_agreed(output["loss"].item(), plugin),
-                norm=_agreed(norm, plugin),
+                loss=_agreed(output["loss"].item(), mesh),
+                norm=_agreed(norm, mesh),
                 gradients=gradients,
                 weights=_whole(boosted, _weights(boosted, optimizer)),
-                loss_scale=_agreed(loss_scale, plugin),
-                skipped=_agreed(optimizer.skipped_steps, plugin),
+                loss_scale=_agreed(loss_scale, mesh),
+                skipped=_agreed(optimizer.skipped_steps, mesh),
                 unequal_copies=_unequal_copies(boosted, optimizer),
             )
         )
@@ -299,7 +295,7 @@ def make_optimizer(model: nn.Module, *, vector_rate: float = LEARNING_RATE) -> t
 def _whole(boosted: HybridParallelModule, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Whole float32 tensors on rank 0, by parameter name, from all ranks' pieces. Collective over the world."""
     placements = {name: placement_of(boosted.held[name]) for name in tensors}
-    whole = gather_whole(tensors, placements, boosted.plugin.mesh)
+    whole = gather_whole(tensors, placements, boosted.mesh)
     return {name: tensor.float().cpu().clone() for name, tensor in whole.items()}
 
 
@@ -314,7 +310,7 @@ def _unequal_copies(boosted: HybridParallelModule, optimizer: ShardedOptimizer) 
 
     Replicas, and what is whole on several tensor ranks or stages; parameters, and the masters behind them.
     """
-    mesh, masters = boosted.plugin.mesh, optimizer.masters()
+    mesh, masters = boosted.mesh, optimizer.masters()
     own = {}
     for name, parameter in boosted.held.items():
         placement = placement_of(parameter)
@@ -336,10 +332,10 @@ def _overflowing(outputs: object, inputs: object) -> Tensor:
     return loss
 
 
-def _agreed(value: float, plugin: HybridParallelPlugin) -> float:
+def _agreed(value: float, mesh: ParallelMesh) -> float:
     """A number that all ranks must have alike: `nan` where they do not, and `inf` for what is not finite."""
     own = value if isfinite(value) else inf
-    extremes = torch.tensor([own, -own], dtype=torch.float64, device=plugin.mesh.device)
+    extremes = torch.tensor([own, -own], dtype=torch.float64, device=mesh.device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     largest, negated_smallest = extremes.tolist()
     return largest if largest == -negated_smallest else nan

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from echelon import DistCoordinator, ParallelMesh, ShardConfig, ShardFormer, clip_grad_norm_
-from echelon.plugins.split_saved import SplitCheckpoints
+from echelon.plugins.state import SplitCheckpoints
 
 sys.path.append(str(Path(__file__).parents[1]))  # what the examples share
 import metrics

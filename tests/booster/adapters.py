@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.cluster.placement import Shard, placement_of
-from echelon.plugins.lora_enable import enable_lora
+from echelon.plugins.lora import enable_lora
 from echelon.verify.batch import loss_of
 from echelon.verify.models import ModelChoice
 
@@ -114,7 +114,7 @@ def moved(boosted: Any, whole: dict[str, Tensor]) -> list[str]:
     for name, parameter in boosted.held.items():
         placement = placement_of(parameter)
         is_cut = isinstance(placement, Shard)
-        rank = boosted.plugin.mesh.rank(placement.axis) if is_cut else 0
+        rank = boosted.mesh.rank(placement.axis) if is_cut else 0
         own = placement.local(whole[name], rank) if is_cut else whole[name]
         if not parameter.requires_grad and not torch.equal(parameter, own):
             found.append(name)

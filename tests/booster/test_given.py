@@ -109,7 +109,8 @@ def take_a_table() -> None:
 
 
 def refuse_a_call_of_a_stage() -> None:
-    boosted = Booster(plugin=hybrid(pp_size=2)).boost(CHOICE.build())[0]
+    booster = Booster(plugin=hybrid(pp_size=2))
+    boosted = booster.boost(CHOICE.build())[0]
     ids = torch.ones(1, 3, dtype=torch.long)
     model: Any = boosted.unwrap().eval()
     calls: tuple[Callable[[], Any], ...] = (lambda: model(ids), lambda: model.generate(ids, max_new_tokens=1))
@@ -119,7 +120,7 @@ def refuse_a_call_of_a_stage() -> None:
         ):
             call()
     with torch.no_grad():
-        boosted.plugin.execute_pipeline(iter([{"input_ids": ids, "labels": ids}]), boosted)
+        booster.execute_pipeline(iter([{"input_ids": ids, "labels": ids}]), boosted)
 
 
 @pytest.mark.parametrize(

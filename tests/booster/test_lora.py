@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from echelon import Booster, HybridParallelPlugin, LazyInitContext, TorchDDPPlugin, TorchFSDPPlugin
-from echelon.plugins.lora_enable import enable_lora
+from echelon.plugins.lora import enable_lora
 from echelon.verify.batch import make_batch
 
 from ..plugins import training

@@ -14,7 +14,7 @@ from torch import Tensor
 from echelon.checkpoint import trained
 from echelon.checkpoint.held import HeldTensor, Part
 from echelon.checkpoint.states import StateFiles
-from echelon.plugins import hybrid_saved
+from echelon.plugins import state
 from echelon.verify.resume import Relay, run_part
 
 
@@ -27,7 +27,7 @@ def run_wrong(relay: Relay, number: int, folder: Path, *, mutation: str) -> None
 @contextmanager
 def a_box_off_by_one_row() -> Iterator[None]:
     """What a rank reads into the first box of a tensor lies one row further on than it should."""
-    original = hybrid_saved.held_slice
+    original = state.held_slice
 
     def shifted(*args: Any, **kwargs: Any) -> HeldTensor:
         held = original(*args, **kwargs)
@@ -38,7 +38,7 @@ def a_box_off_by_one_row() -> Iterator[None]:
         moved = Part(first.box._replace(offset=(start + 1, *rest)), first.local)
         return replace(held, parts=(moved, *held.parts[1:]))
 
-    with patch.object(hybrid_saved, "held_slice", shifted):
+    with patch.object(state, "held_slice", shifted):
         yield
 
 

@@ -15,7 +15,7 @@ from echelon import Booster, HybridParallelPlugin, ShardConfig, ShardFormer, Tor
 from echelon.checkpoint.box import Box
 from echelon.checkpoint.states import StateFiles
 from echelon.cluster.mesh import ParallelMesh
-from echelon.plugins.split_saved import SplitCheckpoints
+from echelon.plugins.state import SplitCheckpoints
 
 from ..pool import Pool
 from .runs import config_of

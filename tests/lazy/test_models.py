@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from echelon import Booster, HybridParallelPlugin, LazyInitContext
 from echelon.lazy import materialize
 from echelon.lazy.tensor import LazyTensor
-from echelon.plugins.hybrid_module import HybridParallelModule
+from echelon.plugins.hybrid_model import HybridParallelModule
 from echelon.shardformer import model_types, table_for
 from echelon.verify.matrix import FeatureCase
 from echelon.verify.models import ModelChoice, heads_of

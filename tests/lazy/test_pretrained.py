@@ -289,7 +289,7 @@ def measured(action: Callable[[], Any]) -> tuple[int, int, Any]:
 
 def memory_of_reading(path: Path, small: Path, plugin: str) -> list[str]:
     """What is not kept of the promise, for a model that is read and made real within boost."""
-    import echelon.plugins.hybrid_boost as hybrid_boost
+    import echelon.plugins.hybrid_model as hybrid_boost
 
     most = dict[str, tuple[int, int]]()
     make_real = hybrid_boost.materialize

@@ -20,9 +20,8 @@ from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.placement import Shard, placement_of
 from echelon.lazy import LazyInitContext, materialize
 from echelon.pipeline.stage_manager import PipelineStageManager
-from echelon.plugins.hybrid_saved import held_tensors
 from echelon.plugins.ledger import Ledger
-from echelon.plugins.names import ParameterNames, managed_parameters
+from echelon.plugins.state import ParameterNames, held_tensors, managed_parameters
 from echelon.shardformer.checkpoint_config import recomputable_layers
 from echelon.shardformer.weight_split import make_weight_parallel
 from echelon.verify.batch import loss_of as batch_loss

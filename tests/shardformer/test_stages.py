@@ -15,7 +15,7 @@ from echelon.cluster.placement import Shard, placement_of
 from echelon.pipeline.cut import held_stages
 from echelon.pipeline.stage_manager import PipelineStageManager
 from echelon.pipeline.stand_in import StandIn
-from echelon.plugins.names import ParameterNames, managed_parameters
+from echelon.plugins.state import ParameterNames, managed_parameters
 from echelon.shardformer import (
     ModelSharder,
     ModulePolicyDescription,

@@ -1,0 +1,363 @@
+"""A model parallelized by HybridParallelPlugin: how boost makes it, and what it offers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..checkpoint.lora import Adapter
+from ..checkpoint.names import saved_state
+from ..cluster.equal_settings import require_equal_settings
+from ..cluster.faults import meet_all_ranks, naming_failures
+from ..cluster.gradient_owner import give_gradients_to
+from ..cluster.hooks import own
+from ..cluster.mesh import ParallelMesh
+from ..cluster.random import ForwardRandom
+from ..lazy import materialize
+from ..pipeline.cut import held_stages, refuse_direct_calls, takes
+from ..pipeline.linear import hold_weight_gradients, own_linear_layers
+from ..pipeline.stage_manager import PipelineStageManager
+from ..pipeline.uncached import argument, without_cache
+from ..shardformer.checkpoint_config import checkpoint_faults, checkpoint_layers, recomputable_layers
+from ..shardformer.equal_ranks import require_equal_inputs, require_equal_models
+from ..shardformer.expert_width import expert_width_faults
+from ..shardformer.given import mark_taken
+from ..shardformer.layer.batch_norm import RunningStatistics, own_batch_norms
+from ..shardformer.partial_state import refuse_partial_state
+from ..shardformer.sequence.rings import DoubleRing
+from ..shardformer.shard_config import ShardConfig
+from ..shardformer.shard_former import sharder_or_faults
+from ..shardformer.sharder import ModelSharder
+from ..shardformer.weight_split import WeightSplit, make_weight_parallel, weight_split_or_faults
+from ..zero.embedding import own_embeddings
+from ..zero.groups import optimizer_options
+from ..zero.optimizer import ShardedOptimizer
+from .base import BoostedModule, model_faults, optimizer_faults
+from .engine import PipelineEngine
+from .hybrid_config import HybridConfig, told
+from .lora import peft_model_faults, unwrapped
+from .state import ParameterNames, managed_parameters
+
+
+def boost(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    config: HybridConfig,
+    mesh: ParallelMesh,
+    stage_manager: PipelineStageManager,
+    rings: DoubleRing | None,
+) -> "HybridParallelModule":
+    """Parallelize a model in place and wrap its optimizer, which the returned module holds. Collective over the world.
+
+    Args:
+        model: on every rank alike; peft's wrapper is taken off.
+        optimizer: torch's, on the model's parameters; None to evaluate.
+        config: the options of the plugin.
+        mesh: the ranks.
+        stage_manager: the assignment of stages to ranks.
+        rings: groups of a double ring of attention; None for one ring.
+
+    Raises:
+        ValueError: all reasons why this model cannot be trained under this config, before anything changed.
+    """
+    if faults := model_faults(model) or peft_model_faults(model):
+        raise ValueError(told(faults))
+    model, adapters = unwrapped(model)
+    sharder, split = _checked_splits(
+        model, optimizer, config=config, mesh=mesh, stage_manager=stage_manager, rings=rings
+    )
+    with naming_failures("boost"):
+        meet_all_ranks()
+        require_equal_models(model)
+        require_equal_settings(optimizer_options(optimizer), of="the optimizer")
+        names = ParameterNames.of(model)
+        model.to(mesh.device)
+        config.fused.choose_attention(model, mesh.device)
+        shared = sharder.shard() if sharder is not None else []
+        if split is not None:
+            make_weight_parallel(
+                model,
+                split.layers,
+                mesh.group("weight"),
+                native=split.native,
+                overlap=config.wp_overlap,
+                memory_pool=config.wp_memory_pool,
+                gradient_dtype=config.wire_dtype,
+            )
+        materialize(model)
+        own_batch_norms(model, mesh.group("data"))
+        refuse_partial_state(model)
+        if optimizer is not None:
+            own_embeddings(model)
+            own_linear_layers(model)
+        boosted = HybridParallelModule(
+            model, names, config=config, mesh=mesh, stage_manager=stage_manager, adapters=adapters
+        )
+        wrapped = None if optimizer is None else _sharded(optimizer, boosted, shared)
+        for parameter in model.parameters():  # what no optimizer manages: frozen, or none was given
+            if parameter.is_floating_point() and parameter.dtype != config.precision.dtype:
+                parameter.data = parameter.data.to(config.precision.dtype)
+        config.fused.fuse(model, config.precision.dtype)
+        if wrapped is not None:
+            wrapped.after_step = RunningStatistics(model, mesh.group("data")).average
+            give_gradients_to(wrapped.reducer, model)
+            if config.overlap_allgather:
+                wrapped.publisher.let_arrive_later(model)
+        elif mesh.world_size > 1:
+            _refuse_backward(model)
+        boosted.optimizer = wrapped
+    return boosted
+
+
+def _refuse_backward(model: nn.Module) -> None:
+    """Let a backward raise RuntimeError: gradients are summed and averaged over the ranks by the optimizer."""
+
+    def refuse(parameter: Tensor) -> None:
+        raise RuntimeError(
+            "the model was boosted without an optimizer, so its gradients are not averaged over the ranks: call "
+            "booster.boost(model, optimizer) and step what it returns, or freeze the parameters"
+        )
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(own(refuse))
+
+
+def _sharded(
+    optimizer: Optimizer, boosted: "HybridParallelModule", shared: list[dict[int, Tensor]]
+) -> ShardedOptimizer:
+    """The optimizer of a split model; `shared` as `managed_parameters` takes it. Collective over the world."""
+    config, mesh = boosted.config, boosted.mesh
+    managed = managed_parameters(
+        boosted.held,
+        shared,
+        mesh=mesh,
+        stage_manager=boosted.stage_manager,
+        stages=boosted.engine.parameters,
+    )
+    return ShardedOptimizer(
+        optimizer,
+        managed,
+        mesh=mesh,
+        stage=config.zero_stage,
+        zero_size=config.zero_size,
+        overlap_communication=config.overlap_communication,
+        communication_dtype=config.wire_dtype,
+        cpu_offload=config.cpu_offload,
+        weight_size=config.wp,
+        accumulation_steps=config.gradient_accumulation_steps,
+        precision=config.precision,
+        max_norm=config.max_norm,
+        bucket_size=int(config.bucket_size_in_m * 2**20),
+    )
+
+
+def _checked_splits(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    config: HybridConfig,
+    mesh: ParallelMesh,
+    stage_manager: PipelineStageManager,
+    rings: DoubleRing | None,
+) -> tuple[ModelSharder | None, WeightSplit | None]:
+    """What will cut and split the model, and share out its weights, once nothing speaks against boosting it.
+
+    Each is None where nothing of the kind was asked for.
+
+    Raises:
+        ValueError: something does; all reasons at once.
+    """
+    faults = optimizer_faults(model, optimizer) + config.fused.model_faults(model, mesh.device)
+    if getattr(model, "_compiled_call_impl", None) is not None and mesh.size("tp", "sp") * config.wp > 1:
+        faults.append(COMPILED)
+    sharder = split = None
+    if config.wp > 1:
+        split = weight_split_or_faults(model, faults, policy=config.custom_policy)
+    if mesh.size("tp", "pp", "sp") > 1:
+        shard_config = ShardConfig(
+            tensor_parallel_process_group=mesh.group("tp"),
+            pipeline_stage_manager=stage_manager,
+            parallel_output=config.parallel_output,
+            make_vocab_size_divisible_by=config.make_vocab_size_divisible_by,
+            enable_sequence_parallelism=config.sequence.mode is not None,
+            sequence_parallelism_mode=config.sequence.mode,
+            sequence_parallel_process_group=mesh.group("sp"),
+            sequence_parallel_rings=rings,
+            enable_sequence_overlap=config.sequence.overlaps,
+            enable_sequence_regather=config.sequence.regathers,
+        )
+        sharder = sharder_or_faults(model, config.custom_policy, shard_config, faults)
+        if config.custom_policy is None:  # which may leave experts whole
+            tp_size = mesh.size("tp")
+            faults += expert_width_faults(model, tp_size=tp_size, dtype=config.precision.dtype)
+    checkpoint = config.pipeline.checkpoint
+    if checkpoint is not None and not faults:
+        layers = {0: recomputable_layers(model)} if sharder is None else sharder.layers_by_stage()
+        faults += checkpoint_faults(layers, checkpoint)
+        if not faults:
+            checkpoint_layers(layers, checkpoint)
+    if faults:
+        raise ValueError(told(faults))
+    return sharder, split
+
+
+COMPILED = (
+    "torch.compile does not go with a tp_size, sp_size or wp_size above 1, whose layers talk to other ranks: leave it "
+    "out, and give the plugin enable_all_optimization=True"
+)
+
+
+class HybridParallelModule(BoostedModule):
+    """A model as the plugin split it; `unwrap()` is the transformers model itself.
+
+    Calling it runs the forward at pp_size=1, and under a pipeline says what to call instead.
+
+    Args:
+        module: split and cut.
+        names: of the whole model.
+        config: the options of the plugin.
+        mesh: the ranks.
+        stage_manager: the assignment of stages to ranks.
+        adapters: what is saved of it as LoRA.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: ParameterNames,
+        *,
+        config: HybridConfig,
+        mesh: ParallelMesh,
+        stage_manager: PipelineStageManager,
+        adapters: Sequence[Adapter] = (),
+    ) -> None:
+        super().__init__(adapters)
+        self.module = module
+        mark_taken(module)
+        if mesh.size("pp") > 1:
+            refuse_direct_calls(module)
+        self.config, self.mesh, self.stage_manager = config, mesh, stage_manager
+        self.optimizer: ShardedOptimizer | None = None
+        # Not `names` itself, which would keep the parameters of all other stages in memory.
+        self.state_names = names.state
+        self._held = names.held(module)
+        self._takes_cache = takes(module, "use_cache")
+        self._compiles = mesh.size("tp", "sp") == config.wp == 1
+        self.random = ForwardRandom(mesh)
+        splits_backward = config.pipeline.splits_backward(mesh.size("pp"))
+        self.engine = PipelineEngine(
+            held_stages(module),
+            mesh,
+            config,
+            placement=stage_manager.placement,
+            random=self.random,
+            weight_gradients=hold_weight_gradients(module) if splits_backward else None,
+        )
+
+    @property
+    def held(self) -> dict[str, nn.Parameter]:
+        """The parameters that this rank holds, by their first names in the whole model."""
+        if self.optimizer is not None:
+            self.optimizer.publisher.wait()
+        return self._held
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs, at pp_size=1; tensors are brought to the model's device and precision first.
+
+        Raises:
+            RuntimeError: under a pipeline.
+            ValueError: ranks that compute one model have other inputs than their first one; on all of them.
+        """
+        if torch.compiler.is_compiling() and not self._compiles:
+            _refuse_compiling()
+        refuse_pipeline("model(**batch)", self.mesh)
+        return super().forward(*args, **kwargs)
+
+    def ranks_of_call(self) -> Sequence[int]:
+        """The ranks that compute one model."""
+        return self.mesh.model_ranks()
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the outputs of inputs that all ranks of the model have alike."""
+        drawn = self._require_equal_inputs(args, kwargs, self.random.draw(self.module))
+        if self.training and self._takes_cache and argument(self.module, args, kwargs, "use_cache") is None:
+            kwargs = without_cache(self.module, args, kwargs)
+        args, kwargs = self.engine.to_compute(args), self.engine.to_compute(kwargs)
+        with self.random.call(drawn):
+            return self.module(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The `generate` of the transformers model. All ranks of a tensor axis give equal inputs.
+
+        Raises:
+            RuntimeError: pp_size, sp_size or wp_size is above 1.
+            ValueError: ranks that compute one model have other inputs than their first one; on all of them.
+        """
+        if self.mesh.size("pp", "sp") * self.config.wp > 1:
+            raise RuntimeError(
+                "model.generate needs pp_size, sp_size and wp_size of 1: save the model by booster.save_model, and "
+                "generate with what from_pretrained loads"
+            )
+        with naming_failures("model.generate", self.mesh.model_ranks()):
+            self._require_equal_inputs(args, kwargs)
+            module: Any = self.module
+            return module.generate(*self.engine.to_compute(args), **self.engine.to_compute(kwargs))
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the model in place, for `execute_pipeline` and calls alike; see torch.nn.Module.compile.
+
+        Raises:
+            RuntimeError: layers talk to other ranks.
+        """
+        if not self._compiles:
+            raise RuntimeError(COMPILED)
+        self.module.compile(*args, **kwargs)
+
+    def _require_equal_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], drawn: int = 0) -> int:
+        """Compare inputs over the axes whose ranks compute together. Return the first one's number of `random`."""
+        mesh = self.mesh
+        for axis in ("tp", "sp"):
+            if mesh.size(axis) > 1:
+                drawn = require_equal_inputs(args, kwargs, mesh.group(axis), axis, drawn=drawn)
+        return drawn
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, also those that the optimizer has taken from the parameters (zero_stage 2)."""
+        if self.optimizer is None:
+            super().zero_grad(set_to_none)
+        else:
+            self.optimizer.zero_grad(set_to_none)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """This rank's parameters and persistent buffers by their names in the whole model; a tied one once.
+
+        Raises:
+            ValueError: modules have an extra state, which would not be restored.
+        """
+        parameters = set(self.held.values())
+        state = saved_state(self.module)
+        buffers = {name: tensor for name, tensor in state.items() if tensor not in parameters}
+        return {**self.held, **buffers}
+
+
+@torch.compiler.disable
+def _refuse_compiling() -> None:
+    """Raise where torch.compile has traced a call: as it cannot trace this one, it makes it."""
+    raise RuntimeError(COMPILED)
+
+
+def refuse_pipeline(call: str, mesh: ParallelMesh) -> None:
+    """Refuse a call that takes the whole model on one rank.
+
+    Raises:
+        RuntimeError: the model is cut into stages; names `execute_pipeline`.
+    """
+    if mesh.size("pp") > 1:
+        raise RuntimeError(
+            f"{call} under a pipeline (pp_size={mesh.size('pp')}): no rank holds the whole model. Call "
+            "booster.execute_pipeline(data_iter, model, criterion, optimizer) instead, which works at pp_size=1 too"
+        )

@@ -1,0 +1,330 @@
+"""This rank's part of a model and its optimizer, as checkpoints save it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from ..checkpoint.checkpoints import Checkpoints
+from ..checkpoint.held import HeldTensor, held_dtensor, held_piece, held_slice
+from ..checkpoint.held_model import HeldModel
+from ..checkpoint.lora import Adapter
+from ..checkpoint.names import TensorNames, saved_state
+from ..checkpoint.saving import Save
+from ..checkpoint.step_load import Resume, Resumed
+from ..checkpoint.trained import Trained, TrainedPiece
+from ..checkpoint.trial import save_faults
+from ..cluster.mesh import ParallelMesh
+from ..cluster.placement import Placement, Shard, Shared, is_counted, placement_of
+from ..pipeline.stage_manager import PipelineStageManager
+from ..zero.bucket import Slot
+from ..zero.optimizer import ShardedOptimizer
+from ..zero.parameter import ManagedParameter
+from ..zero.state import layout_lines
+from .scaled_optimizer import ScaledOptimizer
+
+
+@dataclass(frozen=True)
+class ParameterNames:
+    """Every parameter of the whole model with its first Hugging Face name; a tied one has one name."""
+
+    first: Mapping[Parameter, str]
+    order: tuple[str, ...]
+    state: TensorNames
+
+    @staticmethod
+    def of(model: nn.Module) -> "ParameterNames":
+        """The names of a whole model."""
+        first = {parameter: name for name, parameter in model.named_parameters()}
+        return ParameterNames(first=first, order=tuple(first.values()), state=TensorNames.of(model))
+
+    def held(self, model: nn.Module) -> dict[str, Parameter]:
+        """The parameters that a cut model still holds, by their first name in the whole model, in its order."""
+        held = {self.first[parameter]: parameter for parameter in model.parameters()}
+        return {name: held[name] for name in self.order if name in held}
+
+
+def managed_parameters(
+    held: Mapping[str, Parameter],
+    shared: list[dict[int, Tensor]],
+    *,
+    mesh: ParallelMesh,
+    stage_manager: PipelineStageManager,
+    stages: Mapping[int, Sequence[Parameter]],
+) -> list[ManagedParameter]:
+    """What the optimizer has to know of every parameter of this rank.
+
+    Collective over the world: makes the groups of ranks whose stages share a parameter. Stages of one rank
+    need none: their gradients meet in one tensor. Every rank of the world calls with an equal `shared`.
+
+    Args:
+        held: this rank's parameters by name.
+        shared: the parameters that several stages hold, as `ShardFormer.optimize` returns them.
+        mesh: the mesh.
+        stage_manager: which rank holds which stage.
+        stages: the parameters that one stage of this rank uses alone, by stage.
+    """
+    units = {parameter: stage for stage, parameters in stages.items() for parameter in parameters}
+    ties: dict[Tensor, tuple[list[int], dist.ProcessGroup | None]] = {}
+    for tie in shared:
+        ranks = stage_manager.ranks_of(sorted(tie))
+        tie_group = stage_manager.tie_group(ranks) if len(ranks) > 1 else None
+        ties[next(iter(tie.values()))] = (ranks, tie_group)
+    managed = []
+    for name, parameter in held.items():
+        ranks, tie_group = ties.get(parameter, ([stage_manager.rank], None))
+        groups = [
+            *_partial_groups(placement_of(parameter), mesh),
+            *([] if tie_group is None else [tie_group]),
+        ]
+        counts = stage_manager.rank == ranks[0] and is_counted(parameter, mesh.rank("tp"))
+        managed.append(
+            ManagedParameter(
+                name=name,
+                parameter=parameter,
+                sum_groups=tuple(groups),
+                counts=counts,
+                unit=units.get(parameter),
+                stride=_stride(placement_of(parameter)),
+            )
+        )
+    return managed
+
+
+def _stride(placement: Placement | None) -> int:
+    """Every how-manieth rank of the data axis holds the same of a parameter."""
+    return placement.size if isinstance(placement, Shard) and placement.axis == "weight" else 1
+
+
+def _partial_groups(placement: Placement | None, mesh: ParallelMesh) -> list[dist.ProcessGroup]:
+    """The groups over which a parameter's gradient is in parts. Collective where copies form groups."""
+    if isinstance(placement, Shared):
+        return [mesh.group("tp")]
+    if isinstance(placement, Shard) and placement.copies > 1:
+        parts = [
+            range(first, first + placement.copies) for first in range(0, placement.size, placement.copies)
+        ]
+        group = mesh.subgroup("tp", parts)
+        assert group is not None
+        return [group]
+    return []
+
+
+def held_tensors(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, HeldTensor]:
+    """Pieces of a model's tensors, by name. What several ranks hold each of them may save."""
+    return {name: held_like(tensor, name, tensor, mesh=mesh) for name, tensor in tensors.items()}
+
+
+def held_like(parameter: Tensor, name: str, tensor: Tensor, *, mesh: ParallelMesh) -> HeldTensor:
+    """A tensor of which this rank holds the piece that it holds of a parameter."""
+    return held_piece(name, tensor, placement_of(parameter), _rank(parameter, mesh))
+
+
+def trained_shards(optimizer: ShardedOptimizer, mesh: ParallelMesh) -> Trained:
+    """What this rank steps: stretches of its pieces of parameters."""
+    groups: list[list[TrainedPiece]] = [[] for _ in optimizer.param_groups]
+    for bucket in optimizer.buckets:
+        for slot in bucket.slots:
+            if slot.piece is not None:
+                held = partial(_held, slot=slot, mesh=mesh)
+                groups[bucket.group_index].append(TrainedPiece(slot.managed.name, slot.piece, held))
+    return Trained(
+        inner=optimizer.inner,
+        groups=groups,
+        has_masters=any(bucket.parameters.dtype != bucket.masters.dtype for bucket in optimizer.buckets),
+        extra={"scaler": optimizer.scaler_state(), "skipped_steps": optimizer.skipped_steps},
+        install=partial(_install, optimizer),
+    )
+
+
+def _held(name: str, flat: Tensor, *, slot: Slot, mesh: ParallelMesh) -> HeldTensor:
+    parameter = slot.parameter
+    return held_slice(
+        name,
+        flat,
+        slot.piece_start,
+        slot.weight.shape,
+        placement_of(parameter),
+        _rank(parameter, mesh),
+        counts=slot.managed.counts,
+    )
+
+
+def _install(optimizer: ShardedOptimizer, state: dict[str, Any], extra: Mapping[str, Any]) -> None:
+    """Take over a state of this layout; the masters were filled where they are. Collective over the data axis."""
+    optimizer.load_state_dict(
+        {
+            **state,
+            "masters": [bucket.masters for bucket in optimizer.buckets],
+            "layout": layout_lines(optimizer.buckets),
+            "scaler": extra["scaler"],
+            "skipped_steps": extra["skipped_steps"],
+        }
+    )
+
+
+def _rank(tensor: Tensor, mesh: ParallelMesh) -> int:
+    """This rank of the axis that a tensor is cut over."""
+    placement = placement_of(tensor)
+    return mesh.rank(placement.axis) if isinstance(placement, Shard) else 0
+
+
+def held_module(module: nn.Module, adapters: Sequence[Adapter]) -> HeldModel:
+    """Its parameters and persistent buffers, whole or in torch's rows; a tied one once."""
+    names, named = TensorNames.of(module), saved_state(module)
+    return HeldModel(
+        module=module,
+        names=names,
+        tensors={name: _whole_or_rows(name, named[name]) for name in names.needed},
+        adapters=tuple(adapters),
+        loaded=lambda: None,
+    )
+
+
+def trained_parameters(optimizer: ScaledOptimizer) -> Trained:
+    """What this rank steps: whole parameters, or rows of them."""
+    parameters = [parameter for group in optimizer.optim.param_groups for parameter in group["params"]]
+    groups = [
+        [
+            TrainedPiece(optimizer.names[parameter], parameter, _whole_or_rows)
+            for parameter in group["params"]
+            if parameter.requires_grad and parameter.numel()
+        ]
+        for group in optimizer.optim.param_groups
+    ]
+    return Trained(
+        inner=optimizer.optim,
+        groups=groups,
+        has_masters=False,
+        extra={"scaler": optimizer.scaler_state(), "skipped_steps": optimizer.skipped_steps},
+        install=partial(_install_whole, optimizer),
+        is_whole=not any(isinstance(each, DTensor) for each in parameters),
+    )
+
+
+def _whole_or_rows(name: str, tensor: Tensor) -> HeldTensor:
+    if isinstance(tensor, DTensor):
+        return held_dtensor(name, tensor)
+    return held_piece(name, tensor, None, 0)
+
+
+def _install_whole(optimizer: ScaledOptimizer, state: dict[str, Any], extra: Mapping[str, Any]) -> None:
+    optimizer.optim.load_state_dict(state)
+    optimizer.load_scaler_state(extra["scaler"])
+    optimizer.skipped_steps = extra["skipped_steps"]
+
+
+class SplitCheckpoints:
+    """Checkpoints of a model that ShardFormer has split over the tensor axis, as the booster's for whatever layout.
+
+    Args:
+        model: as `ShardFormer.optimize` returned it, without a pipeline.
+        optimizer: torch's, of this rank's parameters.
+        mesh: whose axes the groups of the ShardConfig are.
+
+    Raises:
+        ValueError: no checkpoint of them could be written; all reasons at once.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, mesh: ParallelMesh) -> None:
+        if faults := save_faults(model, optimizer, None):
+            raise ValueError("; ".join(faults))
+        self._model = model
+        self._optimizer = optimizer
+        self._mesh = mesh
+        self._checkpoints = Checkpoints(mesh)
+
+    def save_checkpoint(
+        self,
+        directory: str | Path,
+        step: int,
+        *,
+        lr_scheduler: LRScheduler | None = None,
+        dataloader: DataLoader | None = None,
+        user: Any = None,
+        keep_last: int | None = None,
+        use_async: bool = False,
+        size_per_shard: float = 1024,
+    ) -> Save:
+        """See `Booster.save_checkpoint`."""
+        return self._checkpoints.save_step(
+            directory,
+            step,
+            model=self._held(),
+            trained=self._trained(),
+            lr_scheduler=lr_scheduler,
+            dataloader=dataloader,
+            user=user,
+            keep_last=keep_last,
+            size_per_shard=size_per_shard,
+            use_async=use_async,
+        )
+
+    def load_checkpoint(
+        self,
+        directory: str | Path,
+        *,
+        lr_scheduler: LRScheduler | None = None,
+        dataloader: DataLoader | None = None,
+        resume: Resume = "auto",
+        strict: bool = True,
+    ) -> Resumed | None:
+        """See `Booster.load_checkpoint`."""
+        return self._checkpoints.load_step(
+            directory,
+            model=self._held(),
+            trained=self._trained(),
+            lr_scheduler=lr_scheduler,
+            dataloader=dataloader,
+            resume=resume,
+            strict=strict,
+        )
+
+    def save_model(self, checkpoint: str | Path, *, size_per_shard: float = 1024) -> Save:
+        """Write the whole model as a Hugging Face folder; see `Booster.save_model`."""
+        return self._checkpoints.save_model(
+            self._held(),
+            checkpoint,
+            shard=True,
+            size_per_shard=size_per_shard,
+            use_safetensors=True,
+            use_async=False,
+        )
+
+    def _held(self) -> HeldModel:
+        """What this rank holds; splitting keeps names and ties."""
+        names, named = TensorNames.of(self._model), saved_state(self._model)
+        return HeldModel(
+            module=self._model,
+            names=names,
+            tensors=held_tensors({name: named[name] for name in names.needed}, self._mesh),
+            loaded=lambda: None,
+        )
+
+    def _trained(self) -> Trained:
+        """What this rank steps: all that it holds, but for what is frozen."""
+        named = {parameter: name for name, parameter in self._model.named_parameters()}
+        groups = [
+            [
+                TrainedPiece(named[each], each, partial(held_like, each, mesh=self._mesh))
+                for each in group["params"]
+                if each.requires_grad
+            ]
+            for group in self._optimizer.param_groups
+        ]
+        return Trained(
+            inner=self._optimizer,
+            groups=groups,
+            has_masters=False,
+            extra={"scaler": None, "skipped_steps": 0},  # as a plugin in float32 has them
+            install=lambda state, extra: self._optimizer.load_state_dict(state),
+        )
