@@ -20,8 +20,7 @@ from echelon import (
 )
 from echelon.shardformer import Policy
 from echelon.shardformer.given import given_faults
-from echelon.shardformer.tables.gpt2 import GPT2
-from echelon.shardformer.tables.llama import LLAMA
+from echelon.shardformer.tables.decoders import GPT2, LLAMA
 from echelon.verify.models import ModelChoice
 
 from ..pool import Pool

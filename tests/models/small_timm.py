@@ -10,7 +10,7 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from echelon.shardformer import register_class
-from echelon.shardformer.tables.timm import TIMM_VIT
+from echelon.shardformer.tables.vision import TIMM_VIT
 
 # B batch, N patches and tokens, C width
 

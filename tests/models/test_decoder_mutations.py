@@ -14,7 +14,7 @@ from echelon.shardformer import table as table_module
 from echelon.shardformer.head_order import Cut, HeadOrder, Heads
 from echelon.shardformer.layer import key_value, linear, region
 from echelon.shardformer.table import Table
-from echelon.shardformer.tables.phi3 import PHI3
+from echelon.shardformer.tables.decoders import PHI3
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 from echelon.verify.parity import parity

@@ -13,7 +13,7 @@ from echelon.pipeline.collect import Recalled
 from echelon.pipeline.plan import StagePlan
 from echelon.shardformer import table as table_module
 from echelon.shardformer.layer import region
-from echelon.shardformer.tables.swin import SWINV2
+from echelon.shardformer.tables.vision import SWINV2
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 from echelon.verify.parity import parity

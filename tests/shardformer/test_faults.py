@@ -12,9 +12,8 @@ from echelon.pipeline.plan import StagePlan
 from echelon.shardformer import RegionDropout, Table, model_types, policy_for, register, table_for
 from echelon.shardformer import table as table_module
 from echelon.shardformer.table_policy import TablePolicy
-from echelon.shardformer.tables.gpt2 import GPT2
-from echelon.shardformer.tables.llama import LLAMA
-from echelon.shardformer.tables.t5 import T5
+from echelon.shardformer.tables.decoders import GPT2, LLAMA
+from echelon.shardformer.tables.encoder_decoders import T5
 
 from . import compare
 

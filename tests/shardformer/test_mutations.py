@@ -13,7 +13,7 @@ from echelon.cluster.collectives import all_reduce
 from echelon.cluster.placement import Shard, place, placement_of
 from echelon.shardformer import table as table_module
 from echelon.shardformer.layer import embedding, linear, loss, region
-from echelon.shardformer.tables.t5 import T5
+from echelon.shardformer.tables.encoder_decoders import T5
 
 from ..pool import Pool
 from . import compare

@@ -6,9 +6,8 @@ import pytest
 
 from echelon.shardformer import policy_for
 from echelon.shardformer.table_policy import TablePolicy
-from echelon.shardformer.tables.albert import ALBERT
-from echelon.shardformer.tables.swin import SWIN
-from echelon.shardformer.tables.vit import BEIT
+from echelon.shardformer.tables.encoders import ALBERT
+from echelon.shardformer.tables.vision import BEIT, SWIN
 from echelon.verify.models import ModelChoice
 
 

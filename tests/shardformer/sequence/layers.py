@@ -34,13 +34,8 @@ from echelon.shardformer.sequence.axis import SequenceAxis
 from echelon.shardformer.sequence.order import SequenceOrder
 from echelon.shardformer.sequence.regions import RegionSequence
 from echelon.shardformer.table import Table
-from echelon.shardformer.tables.albert import ALBERT
-from echelon.shardformer.tables.bert import BERT
-from echelon.shardformer.tables.deepseek import DEEPSEEK_V3
-from echelon.shardformer.tables.gpt2 import GPT2
-from echelon.shardformer.tables.llama import LLAMA
-from echelon.shardformer.tables.mixtral import MIXTRAL
-from echelon.shardformer.tables.opt import OPT
+from echelon.shardformer.tables.decoders import DEEPSEEK_V3, GPT2, LLAMA, MIXTRAL, OPT
+from echelon.shardformer.tables.encoders import ALBERT, BERT
 
 from ..compare import numbers, require_same_gradients
 

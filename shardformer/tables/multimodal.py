@@ -1,0 +1,132 @@
+"""Tables of models of images and text, whose language model has its own table: BLIP-2, Gemma 3."""
+
+from dataclasses import replace
+
+from ...pipeline.plan import StagePlan
+from ..table import PartStages, RegionDropout, Table
+
+# BLIP-2: a vision model, a Q-Former that attends to it every second layer, and a language model with its own table.
+_BLIP2_VISION = Table(
+    stage=StagePlan(layers="encoder.layers", entry=("embeddings",)),
+    regions=("self_attn", "mlp"),
+    column=("self_attn.qkv", "mlp.fc1"),
+    row=("self_attn.projection", "mlp.fc2"),
+    attention={"self_attn": "self_attn.projection"},
+    fused={"self_attn.qkv": 3},
+    divide=("self_attn.num_heads",),
+    divisors=("self_attn.num_heads",),
+    dropout={
+        "self_attn": RegionDropout(probability="self_attn.attention_dropout", row="self_attn.projection")
+    },
+)
+
+_QFORMER_ATTENTIONS = ("attention", "crossattention")
+# Of text, which not every Q-Former takes, and of its queries.
+_QFORMER_FEED_FORWARDS = {"intermediate": "output.dense", "intermediate_query": "output_query.dense"}
+
+_NEWER_QFORMER = Table(
+    stage=StagePlan(layers="encoder.layer", entry=("layernorm",)),
+    regions=(*(f"{path}.attention" for path in _QFORMER_ATTENTIONS), *_QFORMER_FEED_FORWARDS),
+    column=(
+        *(f"{path}.attention.{name}" for path in _QFORMER_ATTENTIONS for name in ("query", "key", "value")),
+        *(f"{path}.dense" for path in _QFORMER_FEED_FORWARDS),
+    ),
+    row=(*(f"{path}.output.dense" for path in _QFORMER_ATTENTIONS), *_QFORMER_FEED_FORWARDS.values()),
+    attention={f"{path}.attention": f"{path}.output.dense" for path in _QFORMER_ATTENTIONS},
+    second_input={"crossattention.attention": "encoder_hidden_states"},
+    optional=("crossattention", "intermediate", "output.dense"),
+    dropout={
+        f"{path}.attention": RegionDropout(
+            probability=f"{path}.attention.attention_dropout", row=f"{path}.output.dense"
+        )
+        for path in _QFORMER_ATTENTIONS
+    },
+)
+# Of releases whose attention drops in a module of its own, and counts its heads.
+_OLDER_QFORMER = "encoder.layer.0.attention.attention.dropout"
+_QFORMER = replace(
+    _NEWER_QFORMER,
+    older={
+        _OLDER_QFORMER: replace(
+            _NEWER_QFORMER,
+            divide=tuple(
+                f"{path}.attention.{name}"
+                for path in _QFORMER_ATTENTIONS
+                for name in ("num_attention_heads", "all_head_size")
+            ),
+            dropout={
+                region: replace(dropout, probability=f"{region}.dropout.p")
+                for region, dropout in _NEWER_QFORMER.dropout.items()
+            },
+        )
+    },
+)
+
+
+def _blip2_table(*qformer: str) -> Table:
+    """The table with these modules of the Q-Former before the language model."""
+    leading = ("vision_model.encoder.layers", "vision_model.post_layernorm", *qformer, "language_projection")
+    return Table(
+        stage=(
+            # The language model is the largest: the others stand on its first stage.
+            PartStages(part="language_model", entry=("vision_model.embeddings",), leading=leading),
+            # Retrieval has none, and runs its Q-Former twice in one forward, for images and for text.
+            PartStages(part="vision_model"),
+            PartStages(part="qformer", entry=("embeddings",)),  # of text alone
+        ),
+        parts={"vision_model": _BLIP2_VISION, "qformer": _QFORMER, "language_model": None},
+        further_embeddings=("embeddings.word_embeddings",),
+    )
+
+
+BLIP2 = replace(
+    _blip2_table("qformer.layernorm", "qformer.encoder.layer"),
+    # There the Q-Former asks its parameters for their precision, so that none of it can stand elsewhere.
+    older={f"qformer.{_OLDER_QFORMER}": _blip2_table("qformer")},
+)
+
+# Gemma 3 with images: SigLIP's vision model, a projector, and the language model with its own table.
+_SIGLIP = Table(
+    stage=StagePlan(layers="encoder.layers", entry=("embeddings",)),
+    regions=("self_attn", "mlp"),
+    column=(*(f"self_attn.{name}_proj" for name in "qkv"), "mlp.fc1"),
+    row=("self_attn.out_proj", "mlp.fc2"),
+    attention={"self_attn": "self_attn.out_proj"},
+    divide=("self_attn.num_heads", "self_attn.embed_dim"),
+    dropout={"self_attn": RegionDropout(probability="self_attn.dropout", row="self_attn.out_proj")},
+)
+# There attention shapes its output by the width of its input, so it stays whole.
+_OLDER_SIGLIP = replace(
+    _SIGLIP,
+    regions=("mlp",),
+    column=("mlp.fc1",),
+    row=("mlp.fc2",),
+    attention={},
+    divide=(),
+    divisible=(),
+    dropout={},
+)
+
+
+def _gemma3_table(vision: str, table: Table) -> Table:
+    """The table for a vision model at this path, with a table of its own."""
+    head = f"{vision}.head"  # of which the language model is told nothing
+    stages = PartStages(
+        part="language_model",
+        entry=(f"{vision}.embeddings",),
+        leading=(f"{vision}.encoder.layers", f"{vision}.post_layernorm", head, "multi_modal_projector"),
+        optional=(head,),
+    )
+    return Table(stage=(stages,), parts={vision: table, "language_model": None}, heads=("lm_head",))
+
+
+_OLDER_TOWER = "vision_tower.vision_model"
+GEMMA3 = replace(
+    _gemma3_table("vision_tower", _SIGLIP), older={_OLDER_TOWER: _gemma3_table(_OLDER_TOWER, _OLDER_SIGLIP)}
+)
+
+# The table of each model type.
+TABLES = {
+    "blip-2": BLIP2,
+    "gemma3": GEMMA3,
+}
