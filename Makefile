@@ -19,6 +19,9 @@ OLDER_READY := $(OLDER_VENV)/.installed
 SETTINGS := $(PYTHON) $(TORCH)
 OLDER_SETTINGS := $(SETTINGS) $(OLDER)
 
+# Several pytest processes, each with workers of its own: a distributed test waits more than it computes.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal
+
 FINETUNE := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 \
 	examples/language/bert/finetune.py --plugin hybrid_parallel --model_type bert
 
@@ -44,7 +47,7 @@ finetune: $(READY)
 	$(FINETUNE) --tp_size 2 --pp_size 1 --zero_stage 1 --epochs 1
 
 test: lint
-	$(BIN)/pytest -q -m "not slow"
+	$(PYTEST) -q -m "not slow"
 
 test-all: lint
 	KEEP_MATRIX=verify/matrix.json $(BIN)/pytest -q
