@@ -28,9 +28,9 @@ from workload import Workload, adamw
 from echelon import Booster, HybridParallelPlugin
 from echelon.cluster.launch import default_device
 from echelon.cluster.mesh import ParallelMesh
-from echelon.pipeline.balance import deal_layers, layer_faults
 from echelon.pipeline.schedules import build_schedule, stage_placement
 from echelon.pipeline.simulate import Costs, simulate
+from echelon.pipeline.stage_manager import deal_layers, layer_errors
 
 # Echelon's styles, with the stages that a rank holds under each.
 STYLES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbh1": 1, "zbv": 2}
@@ -179,7 +179,7 @@ def balanced_layers(workload: Workload, holders: Sequence[int]) -> list[int]:
         workload: what is computed; its head counts as many layers as its products are.
         holders: the rank of each stage.
     """
-    if faults := layer_faults(workload.layers, len(holders), None):
+    if faults := layer_errors(workload.layers, len(holders), None):
         raise ValueError("; ".join(faults))
     counts = deal_layers(workload.layers, len(holders))
     while True:

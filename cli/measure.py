@@ -10,8 +10,8 @@ from transformers import CONFIG_MAPPING, AutoConfig
 
 from ..booster.booster import Booster
 from ..pipeline.action import Op
-from ..pipeline.draw import Panel
 from ..pipeline.simulate import Costs, Span, Timeline
+from ..pipeline.timeline import Panel
 from ..plugins.hybrid_model import HybridParallelModule
 from ..plugins.hybrid_parallel import HybridParallelPlugin
 from ..verify.batch import loss_of, make_batch

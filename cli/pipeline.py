@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..pipeline.schedules import build_schedule, stage_placement, style_faults
+from ..pipeline.schedules import build_schedule, stage_placement, style_errors
 from ..pipeline.simulate import Costs, Timeline, simulate
 
 LAYERS_PER_STAGE = 2  # of the model that is measured, where nothing is said
@@ -28,7 +28,7 @@ class Pipeline:
         """All that is wrong with it, each with what would work."""
         sizes = {"pp": self.num_ranks, "microbatches": self.num_microbatches}
         found = [f"{name}={size} must be at least 1" for name, size in sizes.items() if size < 1]
-        return found + style_faults(self.style, self.num_chunks, self.num_ranks)
+        return found + style_errors(self.style, self.num_chunks, self.num_ranks)
 
     @property
     def num_stages(self) -> int:

@@ -9,10 +9,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ..pipeline.draw import Panel, rank_bubble, require_matplotlib, stages_of
-from ..pipeline.picture import SUFFIXES, save_timelines
 from ..pipeline.schedules import SCHEDULES
 from ..pipeline.simulate import Costs
+from ..pipeline.timeline import SUFFIXES, Panel, rank_bubble, require_matplotlib, save_timelines, stages_of
 from .console import refuse, table_console
 from .pipeline import LAYERS_PER_STAGE, Pipeline
 

@@ -1,8 +1,8 @@
-"""The vocabulary of pipeline schedules: what one rank does, on which stage, to which microbatch.
+"""The vocabulary of pipeline schedules: one rank's step, on a stage, for a microbatch.
 
-A schedule is plain data, `list[list[Action]]`: for every pipeline rank its actions in order. Which rank holds
-which stage is read off it. Who writes such lists is schedules.py, who adds the sends and receives is
-communicate.py, who runs them is runner.py.
+A schedule is plain data, `list[list[Action]]`: for every pipeline rank its actions in order. The placement of
+stages on ranks is read off it. Lists are written by schedules.py, completed with sends and receives by
+communicate.py, and run by runner.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Op(Enum):
-    """What an action does. The value is how it is printed.
+    """Kind of an action; the value is how it prints.
 
     A backward is done whole, or in two parts: the gradients of the stage's inputs, for which the stage before
     waits, and the gradients of its weights, for which nobody waits (arXiv:2401.10241).
@@ -33,10 +33,10 @@ class Action(NamedTuple):
     """One step of one rank.
 
     Args:
-        op: what is done.
+        op: its kind.
         stage: the stage that does it, counted over the whole pipeline. `RECV_FORWARD` of stage 2 is the
             arrival at stage 2 of what stage 1 computed.
-        microbatch: which microbatch, from 0.
+        microbatch: counted from 0.
     """
 
     op: Op
@@ -50,7 +50,7 @@ class Action(NamedTuple):
 Schedule = list[list[Action]]
 
 
-class Travel(NamedTuple):
+class Transfer(NamedTuple):
     """How the result of a computation reaches the stage that needs it: `step` stages further."""
 
     send: Op
@@ -58,40 +58,39 @@ class Travel(NamedTuple):
     step: int
 
 
-_FORWARDS = Travel(Op.SEND_FORWARD, Op.RECV_FORWARD, +1)
-_BACKWARDS = Travel(Op.SEND_BACKWARD, Op.RECV_BACKWARD, -1)
-# What a weight gradient computes stays where it is.
-TRAVELS = {Op.FORWARD: _FORWARDS, Op.BACKWARD: _BACKWARDS, Op.BACKWARD_INPUT: _BACKWARDS}
+_ACTIVATIONS = Transfer(Op.SEND_FORWARD, Op.RECV_FORWARD, +1)
+_GRADIENTS = Transfer(Op.SEND_BACKWARD, Op.RECV_BACKWARD, -1)
+# A weight gradient stays where it is.
+TRANSFERS = {Op.FORWARD: _ACTIVATIONS, Op.BACKWARD: _GRADIENTS, Op.BACKWARD_INPUT: _GRADIENTS}
 COMPUTES = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
-SENDS = {travel.send: travel for travel in TRAVELS.values()}
-RECEIVES = {travel.receive: travel for travel in TRAVELS.values()}
+SENDS = {transfer.send: transfer for transfer in TRANSFERS.values()}
+RECEIVES = {transfer.receive: transfer for transfer in TRANSFERS.values()}
 
 
 def placement(schedule: Sequence[Sequence[Action]]) -> tuple[int, ...]:
-    """The pipeline rank that holds each stage: the one that does its forwards.
+    """The pipeline rank of each stage: the one that does its forwards.
 
     Raises:
-        ValueError: some stage is held by no rank, or by two.
+        ValueError: some stage is on no rank, or on two.
     """
-    faults = placement_faults(schedule)
-    if faults:
-        raise ValueError("the schedule is not valid: " + "; ".join(faults))
-    return tuple(next(iter(holders)) for _, holders in sorted(_forwards(schedule).items()))
+    if errors := placement_errors(schedule):
+        raise ValueError("the schedule is not valid: " + "; ".join(errors))
+    return tuple(next(iter(ranks)) for _, ranks in sorted(_forwards(schedule).items()))
 
 
-def placement_faults(schedule: Sequence[Sequence[Action]]) -> list[str]:
-    """Why `placement` cannot tell who holds which stage; empty where it can."""
+def placement_errors(schedule: Sequence[Sequence[Action]]) -> list[str]:
+    """Reasons why `placement` is not defined; empty where it is."""
     found = _forwards(schedule)
     if not found:
         return ["it has no forward"]
     named = {action.stage for actions in schedule for action in actions if action.op in COMPUTES}
-    faults = [f"there is no stage {stage}: the first is 0" for stage in sorted(named) if stage < 0]
-    faults += [f"no rank holds stage {stage}" for stage in range(1 + max(named)) if stage not in found]
-    for stage, holders in sorted(found.items()):
-        if len(holders) > 1:
-            told = (f"rank {rank} ({first})" for rank, first in holders.items())
-            faults.append(f"stage {stage} is held by {' and by '.join(told)}")
-    return faults
+    errors = [f"there is no stage {stage}: the first is 0" for stage in sorted(named) if stage < 0]
+    errors += [f"no rank holds stage {stage}" for stage in range(1 + max(named)) if stage not in found]
+    for stage, ranks in sorted(found.items()):
+        if len(ranks) > 1:
+            each = (f"rank {rank} ({first})" for rank, first in ranks.items())
+            errors.append(f"stage {stage} is held by {' and by '.join(each)}")
+    return errors
 
 
 def _forwards(schedule: Sequence[Sequence[Action]]) -> dict[int, dict[int, Action]]:
@@ -105,10 +104,7 @@ def _forwards(schedule: Sequence[Sequence[Action]]) -> dict[int, dict[int, Actio
 
 
 def result(computation: Action) -> Action:
-    """What a computation gives, named by one action whichever way it was computed.
-
-    A whole backward gives what its input part gives: the gradients that the stage before needs.
-    """
+    """The result of a computation, named alike for a whole backward and for its input part."""
     return computation._replace(op=Op.BACKWARD_INPUT) if computation.op is Op.BACKWARD else computation
 
 
@@ -116,29 +112,29 @@ def inputs(computation: Action, num_stages: int) -> list[Action]:
     """The results that a computation needs."""
     if computation.op is Op.BACKWARD_WEIGHT:
         return [computation._replace(op=Op.BACKWARD_INPUT)]
-    source = computation.stage - TRAVELS[computation.op].step
+    source = computation.stage - TRANSFERS[computation.op].step
     needed = [result(computation._replace(stage=source))] if 0 <= source < num_stages else []
     if computation.op is not Op.FORWARD:
         needed.append(computation._replace(op=Op.FORWARD))
     return needed
 
 
-def send_of(computation: Action, holders: Mapping[int, int]) -> Action | None:
+def send_of(computation: Action, ranks: Mapping[int, int]) -> Action | None:
     """The send of a computation's result; None where no rank needs it, or only the one that has it.
 
     Args:
-        holders: the rank that holds each stage.
+        ranks: the rank of each stage.
     """
-    travel = TRAVELS.get(computation.op)
-    if travel is None or holders.get(computation.stage + travel.step) in (None, holders[computation.stage]):
+    transfer = TRANSFERS.get(computation.op)
+    if transfer is None or ranks.get(computation.stage + transfer.step) in (None, ranks[computation.stage]):
         return None
-    return computation._replace(op=travel.send)
+    return computation._replace(op=transfer.send)
 
 
 def counterpart(action: Action) -> Action:
     """The receive that a send belongs to, and the other way round."""
     if action.op in SENDS:
-        travel = SENDS[action.op]
-        return Action(travel.receive, action.stage + travel.step, action.microbatch)
-    travel = RECEIVES[action.op]
-    return Action(travel.send, action.stage - travel.step, action.microbatch)
+        _, receive, step = SENDS[action.op]
+        return Action(receive, action.stage + step, action.microbatch)
+    send, _, step = RECEIVES[action.op]
+    return Action(send, action.stage - step, action.microbatch)

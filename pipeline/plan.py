@@ -1,15 +1,17 @@
-"""Where a model's layers are and what stands around them. How many a stage gets is balance.py, cutting cut.py."""
+"""Stage plans: where a model's layers are and what stands around them; and settings that no pipeline can keep."""
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 from torch import nn
 from torch.nn import Parameter
 
-from .balance import StageSize
+# The number of parameters of a stage that holds the layers from the first index up to before the second. More
+# layers never make it smaller.
+StageSize = Callable[[int, int], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +158,9 @@ class StagePlan:
         """How many layers the model has."""
         return len(self.layer_paths(model))
 
-    def path_faults(self, model: nn.Module) -> list[str]:
+    def path_errors(self, model: nn.Module) -> list[str]:
         """What the model does not have of what the plan names; empty when it has all of it."""
-        found = [] if self.encoder is None else self.encoder.path_faults(model)
+        found = [] if self.encoder is None else self.encoder.path_errors(model)
         names = {name for name, _ in model.named_modules(remove_duplicate=False)}
         found += [
             f"the stage plan names {name!r}, and this {type(model).__name__} has no such module"
@@ -294,3 +296,46 @@ def _has(model: nn.Module, path: str) -> bool:
 def is_within(name: str, path: str) -> bool:
     """Whether a dotted name is `path` or lies below it."""
     return name == path or name.startswith(f"{path}.")
+
+
+# What collects over all layers, and would silently be partial where a rank has some of them, or parts of sequences.
+COLLECTING = (
+    "output_hidden_states",
+    "output_attentions",
+    "output_router_logits",
+    "use_weighted_layer_sum",  # of hidden states, in heads for sound
+)
+
+
+def settings_of(model: Any) -> dict[str, Mapping[str, Any]]:
+    """The settings of a model's config, and of those inside it, by what messages call them."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return {}
+    settings = config.to_dict() if hasattr(config, "to_dict") else vars(config)  # a user's own has none
+    inside = {name: settings.get(name) for name in getattr(config, "sub_configs", ())}
+    of_parts = {f"the model's config, {name}": part for name, part in inside.items() if part is not None}
+    return {"the model's config": settings, **of_parts}
+
+
+def setting_errors(settings: Mapping[str, Any], source: str) -> list[str]:
+    """Why these settings (a batch, a config) would give other results under a pipeline; empty when none do."""
+    found = [
+        f"{name}={settings[name]!r} in {source} collects over all layers, and a pipeline stage sees its own alone: "
+        f"leave it out or use pp_size=1"
+        for name in COLLECTING
+        if settings.get(name)
+    ]
+    return found + layer_drop_errors(
+        settings, source, who="the stages of a pipeline", instead="use pp_size=1"
+    )
+
+
+def layer_drop_errors(settings: Mapping[str, Any], source: str, *, who: str, instead: str) -> list[str]:
+    """Why these settings would let ranks that must run the same layers run others; empty when they do not."""
+    return [
+        f"{name}={value!r} in {source} leaves out layers at random, and {who} would not leave out the same: set it to "
+        f"0 or {instead}"
+        for name, value in settings.items()
+        if name.endswith("layerdrop") and value
+    ]

@@ -1,5 +1,6 @@
 """The one runner of all schedules: it does a rank's actions in order. What the order is, is schedules.py."""
 
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -11,9 +12,9 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 
 from .action import COMPUTES, Action, Op
 from .microbatch import map_tensors, signature
+from .simulate import Span
 from .split_backward import WeightGradients
 from .tensor_spec import takes_gradient
-from .trace import Trace
 from .transport import Arrival, Transport
 
 Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
@@ -51,6 +52,49 @@ class RunResult:
     losses: list[Tensor] = field(default_factory=list)
     weights: list[Tensor] | None = None
     outputs: list[Any] | None = None
+
+
+class Trace:
+    """The computations of a rank, timed while they run.
+
+    On CUDA the device's own clock is read, by events in the current stream, and nothing waits for it until
+    `spans` is asked for.
+
+    Args:
+        device: of the computations.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._start: Any = None
+        self._computed: list[tuple[Action, Any, Any]] = []  # each between two seconds, or two events
+
+    def begin(self) -> None:
+        """Start to time a computation, whose inputs are here."""
+        self._start = self._now()
+
+    def end(self, action: Action) -> None:
+        """Note the end of the computation that began last."""
+        self._computed.append((action, self._start, self._now()))
+
+    def spans(self) -> list[Span]:
+        """All computations in order, in seconds of `time.perf_counter()`, which processes of a machine share."""
+        if not self._is_cuda:
+            return [Span(*computed) for computed in self._computed]
+        now = self._now()
+        now.synchronize()
+        seconds = time.perf_counter()
+        return [
+            Span(action, *(seconds - event.elapsed_time(now) / 1000 for event in (start, end)))
+            for action, start, end in self._computed
+        ]
+
+    def _now(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 def run_schedule(

@@ -1,18 +1,21 @@
-"""Pipeline schedules as data: in which order each rank computes. Sends and receives are communicate.py.
+"""Pipeline schedules as data: GPipe, 1F1B, interleaved, ZB-H1, ZB-V, and a user's own lists.
 
 Every schedule is a function of the number of pipeline ranks p and of microbatches m, and any number of either
-works, also fewer microbatches than ranks. Bubbles are idle time over work.
+works, also fewer microbatches than ranks. Bubbles are idle time over work. Sends and receives are added by
+communicate.py.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from .action import Op, Schedule, placement
-from .own_schedule import own_schedule_faults
-from .pattern import Step, check_sizes, numbered
-from .zero_bubble import zero_bubble_h1, zero_bubble_v
+from .action import Action, Op, Schedule, placement
+from .validate import own_schedule_errors
 
+_F, _B, _I, _W = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT
+
+Step = tuple[Op, int]  # an action without numbers: its kind, and which of the rank's chunks, from 0
 UserSchedule = Schedule | Callable[[int, int], Schedule]  # a function of num_ranks and num_microbatches
 
 
@@ -22,12 +25,12 @@ def gpipe(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedul
     With v chunks per rank, dealt out in turn, the bubble is (p - 1) / (v m) for m >= p; every rank holds the
     activations of all m microbatches.
     """
-    check_sizes(num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    _check_sizes(num_ranks, num_microbatches, num_chunks)
     chunks = range(num_chunks)
-    forwards = [(Op.FORWARD, chunk) for chunk in chunks for _ in range(num_microbatches)]
-    backwards = [(Op.BACKWARD, chunk) for chunk in reversed(chunks) for _ in range(num_microbatches)]
+    forwards = [(_F, chunk) for chunk in chunks for _ in range(num_microbatches)]
+    backwards = [(_B, chunk) for chunk in reversed(chunks) for _ in range(num_microbatches)]
     return [
-        numbered(forwards + backwards, _dealt_stages(rank, num_ranks, num_chunks), num_microbatches)
+        _numbered(forwards + backwards, _dealt_stages(rank, num_ranks, num_chunks), num_microbatches)
         for rank in range(num_ranks)
     ]
 
@@ -37,12 +40,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 
     The bubble is that of GPipe; rank r holds the activations of at most p - r microbatches.
     """
-    check_sizes(num_ranks=num_ranks, num_microbatches=num_microbatches)
-    steady: list[Step] = [(Op.FORWARD, 0), (Op.BACKWARD, 0)] * num_microbatches
-    return [
-        numbered([(Op.FORWARD, 0)] * (num_ranks - 1 - rank) + steady, [rank], num_microbatches)
-        for rank in range(num_ranks)
-    ]
+    return interleaved(num_ranks, num_microbatches, 1)
 
 
 def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
@@ -57,46 +55,105 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Sched
     at each of its chunks. Of all p to 8, m to 24 and v to 4 with m > p such orders have on average twice this
     bubble (up to 4.5 times) or deadlock, and hold 1.25 p microbatches where this one holds 1.5 p (at most 1.9).
     """
-    check_sizes(num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
-    return [
-        numbered(
-            _interleaved_steps(rank, num_ranks, num_microbatches, num_chunks),
-            _dealt_stages(rank, num_ranks, num_chunks),
-            num_microbatches,
-        )
-        for rank in range(num_ranks)
-    ]
-
-
-def _interleaved_steps(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[Step]:
-    groups = _groups(num_ranks, num_microbatches)
-    chunks = [chunk for size in groups for chunk in range(num_chunks) for _ in range(size)]
-    forwards = [(Op.FORWARD, chunk) for chunk in chunks]
-    backwards = [(Op.BACKWARD, num_chunks - 1 - chunk) for chunk in chunks]
-    after = num_ranks - 1 - rank
-    warmup = after if num_chunks == 1 else 2 * after + (num_chunks - 1) * groups[0]
-    steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
-    return [*forwards[:warmup], *steady, *backwards[len(forwards[warmup:]) :]]
-
-
-def _groups(num_ranks: int, num_microbatches: int) -> list[int]:
-    """The largest first: its warm-up is enough for the others."""
+    _check_sizes(num_ranks, num_microbatches, num_chunks)
+    # The largest group first: its warm-up is enough for the others.
     count = max(1, num_microbatches // num_ranks)
-    return [num_microbatches // count + (index < num_microbatches % count) for index in range(count)]
+    groups = [num_microbatches // count + (index < num_microbatches % count) for index in range(count)]
+    chunks = [chunk for size in groups for chunk in range(num_chunks) for _ in range(size)]
+    forwards = [(_F, chunk) for chunk in chunks]
+    backwards = [(_B, num_chunks - 1 - chunk) for chunk in chunks]
+    schedule = []
+    for rank in range(num_ranks):
+        after = num_ranks - 1 - rank
+        warmup = after if num_chunks == 1 else 2 * after + (num_chunks - 1) * groups[0]
+        steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
+        steps = [*forwards[:warmup], *steady, *backwards[len(forwards[warmup:]) :]]
+        schedule.append(_numbered(steps, _dealt_stages(rank, num_ranks, num_chunks), num_microbatches))
+    return schedule
+
+
+def zero_bubble_h1(num_ranks: int, num_microbatches: int) -> Schedule:
+    """1F1B in which rank r computes weight gradients r microbatches late: ZB-H1 of arXiv:2401.10241.
+
+    Every rank waits for (p - 1) (F + I - W) where there are at least p microbatches and W is not longer than F
+    or I, and for (p - 1) (F + I + W) in 1F1B: for a third of it where all are equal. Every rank holds the
+    activations of at most p microbatches, as the first one does in 1F1B.
+    """
+    _check_sizes(num_ranks, num_microbatches)
+    schedule = []
+    for rank in range(num_ranks):
+        warmup = [_F] * (num_ranks - 1 - rank)
+        deferring = [_F, _I] * rank
+        steady = [_F, _I, _W] * num_microbatches
+        steps = [(op, 0) for op in warmup + deferring + steady]
+        schedule.append(_numbered(steps, [rank], num_microbatches))
+    return schedule
+
+
+def zero_bubble_v(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Two chunks per rank, placed there and back: ZB-V of arXiv:2401.10241.
+
+    Stage s is on rank s on the way there and on rank 2p - 1 - s on the way back, so the first rank also has
+    the last stage, and a microbatch's backward starts on the rank where the microbatch came in. Where F = I = W
+    and there are at least 2p - 1 microbatches no rank waits between its first and its last computation. Every
+    rank holds the activations of at most 2p chunks: those of p microbatches, as the first one does in 1F1B.
+    """
+    _check_sizes(num_ranks, num_microbatches)
+    there, back = 0, 1
+    # None with fewer microbatches than ranks. Made for 2p - 1 at least, as published, with what is too much
+    # left out, the schedule is 5 % longer where m < 2p - 1 (p to 16, F = 1, I = 1.2, W = 0.8).
+    steady = [(op, chunk) for chunk in (there, back) for op in (_F, _I, _W)] * (num_microbatches - num_ranks)
+    schedule = []
+    for rank in range(num_ranks):
+        after = num_ranks - rank  # ranks from this one to the turn
+        fill = [(_F, there)] * (2 * after - 1) + [(_F, back), (_F, there)] * rank
+        first_back = [(_F, back), (_I, back), (_W, back)] * after
+        drain = [(_I, there), (_I, back)] * rank + [(_I, there), (_W, there)] * after
+        deferred = [(_W, back)] * rank + [(_W, there)] * rank
+        steps = fill + first_back + steady + drain + deferred
+        schedule.append(_numbered(steps, [rank, 2 * num_ranks - 1 - rank], num_microbatches))
+    return schedule
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forwards of a schedule, for evaluation; without sends and receives."""
+    return [[action for action in actions if action.op is _F] for actions in schedule]
+
+
+def _numbered(steps: Sequence[Step], stages: Sequence[int], num_microbatches: int) -> list[Action]:
+    """Actions of one rank: equal steps take the microbatches in turn.
+
+    Steps that would take a microbatch beyond the last are left out, so a pattern may go on as it is until all
+    that is left of it is what the last microbatches still need.
+
+    Args:
+        steps: in order.
+        stages: the rank's stages, by chunk.
+        num_microbatches: microbatches of the step.
+    """
+    taken: Counter[Step] = Counter()
+    actions = []
+    for op, chunk in steps:
+        if taken[op, chunk] < num_microbatches:
+            actions.append(Action(op, stages[chunk], taken[op, chunk]))
+            taken[op, chunk] += 1
+    return actions
+
+
+def _check_sizes(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> None:
+    sizes = {"pipeline ranks": num_ranks, "microbatches": num_microbatches, "chunks per rank": num_chunks}
+    wrong = [f"{size} {noun}" for noun, size in sizes.items() if size < 1]
+    if wrong:
+        raise ValueError(f"a schedule cannot have {' and '.join(wrong)}: each must be at least 1")
 
 
 def _dealt_stages(rank: int, num_ranks: int, num_chunks: int) -> list[int]:
     return [chunk * num_ranks + rank for chunk in range(num_chunks)]
 
 
-def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule, for evaluation; without sends and receives."""
-    return [[action for action in actions if action.op is Op.FORWARD] for actions in schedule]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """How a schedule that has a name is made.
+    """A schedule that has a name.
 
     Args:
         build: from the numbers of ranks, microbatches and chunks per rank to its computations. One that makes
@@ -120,7 +177,7 @@ SCHEDULES: dict[str, Style] = {
 def build_schedule(
     style: str | UserSchedule,
     num_ranks: int,
-    num_microbatches: int,
+    num_microbatches: int | None,
     num_chunks: int,
     *,
     usual_placement: Sequence[int] | None = None,
@@ -131,22 +188,32 @@ def build_schedule(
         style: one of `SCHEDULES`, or a schedule of the user's own: its computations, or a function of the
             numbers of ranks and microbatches that makes them.
         num_ranks: pipeline ranks.
-        num_microbatches: microbatches of one step.
+        num_microbatches: microbatches of one step; None where it is not known yet: those that a list has, and
+            2p of anything else, which suits what a user's function may ask of it.
         num_chunks: stages per rank; 1 also where the style makes another number of its own.
         usual_placement: the rank of each stage that a user's function must keep to; None allows any.
 
     Raises:
-        ValueError: what `style_faults` finds; a schedule of the user's own is for another number of
-            microbatches, or its function places the stages by that number, or has sends and receives.
+        ValueError: the name or its chunks are wrong; a schedule of the user's own cannot run, is for another
+            number of microbatches, places the stages by that number, or has sends and receives.
     """
     if isinstance(style, str):
-        _refuse(_name_faults(style, num_chunks))
-        return SCHEDULES[style].build(num_ranks, num_microbatches, num_chunks)
-    try:
-        schedule = _sample(style, num_ranks, num_chunks, num_microbatches)
-    except Exception as error:
-        raise ValueError(_failing(num_ranks, num_microbatches, error)) from error
-    _refuse(own_schedule_faults(schedule, num_ranks, num_microbatches, num_chunks))
+        if errors := _name_errors(style, num_chunks):
+            raise ValueError("; ".join(errors))
+        return SCHEDULES[style].build(num_ranks, num_microbatches or 2 * num_ranks, num_chunks)
+    if not callable(style):
+        schedule = style
+    else:
+        num_microbatches = num_microbatches or 2 * num_ranks
+        try:
+            schedule = style(num_ranks, num_microbatches)
+        except Exception as error:
+            raise ValueError(
+                f"the schedule's function fails for {num_ranks} ranks and {num_microbatches} microbatches: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    if errors := own_schedule_errors(schedule, num_ranks, num_microbatches, num_chunks):
+        raise ValueError("; ".join(errors))
     if usual_placement is not None and placement(schedule) != tuple(usual_placement):
         raise ValueError(
             f"the schedule's function places the stages on ranks {placement(schedule)} for {num_microbatches} "
@@ -159,60 +226,38 @@ def build_schedule(
 def stage_placement(
     style: str | UserSchedule, num_ranks: int, num_chunks: int, num_microbatches: int | None = None
 ) -> tuple[int, ...]:
-    """The pipeline rank that holds each stage, for any number of microbatches.
-
-    Args:
-        num_microbatches: what a user's function is asked for, where it is known.
+    """The pipeline rank of each stage, which must be the same for any number of microbatches.
 
     Raises:
-        ValueError: the style is not one of `SCHEDULES` or does not take the number of chunks; a stage of the
-            user's own schedule is held by no rank, or by two.
+        ValueError: as `build_schedule`.
     """
-    return placement(_sample(style, num_ranks, num_chunks, num_microbatches))
+    return placement(build_schedule(style, num_ranks, num_microbatches, num_chunks))
 
 
 def splits_backward(style: str | UserSchedule, num_ranks: int, num_microbatches: int | None = None) -> bool:
-    """Whether weight gradients are computed apart, in a schedule that has no `style_faults`."""
-    schedule = _sample(style, num_ranks, 1, num_microbatches)
-    return any(action.op is Op.BACKWARD_WEIGHT for actions in schedule for action in actions)
+    """Whether weight gradients are computed apart, in a schedule that has no `style_errors`."""
+    schedule = build_schedule(style, num_ranks, num_microbatches, 1)
+    return any(action.op is _W for actions in schedule for action in actions)
 
 
-def style_faults(
+def style_errors(
     style: str | UserSchedule, num_chunks: int, num_ranks: int, num_microbatches: int | None = None
 ) -> list[str]:
-    """What is wrong with a choice of schedule; empty if nothing is.
+    """All that is wrong with a choice of schedule; empty if nothing is.
 
     Args:
         num_microbatches: of a step, where it is known already.
     """
     if isinstance(style, str):
-        return _name_faults(style, num_chunks)
+        return _name_errors(style, num_chunks)
     try:
-        schedule = _sample(style, num_ranks, num_chunks, num_microbatches)
-    except Exception as error:  # whatever a user's function raises is told as a fault of it
-        return [_failing(num_ranks, num_microbatches or 2 * num_ranks, error)]
-    if callable(style):
-        num_microbatches = num_microbatches or 2 * num_ranks
-    return own_schedule_faults(schedule, num_ranks, num_microbatches, num_chunks)
+        build_schedule(style, num_ranks, num_microbatches, num_chunks)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
-def _failing(num_ranks: int, num_microbatches: int, error: Exception) -> str:
-    return (
-        f"the schedule's function fails for {num_ranks} ranks and {num_microbatches} microbatches: "
-        f"{type(error).__name__}: {error}"
-    )
-
-
-def _sample(
-    style: str | UserSchedule, num_ranks: int, num_chunks: int, num_microbatches: int | None
-) -> Schedule:
-    """A schedule for some number of microbatches, of which 2p suits what a user's function may ask of it."""
-    if isinstance(style, str):
-        return build_schedule(style, num_ranks, 1, num_chunks)
-    return style(num_ranks, num_microbatches or 2 * num_ranks) if callable(style) else style
-
-
-def _name_faults(name: str, num_chunks: int) -> list[str]:
+def _name_errors(name: str, num_chunks: int) -> list[str]:
     if name not in SCHEDULES:
         return [
             f"there is no schedule {name!r}: use one of {', '.join(map(repr, SCHEDULES))}, or give your own"
@@ -227,8 +272,3 @@ def _name_faults(name: str, num_chunks: int) -> list[str]:
         f"the schedule {name!r} has {own} {'stage' if own == 1 else 'stages'} per rank and cannot have "
         f"num_model_chunks={num_chunks}: {' and '.join(taking)} take any number"
     ]
-
-
-def _refuse(faults: list[str]) -> None:
-    if faults:
-        raise ValueError("; ".join(faults))

@@ -1,4 +1,4 @@
-"""When each rank computes what, under given costs, without processes. Drawing it is not done here."""
+"""Timelines of a pipeline, simulated under given costs without processes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from .action import COMPUTES, Action, Op, inputs, placement, result
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What an action costs, in any one unit of time.
+    """Costs of actions, in any one unit of time.
 
     Args:
         forward, backward_input, backward_weight: of one microbatch through one stage. A whole backward costs
@@ -27,7 +27,7 @@ class Costs:
             raise ValueError(f"{self}: computations must cost more than 0, and send not less than 0")
 
     def of(self, op: Op) -> float:
-        """What a computation costs."""
+        """The cost of a computation."""
         return {
             Op.FORWARD: self.forward,
             Op.BACKWARD: self.backward_input + self.backward_weight,
@@ -55,11 +55,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """What every rank did when.
+    """Computations of every rank, with their times.
 
     Args:
         spans: per rank, in order of time.
-        peak_activations: per rank, how many microbatches' activations it held at once at most, counted once
+        peak_activations: per rank, how many microbatches' activations it has at once at most, counted once
             for every stage: from the start of a forward to the end of its backward, of the weight gradients
             where it is split.
     """
@@ -107,14 +107,14 @@ def simulate(schedule: Sequence[Sequence[Action]], costs: Costs) -> Timeline:
         costs: of every computation and transfer.
 
     Raises:
-        ValueError: a computation can never start, or a stage is held by no rank or by two.
+        ValueError: a computation can never start, or a stage is on no rank or on two.
     """
     compute = [[action for action in actions if action.op in COMPUTES] for actions in schedule]
     return Timeline(spans=_clock(compute, costs), peak_activations=[_peak(actions) for actions in compute])
 
 
 def _clock(compute: Sequence[Sequence[Action]], costs: Costs) -> list[list[Span]]:
-    holders = placement(compute)
+    ranks = placement(compute)
     ends: dict[Action, float] = {}  # of results
     spans: list[list[Span]] = [[] for _ in compute]
     moved = True
@@ -124,10 +124,10 @@ def _clock(compute: Sequence[Sequence[Action]], costs: Costs) -> list[list[Span]
             done = spans[rank]
             while len(done) < len(actions):
                 action = actions[len(done)]
-                needed = inputs(action, len(holders))
+                needed = inputs(action, len(ranks))
                 if not all(need in ends for need in needed):
                     break
-                ready = [ends[need] + (costs.send if holders[need.stage] != rank else 0.0) for need in needed]
+                ready = [ends[need] + (costs.send if ranks[need.stage] != rank else 0.0) for need in needed]
                 start = max([done[-1].end if done else 0.0, *ready])
                 done.append(Span(action, start, start + costs.of(action.op)))
                 ends[result(action)] = done[-1].end
@@ -143,9 +143,9 @@ def _clock(compute: Sequence[Sequence[Action]], costs: Costs) -> list[list[Span]
 def _peak(actions: Sequence[Action]) -> int:
     if all(action.op is Op.FORWARD for action in actions):  # evaluation: nothing is kept for a backward
         return min(1, len(actions))
-    held = peak = 0
+    current = peak = 0
     for action in actions:
-        held += action.op is Op.FORWARD
-        peak = max(peak, held)
-        held -= action.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+        current += action.op is Op.FORWARD
+        peak = max(peak, current)
+        current -= action.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)
     return peak

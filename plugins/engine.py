@@ -16,14 +16,13 @@ from ..cluster.random import ForwardRandom
 from ..cluster.small_numbers import begin_gathering
 from ..pipeline.action import Action, Op, Schedule
 from ..pipeline.communicate import with_communication
-from ..pipeline.cut import Stage
 from ..pipeline.microbatch import batch_size, map_tensors, merge, microbatch_lengths, split
-from ..pipeline.runner import Criterion, RunResult, run_schedule
+from ..pipeline.plan import setting_errors
+from ..pipeline.runner import Criterion, RunResult, Trace, run_schedule
 from ..pipeline.schedules import forward_only
-from ..pipeline.setting_faults import setting_faults
 from ..pipeline.simulate import Span
 from ..pipeline.split_backward import WeightGradients
-from ..pipeline.trace import Trace
+from ..pipeline.stage import Stage
 from ..pipeline.transport import Transport
 from ..pipeline.validate import validate
 from ..shardformer.layer.batch_norm import has_sync_batch_norm
@@ -263,7 +262,7 @@ class PipelineEngine:
             )
         if not isinstance(batch, Mapping):
             return
-        if self._mesh.size("pp") > 1 and (faults := setting_faults(batch, "the batch")):
+        if self._mesh.size("pp") > 1 and (faults := setting_errors(batch, "the batch")):
             raise ValueError("\n".join(faults))
         if batch.get("num_items_in_batch") is None:
             return

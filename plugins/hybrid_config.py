@@ -15,7 +15,7 @@ from ..pipeline.schedules import (
     build_schedule,
     splits_backward,
     stage_placement,
-    style_faults,
+    style_errors,
 )
 from ..shardformer.checkpoint_config import PipelineGradientCheckpointConfig
 from ..shardformer.fused import FusedKernels
@@ -76,7 +76,7 @@ class PipelineConfig:
             return []
         number = self.num_microbatches
         is_known = number is not None and not whole_number_faults({"": number}) and not is_below_one(number)
-        faults = style_faults(self.style, self.num_model_chunks, pp_size, number if is_known else None)
+        faults = style_errors(self.style, self.num_model_chunks, pp_size, number if is_known else None)
         return [f"pp_style: {fault}" for fault in faults]
 
     def _number_faults(self, pp_size: int) -> list[str]:

@@ -16,10 +16,9 @@ from ..cluster.hooks import own
 from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom
 from ..lazy import materialize
-from ..pipeline.cut import held_stages, refuse_direct_calls, takes
 from ..pipeline.linear import hold_weight_gradients, own_linear_layers
+from ..pipeline.stage import argument, local_stages, refuse_direct_calls, takes, without_cache
 from ..pipeline.stage_manager import PipelineStageManager
-from ..pipeline.uncached import argument, without_cache
 from ..shardformer.checkpoint_config import checkpoint_faults, checkpoint_layers, recomputable_layers
 from ..shardformer.equal_ranks import require_equal_inputs, require_equal_models
 from ..shardformer.expert_width import expert_width_faults
@@ -250,7 +249,7 @@ class HybridParallelModule(BoostedModule):
         self.random = ForwardRandom(mesh)
         splits_backward = config.pipeline.splits_backward(mesh.size("pp"))
         self.engine = PipelineEngine(
-            held_stages(module),
+            local_stages(module),
             mesh,
             config,
             placement=stage_manager.placement,

@@ -19,7 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..pipeline.stand_in import StandIn
+from ..pipeline.stand_ins import StandIn
 from .fused_patterns import activated, adds_dropout
 from .layer.key_value import SharedKeyValueLinear1D_Col
 from .layer.linear import Linear1D_Col

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..pipeline.stand_in import StandIn
+from ..pipeline.stand_ins import StandIn
 from .layer.norm import epsilon_of
 from .layer.parallel_module import ParallelModule
 

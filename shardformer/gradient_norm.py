@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..cluster.collectives import all_gather
 from ..cluster.placement import is_counted
-from ..pipeline.cut import held_stages
+from ..pipeline.stage import local_stages
 from .whole_gradients import axes_of, is_split
 
 
@@ -37,7 +37,7 @@ def clip_grad_norm_(
         raise ValueError(
             f"max_norm={max_norm} must be at least 0 and norm_type={norm_type} above 0, or inf each"
         )
-    if any(stage.bounds for stage in held_stages(model).values()):
+    if any(stage.bounds for stage in local_stages(model).values()):
         raise ValueError(
             "this model is one stage of a pipeline, which is not the whole: clip by a booster's optimizer"
         )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..cluster.placement import Shard, placement_of
-from ..pipeline.stand_in import StandIn
+from ..pipeline.stand_ins import StandIn
 
 
 def refuse_partial_state(model: nn.Module) -> None:

@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..pipeline.balance import layer_faults
-from ..pipeline.cut import held_stages
-from ..pipeline.plan import StagePlan
-from ..pipeline.setting_faults import setting_faults, settings_of
+from ..pipeline.plan import StagePlan, setting_errors, settings_of
+from ..pipeline.stage import local_stages
+from ..pipeline.stage_manager import layer_errors
 from .sequence.attention_faults import TENSOR_INSTEAD
 from .sequence.config import SequenceParallelism
 from .sequence.layer_parts import SEQUENCE_INSTEAD
@@ -87,13 +86,13 @@ class Policy(ABC):
         plan = self.stage_plan()
         if plan is None:
             return [f"{type(self).__name__} has no stage_plan, so pp_size must be 1"]
-        if missing := plan.path_faults(self.model):
+        if missing := plan.path_errors(self.model):
             return missing
-        found = layer_faults(
+        found = layer_errors(
             plan.num_layers(self.model), num_stages, num_layers_per_stage, plan.stage_size(self.model)
         )
         for source, settings in settings_of(self.model).items():
-            found += setting_faults(settings, source)
+            found += setting_errors(settings, source)
         return found
 
     def sequence_faults(self, settings: SequenceParallelism, *, tp_size: int, sp_size: int) -> list[str]:
@@ -155,7 +154,7 @@ class Policy(ABC):
         """Where each stage's layers begin and the last one's stop: of the whole model, also once it is cut."""
         plan, manager = self.stage_plan(), self.shard_config.pipeline_stage_manager
         assert plan is not None and manager is not None
-        if known := next(iter(held_stages(self.model).values())).bounds:
+        if known := next(iter(local_stages(self.model).values())).bounds:
             return known
         return manager.bounds(plan.num_layers(self.model), plan.stage_size(self.model))
 

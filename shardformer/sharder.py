@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..pipeline.cut import cut_stages, held_stages, remember_stages
-from ..pipeline.stand_in import StandIn
+from ..pipeline.stage import cut_stages, local_stages, remember_stages
+from ..pipeline.stand_ins import StandIn
 from .checkpoint_config import recomputable_layers
 from .layer.parallel_module import ParallelModule
 from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
@@ -69,7 +69,7 @@ class ModelSharder:
         self._cut()
         self._spread_sequences()
         self._replace_modules(classes)
-        stages = held_stages(self.model)
+        stages = local_stages(self.model)
         self.model = self.policy.postprocess()
         remember_stages(self.model, stages)  # it may be another
         if spread_layer is not None and (axis := axis_of(self.model.get_submodule(spread_layer))) is not None:

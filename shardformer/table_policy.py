@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..pipeline.plan import StagePlan
-from ..pipeline.stand_in import StandIn
+from ..pipeline.stand_ins import StandIn
 from .forward_code import scales_alone
 from .layer.common_input import CommonInput
 from .layer.embedding import VocabParallelEmbedding1D, VocabParallelLMHead1D
@@ -61,7 +61,7 @@ class TablePolicy(Policy):
         self, *, tp_size: int = 1, num_stages: int = 1, num_layers_per_stage: Sequence[int] | None = None
     ) -> list[str]:
         """All reasons why this model cannot be split so, each with what would work. No communication."""
-        if missing := self._part_faults() or self.stage_plan().path_faults(self.model):
+        if missing := self._part_faults() or self.stage_plan().path_errors(self.model):
             return missing
         return [
             *(self._split_faults(tp_size) if tp_size > 1 else []),
@@ -221,7 +221,7 @@ class TablePolicy(Policy):
             if table is None
         ]
         for path, part in self._parts.items():
-            faults = part._part_faults() or part.stage_plan().path_faults(part.model)
+            faults = part._part_faults() or part.stage_plan().path_errors(part.model)
             found += [f"in {path}: {fault}" for fault in faults]
         if not found and not isinstance(self.table.stage, StagePlan) and self._stages_part() is None:
             found.append(

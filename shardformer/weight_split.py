@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from ..cluster.mesh import weight_size_faults
-from ..pipeline.setting_faults import layer_drop_faults
+from ..pipeline.plan import layer_drop_errors
 from .checkpoint_config import recomputable_layers
 from .layer.parallel_module import native_faults
 from .layer.weight_parallel import KINDS, WeightParallelLinear
@@ -102,7 +102,7 @@ def weight_model_faults(
         for fault in native_faults(module, *KINDS, type(module))
     ]
     config = getattr(model, "config", None)
-    found += layer_drop_faults(
+    found += layer_drop_errors(
         {} if config is None else config.to_dict(),
         "the model's config",
         who="the ranks that share out weights",

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from echelon import HybridParallelPlugin
 from echelon.pipeline.action import SENDS
 from echelon.pipeline.communicate import with_communication
-from echelon.pipeline.schedules import SCHEDULES, build_schedule, style_faults
+from echelon.pipeline.schedules import SCHEDULES, build_schedule, style_errors
 from echelon.pipeline.simulate import Costs, simulate
 from echelon.plugins.colossalai import HYBRID
 
@@ -117,7 +117,7 @@ def test_the_pipelines_guide_quotes_what_is_said_of_bad_schedules() -> None:
     rows = re.findall(r"^\| `(\d\S* .*)` and `(.*)` \| (.*) \|$", PIPELINE.read_text(), flags=re.M)
     assert len(rows) == 4
     for *ranks, told in rows:
-        assert style_faults(written(*ranks), 1, 2) == [told]
+        assert style_errors(written(*ranks), 1, 2) == [told]
 
 
 def test_the_figures_of_the_pipelines_guide_are_those_of_the_simulation() -> None:

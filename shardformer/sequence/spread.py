@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...pipeline.cut import held_stages, takes
-from ...pipeline.plan import Stack, StagePlan
-from ...pipeline.setting_faults import COLLECTING, settings_of
-from ...pipeline.stand_in import StandIn
-from ...pipeline.uncached import argument, depends_on_cache, drop_cache, without_cache
+from ...pipeline.plan import COLLECTING, Stack, StagePlan, settings_of
+from ...pipeline.stage import argument, depends_on_cache, drop_cache, local_stages, takes, without_cache
+from ...pipeline.stand_ins import StandIn
 from ..attention import FLASH_ATTENTION_2
 from .all_to_all import heads_faults
 from .attention import ALL_TO_ALL, RING, attention_kernels, set_sequence_attention
@@ -108,7 +106,7 @@ def spread_faults(
 def _in_first_place(model: nn.Module, stack: Stack) -> list[nn.Module]:
     """What stands at the first layer's place, on each of this rank's stages."""
     found: list[nn.Module] = []
-    for stage in held_stages(model).values():
+    for stage in local_stages(model).values():
         with stage.seated():
             found.append(model.get_submodule(stack.paths[0]))
     return list(dict.fromkeys(found))

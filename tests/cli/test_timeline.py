@@ -12,9 +12,9 @@ from echelon.cli.main import app
 from echelon.cli.measure import mean_costs, median_step
 from echelon.cli.pipeline import Pipeline
 from echelon.pipeline.action import Action, Op
-from echelon.pipeline.draw import Panel
 from echelon.pipeline.schedules import SCHEDULES
 from echelon.pipeline.simulate import Costs, Span
+from echelon.pipeline.timeline import Panel
 
 
 def call(*arguments: str) -> tuple[int, str]:

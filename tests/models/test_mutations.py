@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 from torch import nn
 
-from echelon.pipeline.collect import Recalled
 from echelon.pipeline.plan import StagePlan
+from echelon.pipeline.stand_ins import Recalled
 from echelon.shardformer import table as table_module
 from echelon.shardformer.layer import region
 from echelon.shardformer.tables.vision import SWINV2

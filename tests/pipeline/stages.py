@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from echelon.pipeline.cut import Stage, cut_stages
 from echelon.pipeline.plan import StagePlan
+from echelon.pipeline.stage import Stage, cut_stages
 from echelon.shardformer import policy_for
 
 

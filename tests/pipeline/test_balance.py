@@ -7,8 +7,13 @@ import pytest
 import torch
 import transformers as T
 
-from echelon.pipeline.balance import StageSize, deal_layers, layer_bounds, layer_faults
-from echelon.pipeline.stage_manager import PipelineStageManager
+from echelon.pipeline.stage_manager import (
+    PipelineStageManager,
+    StageSize,
+    deal_layers,
+    layer_bounds,
+    layer_errors,
+)
 
 from ..shardformer.test_stages import RankAlone
 from .stages import plan_of
@@ -100,7 +105,7 @@ def test_a_heavy_embedding_and_head_leave_fewer_layers_at_the_ends(
 
 
 def test_a_layer_count_that_does_not_fit_says_what_would() -> None:
-    assert "at most 3 stages" in layer_faults(3, 4, None)[0]
-    assert "[1, 2, 1] would" in layer_faults(4, 3, [2, 2, 1])[0]
-    assert "[1, 1, 2] would" in layer_faults(4, 3, [2, 2, 1], by_weights([9, 9, 1, 1]))[0]
-    assert layer_faults(4, 3, [2, 1, 1]) == []
+    assert "at most 3 stages" in layer_errors(3, 4, None)[0]
+    assert "[1, 2, 1] would" in layer_errors(4, 3, [2, 2, 1])[0]
+    assert "[1, 1, 2] would" in layer_errors(4, 3, [2, 2, 1], by_weights([9, 9, 1, 1]))[0]
+    assert layer_errors(4, 3, [2, 1, 1]) == []

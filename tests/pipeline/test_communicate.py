@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from echelon.pipeline.action import COMPUTES, RECEIVES, SENDS, TRAVELS, Action, Op, Schedule, counterpart
+from echelon.pipeline.action import COMPUTES, RECEIVES, SENDS, TRANSFERS, Action, Op, Schedule, counterpart
 from echelon.pipeline.communicate import with_communication
 from echelon.pipeline.schedules import build_schedule, gpipe, interleaved, one_f_one_b
 from echelon.pipeline.validate import validate
@@ -36,7 +36,7 @@ def test_a_result_is_sent_right_after_it_was_computed(ahead: bool) -> None:
             without_receives = [action for action in actions if action.op not in RECEIVES]
             for before, action in pairwise(without_receives):
                 if action.op in SENDS:
-                    assert TRAVELS[before.op].send is action.op and before[1:] == action[1:]
+                    assert TRANSFERS[before.op].send is action.op and before[1:] == action[1:]
 
 
 @BOTH_ORDERS
@@ -74,7 +74,7 @@ def test_gradients_are_received_after_what_they_answer_was_sent(ahead: bool) -> 
 def uses_of(actions: list[Action], receive: Action) -> tuple[int, list[Action]]:
     """The computations of a rank, and which of them uses what a receive brings."""
     computed = [action for action in actions if action.op in COMPUTES]
-    kinds = [op for op, travel in TRAVELS.items() if travel.receive is receive.op]
+    kinds = [op for op, travel in TRANSFERS.items() if travel.receive is receive.op]
     (use,) = (computed.index(use) for op in kinds if (use := receive._replace(op=op)) in computed)
     return use, computed
 

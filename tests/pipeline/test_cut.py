@@ -5,8 +5,8 @@ import torch
 import transformers as T
 from torch import nn
 
-from echelon.pipeline.cut import cut_stages, held_stages
 from echelon.pipeline.plan import StagePlan
+from echelon.pipeline.stage import cut_stages, local_stages
 
 from .stages import Ranks, cut, gradients, plan_of, scalar, train
 
@@ -212,14 +212,14 @@ def test_modes_hooks_and_moves_reach_every_stage_of_a_rank() -> None:
 
 def test_no_stage_keeps_a_cache_of_keys_and_values() -> None:
     model = build("LlamaForCausalLM")
-    whole = held_stages(model)[0].forward(batch_for(model), ())
+    whole = local_stages(model)[0].forward(batch_for(model), ())
     assert model(**batch_for(model)).past_key_values is not None
     assert whole.past_key_values is None
 
 
 def test_an_uncut_model_is_one_stage() -> None:
     model = build("BertModel")
-    (stage,) = held_stages(model).values()
+    (stage,) = local_stages(model).values()
     assert (stage.index, stage.num_stages, stage.is_first, stage.is_last) == (0, 1, True, True)
     assert stage.parameters() == list(model.parameters())
 

@@ -13,10 +13,19 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
 from echelon.pipeline.action import Action, Op
-from echelon.pipeline.draw import NAMES, WAITING, Panel, boxes, draw, rank_bubble, row_labels, shade
-from echelon.pipeline.picture import save_timelines
 from echelon.pipeline.schedules import SCHEDULES, build_schedule
 from echelon.pipeline.simulate import Costs, Span, Timeline, simulate
+from echelon.pipeline.timeline import (
+    NAMES,
+    WAITING,
+    Panel,
+    boxes,
+    draw,
+    rank_bubble,
+    row_labels,
+    save_timelines,
+    shade,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 # How (linear) colours look to people without one kind of cone; Machado, Oliveira, Fernandes 2009, severity 1.

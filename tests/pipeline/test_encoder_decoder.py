@@ -8,8 +8,8 @@ import torch
 import transformers as T
 from torch import Tensor, nn
 
-from echelon.pipeline.balance import deal_layers, layer_bounds
 from echelon.pipeline.plan import StagePlan
+from echelon.pipeline.stage_manager import deal_layers, layer_bounds
 
 from .stages import Ranks, cut, gradients, plan_of, scalar, train
 
@@ -247,7 +247,7 @@ def test_names_of_a_plan_that_match_nothing_are_told() -> None:
         repeated={"layer.0.bias": "layer.0.has_bias"},
         encoder=StagePlan(layers="encoder.layers", entry=("shared",), module="encoder"),
     )
-    told = "\n".join(plan.path_faults(model))
+    told = "\n".join(plan.path_errors(model))
     assert "names 'decoders'" in told
     assert "names 'encoder.layers'" in told
     assert "repeats 'layer.0.bias' of the first layer, and decoder.block.0 has no such module" in told

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from echelon.pipeline.action import Action, Op, inputs, result
 from echelon.pipeline.communicate import with_communication
 from echelon.pipeline.microbatch import merge
-from echelon.pipeline.runner import RunResult, run_schedule
+from echelon.pipeline.runner import RunResult, Trace, run_schedule
 from echelon.pipeline.schedules import build_schedule, gpipe
 from echelon.pipeline.simulate import Costs, Span, simulate
-from echelon.pipeline.trace import Trace
 
 from ..pool import Pool
 from .sequential import (

@@ -13,7 +13,7 @@ from echelon.pipeline.schedules import (
     interleaved,
     one_f_one_b,
     stage_placement,
-    style_faults,
+    style_errors,
     zero_bubble_h1,
     zero_bubble_v,
 )
@@ -111,7 +111,7 @@ def test_a_style_makes_its_own_number_of_chunks() -> None:
     assert {name: style.chunks for name, style in SCHEDULES.items()} == own
     for name, p, m, v in cases(4, 5):
         for num_chunks in {v, 1 if own[name] else v}:
-            assert style_faults(name, num_chunks, p) == []
+            assert style_errors(name, num_chunks, p) == []
             schedule = build_schedule(name, p, m, num_chunks)
             assert [len({action.stage for action in actions}) for actions in schedule] == [v] * p
 
@@ -145,7 +145,7 @@ def test_the_placement_is_the_same_for_any_number_of_microbatches(name: str) -> 
     ],
 )
 def test_a_style_that_cannot_be_had_is_told(name: str, num_chunks: int, fault: str) -> None:
-    (told,) = style_faults(name, num_chunks, 2)
+    (told,) = style_errors(name, num_chunks, 2)
     with pytest.raises(ValueError, match=fault) as caught:
         build_schedule(name, 2, 4, num_chunks)
     assert str(caught.value) == told
@@ -157,13 +157,13 @@ OWN = written("0F0 2F0 0F1 2F1 2B0 0B0 2B1 0B1", "1F0 1F1 1I0 1W0 1I1 1W1")
 
 
 def test_a_schedule_of_ones_own_is_taken() -> None:
-    assert style_faults(OWN, 1, 2) == []
+    assert style_errors(OWN, 1, 2) == []
     assert build_schedule(OWN, 2, 2, 1) == OWN
     assert stage_placement(OWN, 2, 1) == (0, 1, 0)
 
 
 def test_a_function_of_ones_own_is_taken_for_any_number_of_microbatches() -> None:
-    assert style_faults(zero_bubble_v, 2, 3) == style_faults(zero_bubble_v, 1, 3) == []
+    assert style_errors(zero_bubble_v, 2, 3) == style_errors(zero_bubble_v, 1, 3) == []
     assert stage_placement(zero_bubble_v, 3, 1) == (0, 1, 2, 2, 1, 0)
     for m in (1, 2, 9):
         assert build_schedule(zero_bubble_v, 3, m, 1) == zero_bubble_v(3, m)
@@ -196,7 +196,7 @@ def test_a_function_of_ones_own_is_taken_for_any_number_of_microbatches() -> Non
     ],
 )
 def test_a_schedule_of_ones_own_that_cannot_run_is_told(schedule: Schedule, fault: str) -> None:
-    told = style_faults(schedule, 1, 2)
+    told = style_errors(schedule, 1, 2)
     with pytest.raises(ValueError, match=fault) as caught:
         build_schedule(schedule, 2, 1 + max(_microbatches(schedule)), 1)
     assert str(caught.value) == "; ".join(told)
@@ -215,10 +215,10 @@ def test_a_fixed_schedule_is_for_one_number_of_microbatches() -> None:
 
 
 def test_chunks_that_a_schedule_of_ones_own_does_not_have_are_told() -> None:
-    assert style_faults(OWN, 2, 2) == [
+    assert style_errors(OWN, 2, 2) == [
         "num_model_chunks=2, and the schedule's ranks have [2, 1] stages: leave it out"
     ]
-    assert style_faults(gpipe(2, 2, 3), 3, 2) == []
+    assert style_errors(gpipe(2, 2, 3), 3, 2) == []
 
 
 def test_all_that_is_wrong_with_its_sizes_is_told_at_once() -> None:
@@ -232,15 +232,15 @@ def test_a_function_that_fails_or_ignores_its_numbers_is_told() -> None:
     def only_pairs(num_ranks: int, num_microbatches: int) -> Schedule:
         raise ValueError("microbatches must come in threes")
 
-    assert style_faults(only_pairs, 1, 2) == [
+    assert style_errors(only_pairs, 1, 2) == [
         "the schedule's function fails for 2 ranks and 4 microbatches: ValueError: microbatches must come in threes"
     ]
-    assert "TypeError" in style_faults(lambda p: OWN, 1, 2)[0]  # type: ignore[arg-type, misc]
-    assert "2 ranks and 3 microbatches" in style_faults(only_pairs, 1, 2, 3)[0]
-    assert style_faults(lambda p, m: OWN, 1, 2, 2) == []
+    assert "TypeError" in style_errors(lambda p: OWN, 1, 2)[0]  # type: ignore[arg-type, misc]
+    assert "2 ranks and 3 microbatches" in style_errors(only_pairs, 1, 2, 3)[0]
+    assert style_errors(lambda p, m: OWN, 1, 2, 2) == []
     with pytest.raises(ValueError, match="fails for 2 ranks and 5 microbatches: ZeroDivisionError"):
         build_schedule(lambda p, m: OWN if m == 2 else 1 // 0, 2, 5, 1)
-    assert "the schedule is for 2 microbatches, and a step has 4" in style_faults(lambda p, m: OWN, 1, 2)[0]
+    assert "the schedule is for 2 microbatches, and a step has 4" in style_errors(lambda p, m: OWN, 1, 2)[0]
 
 
 def test_a_function_that_places_stages_by_the_number_of_microbatches_is_refused() -> None:
@@ -257,5 +257,5 @@ def test_a_function_that_places_stages_by_the_number_of_microbatches_is_refused(
 
 def test_absurd_numbers_are_told_shortly_and_at_once() -> None:
     for wild in (Action(Op.FORWARD, 0, 10**7), Action(Op.FORWARD, 10**7, 0), Action(Op.FORWARD, -1, 0)):
-        (fault,) = style_faults([[*OWN[0], wild], OWN[1]], 1, 2)
+        (fault,) = style_errors([[*OWN[0], wild], OWN[1]], 1, 2)
         assert "cannot have so many stages or microbatches" in fault and len(fault) < 200

@@ -133,5 +133,5 @@ def test_collecting_from_what_runs_several_times_is_refused() -> None:
 def test_a_list_of_lists_that_lacks_one_is_told() -> None:
     choice = ModelChoice(model_type="swin")
     plan = StagePlan(layers="swin.encoder.layers.*.rows", entry=("swin.embeddings",))
-    (told,) = plan.path_faults(choice.build_on_meta())
+    (told,) = plan.path_errors(choice.build_on_meta())
     assert "there is no 'swin.encoder.layers.0.rows'" in told

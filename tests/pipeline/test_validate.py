@@ -7,7 +7,7 @@ import pytest
 from echelon.pipeline.action import COMPUTES, RECEIVES, SENDS, Action, Op, Schedule, counterpart
 from echelon.pipeline.communicate import with_communication
 from echelon.pipeline.schedules import build_schedule, forward_only, one_f_one_b
-from echelon.pipeline.validate import computation_faults, validate
+from echelon.pipeline.validate import computation_errors, validate
 
 from .small_schedules import cases, parsed, random_schedule, shuffled, written
 
@@ -211,12 +211,12 @@ def test_a_receive_before_what_makes_its_sender_go_on_deadlocks_where_receives_b
 
 def test_faults_of_computations_are_found_without_their_transfers() -> None:
     for name, p, m, v in cases(4, 4):
-        assert computation_faults(build_schedule(name, p, m, v), m) == []
+        assert computation_errors(build_schedule(name, p, m, v), m) == []
     broken = one_f_one_b(2, 3)
     broken[0].remove(parsed("0B2"))
     broken[1].remove(parsed("1B0"))
     broken[1].insert(0, parsed("1B0"))
-    assert computation_faults(broken, 3) == ["rank 0 lacks 0B2", "rank 1 has 1B0 before 1F0"]
+    assert computation_errors(broken, 3) == ["rank 0 lacks 0B2", "rank 1 has 1B0 before 1F0"]
 
 
 @pytest.mark.parametrize("receives_block", [True, False])

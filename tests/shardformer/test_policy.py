@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.pipeline.cut import held_stages
 from echelon.pipeline.plan import StagePlan
+from echelon.pipeline.stage import local_stages
 from echelon.shardformer import (
     ModulePolicyDescription,
     Policy,
@@ -158,7 +158,7 @@ def test_a_model_of_any_kind_is_cut_as_its_policy_says() -> None:
             ["Linear", "Block", "Block"] if index == 0 else ["Block"]
         )
         names += [name for name, _ in model.named_parameters()]
-        received = held_stages(model)[index].forward((x,), received)
+        received = local_stages(model)[index].forward((x,), received)
     assert torch.equal(received, expected)  # type: ignore[arg-type]
     assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
 

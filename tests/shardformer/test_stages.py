@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from echelon.cluster.collectives import all_gather
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.placement import Shard, placement_of
-from echelon.pipeline.cut import held_stages
+from echelon.pipeline.stage import local_stages
 from echelon.pipeline.stage_manager import PipelineStageManager
-from echelon.pipeline.stand_in import StandIn
+from echelon.pipeline.stand_ins import StandIn
 from echelon.plugins.state import ParameterNames, managed_parameters
 from echelon.shardformer import (
     ModelSharder,
@@ -104,7 +104,7 @@ def test_a_rank_of_several_stages_holds_each_parameter_once_and_knows_all_ties(n
             part, shared = cut(deepcopy(model), rank, [0, 1, 2, 3, 4], placement)
             assert [sorted(one) for one in shared] == [[0, 3]]
             held += [key for key, _ in part.named_parameters(remove_duplicate=False)]
-            assert tuple(held_stages(part)) == manager_alone(rank, [0, 1, 2, 3, 4], placement).stages
+            assert tuple(local_stages(part)) == manager_alone(rank, [0, 1, 2, 3, 4], placement).stages
         assert sorted(held) == names
 
 
@@ -122,7 +122,7 @@ def train_stages(name: str, tied: bool) -> None:
     # As a plugin splits, which sums gradients that are in parts itself.
     sharder = ModelSharder(deepcopy(model), policy_for(model), config)
     shared, part = sharder.shard(), sharder.model
-    (stage,) = held_stages(part).values()
+    (stage,) = local_stages(part).values()
     peer = mesh.global_ranks("pp")[1 - manager.stage]
     expected = loss_of(model(**batch))
     expected.backward()
@@ -297,7 +297,7 @@ def test_a_module_that_other_stages_borrow_is_replaced_once_for_all_of_them(
     (counted,) = (module for module in part.modules() if isinstance(module, Counted))
     ids = {"input_ids": torch.arange(3, 15).view(2, 6)}
     received = (torch.zeros(2, 6, 32),)
-    for stage in held_stages(part).values():
+    for stage in local_stages(part).values():
         stage.forward(ids, () if stage.is_first else received)
     assert counted.calls == calls
 
@@ -323,6 +323,6 @@ def test_the_layers_of_a_stage_are_those_that_the_cut_leaves_it(num_layers: int,
         sharder = ModelSharder(model, policy_for(model), ShardConfig(pipeline_stage_manager=manager))
         before = sharder.layers_by_stage()
         sharder.shard()
-        assert held_stages(sharder.model)[rank].layers == before[rank]
+        assert local_stages(sharder.model)[rank].layers == before[rank]
         counts[rank] = len(before[rank])
     assert sum(counts.values()) == num_layers

@@ -1,16 +1,26 @@
-"""What stands in the place of modules that a stage does not hold. Which stands where is cut.py."""
+"""Stand-ins for modules that a stage does not hold, and which of them takes whose place; see [Note: whole forward].
+
+[Note: collecting] What every earlier layer returned travels with what the stage's own layers return, and stands in for
+them: an earlier layer is a Recalled, which returns what it did return. So whatever a model or transformers collects on
+the way, from what layers return or by hooks on them, is complete on the last stage. Hooks are registered by the class
+of a module, so these stand-ins give the class of what they stand for, and share its hooks: a rank of several stages
+has them all, whichever stage runs first.
+"""
 
 import inspect
 from collections import Counter
+from collections.abc import Sequence
 from itertools import chain
 from math import nan
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 from transformers.modeling_outputs import BaseModelOutput
+
+from .plan import Stack, StagePlan, is_within
 
 ENCODED = "encoder_hidden_states"  # what decoders of transformers and their layers call the encoder's output
 
@@ -29,7 +39,7 @@ class Inbox:
     def __init__(self) -> None:
         self.received: tuple[Tensor, ...] = ()
         self.runs: Counter[nn.Module] = Counter()
-        self.returned: dict[int, Tensor] = {}  # see collect.py
+        self.returned: dict[int, Tensor] = {}  # see [Note: collecting]
 
     def begin(self, received: tuple[Tensor, ...]) -> None:
         """Begin a microbatch, with what arrived for it."""
@@ -240,4 +250,182 @@ def _encoded(native: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
             f"{type(native).__name__} was called without {ENCODED}, which a pipeline sends from the encoder's stages "
             "to the decoder's: call a model of an encoder and a decoder, or use pp_size=1"
         )
+    return found
+
+
+_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
+class _Hooked(StandIn):
+    """Is hooked as what it stands for."""
+
+    def __init__(self, native: nn.Module, *args: Any) -> None:
+        super().__init__(native, *args)
+        for name in _HOOKS:
+            self.__dict__[name] = native.__dict__[name]
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.__dict__["native"])
+
+
+class RecalledEntry(Outline):
+    """For an entry that returns more than a tensor: what it returned, the first of all that arrived."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        first = self.inbox.take()[0]
+        self.inbox.returned[0] = first  # where the entry is held, the hook on it noted its outline
+        return (first, *outputs[1:]) if isinstance(outputs, tuple) else first
+
+
+class Recalled(_Hooked, Passing):
+    """For a layer of an earlier stage, or the entry: what it returned."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple:
+        return self._as_layer(self.inbox.take()[self.arrives_as])
+
+
+class LeavingWithAll(_Hooked):
+    """For the layer right after the stage's last: what all layers returned goes along, the last one's as it is here."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        before = [self.inbox.returned[index] for index in sorted(self.inbox.returned)]
+        raise StageExit((*before[:-1], hidden))
+
+
+def note_returns(model: nn.Module, inbox: Inbox, entry: str, layers: Sequence[str]) -> None:
+    """Note what the entry (0) and the layers (from 1) return while a stage runs, where they are held.
+
+    Args:
+        model: cut already.
+        inbox: takes the notes.
+        entry, layers: their paths.
+    """
+    for index, path in enumerate((entry, *layers)):
+        module = model.get_submodule(path)
+        if not isinstance(module, StandIn):
+            module.register_forward_hook(_note(inbox, index))
+
+
+def _note(inbox: Inbox, index: int) -> Any:
+    def note(module: nn.Module, args: tuple, output: Any) -> None:
+        inbox.returned[index] = output[0] if isinstance(output, tuple) else output
+
+    return note
+
+
+class Role(NamedTuple):
+    """What stands in a place for one stage.
+
+    Args:
+        kind: its class.
+        arity: what a layer there would return (see `StagePlan.arity`).
+        own_runs: of a layer that runs several times, the first of its runs that is the stage's and the one after
+            the last.
+        arrives_as: of a layer that is recalled, which of the tensors that arrive is its output.
+    """
+
+    kind: type[StandIn]
+    arity: int = 0
+    own_runs: tuple[int, int] = (0, 0)
+    arrives_as: int = 0
+
+
+Roles = dict[str, Role]  # by path; elsewhere stands what the stage holds
+
+
+def stage_roles(model: nn.Module, plan: StagePlan, start: int, stop: int) -> Roles:
+    """What takes whose place for the stage of these layers; see [Note: whole forward]."""
+    roles: Roles = {}
+    stacks = plan.stacks(model)
+    for stack in stacks:
+        if stop <= stack.first:
+            roles |= _roles_outside(model, stack, LeavingEncoder if stop == stack.first else Absent)
+        elif start >= stack.stop:
+            roles |= _roles_outside(model, stack, Encoded)
+        else:
+            leaving = Leaving if stack is stacks[0] else LeavingDecoder
+            if plan.collects(model):
+                roles |= _collecting_roles(stack, start, stop)
+            else:
+                roles |= _layer_roles(model, stack, start - stack.first, stop - stack.first, leaving)
+            if stop < stack.stop and stack is not stacks[-1]:
+                rest = _rest(model, plan.kept_paths(model), under=stack.plan.module)
+                roles |= dict.fromkeys(rest, Role(Absent))
+    if stop < stacks[-1].stop:
+        before = [stack.plan.module for stack in stacks[:-1]]
+        roles |= dict.fromkeys(_rest(model, [*plan.kept_paths(model), *before, *roles]), Role(Absent))
+    return roles
+
+
+def _roles_outside(model: nn.Module, stack: Stack, module: type[StandIn]) -> Roles:
+    """Of a stack that the stage has no layer of."""
+    path = stack.plan.module
+    before = (
+        _before_roles(model, stack) if module is Encoded else dict.fromkeys(stack.plan.before, Role(Absent))
+    )
+    return {path: Role(module)} | {name: role for name, role in before.items() if not is_within(name, path)}
+
+
+def _before_roles(model: nn.Module, stack: Stack) -> Roles:
+    """Of what runs before the first layer, on stages that do not hold it; a list of layers is meant one by one."""
+    singles: list[str] = []
+    for path in stack.plan.leading:
+        module = model.get_submodule(path)
+        is_list = isinstance(module, nn.ModuleList)
+        singles += [f"{path}.{name}" for name in module._modules] if is_list else [path]
+    entry = Outline if stack.plan.are_entries_reckoned else Placeholder
+    return dict.fromkeys(stack.plan.entry, Role(entry)) | dict.fromkeys(singles, Role(Outline))
+
+
+def _layer_roles(model: nn.Module, stack: Stack, start: int, stop: int, leaving: type[StandIn]) -> Roles:
+    """Of a stack that the stage has some layers of, counted within the stack."""
+    roles: Roles = {}
+    for path, (first, end) in stack.runs.items():
+        arity = 0 if stack.changes_shape(path) else stack.plan.arity
+        if end < start:
+            roles[path] = Role(Outline) if stack.changes_shape(path) else Role(Passing, arity)
+        elif end == start:
+            roles[path] = Role(Arriving, arity)
+        elif first >= stop:
+            roles[path] = Role(leaving)
+        elif first < start or end > stop:
+            roles[path] = Role(Runs, arity, (start - first, stop - first))
+    if start > 0:
+        roles |= _before_roles(model, stack)
+    return roles
+
+
+def _collecting_roles(stack: Stack, start: int, stop: int) -> Roles:
+    """Of the only stack, where the model reads the outputs of all layers."""
+    roles: Roles = {}
+    for index, path in enumerate(stack.paths):
+        if index < start:
+            roles[path] = Role(
+                Recalled, 0 if stack.changes_shape(path) else stack.plan.arity, arrives_as=index + 1
+            )
+        elif index >= stop:
+            roles[path] = Role(LeavingWithAll)
+    if start > 0:
+        kind = RecalledEntry if stack.plan.are_entries_reckoned else Recalled
+        roles |= dict.fromkeys(stack.plan.entry, Role(kind))
+    return roles
+
+
+def _rest(model: nn.Module, kept: Sequence[str], under: str = "") -> list[str]:
+    """The outermost modules that hold parameters and are neither kept nor around what is."""
+    found: list[str] = []
+
+    def visit(module: nn.Module, path: str) -> None:
+        for name, child in module.named_children():
+            child_path = f"{path}.{name}" if path else name
+            if child_path in kept or not any(True for _ in child.parameters()):
+                continue
+            if any(keep.startswith(f"{child_path}.") for keep in kept):
+                visit(child, child_path)
+            else:
+                found.append(child_path)
+
+    visit(model.get_submodule(under), under)
     return found

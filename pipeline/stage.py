@@ -1,4 +1,4 @@
-"""Cutting a whole model down to the stages of a rank without touching its forward. Running stages is runner.py.
+"""Stages of a model: cut out of the whole one without touching its forward.
 
 [Note: whole forward] Every stage calls the whole model with the same microbatch, so the model computes
 masks, positions and per-layer choices as ever. What the stage does not hold is replaced by stand-ins:
@@ -40,8 +40,14 @@ stage's own reach the layer. The layer itself has the place between forwards, se
 holds, so parameters, hooks and modes are those of one model. While a stage runs, its stand-ins take the
 places of what the rank's other stages hold, and afterwards give them back. Where a rank holds one stage there
 is nothing to exchange.
+
+[Note: packed texts] transformers keeps texts apart whose `position_ids` begin anew within a row, but only in a call
+that has neither an `attention_mask` nor a cache. Whether there is a cache `use_cache` says, in the call or else in the
+config, where it is True by default; some models have none in training. Such a call is made as the user wrote it, with
+the cache that it makes, so that its masks are those of `model(**batch)` without Echelon. The cache is not returned.
 """
 
+import dataclasses
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,12 +56,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import Parameter
+from transformers import Cache
 
-from .collect import note_returns
 from .plan import StagePlan, is_within
-from .roles import Role, Roles, stage_roles
-from .stand_in import Borrowed, Inbox, Runs, StageExit, StandIn
-from .uncached import drop_cache, without_cache
+from .stand_ins import Borrowed, Inbox, Role, Roles, Runs, StageExit, StandIn, note_returns, stage_roles
 
 _STAGES = "_pipeline_stages"  # where a cut model keeps its stages
 
@@ -174,7 +178,7 @@ def cut_stages(
         bounds: where each stage's layers begin, and where the last one's stop.
 
     Returns:
-        The stages by index. `held_stages` finds them again.
+        The stages by index. `local_stages` finds them again.
 
     Raises:
         ValueError: there are no such stages, or the bounds are not those of the model's layers.
@@ -206,13 +210,13 @@ def cut_stages(
     return held
 
 
-def held_stages(model: nn.Module) -> dict[int, Stage]:
+def local_stages(model: nn.Module) -> dict[int, Stage]:
     """The stages of a cut model by index; a model that was not cut is one stage."""
     return vars(model).get(_STAGES) or {0: Stage(model)}
 
 
 def remember_stages(model: nn.Module, stages: dict[int, Stage]) -> None:
-    """Make `model` the one that these stages call, and that `held_stages` finds them by."""
+    """Make `model` the one that these stages call, and that `local_stages` finds them by."""
     for stage in stages.values():
         stage.model = model
     vars(model)[_STAGES] = stages
@@ -224,7 +228,7 @@ def refuse_direct_calls(model: nn.Module) -> None:
 
 
 def _refuse_direct_call(model: nn.Module, args: tuple) -> None:
-    stages = held_stages(model)
+    stages = local_stages(model)
     if not any(stage.is_computing for stage in stages.values()):
         held, in_all = list(stages), next(iter(stages.values())).num_stages
         raise RuntimeError(
@@ -331,3 +335,35 @@ def takes(model: nn.Module, argument: str) -> bool:
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in named.values())
     base = getattr(model, "base_model", model)
     return takes_any and base is not model and argument in inspect.signature(base.forward).parameters
+
+
+def argument(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], name: str) -> Any:
+    """An argument of a model's call, given by name or by place; None where it is not given."""
+    if name in kwargs or not args:
+        return kwargs.get(name)
+    return dict(zip(inspect.signature(model.forward).parameters, args, strict=False)).get(name)
+
+
+def depends_on_cache(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call may have other masks with a cache than without: see [Note: packed texts]."""
+    is_given = argument(model, args, kwargs, "position_ids") is not None
+    return is_given and argument(model, args, kwargs, "attention_mask") is None
+
+
+def without_cache(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of a call that makes no cache, unless its masks depend on one.
+
+    Args:
+        model: takes `use_cache`.
+        args, kwargs: of its call.
+    """
+    return dict(kwargs) if depends_on_cache(model, args, kwargs) else {**kwargs, "use_cache": False}
+
+
+def drop_cache(outputs: Any) -> Any:
+    """A model's outputs without the cache that it made, of which each rank would have a part."""
+    if isinstance(outputs, tuple):
+        return tuple(each for each in outputs if not isinstance(each, Cache))
+    if isinstance(getattr(outputs, "past_key_values", None), Cache):
+        return dataclasses.replace(outputs, past_key_values=None)
+    return outputs

@@ -1,10 +1,14 @@
-"""Timelines as a figure of matplotlib. Writing it to a file is picture.py; what is drawn comes from simulate.py."""
+"""Timelines as pictures: .png, .pdf, .svg, and .html that is one page by itself. Needs matplotlib."""
 
+import html
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
+from xml.etree import ElementTree
 
 from .action import Op
 from .simulate import Span, Timeline
@@ -14,6 +18,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RGB = tuple[float, float, float]
+
+SUFFIXES = (".html", ".pdf", ".png", ".svg")
+DOTS_PER_INCH = 200  # of a .png
+_SVG = "http://www.w3.org/2000/svg"
+_XLINK = "http://www.w3.org/1999/xlink"
+# Text stays text: searchable, and set in the font of the page that a picture is put on.
+_SETTINGS: dict[str, Any] = {"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "echelon"}
+_STYLE = "text{pointer-events:none} [id^='box-']:hover path{stroke:#000!important;stroke-width:1.2!important}"
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<meta charset="utf-8">
+<title>{title}</title>
+<style>body{{margin:1em;overflow-x:auto;background:#fff}}</style>
+{svg}
+</html>
+"""
 
 NAMES = {
     Op.FORWARD: "forward",
@@ -133,12 +153,81 @@ class _Layout:
         return min(map(median, lengths.values()))
 
 
+def save_timelines(panels: Sequence[Panel], path: Path, *, unit: str) -> None:
+    """Draw timelines to a file, in the format of its suffix; see `draw`.
+
+    In .svg and .html, pointing at a box shows what it is and when it ran. Equal timelines give equal files.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: the suffix is none of SUFFIXES.
+    """
+    kind = path.suffix.lower()
+    if kind not in SUFFIXES:
+        raise ValueError(
+            f"a timeline cannot be drawn to {str(path)!r}: end it in one of {', '.join(SUFFIXES)}"
+        )
+    require_matplotlib()
+    from matplotlib import rc_context
+
+    with rc_context(_SETTINGS):
+        figure = draw(panels, unit=unit)
+        if kind == ".png":
+            figure.savefig(path, dpi=DOTS_PER_INCH)
+        elif kind == ".pdf":
+            figure.savefig(path, metadata={"CreationDate": None})
+        else:
+            svg = _with_details(_svg(figure), _details(panels, unit=unit))
+            title = html.escape("; ".join(panel.title for panel in panels))
+            path.write_text(svg if kind == ".svg" else _PAGE.format(title=title, svg=svg), encoding="utf-8")
+
+
+def _svg(figure: "Figure") -> str:
+    written = io.StringIO()
+    figure.savefig(written, format="svg", metadata={"Date": None})
+    return written.getvalue()
+
+
+def _details(panels: Sequence[Panel], *, unit: str) -> dict[str, str]:
+    """Descriptions of all boxes, by their ids."""
+    return {
+        box.gid: _detail(box, unit=unit)
+        for index, panel in enumerate(panels)
+        for box in boxes(index, panel.timeline)
+    }
+
+
+def _detail(box: Box, *, unit: str) -> str:
+    action, start, end = box.span
+    return (
+        f"{NAMES[action.op]} of microbatch {action.microbatch}\n"
+        f"stage {action.stage}, rank {box.rank}\n"
+        f"{start:.6g} to {end:.6g}: {end - start:.4g} {unit}"
+    )
+
+
+def _with_details(svg: str, details: dict[str, str]) -> str:
+    """An SVG whose groups of these ids have a title, which browsers show at the pointer."""
+    ElementTree.register_namespace("", _SVG)
+    ElementTree.register_namespace("xlink", _XLINK)
+    root = ElementTree.fromstring(svg)
+    style = ElementTree.Element(f"{{{_SVG}}}style")
+    style.text = _STYLE
+    root.insert(0, style)
+    for group in root.iter(f"{{{_SVG}}}g"):
+        if group.get("id") in details:
+            title = ElementTree.Element(f"{{{_SVG}}}title")
+            title.text = details[group.get("id", "")]
+            group.insert(0, title)
+    return ElementTree.tostring(root, encoding="unicode")
+
+
 def draw(panels: Sequence[Panel], *, unit: str) -> "Figure":
     """Draw timelines below each other over one time axis.
 
     A row is a rank, a box a computation with the number of its microbatch; a number that a box is too narrow for
     is left out. A rank's chunks differ by lightness. Beside each rank stand its bubble (idle time over its own
-    work) and its peak of activations, in microbatches through all that the rank holds.
+    work) and its peak of activations, in microbatches through all of the rank's stages.
 
     Args:
         panels: from the top.
@@ -196,11 +285,11 @@ def stages_of(spans: Sequence[Span]) -> list[int]:
 
 
 def row_labels(timeline: Timeline) -> list[str]:
-    """What stands before each row: its stage, or the rank and its stages."""
-    held = [stages_of(spans) for spans in timeline.spans]
-    if all(len(stages) == 1 for stages in held):
-        return [f"stage {stages[0]}" for stages in held]
-    return [f"rank {rank} (stages {', '.join(map(str, stages))})" for rank, stages in enumerate(held)]
+    """Labels of the rows: the stage, or the rank and its stages."""
+    by_rank = [stages_of(spans) for spans in timeline.spans]
+    if all(len(stages) == 1 for stages in by_rank):
+        return [f"stage {stages[0]}" for stages in by_rank]
+    return [f"rank {rank} (stages {', '.join(map(str, stages))})" for rank, stages in enumerate(by_rank)]
 
 
 def rank_bubble(timeline: Timeline, rank: int) -> float:
