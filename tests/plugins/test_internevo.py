@@ -223,7 +223,7 @@ def test_sections_and_arguments_can_be_given_besides() -> None:
     assert found == ISP | expected
 
 
-def test_all_that_is_wrong_is_told_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     wrong = {
         "parallel": {
             "zero1": {"size": "8", "fsdp": True},
@@ -267,8 +267,9 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
         loss.label_smoothing=0.1 is not the plugin's
         paralel is not understood: write parallel
     """
-    for line, start in zip(lines, expected.strip().splitlines(), strict=True):
-        assert line.startswith(f"- InternEvo's configuration: {start.strip()}")
+    starts = [f"- InternEvo's configuration: {start.strip()}" for start in expected.strip().splitlines()]
+    for line, start in zip(sorted(lines), sorted(starts), strict=True):
+        assert line.startswith(start)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +310,7 @@ def test_other_json_is_refused(tmp_path: Path, text: str, told: str) -> None:
         plugin_arguments(path)
 
 
-def test_faults_of_the_plugin_are_told_in_words_of_the_configuration() -> None:
+def test_errors_of_the_plugin_name_the_keys_of_the_configuration() -> None:
     arguments = plugin_arguments(ISSUE)
     assert in_its_words("zero_size=32 must divide the 8 ranks", arguments) == (
         "zero_size=32 must divide the 8 ranks\nin InternEvo's configuration zero_size=32 is zero1.size=8 times "
