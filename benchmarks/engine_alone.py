@@ -15,7 +15,7 @@ from echelon.cluster.mesh import ParallelMesh
 from echelon.pipeline.action import placement
 from echelon.pipeline.communicate import with_communication
 from echelon.pipeline.microbatch import split
-from echelon.pipeline.runner import run_schedule
+from echelon.pipeline.runner import ScheduleRun
 from echelon.pipeline.schedules import build_schedule
 from echelon.pipeline.transport import Transport
 
@@ -73,14 +73,14 @@ class EchelonEngine:
     def step(self) -> None:
         """All forwards and backwards of a batch."""
         microbatches = split(self._batch, num_microbatches=self._num_microbatches, microbatch_size=None)
-        run_schedule(
-            self._actions,
+        run = ScheduleRun(
             stages=self._stages,
             microbatches=microbatches,
             criterion=lambda output, microbatch: F.mse_loss(output, microbatch),
             transport=self._transport,
             scale=lambda loss: loss / self._num_microbatches,
         )
+        run.run(self._actions)
 
     def gradients(self) -> list[Tensor]:
         """Those of this rank's layers."""

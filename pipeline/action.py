@@ -43,6 +43,11 @@ class Action(NamedTuple):
     stage: int
     microbatch: int
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its stage and microbatch."""
+        return self.stage, self.microbatch
+
     def __repr__(self) -> str:
         return f"{self.stage}{self.op.value}{self.microbatch}"
 

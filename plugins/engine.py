@@ -18,7 +18,7 @@ from ..pipeline.action import Action, Op, Schedule
 from ..pipeline.communicate import with_communication
 from ..pipeline.microbatch import batch_size, map_tensors, merge, microbatch_lengths, split
 from ..pipeline.plan import setting_errors
-from ..pipeline.runner import Criterion, RunResult, Trace, run_schedule
+from ..pipeline.runner import Criterion, RunResult, ScheduleRun, Trace
 from ..pipeline.schedules import forward_only
 from ..pipeline.simulate import Span
 from ..pipeline.split_backward import WeightGradients
@@ -112,8 +112,7 @@ class PipelineEngine:
             optimizer.settle()
         trace = None if self.trace is None else Trace(self._mesh.device)
         with self._random.following(drawn) as begin_forward:
-            result = run_schedule(
-                self._schedule(len(microbatches), trains=trains)[self._mesh.rank("pp")],
+            run = ScheduleRun(
                 stages=self._stages,
                 microbatches=microbatches,
                 criterion=judge if wanted.loss else None,
@@ -125,6 +124,7 @@ class PipelineEngine:
                 around_backward=None if optimizer is None else self._accumulating(optimizer, samples),
                 trace=trace,
             )
+            result = run.run(self._schedule(len(microbatches), trains=trains)[self._mesh.rank("pp")])
         if trace is not None and self.trace is not None:
             self.trace += trace.spans()
         loss = self._common_loss(result, judge, optimizer, wanted) if wanted.loss else None

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.cluster import direct, process_memory
 from echelon.cluster.mesh import ParallelMesh
 from echelon.pipeline import transport
 from echelon.pipeline.action import COMPUTES, Op, Schedule
 from echelon.pipeline.communicate import with_communication
 from echelon.pipeline.linear import hold_weight_gradients
 from echelon.pipeline.microbatch import split
-from echelon.pipeline.runner import RunResult, StageLike, run_schedule
+from echelon.pipeline.runner import RunResult, ScheduleRun, StageLike
 from echelon.pipeline.schedules import build_schedule, forward_only, stage_placement
 from echelon.pipeline.transport import Transport
 from echelon.pipeline.validate import validate
@@ -54,7 +53,7 @@ def criterion(outputs: Any, microbatch: Batch) -> Tensor:
 
 
 class LayerStage:
-    """A slice of the layers; what travels is the hidden state alone."""
+    """A slice of the layers; only the hidden state is sent."""
 
     def __init__(self, layers: Sequence[nn.Module], index: int, num_stages: int) -> None:
         bounds = [len(layers) * stage // num_stages for stage in range(num_stages + 1)]
@@ -133,7 +132,6 @@ class Pipeline:
         style, num_chunks: the schedule, which places the stages.
         dtype: of the layers.
         overlap: see `Transport`.
-        reads: whether stages may read each other's memory, or must send, as between machines.
     """
 
     def __init__(
@@ -144,15 +142,13 @@ class Pipeline:
         num_chunks: int = 1,
         dtype: torch.dtype = torch.float32,
         overlap: bool = True,
-        reads: bool = True,
     ) -> None:
         self.mesh = ParallelMesh(pp=dist.get_world_size())
         self.rank = self.mesh.rank("pp")
         self.style, self.num_chunks, self.overlap = style, num_chunks, overlap
         self.placement = stage_placement(style, self.mesh.size("pp"), num_chunks)
         self.num_stages = len(self.placement)
-        with nullcontext() if reads else patch.object(process_memory, "_PROCESS_VM_READV", None):
-            self.transport = Transport(self.mesh, self.placement, overlap=overlap)
+        self.transport = Transport(self.mesh, self.placement, overlap=overlap)
         self.stage_class = stage_class
         self.layers = make_layers(max(6, self.num_stages), dtype=dtype)
         self.expected = make_layers(max(6, self.num_stages), dtype=dtype)
@@ -183,13 +179,8 @@ class Pipeline:
             "weight_gradients": self.weight_gradients,
             **options,
         }
-        return run_schedule(
-            schedule[self.rank],
-            stages=self.stages,
-            microbatches=microbatches,
-            transport=self.transport,
-            **settings,
-        )
+        run = ScheduleRun(stages=self.stages, microbatches=microbatches, transport=self.transport, **settings)
+        return run.run(schedule[self.rank])
 
     def train(self, microbatches: Sequence[Batch], style: str | None = None, **options: Any) -> RunResult:
         return self.run(self.schedule(len(microbatches), style), microbatches, **options)
@@ -229,8 +220,8 @@ class Pipeline:
 
 @contextmanager
 def as_if_large() -> Iterator[None]:
-    """As few tensors are under way as where they are large."""
-    with patch.object(transport, "_MAX_BYTES_UNDER_WAY", 0), patch.object(direct, "_LARGE", 0):
+    """As few tensors are in flight as where they are large."""
+    with patch.object(transport, "_MAX_BYTES_IN_FLIGHT", 0):
         yield
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from echelon.pipeline.action import Action, Op, inputs, result
 from echelon.pipeline.communicate import with_communication
 from echelon.pipeline.microbatch import merge
-from echelon.pipeline.runner import RunResult, Trace, run_schedule
+from echelon.pipeline.runner import RunResult, ScheduleRun, Trace
 from echelon.pipeline.schedules import build_schedule, gpipe
 from echelon.pipeline.simulate import Costs, Span, simulate
 
@@ -38,66 +38,59 @@ from .sequential import (
 
 
 def train_like_one_process(
-    style: str,
-    num_chunks: int,
-    stage_class: StageClass = LayerStage,
-    overlap: bool = True,
-    reads: bool = True,
+    stage_class: StageClass, overlap: bool = True, styles: Sequence[tuple[str, int]] = STYLES
 ) -> None:
-    """Steps of different batch sizes and numbers of microbatches, unequal ones too, gradients adding up."""
-    pipeline = Pipeline(
-        stage_class=stage_class, style=style, num_chunks=num_chunks, overlap=overlap, reads=reads
-    )
-    for seed, (samples, count) in enumerate([(8, 4), (7, 3), (7, 3), (1, 1), (9, 8), (8, 4)]):
-        pipeline.check_train(pieces(samples, count, seed))
-        pipeline.evaluate(pieces(samples + 3, count, seed))
+    """Steps of different batch sizes and numbers of microbatches, unequal ones too, gradients adding up.
+
+    The last one has shapes that were met before, and as few tensors in flight as if they were large.
+    """
+    for style, num_chunks in styles:
+        pipeline = Pipeline(stage_class=stage_class, style=style, num_chunks=num_chunks, overlap=overlap)
+        for seed, (samples, count) in enumerate([(8, 4), (7, 3), (7, 3), (1, 1), (9, 8)]):
+            pipeline.check_train(pieces(samples, count, seed))
+            pipeline.evaluate(pieces(samples + 3, count, seed))
+        with as_if_large():
+            pipeline.check_train(pieces(9, 8))
+            pipeline.evaluate(pieces(12, 8))
 
 
 @pytest.mark.parametrize("stage_class", [LayerStage, CountingStage])
-@pytest.mark.parametrize("style, num_chunks", STYLES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_losses_and_gradients_are_those_of_one_process(
-    pool: Pool, world_size: int, style: str, num_chunks: int, stage_class: StageClass
+    pool: Pool, world_size: int, stage_class: StageClass
 ) -> None:
-    pool.run(world_size, train_like_one_process, style, num_chunks, stage_class)
+    pool.run(world_size, train_like_one_process, stage_class)
 
 
-@pytest.mark.parametrize("style, num_chunks", STYLES)
-def test_without_overlap_they_are_the_same(pool: Pool, style: str, num_chunks: int) -> None:
-    pool.run(2, train_like_one_process, style, num_chunks, LayerStage, False)
+def test_without_overlap_they_are_the_same(pool: Pool) -> None:
+    pool.run(2, train_like_one_process, CountingStage, False)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("style, num_chunks", [("1f1b", 1), ("interleaved", 2), ("zbv", 2)])
-def test_where_no_memory_can_be_read_they_are_the_same(
-    pool: Pool, style: str, num_chunks: int, overlap: bool
-) -> None:
-    pool.run(2, train_like_one_process, style, num_chunks, CountingStage, overlap, False)
+def train_traced() -> list[list[Span]]:
+    spans = []
+    for style, num_chunks in STYLES:
+        pipeline, trace = Pipeline(style=style, num_chunks=num_chunks), Trace(torch.device("cpu"))
+        pipeline.train(pieces(11, 5), trace=trace)
+        spans.append(trace.spans())
+    return spans
 
 
-def train_traced(style: str, num_chunks: int) -> list[Span]:
-    pipeline, trace = Pipeline(style=style, num_chunks=num_chunks), Trace(torch.device("cpu"))
-    pipeline.train(pieces(11, 5), trace=trace)
-    return trace.spans()
+def test_computations_run_in_the_simulated_order_and_after_what_they_need(pool: Pool) -> None:
+    traced = pool.run(3, train_traced)
+    for number, (style, num_chunks) in enumerate(STYLES):
+        by_rank = [of_rank[number] for of_rank in traced]
+        simulated = simulate(build_schedule(style, 3, 5, num_chunks), Costs())
+        for found, expected in zip(by_rank, simulated.spans, strict=True):
+            assert [span.action for span in found] == [span.action for span in expected]
+        ends = {result(span.action): span.end for found in by_rank for span in found}
+        for action, start, _ in (span for found in by_rank for span in found):
+            for need in inputs(action, 3 * num_chunks):
+                assert ends[need] <= start, f"{style}: {action} began before {need} was done"
 
 
-@pytest.mark.parametrize("style, num_chunks", STYLES)
-def test_what_is_simulated_is_done_in_that_order_and_after_what_it_needs(
-    pool: Pool, style: str, num_chunks: int
-) -> None:
-    by_rank = pool.run(3, train_traced, style, num_chunks)
-    simulated = simulate(build_schedule(style, 3, 5, num_chunks), Costs())
-    for found, expected in zip(by_rank, simulated.spans, strict=True):
-        assert [span.action for span in found] == [span.action for span in expected]
-    ends = {result(span.action): span.end for found in by_rank for span in found}
-    for action, start, _ in (span for found in by_rank for span in found):
-        for need in inputs(action, 3 * num_chunks):
-            assert ends[need] <= start, f"{action} began before {need} was done"
-
-
-def run_shuffled_schedules(reads: bool = True) -> None:
+def run_shuffled_schedules() -> None:
     """Each with shapes that were not seen before, so that these are exchanged in the middle of it."""
-    generator, pipeline = random.Random(0), Pipeline(reads=reads)
+    generator, pipeline = random.Random(0), Pipeline()
     accepted = list(filter(is_valid, (shuffled(generator, pipeline.num_stages, 6) for _ in range(60))))
     for number, schedule in enumerate(accepted):
         pipeline.check_step(pieces(12 + 5 * number, 6, seed=number), schedule)
@@ -106,10 +99,9 @@ def run_shuffled_schedules(reads: bool = True) -> None:
     assert len(accepted) > 8
 
 
-@pytest.mark.parametrize("reads", [True, False], ids=["read", "sent"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_what_the_validator_accepts_runs(pool: Pool, world_size: int, reads: bool) -> None:
-    pool.run(world_size, run_shuffled_schedules, reads)
+def test_schedules_that_the_validator_accepts_run(pool: Pool, world_size: int) -> None:
+    pool.run(world_size, run_shuffled_schedules)
 
 
 def evaluate_between_steps() -> None:
@@ -218,7 +210,7 @@ class UnusedStage(LayerStage):
 
 
 def test_a_tensor_nobody_uses_has_a_gradient_of_zero(pool: Pool) -> None:
-    pool.run(2, train_like_one_process, "1f1b", 1, UnusedStage)
+    pool.run(2, train_like_one_process, UnusedStage, True, [("1f1b", 1)])
 
 
 def fail_in_criterion() -> None:
@@ -257,9 +249,14 @@ def run_alone(
     actions: Sequence[Action], num_stages: int, microbatches: Sequence[Batch], **options: Any
 ) -> RunResult:
     layers = options.pop("layers", None) or make_layers()
-    settings: dict[str, Any] = {"criterion": criterion, "scale": identity, "transport": None, **options}
     stages = {index: LayerStage(layers, index, num_stages) for index in range(num_stages)}
-    return run_schedule(actions, stages=stages, microbatches=microbatches, **settings)
+    settings: dict[str, Any] = {
+        "criterion": criterion,
+        "scale": identity,
+        "transport": None,
+        "stages": stages,
+    }
+    return ScheduleRun(microbatches=microbatches, **settings | options).run(actions)
 
 
 def test_several_stages_on_one_rank_are_handed_on_without_a_transport() -> None:
@@ -284,14 +281,7 @@ def test_a_wrong_return_of_a_stage_is_refused() -> None:
     with pytest.raises(
         TypeError, match="stage 0 is not the last and must return a tuple of tensors, not list"
     ):
-        run_schedule(
-            [Action(Op.FORWARD, 0, 0)],
-            stages={0: stage},
-            microbatches=[torch.ones(2)],
-            criterion=None,
-            transport=None,
-            scale=identity,
-        )
+        run_alone([Action(Op.FORWARD, 0, 0)], 1, [torch.ones(2)], stages={0: stage}, criterion=None)
 
 
 @pytest.mark.parametrize(
