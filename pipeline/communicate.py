@@ -12,6 +12,13 @@ def with_communication(compute: Schedule, *, ahead: bool = True) -> Schedule:
 
     Neighbouring stages on one rank exchange nothing.
 
+    [Note: rendezvous channels]
+    Every pair of ranks has a channel for each direction and for each of activations and gradients, on NCCL
+    a communicator of its own. What a rank sends or receives on a channel happens in order, which is the same
+    on both ends. A rank posts a receive and goes on; the computation that uses it waits for it. A rank may wait
+    at a send until its receive was posted, since the transport bounds what is in flight: a schedule must not need
+    it to buffer any. Where receives block (`ahead=False`), a rank waits at them too.
+
     [Note: an order that cannot deadlock]
     The computations of all ranks are laid out in one common order in which each comes after what it needs;
     each rank's list is its part of that order. Right after a computation stands the send of its result. The

@@ -1,6 +1,5 @@
 """A small sequential model as pipeline stages and as one process, and schedules to run on it; no tests."""
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,14 +11,13 @@ from torch import Tensor, nn
 
 from echelon.cluster.mesh import ParallelMesh
 from echelon.pipeline import transport
-from echelon.pipeline.action import COMPUTES, Op, Schedule
+from echelon.pipeline.action import Schedule
 from echelon.pipeline.communicate import with_communication
 from echelon.pipeline.linear import hold_weight_gradients
 from echelon.pipeline.microbatch import split
 from echelon.pipeline.runner import RunResult, ScheduleRun, StageLike
-from echelon.pipeline.schedules import build_schedule, forward_only, stage_placement
+from echelon.pipeline.schedules import UserSchedule, build_schedule, forward_only, stage_placement
 from echelon.pipeline.transport import Transport
-from echelon.pipeline.validate import validate
 
 # B batch, W width
 WIDTH = 6
@@ -138,7 +136,7 @@ class Pipeline:
         self,
         *,
         stage_class: StageClass = LayerStage,
-        style: str = "1f1b",
+        style: str | UserSchedule = "1f1b",
         num_chunks: int = 1,
         dtype: torch.dtype = torch.float32,
         overlap: bool = True,
@@ -227,26 +225,3 @@ def as_if_large() -> Iterator[None]:
 
 def pieces(samples: int, count: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Batch]:
     return split(make_batch(samples, seed, dtype), num_microbatches=count, microbatch_size=None)
-
-
-def shuffled(generator: random.Random, num_ranks: int, num_microbatches: int) -> Schedule:
-    """A schedule of one chunk with a few neighbours swapped, so perhaps not valid. Backwards keep their order,
-    since gradients that are added in another order are not equal to the bit."""
-    style = generator.choice(("gpipe", "1f1b", "interleaved", "zbh1"))
-    schedule = with_communication(build_schedule(style, num_ranks, num_microbatches, 1))
-    for _ in range(generator.randint(1, 6)):
-        actions = generator.choice(schedule)
-        index = generator.randrange(len(actions) - 1)
-        pair = actions[index : index + 2]
-        if not (pair[0].op is pair[1].op and pair[0].op in COMPUTES - {Op.FORWARD}):
-            actions[index : index + 2] = reversed(pair)
-    return schedule
-
-
-def is_valid(schedule: Schedule) -> bool:
-    num_microbatches = 1 + max(action.microbatch for actions in schedule for action in actions)
-    try:
-        validate(schedule, num_microbatches)
-    except ValueError:
-        return False
-    return True

@@ -1,11 +1,11 @@
 """Schedules for the tests of schedules: written as text, of all styles and small sizes, or random."""
 
 import random
+from collections.abc import Iterable
 from itertools import product
 
 from echelon.pipeline.action import Action, Op, Schedule
-from echelon.pipeline.communicate import with_communication
-from echelon.pipeline.schedules import SCHEDULES, build_schedule
+from echelon.pipeline.schedules import SCHEDULES
 
 Case = tuple[str, int, int, int]  # style, ranks, microbatches, chunks per rank
 
@@ -32,11 +32,20 @@ def cases(ranks: int, microbatches: int) -> list[Case]:
     return [(name, p, m, v) for name in SCHEDULES for p, m in sizes for v in chunks_of(name)]
 
 
-def random_schedule(generator: random.Random) -> tuple[Schedule, int]:
+def random_schedule(generator: random.Random, num_ranks: int | None = None) -> tuple[Schedule, int]:
     """Computations in an order that can be run: stages on any ranks, backwards whole or split, each rank's
-    computations in any order that agrees with one order of all. And their number of microbatches."""
-    num_ranks, num_microbatches = generator.randint(1, 4), generator.randint(1, 4)
+    computations in any order that agrees with one order of all. And their number of microbatches.
+
+    Args:
+        num_ranks: each with a stage, which then takes the backwards of its microbatches in order, so that gradients
+            are added as in one process; None: any number, where some may have nothing to do, and any order.
+    """
+    ordered, num_microbatches = num_ranks is not None, generator.randint(1, 4)
+    num_ranks = num_ranks or generator.randint(1, 4)
     holders = [generator.randrange(num_ranks) for _ in range(generator.randint(1, 6))]
+    if ordered:
+        holders += range(num_ranks)
+        generator.shuffle(holders)
     waiting = {}
     for stage, microbatch in product(range(len(holders)), range(num_microbatches)):
         parts = generator.choice([(Op.BACKWARD,), (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)])
@@ -46,10 +55,20 @@ def random_schedule(generator: random.Random) -> tuple[Schedule, int]:
     done: set[Action] = set()
     while waiting:
         ready = [action for action in waiting if can_run(action, done, len(holders))]
+        if ordered:
+            ready = [action for action in ready if not is_behind_a_backward(action, waiting)]
         action = generator.choice(ready)
         schedule[waiting.pop(action)].append(action)
         done.add(action)
     return schedule, num_microbatches
+
+
+def is_behind_a_backward(action: Action, waiting: Iterable[Action]) -> bool:
+    """Whether a backward of the same stage and an earlier microbatch is still to come."""
+    return action.op is not Op.FORWARD and any(
+        other.op is not Op.FORWARD and other.stage == action.stage and other.microbatch < action.microbatch
+        for other in waiting
+    )
 
 
 def can_run(action: Action, done: set[Action], num_stages: int) -> bool:
@@ -62,15 +81,3 @@ def can_run(action: Action, done: set[Action], num_stages: int) -> bool:
     return Action(Op.FORWARD, stage, microbatch) in done and (
         stage == num_stages - 1 or not done.isdisjoint(after)
     )
-
-
-def shuffled(generator: random.Random) -> tuple[Schedule, int]:
-    """A schedule of any style with a few neighbours swapped, so perhaps not valid. And its microbatches."""
-    name, num_microbatches = generator.choice(list(SCHEDULES)), generator.randint(1, 4)
-    compute = build_schedule(name, generator.randint(2, 4), num_microbatches, 1)
-    schedule = with_communication(compute, ahead=generator.random() < 0.5)
-    for _ in range(generator.randint(1, 6)):
-        actions = generator.choice(schedule)
-        index = generator.randrange(len(actions) - 1)
-        actions[index : index + 2] = reversed(actions[index : index + 2])
-    return schedule, num_microbatches

@@ -17,6 +17,7 @@ from echelon.pipeline.schedules import (
     zero_bubble_h1,
     zero_bubble_v,
 )
+from echelon.pipeline.validate import own_schedule_errors
 
 from .small_schedules import cases, chunks_of, written
 
@@ -192,7 +193,15 @@ def test_a_function_of_ones_own_is_taken_for_any_number_of_microbatches() -> Non
             r"stage 0 is held by rank 0 \(0F0\) and by rank 1",
         ),
         (written("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"), "the schedule deadlocks: rank 0 stands at 0B0"),
-        (written("0F0 0W0 0I0", "1F0 1B0"), "rank 0 has 0W0 before 0I0"),
+        (written("0F0 0W0 0I0", "1F0 1B0"), r"rank 0 stands at 0W0, which needs 0I0 \(later on rank 0\)"),
+        (written("1F0 1B0", "0F0 0B0 2F0"), "the schedule is not valid: rank 1 lacks 2B0"),
+        (written("0F0 0I0 0W0 0F1 0B1", "1F0 1I0 1F1 1B1"), "the schedule is not valid: rank 1 lacks 1W0"),
+        (written("0F0 0W0 0F1 0B1", "1F0 1B0 1F1 1B1"), "the schedule is not valid: rank 0 lacks 0I0"),
+        (
+            written("0F0 0B0 0W0", "1F0 1B0"),
+            "there are 0B0 and 0W0: a backward is done whole or in its two parts",
+        ),
+        (written("0F0 0B0 1W0", "1F0 1I0 1W0"), "rank 0 has 1W0, which belongs to rank 1"),
     ],
 )
 def test_a_schedule_of_ones_own_that_cannot_run_is_told(schedule: Schedule, fault: str) -> None:
@@ -200,6 +209,28 @@ def test_a_schedule_of_ones_own_that_cannot_run_is_told(schedule: Schedule, faul
     with pytest.raises(ValueError, match=fault) as caught:
         build_schedule(schedule, 2, 1 + max(_microbatches(schedule)), 1)
     assert str(caught.value) == "; ".join(told)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("num_ranks, num_microbatches", [(2, 3), (3, 2)])
+def test_every_computation_that_is_dropped_repeated_or_moved_is_named(
+    name: str, num_ranks: int, num_microbatches: int
+) -> None:
+    right = build_schedule(name, num_ranks, num_microbatches, chunks_of(name)[-1])
+    for rank, actions in enumerate(right):
+        for index, action in enumerate(actions):
+            dropped, repeated, moved = ([list(others) for others in right] for _ in range(3))
+            del dropped[rank][index]
+            repeated[rank].insert(index, action)
+            moved[rank - 1].append(moved[rank].pop(index))
+            for broken, error in (
+                (dropped, f"rank {rank} lacks {action}"),
+                (repeated, f"rank {rank} has {action} 2 times"),
+                (moved, f"rank {(rank - 1) % num_ranks} has {action}, which belongs to rank {rank}"),
+            ):
+                (told,) = own_schedule_errors(broken, num_ranks, num_microbatches, 1)
+                is_on_two_ranks = "is held by" in told and broken is moved
+                assert error in told or is_on_two_ranks, told
 
 
 def _microbatches(schedule: object) -> list[int]:
