@@ -107,8 +107,6 @@ class PipelineEngine:
         judge = _Judge(
             criterion or _model_loss, num_microbatches=len(microbatches), first_weight=self._first_weight
         )
-        if trains and optimizer is not None:
-            optimizer.settle()
         trace = None if self.trace is None else Trace(self._mesh.device)
         with self._random.following(drawn) as begin_forward:
             run = ScheduleRun(

@@ -25,7 +25,7 @@ from ..shardformer.sequence.config import WHOLE, SequenceParallelism
 from ..shardformer.switches import switch_faults
 from ..shardformer.table import Table
 from ..shardformer.weight_split import weight_faults
-from ..zero.faults import zero_size_faults
+from ..zero.partition import zero_size_errors
 from ..zero.precision import DTYPES, PrecisionConfig, precision_faults
 
 
@@ -221,7 +221,7 @@ class HybridConfig:
         found = mesh_faults(world_size=world_size, pp=self.pp, dp=self.dp, sp=self.sp, tp=self.tp)
         if not found:
             data_size = world_size // (self.pp * self.tp)
-            found += zero_size_faults(self.zero_size, data_size)
+            found += zero_size_errors(self.zero_size, data_size)
             found += weight_faults(wp_size=self.wp, tp_size=self.tp, data_size=data_size)
         if self.zero_stage not in (0, 1, 2):
             found.append(

@@ -104,7 +104,7 @@ def boost(
             wrapped.after_step = RunningStatistics(model, mesh.group("data")).average
             give_gradients_to(wrapped.reducer, model)
             if config.overlap_allgather:
-                wrapped.publisher.let_arrive_later(model)
+                wrapped.publisher.overlap_with_forward(model)
         elif mesh.world_size > 1:
             _refuse_backward(model)
         boosted.optimizer = wrapped
@@ -146,7 +146,6 @@ def _sharded(
         overlap_communication=config.overlap_communication,
         communication_dtype=config.wire_dtype,
         cpu_offload=config.cpu_offload,
-        weight_size=config.wp,
         accumulation_steps=config.gradient_accumulation_steps,
         precision=config.precision,
         max_norm=config.max_norm,

@@ -5,7 +5,7 @@ from types import TracebackType
 
 from ..cluster.mesh import ParallelMesh
 from ..cluster.traffic import Count, Traffic
-from ..zero.held import HeldBytes
+from ..zero.memory import HeldBytes
 from ..zero.optimizer import ShardedOptimizer
 
 _MEBI = 2**20

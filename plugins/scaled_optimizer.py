@@ -12,10 +12,9 @@ from torch.optim import Optimizer
 
 from ..cluster.equal_settings import begin_comparing_settings
 from ..cluster.faults import naming_failures
-from ..zero.faults import require_clip_norm, require_clip_value, require_finite_norm
-from ..zero.groups import EQUAL_OPTIONS, optimizer_options
+from ..zero.clipping import require_clip_norm, require_clip_value, require_finite_norm
+from ..zero.groups import EQUAL_OPTIONS, NOT_PICKLED, optimizer_options
 from ..zero.precision import beyond_fp16
-from ..zero.wrapper import NOT_PICKLED
 
 # torch's GradScaler has no lowest scale: it halves until it multiplies by 0, and skips every step without a word. The
 # other plugins' defaults give up at this one, after so many overflows in a row.

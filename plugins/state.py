@@ -27,9 +27,9 @@ from ..cluster.mesh import ParallelMesh
 from ..cluster.placement import Placement, Shard, Shared, is_counted, placement_of
 from ..pipeline.stage_manager import PipelineStageManager
 from ..zero.bucket import Slot
+from ..zero.groups import layout_lines
 from ..zero.optimizer import ShardedOptimizer
-from ..zero.parameter import ManagedParameter
-from ..zero.state import layout_lines
+from ..zero.partition import ManagedParameter
 from .scaled_optimizer import ScaledOptimizer
 
 
@@ -94,15 +94,15 @@ def managed_parameters(
                 sum_groups=tuple(groups),
                 counts=counts,
                 unit=units.get(parameter),
-                stride=_stride(placement_of(parameter)),
+                sharded_over=_data_axes(placement_of(parameter)),
             )
         )
     return managed
 
 
-def _stride(placement: Placement | None) -> int:
-    """Every how-manieth rank of the data axis holds the same of a parameter."""
-    return placement.size if isinstance(placement, Shard) and placement.axis == "weight" else 1
+def _data_axes(placement: Placement | None) -> tuple[str, ...]:
+    """The parts of the data axis that a placement names."""
+    return (placement.axis,) if isinstance(placement, Shard) and placement.axis != "tp" else ()
 
 
 def _partial_groups(placement: Placement | None, mesh: ParallelMesh) -> list[dist.ProcessGroup]:

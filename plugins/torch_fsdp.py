@@ -40,8 +40,8 @@ from ..shardformer.layer.batch_norm import RunningStatistics, own_batch_norms
 from ..shardformer.partial_state import is_partial, refuse_partial_state
 from ..shardformer.switches import switch_faults
 from ..zero.elementwise import require_elementwise
+from ..zero.groups import PARTIAL_STATE
 from ..zero.precision import DTYPES, default_precision, is_finite_number, precision_faults
-from ..zero.state import PARTIAL_STATE
 from .base import Boosted, BoostedModule, model_faults, optimizer_faults, require_process_group
 from .colossalai import FSDP, unavailable_faults
 from .hybrid_config import told

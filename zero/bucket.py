@@ -1,4 +1,4 @@
-"""Flat memory for parameters and gradients, and this rank's slice of it. Who reduces when is optimizer.py.
+"""Flat memory for parameters and gradients, this rank's slice of it, and the state of the gradients.
 
 A bucket, for two ranks that share it out (| bounds a slice, . is padding):
 
@@ -10,31 +10,106 @@ A bucket, for two ranks that share it out (| bounds a slice, . is padding):
 In float32 the masters are the slice of the parameters itself. Padding is zero and stays so. With offload masters are
 on the CPU under every precision, and so is a copy of the slice's gradients, made for each step.
 
-[Note: passing gradients] At stage 2 the whole gradients have no memory of their own. A bucket borrows some when a
+[Note: gradient sharding] At stage 2 the whole gradients have no memory of their own. A bucket borrows some when a
 backward brings its first gradient, and gives it back once they were averaged into the slice, which adds them up
 over backwards.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import cached_property
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from ..cluster.exchange import Waitable
-from ..cluster.large_pages import large_pages
-from .loan import Loans
-from .offload import host_copy
-from .parameter import ManagedParameter
-from .partition import Partition
-from .sharded_gradient import ShardedGradient
+from .partition import ManagedParameter, Partition
 
 # In elements: 64 bytes of float32, 32 of a 16-bit format. Parameters and slices begin at multiples of it, so
 # that no vector load of a kernel or a collective straddles two of them.
 ALIGNMENT = 16
+
+
+class GradientState(Enum):
+    """State of a bucket's gradients: NONE → LOCAL → REDUCING → REDUCED, and from there to LOCAL again or to NONE."""
+
+    NONE = auto()  # dropped, and none came since
+    LOCAL = (
+        auto()
+    )  # this rank's own share may have come since the last reduction; earlier ones are kept aside
+    REDUCING = auto()  # their mean over the replicas is in flight
+    REDUCED = auto()  # this rank's slice holds the mean
+
+
+class ShardedGradient(Tensor):
+    """Placeholder in `parameter.grad` for a gradient that only the ranks' slices hold; refuses to be read.
+
+    None would tell torch's clipping that there is nothing to measure. It has a shape and no memory.
+
+    Args:
+        like: a tensor of the gradient's shape.
+        name: the parameter's.
+    """
+
+    parameter_name: str
+
+    def __new__(cls, like: Tensor, name: str) -> "ShardedGradient":
+        """Make one; on the device of `like`, in float32."""
+        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=torch.float32, device=like.device
+        )
+        made.parameter_name = name
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        """Refuse every operation."""
+        raise RuntimeError(
+            "at stage 2 gradients are sharded over the replicas, and parameter.grad cannot be read: call "
+            "optimizer.clip_grad_by_norm(max_norm) or optimizer.clip_grad_by_value(clip_value) to clip, or give the "
+            "plugin max_norm; optimizer.zero_grad() to drop them; and to read them optimizer.reduce_gradients() and "
+            "optimizer.gradients()"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ShardedGradient({self.parameter_name!r}, shape={tuple(self.shape)})"
+
+
+class BufferPool:
+    """Float32 buffers as long as the longest bucket, lent for whole gradients at stage 2 and used again.
+
+    A backward needs two of them: the averages of one bucket are in flight while the next gets its gradients.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, Tensor] = {}  # by address
+        self._free: list[Tensor] = []
+        self._length = 0
+
+    def reserve(self, length: int) -> None:
+        """Make buffers at least so long; called before the first loan."""
+        self._length = max(self._length, length)
+
+    def take(self, length: int, device: torch.device) -> Tensor:
+        """Lend so many elements, of any value."""
+        if not self._free:
+            made = torch.empty(self._length, dtype=torch.float32, device=device)
+            self._made[made.data_ptr()] = made
+            self._free.append(made)
+        return self._free.pop()[:length]
+
+    def give_back(self, lent: Tensor) -> None:
+        """Take back a buffer, which only what is in the current stream already may still use."""
+        self._free.append(self._made[lent.data_ptr()])
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of all buffers."""
+        return sum(made.nbytes for made in self._made.values())
 
 
 @dataclass(kw_only=True, eq=False)
@@ -44,13 +119,13 @@ class Slot:
     Args:
         managed: whose place it is.
         start, stop: its elements in the whole buffers.
-        weight, gradient: views of the whole buffers in the parameter's shape; there is no gradient while a bucket
-            of passing gradients has none.
+        weight: the view of the whole parameters in the parameter's shape.
+        gradient: the same of the whole gradients; None while a bucket at stage 2 has none.
         piece: the part of it in this rank's slice of masters, None where the slice holds nothing of it.
         piece_start: where that begins among the parameter's entries.
         piece_gradient: the part of the slice's gradients that belongs to `piece`, where that is.
         version: the parameter's version counter when its master was last known to agree with it.
-        has_passed: whether a gradient of it is in the slice and gone from the whole buffer.
+        was_reduced: whether this rank gave a gradient of it to a reduction since they were dropped.
     """
 
     managed: ManagedParameter
@@ -62,39 +137,44 @@ class Slot:
     piece_start: int
     piece_gradient: Tensor | None
     version: int
-    has_passed: bool = False
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether a backward gave the parameter a gradient."""
-        return self.whole_gradient is not None or self.has_passed
-
-    @property
-    def whole_gradient(self) -> Tensor | None:
-        """The parameter's gradient, as long as it is whole on this rank."""
-        gradient = self.parameter.grad
-        return None if isinstance(gradient, ShardedGradient) else gradient
-
-    @cached_property
-    def sharded_gradient(self) -> ShardedGradient:
-        """The parameter's `grad` once its gradient has passed."""
-        return ShardedGradient(self.weight, self.managed.name)
-
-    def view(self, flat: Tensor) -> Tensor:
-        """Its part of a whole buffer, in its shape."""
-        return _view(flat, self.weight, self.start)  # the parameter itself may be on its way
+    was_reduced: bool = False
 
     @property
     def parameter(self) -> Parameter:
         """The model's parameter."""
         return self.managed.parameter
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a backward gave the parameter a gradient."""
+        return self.local_gradient is not None or self.was_reduced
+
+    @property
+    def local_gradient(self) -> Tensor | None:
+        """`parameter.grad`, as long as it is whole on this rank."""
+        gradient = self.parameter.grad
+        return None if isinstance(gradient, ShardedGradient) else gradient
+
+    @cached_property
+    def sharded_gradient(self) -> ShardedGradient:
+        """`parameter.grad` once only slices hold it."""
+        return ShardedGradient(self.weight, self.managed.name)
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Its part of a whole buffer, in its shape."""
+        return _view(flat, self.weight, self.start)  # the parameter itself may be in flight
+
+    def show(self, gradient: Tensor | None) -> None:
+        """Let `parameter.grad` be this."""
+        if self.parameter.grad is not gradient:
+            self.parameter.grad = gradient
+
     def collect(self) -> None:
         """Make the parameter's gradient the view into the bucket, copying in one that lies elsewhere.
 
         Autograd makes a new tensor for the first gradient after `zero_grad`, and adds in place from then on.
         """
-        gradient = self.whole_gradient
+        gradient = self.local_gradient
         if gradient is None or gradient is self.gradient:
             return
         assert self.gradient is not None  # borrowed before accumulation
@@ -120,13 +200,16 @@ class Bucket:
     before, unrounded. All ranks of the partition start from the values of its first. One broadcast.
 
     Args:
-        members: the parameters, all on one device.
+        members: the parameters, all on one device, with equal `sum_groups`.
         group_index: the optimizer's parameter group.
         dtype: the format that the parameters compute in.
-        partition: how the ranks of the data axis share it out.
-        loans: where memory for whole gradients is borrowed; None keeps them.
+        partition: how the replicas share it out.
+        pool: where memory for whole gradients is borrowed (stage 2); None keeps them.
         communication_dtype: the format in which gradients travel over the data axis.
         is_offloaded: whether masters, and gradients for the step, are on the CPU.
+
+    Attributes:
+        state: of the gradients.
     """
 
     def __init__(
@@ -136,46 +219,29 @@ class Bucket:
         group_index: int,
         dtype: torch.dtype,
         partition: Partition,
-        loans: Loans | None = None,
+        pool: BufferPool | None = None,
         communication_dtype: torch.dtype = torch.float32,
         is_offloaded: bool = False,
     ) -> None:
+        self.state = GradientState.NONE
         self.group_index = group_index
         self.partition = partition
         self.is_offloaded = is_offloaded
+        self.sum_groups = members[0].sum_groups if members[0].needs_sum else ()
+        self._pool = pool
         # Where nothing travels nothing is rounded.
         self._wire_dtype = communication_dtype if partition.group.size() > 1 else torch.float32
-        # Between start and finish of an average: the gradients in that format, or themselves where they have it.
-        self._travelling: Tensor | None = None
-        self.needs_sum = any(managed.needs_sum for managed in members)
-        self._loans = loans
+        self._in_flight: tuple[Tensor, Waitable | None] | None = (
+            None  # while REDUCING: what travels, in that format
+        )
+        self._previous: Tensor | None = None  # while LOCAL below stage 2: the slice of earlier reductions
         starts, length = _layout(members, partition.group.size())
         device = members[0].parameter.device
-        values = _memory(length, torch.float32, device).zero_()
-        self.gradients = _memory(length, torch.float32, device).zero_() if loans is None else None
-        self.own_gradients = (
-            _memory(partition.own(values).numel(), torch.float32, device).zero_()
-            if self.gradients is None
-            else partition.own(self.gradients)
-        )
+        values = torch.zeros(length, dtype=torch.float32, device=device)
         for managed, start in zip(members, starts, strict=True):
             _view(values, managed.parameter, start).copy_(managed.parameter.detach())
         partition.broadcast_(values)
-        self.parameters = values if dtype == torch.float32 else _memory(length, dtype, device).copy_(values)
-        self.masters = partition.own(values)
-        if is_offloaded:
-            self.masters = host_copy(self.masters)
-        elif self.has_masters:
-            self.masters = _memory(self.masters.numel(), torch.float32, device).copy_(self.masters)
-        else:
-            self.masters = partition.own(self.parameters)
-        # What the inner optimizer reads in a step.
-        self.stepped_gradients = host_copy(self.own_gradients) if is_offloaded else self.own_gradients
-        self._reduced_before: Tensor | None = None
-        self._average: Waitable | None = None
-        self._has_slice = False  # whether the slice of passing gradients holds any
-        if loans is not None:
-            loans.expect(length, device)
+        self._allocate(values, dtype, is_offloaded=is_offloaded)
         self.slots = [self._slot(managed, start) for managed, start in zip(members, starts, strict=True)]
         ends = [0, *(slot.stop for slot in self.slots)]
         begins = [*(slot.start for slot in self.slots), length]
@@ -183,116 +249,126 @@ class Bucket:
         self.counted = list(self._runs(counts=True)) if partition.counts else []
         self.watched = list(self._runs(counts=False)) if partition.counts else []
 
+    def _allocate(self, values: Tensor, dtype: torch.dtype, *, is_offloaded: bool) -> None:
+        """Make the flat memory from float32 values of the parameters."""
+        own = self.partition.own(values)
+        self.parameters = values if dtype == torch.float32 else values.to(dtype)
+        self.gradients: Tensor | None = None
+        if self._pool is not None:
+            self._pool.reserve(len(values))
+            self.own_gradients = torch.zeros_like(own)
+        else:
+            self.gradients = torch.zeros_like(values)
+            self.own_gradients = self.partition.own(self.gradients)
+        if is_offloaded:
+            self.masters = _host_copy(own)
+        else:
+            self.masters = own.clone() if self.has_masters else self.partition.own(self.parameters)
+        # What the inner optimizer reads in a step.
+        self.stepped_gradients = _host_copy(self.own_gradients) if is_offloaded else self.own_gradients
+
     @property
     def has_masters(self) -> bool:
         """Whether masters have memory of their own."""
         return self.is_offloaded or self.parameters.dtype != torch.float32
 
     @property
-    def passes(self) -> bool:
-        """Whether whole gradients are borrowed memory: see [Note: passing gradients]."""
-        return self._loans is not None
+    def shards_gradients(self) -> bool:
+        """Whether whole gradients are borrowed memory, see [Note: gradient sharding]."""
+        return self._pool is not None
 
-    @property
-    def is_averaging(self) -> bool:
-        """Whether gradients are on their way between ranks."""
-        return self._average is not None
-
-    @property
-    def has_whole_gradients(self) -> bool:
-        """Whether there are gradients that were not averaged yet, as far as this rank knows."""
-        return self.gradients is not None or any(slot.whole_gradient is not None for slot in self.slots)
+    def open(self, factor: float = 1.0) -> None:
+        """Expect local gradients: to LOCAL. What was reduced before is kept aside, times `factor`, and added again."""
+        if self.state is GradientState.REDUCING:
+            self.finish_reduction()
+        if self.state is GradientState.REDUCED:
+            if self.shards_gradients and factor != 1:
+                self.own_gradients.mul_(factor)
+            elif not self.shards_gradients:
+                self._previous = self.own_gradients * factor
+            for slot in self.slots:
+                if slot.local_gradient is not None:
+                    slot.parameter.grad = None
+        self.state = GradientState.LOCAL
 
     def borrow(self) -> None:
-        """Have memory for whole gradients, at stage 2 once those before have passed."""
-        if self._loans is None:
+        """Have memory for whole gradients."""
+        if self.gradients is not None:
             return
-        if self._travelling is not None:
-            self.finish_average()
-        if self.gradients is None:
-            self.gradients = self._loans.take(self.parameters.numel())
-            for slot in self.slots:
-                slot.gradient = slot.view(self.gradients)
-            for start, stop in self._padding:  # of a bucket that had the memory before, anything
-                self.gradients[start:stop].zero_()
+        assert self._pool is not None
+        self.gradients = self._pool.take(self.parameters.numel(), self.parameters.device)
+        for slot in self.slots:
+            slot.gradient = slot.view(self.gradients)
+        for start, stop in self._padding:  # of a bucket that had the memory before, anything
+            self.gradients[start:stop].zero_()
 
     def collect(self) -> None:
         """Have every gradient in the buffer, zeros for a parameter that has none."""
         self.borrow()
         for slot in self.slots:
             slot.collect()
-            if slot.whole_gradient is None:
+            if slot.local_gradient is None:
                 assert slot.gradient is not None  # borrowed
                 slot.gradient.zero_()
 
-    def start_average(self) -> None:
-        """Begin to average the gradients over the data axis, into this rank's slice. One collective."""
+    def start_reduction(self) -> None:
+        """Begin to average collected gradients into this rank's slice: to REDUCING. One collective of replicas."""
         assert self.gradients is not None
+        for slot in self.slots:
+            slot.was_reduced = slot.has_gradient
+            if self.shards_gradients:
+                slot.show(slot.sharded_gradient if slot.was_reduced else None)
         # `data` is the same memory with a write count of its own: see [Note: writes to unreduced gradients].
-        self._travelling = self.gradients.data.to(self._wire_dtype)
-        self._average = self.partition.average_(self._travelling)
-        if self.passes:
-            for slot in self.slots:
-                slot.has_passed = slot.has_gradient
-                shown = slot.sharded_gradient if slot.has_passed else None
-                if slot.parameter.grad is not shown:
-                    slot.parameter.grad = shown
+        travelling = self.gradients.data.to(self._wire_dtype)
+        self._in_flight = travelling, self.partition.average_(travelling)
+        self.state = GradientState.REDUCING
 
-    def finish_average(self) -> None:
-        """Have the averages, once they were begun, together with those before them."""
-        if self._average is not None:
-            self._average.wait()
-            self._average = None
-        travelled, self._travelling = self._travelling, None
-        if travelled is not None and travelled.dtype != torch.float32:
-            assert self.gradients is not None
-            self.partition.own(self.gradients).copy_(self.partition.own(travelled))
-        if self._reduced_before is not None:
-            self.own_gradients.add_(self._reduced_before)
-            self._reduced_before = None
-        if travelled is not None and self.passes:
-            self._take_over()
-
-    def _take_over(self) -> None:
-        """Add the averages to the slice, and give the whole gradients' memory back."""
-        assert self.gradients is not None and self._loans is not None
+    def finish_reduction(self) -> None:
+        """Have the averages, together with those before them: from REDUCING to REDUCED."""
+        if self._in_flight is None:
+            return
+        assert self.gradients is not None
+        (travelling, work), self._in_flight = self._in_flight, None
+        if work is not None:
+            work.wait()
         averages = self.partition.own(self.gradients)
-        if self._has_slice:
+        if travelling.dtype != torch.float32:
+            averages.copy_(self.partition.own(travelling))
+        if self.shards_gradients:
             self.own_gradients.add_(averages)
-        else:
-            self.own_gradients.copy_(averages)
-        self._has_slice = True
-        self._give_back()
+            self._give_back()
+        elif self._previous is not None:
+            self.own_gradients.add_(self._previous)
+            self._previous = None
+        for slot in self.slots:  # also of parameters that the last backward did not reach
+            if slot.was_reduced and not self.shards_gradients:
+                slot.show(slot.gradient)
+        self.state = GradientState.REDUCED
 
-    def _give_back(self) -> None:
-        if self._loans is not None and self.gradients is not None:
-            self._loans.give_back(self.gradients)
-            self.gradients = None
-            for slot in self.slots:
-                slot.gradient = None
-
-    def set_aside(self, factor: float) -> None:
-        """Keep the reduced slice, times `factor`, to be added to the next reduction."""
-        if self.passes:
-            self.own_gradients.mul_(factor)
-        else:
-            self._reduced_before = self.own_gradients * factor
-
-    def forget(self, *, to_zeros: bool) -> None:
-        """Drop what was set aside or has passed; with `to_zeros`, gradients too."""
-        self._reduced_before = None
-        if self.passes:
+    def drop(self, *, to_zeros: bool) -> None:
+        """Forget all gradients: to NONE. With `to_zeros`, parameters that have one get one of zeros."""
+        self.finish_reduction()
+        self._previous = None
+        self.state = GradientState.NONE
+        for slot in self.slots:
+            has_gradient = slot.has_gradient
+            slot.was_reduced = to_zeros and has_gradient and self.shards_gradients
+            slot.show(slot.gradient if to_zeros and has_gradient and not self.shards_gradients else None)
+        if self.shards_gradients:
             self.own_gradients.zero_()
-            self._has_slice = False
-            for slot in self.slots:
-                slot.has_passed = to_zeros and slot.has_gradient
-                slot.parameter.grad = None
             self._give_back()
         elif to_zeros and self.gradients is not None:
             self.gradients.zero_()
 
+    def _give_back(self) -> None:
+        if self._pool is not None and self.gradients is not None:
+            self._pool.give_back(self.gradients)
+            self.gradients = None
+            for slot in self.slots:
+                slot.gradient = None
+
     def send_gradients(self) -> None:
-        """Begin to bring the slice's gradients to where the inner optimizer steps; see `offload.wait_for_copies`."""
+        """Begin to bring the slice's gradients to where the inner optimizer steps, see publish.py."""
         if self.is_offloaded:
             self.stepped_gradients.copy_(self.own_gradients, non_blocking=True)
 
@@ -311,7 +387,7 @@ class Bucket:
 
     @property
     def was_written(self) -> bool:
-        """Whether a parameter was written to in place since then (`load_state_dict` does it)."""
+        """Whether a parameter was written to in place since masters agreed with it (`load_state_dict` does it)."""
         return any(slot.parameter._version != slot.version for slot in self.slots)
 
     def note_versions(self) -> None:
@@ -365,8 +441,50 @@ class Bucket:
                 yield self.own_gradients[begin - first : end - first]
 
 
-def _memory(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return large_pages(torch.empty(length, dtype=dtype, device=device))
+def make_buckets(
+    groups: Sequence[Sequence[ManagedParameter]],
+    *,
+    partitions: Mapping[tuple[str, ...], Partition],
+    bucket_size: int,
+    **arguments: Any,
+) -> list[Bucket]:
+    """Buckets of at most `bucket_size` elements, or of one larger parameter. One broadcast per bucket.
+
+    None spans two parameter groups, devices, units or partitions, or parameters that are summed over other groups.
+
+    Args:
+        groups: the parameters of each parameter group.
+        partitions: by `ManagedParameter.sharded_over`.
+        bucket_size: in elements.
+        arguments: as of `Bucket`.
+    """
+    buckets = []
+    for index, group in enumerate(groups):
+        alike: dict[Hashable, list[ManagedParameter]] = {}
+        for managed in group:
+            # What is summed waits for the end of all backwards, and its ranks may have other units.
+            unit = None if managed.needs_sum else managed.unit
+            sums = managed.sum_groups if managed.needs_sum else ()
+            key = (managed.parameter.device, unit, sums, managed.sharded_over)
+            alike.setdefault(key, []).append(managed)
+        for members in alike.values():
+            for portion in _portions(members, bucket_size):
+                partition = partitions[portion[0].sharded_over]
+                buckets.append(Bucket(portion, group_index=index, partition=partition, **arguments))
+    return buckets
+
+
+def _portions(members: list[ManagedParameter], bucket_size: int) -> Iterator[list[ManagedParameter]]:
+    portion: list[ManagedParameter] = []
+    filled = 0
+    for managed in members:
+        if portion and filled + managed.parameter.numel() > bucket_size:
+            yield portion
+            portion, filled = [], 0
+        portion.append(managed)
+        filled += managed.parameter.numel()
+    if portion:
+        yield portion
 
 
 def _layout(members: Sequence[ManagedParameter], num_ranks: int) -> tuple[list[int], int]:
@@ -384,3 +502,9 @@ def _round_up(number: int, multiple: int) -> int:
 
 def _view(flat: Tensor, like: Tensor, start: int) -> Tensor:
     return flat[start : start + like.numel()].view(like.shape)
+
+
+def _host_copy(values: Tensor) -> Tensor:
+    """The same values in new memory of the CPU, pinned where they are on CUDA."""
+    copy = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
+    return copy.copy_(values)

@@ -1,20 +1,85 @@
-"""The parameter groups of a user's optimizer, before and after they hold pieces instead of parameters."""
+"""The user's optimizer around which a sharded one is built: its groups, states, and what a rank saves of it."""
 
+import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from .bucket import Bucket, Slot
-from .parameter import ManagedParameter
+from .partition import ManagedParameter
+from .precision import DynamicScaler
+from .reducer import sums_in_order
 
 EQUAL_OPTIONS = (  # on all ranks: the rule that an error tells
     "must be equal at every step (call scheduler.step on all ranks alike, with a loss that is equal on all, as that of "
     "execute_pipeline is)"
 )
+NOT_PICKLED = (
+    "a boosted optimizer cannot be copied or pickled, since its parameters and process groups cannot: call "
+    "booster.save_optimizer(optimizer, folder) on every rank, or copy the optimizer before boost"
+)
+PARTIAL_STATE = (
+    "this rank has only a part of this optimizer's state, which state_dict() would give for the whole: call "
+    "booster.save_optimizer(optimizer, folder) or booster.save_checkpoint on every rank"
+)
+
+
+class OptimizerWrapper(Optimizer):
+    """Has the groups, states, defaults and hooks of an inner optimizer, which nobody else may step from now on.
+
+    Args:
+        optimizer: the inner one.
+    """
+
+    # The base class is not initialized: it would make groups.
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.inner = optimizer
+        self._is_stepping = False
+        optimizer.register_step_pre_hook(self._refuse_inner_step)
+        # Hooks registered on this optimizer run with the inner one's.
+        self.__dict__.update(
+            {name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")}
+        )
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's own groups."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's state, by piece."""
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The inner optimizer's defaults."""
+        return self.inner.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: the flat memory is laid out once."""
+        raise RuntimeError("add parameter groups to the optimizer before boost: its memory is laid out there")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(NOT_PICKLED)
+
+    def _step_inner(self) -> None:
+        self._is_stepping = True
+        try:
+            self.inner.step()
+        finally:
+            self._is_stepping = False
+
+    def _refuse_inner_step(self, *_: Any) -> None:
+        if not self._is_stepping:
+            raise RuntimeError(
+                "this optimizer was boosted: step the one that boost returned, which reduces gradients first"
+            )
 
 
 def managed_groups(
@@ -30,8 +95,8 @@ def managed_groups(
     by_identity = _by_identity(parameters)
     groups = []
     for group in optimizer.param_groups:
-        held = [by_identity[id(each)] for each in group["params"] if id(each) in by_identity]
-        groups.append([managed for managed in held if managed.parameter.requires_grad])
+        own = [by_identity[id(each)] for each in group["params"] if id(each) in by_identity]
+        groups.append([managed for managed in own if managed.parameter.requires_grad])
     for managed in (managed for members in groups for managed in members):
         if managed.parameter.is_complex():
             raise ValueError(
@@ -46,8 +111,35 @@ def managed_groups(
     return groups
 
 
+def require_one_layout(
+    groups: Sequence[Sequence[ManagedParameter]], *, group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Compare the parameters of the ranks of the data axis, and of each sum group. Small all-reduces.
+
+    Args:
+        groups: the trained parameters by parameter group.
+        group: the data axis.
+        device: where numbers are exchanged.
+
+    Raises:
+        ValueError: they differ; on every rank.
+    """
+    lines = [
+        f"{managed.name} {tuple(managed.parameter.shape)} of group {index}, counts={managed.counts}"
+        for index, members in enumerate(groups)
+        for managed in members
+    ]
+    what = "the trainable parameters of the optimizer"
+    _require_equal_lines(lines, group=group, device=device, what=what)
+    flat = [managed for members in groups for managed in members]
+    for _, summing, indices in sums_in_order(flat):
+        lines = [str(tuple(flat[index].parameter.shape)) for index in indices]
+        what = "the shapes of parameters whose gradients are summed"
+        _require_equal_lines(lines, group=summing, device=device, what=what)
+
+
 def optimizer_options(optimizer: Optimizer | None) -> dict[str, Any]:
-    """The class of an optimizer, and what its groups say but for the parameters, by name."""
+    """The class of an optimizer, and the options of its groups but for the parameters, by name."""
     groups = [] if optimizer is None else optimizer.param_groups
     options = {
         f"{name} of group {index}": value
@@ -75,6 +167,48 @@ def hold_pieces(optimizer: Optimizer, buckets: Sequence[Bucket]) -> None:
     optimizer.state.update(state)
 
 
+def local_state(inner: Optimizer, buckets: Sequence[Bucket], scaler: DynamicScaler | None) -> dict[str, Any]:
+    """torch's own state dict of the inner optimizer, and beside it masters, loss scale and layout.
+
+    As in torch, tensors are the live ones: copy or save them before the next step.
+    """
+    return {
+        **inner.state_dict(),
+        "masters": [bucket.masters for bucket in buckets],
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "layout": layout_lines(buckets),
+    }
+
+
+def load_local_state(
+    inner: Optimizer, buckets: Sequence[Bucket], scaler: DynamicScaler | None, state: dict[str, Any]
+) -> None:
+    """Load what `local_state` returned. The parameters are as they were.
+
+    Raises:
+        ValueError: it was saved under another layout or precision.
+    """
+    saved, own = state.get("layout", ["a state dict of another optimizer"]), layout_lines(buckets)
+    if saved != own:
+        shorter, longer = sorted((saved, own), key=len)
+        at = next((i for i, line in enumerate(shorter) if line != longer[i]), len(shorter))
+        there, here = (lines[at] if at < len(lines) else "nothing" for lines in (saved, own))
+        raise ValueError(
+            f"the optimizer state was saved under another layout: number {at} is {there} there and {here} "
+            "here. Load what booster.save_optimizer wrote under any layout by booster.load_optimizer"
+        )
+    inner.load_state_dict({key: state[key] for key in ("state", "param_groups")})
+    for bucket, masters in zip(buckets, state["masters"], strict=True):
+        bucket.masters.copy_(masters)
+    if scaler is not None and state["scaler"] is not None:  # else it was saved under another precision
+        scaler.load_state_dict(state["scaler"])
+
+
+def layout_lines(buckets: Sequence[Bucket]) -> list[str]:
+    """One line per parameter; equal lines mean that a state fits."""
+    return [line for bucket in buckets for line in bucket.describe()]
+
+
 def _by_identity(parameters: Sequence[ManagedParameter]) -> dict[int, ManagedParameter]:
     found: dict[int, ManagedParameter] = {}
     for managed in parameters:
@@ -87,6 +221,31 @@ def _by_identity(parameters: Sequence[ManagedParameter]) -> dict[int, ManagedPar
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"two parameters are both named {', '.join(sorted(twice))}: names must be unique")
     return found
+
+
+def _require_equal_lines(
+    lines: list[str], *, group: dist.ProcessGroup, device: torch.device, what: str
+) -> None:
+    """Raise ValueError on every rank of the group unless all have the same lines. One all-reduce of two numbers."""
+    if group.size() == 1:
+        return
+    digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
+    extremes = torch.tensor([digest, -digest], device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    largest, negated_smallest = extremes.tolist()
+    if largest == -negated_smallest:
+        return
+    every: list[list[str]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(every, lines, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    other = next(index for index, theirs in enumerate(every) if theirs != every[0])
+    length = max(len(every[0]), len(every[other]))
+    mine, theirs = ([*each, *["nothing"] * (length - len(each))] for each in (every[0], every[other]))
+    at = next(index for index in range(length) if mine[index] != theirs[index])
+    raise ValueError(
+        f"{what} differ between ranks {ranks[0]} and {ranks[other]}: number {at} is {mine[at]} on the one and "
+        f"{theirs[at]} on the other"
+    )
 
 
 def _is_fresh(state: dict[str, Any]) -> bool:

@@ -1,10 +1,10 @@
 """The optimizer that owns a run's flat memory, precision and reductions, around the user's own optimizer.
 
 backward()            gradients accumulate in float32, in flat buckets (bucket.py)
-reduce_gradients()    sums over tied and partial copies (reduction.py), mean over the data axis (partition.py)
-clip_grad_by_…()      where the user clips by hand (true_gradients.py)
-step()                norm and verdict of all ranks, unscale and clip (true_gradients.py), inner step on own slices,
-                      parameters gathered
+reduce_gradients()    sums over tied and partial copies, mean over the data axis (reducer.py, partition.py)
+clip_grad_by_…()      where the user clips by hand (clipping.py)
+step()                norm and verdict of all ranks, unscale and clip (clipping.py), inner step on own slices,
+                      parameters gathered (publish.py)
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,30 +19,25 @@ from torch.optim import Optimizer
 from ..cluster.equal_settings import require_equal_settings, settings_hash
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
-from .bucket import Bucket
+from .bucket import Bucket, BufferPool, make_buckets
+from .clipping import ReducedGradients, require_clip_norm, require_clip_value, require_finite_norm
 from .elementwise import require_elementwise
-from .faults import (
-    require_clip_norm,
-    require_clip_value,
-    require_finite_norm,
-    require_untouched,
-    sharding_faults,
-    size_faults,
+from .groups import (
+    EQUAL_OPTIONS,
+    PARTIAL_STATE,
+    OptimizerWrapper,
+    hold_pieces,
+    load_local_state,
+    local_state,
+    managed_groups,
+    optimizer_options,
+    require_one_layout,
 )
-from .filling import fill_buckets
-from .groups import EQUAL_OPTIONS, hold_pieces, managed_groups, optimizer_options
-from .held import HeldBytes, held_bytes
-from .loan import Loans
-from .offload import choose_fused_kernels, wait_for_copies
-from .parameter import ManagedParameter
-from .partition import arriving_bytes, partitions_by_stride
+from .memory import HeldBytes, held_bytes
+from .partition import ManagedParameter, Partition
 from .precision import DynamicScaler, PrecisionConfig
-from .publication import Publisher
-from .reduction import Reducer
-from .state import PARTIAL_STATE, load_local_state, local_state
-from .sums import require_one_layout
-from .true_gradients import TrueGradients
-from .wrapper import OptimizerWrapper
+from .publish import Publisher, choose_fused_kernels, wait_for_copies
+from .reducer import Reducer
 
 
 class ShardedOptimizer(OptimizerWrapper):
@@ -59,7 +54,7 @@ class ShardedOptimizer(OptimizerWrapper):
         parameters: this rank's part of the model, in one order on all ranks of the data axis. Those that the
             optimizer does not hold are left alone.
         mesh: the processes.
-        stage: 0 keeps all optimizer states on every rank, 1 shares them out over the data axis, 2 the gradients
+        stage: 0 keeps all optimizer states on every rank, 1 shards them over the data axis, 2 the gradients
             too: every backward averages what it brings, and `parameter.grad` cannot be read from then on.
         precision: the format of the parameters, and the loss scale. Parameters may arrive in float32 under
             every precision: masters are made from what arrives.
@@ -67,10 +62,8 @@ class ShardedOptimizer(OptimizerWrapper):
         norm_type: the p of the norm that is measured and clipped, `inf` for the largest magnitude.
         bucket_size: largest number of elements that are communicated at once.
         data_axis: the axis of the mesh that gradients are averaged over.
-        zero_size: over how many neighbouring ranks of that axis a stage above 0 shares out, a node for example; -1
-            or 0 is all of them, 1 none. Gradients are averaged over the whole axis all the same.
-        weight_size: the stride of parameters that neighbours on that axis share out, see `ManagedParameter`; they are
-            averaged, and shared out, over the ranks that hold the same of them. 1 where there are none.
+        zero_size: the number of neighboring ranks of that axis over which a stage above 0 shards, a node for example;
+            -1 or 0 is all of them, 1 none. Gradients are averaged over the whole axis all the same.
         overlap_communication: average gradients while backward runs. Without it `reduce_gradients` does, and at
             stage 2 a backward waits for each bucket.
         communication_dtype: the format in which gradients are averaged over the data axis.
@@ -103,66 +96,61 @@ class ShardedOptimizer(OptimizerWrapper):
         bucket_size: int = 12 * 1024**2,
         data_axis: str = "data",
         zero_size: int = -1,
-        weight_size: int = 1,
         overlap_communication: bool = True,
         communication_dtype: torch.dtype = torch.float32,
         cpu_offload: bool = False,
         accumulation_steps: int = 1,
     ) -> None:
-        faults = sharding_faults(stage=stage, max_norm=max_norm, norm_type=norm_type, bucket_size=bucket_size)
-        faults += size_faults(zero_size, weight_size, num_ranks=mesh.size(data_axis))
-        if faults:
-            raise ValueError("; ".join(faults))
         require_elementwise(optimizer)
+        self.accumulation_steps = accumulation_steps
         self.last_norm: float | None = None
         self.skipped_steps = 0
-        self.accumulation_steps = accumulation_steps
+        self.after_step: Callable[[], None] | None = None
         self._num_calls = 0  # since the last step, where there are to be several
         self._mesh = mesh
         self._max_norm = max_norm
+        self._is_offloaded = cpu_offload
         self._scaler = DynamicScaler(precision) if precision.precision == "fp16" else None
-        self._partitions = partitions_by_stride(mesh, data_axis, zero_size if stage else 1, weight_size)
-        whole = self._partitions[1]
+        self._partitions = Partition.all_of(mesh, data_axis, zero_size if stage else 1)
+        replicas = self._partitions[()]
         groups = managed_groups(optimizer, parameters)
-        require_one_layout(groups, group=whole.group, device=mesh.device)
+        require_one_layout(groups, group=replicas.group, device=mesh.device)
         self._frozen = [managed for managed in parameters if not managed.parameter.requires_grad]
-        self._loans = Loans() if stage == 2 and whole.num_slices > 1 else None
-        self.buckets = fill_buckets(
+        self._pool = BufferPool() if stage == 2 and replicas.num_slices > 1 else None
+        self.buckets = make_buckets(
             groups,
-            dtype=precision.dtype,
             partitions=self._partitions,
             bucket_size=bucket_size,
-            loans=self._loans,
+            dtype=precision.dtype,
+            pool=self._pool,
             communication_dtype=communication_dtype,
             is_offloaded=cpu_offload,
         )
         self.reducer = Reducer(
             self.buckets,
             parameters,
-            partition=whole,
+            group=replicas.group,
             device=mesh.device,
             overlap=overlap_communication,
-            has_loss_scale=self._scaler is not None,
+            scaler=self._scaler,
         )
-        self._gradients = TrueGradients(
-            self.buckets, self.reducer, scaler=self._scaler, norm_type=norm_type, device=mesh.device
+        self._gradients = ReducedGradients(
+            self.buckets, self.reducer, norm_type=norm_type, device=mesh.device
         )
         self.publisher = Publisher(self.buckets)
         hold_pieces(optimizer, self.buckets)
-        self.after_step: Callable[[], None] | None = None
-        self._is_offloaded = cpu_offload
         if cpu_offload:
             choose_fused_kernels(optimizer)
         super().__init__(optimizer)  # at the end: what is refused stays the user's
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied with before backward; 1 but for fp16."""
-        return self._gradients.loss_scale
+        """The factor of the loss before backward; 1 but for fp16."""
+        return self.reducer.loss_scale
 
     @property
     def gradient_factor(self) -> float | Tensor | None:
-        """What the gradients are multiplied with besides by the next step or clipping, None for nothing.
+        """A factor of the gradients in the next step or clipping, None for nothing.
 
         Equal on all ranks. `step` and `zero_grad` set it back to None.
         """
@@ -178,52 +166,47 @@ class ShardedOptimizer(OptimizerWrapper):
         return loss if factor == 1 else loss * factor
 
     @contextmanager
-    def accumulation_call(self) -> Iterator[None]:
-        """Make what runs inside one of the `accumulation_steps` calls before a step.
+    def accumulation_call(self, name: str | None = None) -> Iterator[None]:
+        """Make what runs inside one of the `accumulation_steps` calls before a step, and reduce its gradients.
 
-        Below stage 2 gradients are reduced in the last of them alone.
+        Collective over the data axis, but inside `no_sync` and (below stage 2) without `overlap_communication`. Below
+        stage 2 gradients are reduced in the last of several calls alone. A further call before the step is reduced on
+        its own, and added.
+
+        Args:
+            name: of the call, where ranks are to compare in which one they are.
 
         Raises:
-            RuntimeError: they have all been made.
+            RuntimeError: all calls have been made, or something else than a backward wrote to the gradients.
         """
-        if self.accumulation_steps == 1:
-            yield
-            return
-        if self._num_calls == self.accumulation_steps:
+        if 1 < self.accumulation_steps == self._num_calls:
             raise RuntimeError(
                 f"this is call {self._num_calls + 1} since the last optimizer.step(), and gradient_accumulation_steps="
                 f"{self.accumulation_steps}: call optimizer.step() and optimizer.zero_grad() after every "
                 f"{self.accumulation_steps} calls, or drop their gradients by optimizer.zero_grad()"
             )
-        is_last = self._num_calls + 1 == self.accumulation_steps
-        with nullcontext() if is_last or self.reducer.passes else self.no_sync():
+        reducer, is_last = self.reducer, self._num_calls + 1 >= self.accumulation_steps
+        with nullcontext() if is_last or reducer.shards_gradients else self.no_sync():
+            is_collective = reducer.may_launch
+            if is_collective and name is not None:
+                reducer.require_same_call(name)
+            if is_collective:
+                reducer.open()
+            else:
+                reducer.require_untouched()
             yield
-        self._num_calls += 1
-
-    def _require_all_calls(self) -> None:
-        if 0 < self._num_calls < self.accumulation_steps:
-            raise RuntimeError(
-                f"optimizer.step() after {self._num_calls} of gradient_accumulation_steps={self.accumulation_steps} "
-                f"calls: step after every {self.accumulation_steps} calls of execute_pipeline or booster.backward; "
-                "where the data ends before, go on with the next epoch's, or drop the gradients by "
-                "optimizer.zero_grad()"
-            )
+            if is_collective and not reducer.shards_gradients:
+                self._reduce()
+        self._num_calls += self.accumulation_steps > 1
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Scale the loss and accumulate its gradients, which are averaged over the data axis meanwhile.
+        """Scale the loss and accumulate its gradients; see `accumulation_call`."""
+        with self.accumulation_call("backward()"), self.reducer.last_backward():
+            self.scale_loss(loss).backward(retain_graph=retain_graph)
 
-        Collective over the data axis, but inside `no_sync` and (below stage 2) without `overlap_communication`. A
-        further one before the step is averaged on its own, and added; see also `accumulation_call`.
-        """
-        with self.accumulation_call():
-            is_collective = self.reducer.may_launch
-            if is_collective:
-                self.reducer.begin_to_meet("backward()")
-            self.settle()
-            with self.reducer.last_backward():
-                self.scale_loss(loss).backward(retain_graph=retain_graph)
-            if is_collective and not self.reducer.passes:
-                self._reduce()
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Start no reduction inside: more backwards follow before the next step."""
+        return self.reducer.held_back()
 
     def get_grad_norm(self) -> float | None:
         """`last_norm`, under ColossalAI's name."""
@@ -235,9 +218,9 @@ class ShardedOptimizer(OptimizerWrapper):
         if not set_to_none:
             self.publisher.wait()  # a gradient of zeros is of a parameter's shape
         self._gradients.renew()
-        self.gradient_factor = None
+        self._gradients.factor = None
         self._num_calls = 0
-        self.reducer.forget(to_zeros=not set_to_none)
+        self.reducer.drop(to_zeros=not set_to_none)
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
@@ -249,12 +232,13 @@ class ShardedOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: something else than a backward wrote to the gradients.
         """
-        self.reducer.meet("reduce_gradients()")
+        self.reducer.require_same_call("reduce_gradients()")
         self._reduce()
 
+    @torch.no_grad()
     def _reduce(self) -> None:
-        if self.reducer.is_reduced:
-            self.reducer.writes.require_unchanged()
+        if self.reducer.present is not None:
+            self.reducer.require_unchanged()
         else:
             self.publisher.wait()  # of parameters that nobody used; they may be given gradients
             self.reducer.reduce()
@@ -296,24 +280,6 @@ class ShardedOptimizer(OptimizerWrapper):
         self.reduce_gradients()
         self._gradients.clip_by_value_(float(clip_value))
 
-    def settle(self) -> None:
-        """Finish reductions that a `last_backward` began, so that a further backward may add to them.
-
-        Collective as they are. If the model's own `zero_grad` dropped the gradients of every rank, they are forgotten.
-
-        Raises:
-            RuntimeError: something else than a backward wrote to the gradients.
-        """
-        self.reducer.require_untouched()
-        if self.reducer.has_begun:
-            self.publisher.wait()
-            self.reducer.settle()
-            self._gradients.renew()
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """More backwards follow before the next step: start no reduction inside."""
-        return self.reducer.held_back()
-
     @naming_failures("optimizer.step")
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -325,7 +291,7 @@ class ShardedOptimizer(OptimizerWrapper):
             closure: computes the loss and its gradients, through `backward`.
 
         Returns:
-            What the closure returned.
+            The closure's result.
 
         Raises:
             RuntimeError: parameters were moved or retyped since boost, gradients were written to since backward, the
@@ -336,12 +302,48 @@ class ShardedOptimizer(OptimizerWrapper):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._require_all_calls()
-        self.publisher.wait()
-        require_untouched(self.reducer.slots, self._frozen)
-        self.reducer.meet("step()")
+        self._require_steppable()
         self.publisher.finish()
         self._reduce()
+        norm = self._measure()
+        if isfinite(norm):
+            self._gradients.clip_for_step_(norm, self._max_norm)
+            self._update_own_slices()
+            self.publisher.publish()
+        else:
+            self._skip()
+        if self._scaler is not None:
+            self._scaler.update(not isfinite(norm))
+        if self.after_step is not None:
+            self.after_step()
+        return loss
+
+    def _require_steppable(self) -> None:
+        """Raise RuntimeError where calls are missing, ranks are elsewhere, or parameters are not as boost left them."""
+        if 0 < self._num_calls < self.accumulation_steps:
+            raise RuntimeError(
+                f"optimizer.step() after {self._num_calls} of gradient_accumulation_steps={self.accumulation_steps} "
+                f"calls: step after every {self.accumulation_steps} calls of execute_pipeline or booster.backward; "
+                "where the data ends before, go on with the next epoch's, or drop the gradients by "
+                "optimizer.zero_grad()"
+            )
+        self.publisher.wait()
+        for slot in self.reducer.slots:
+            if not slot.is_in_place:
+                raise RuntimeError(
+                    f"{slot.managed.name} is no longer in the memory that boost gave it (model.to(), .half() "
+                    "and parameter.data = … take it out): move and cast the model before boost"
+                )
+        for managed in self._frozen:
+            if managed.parameter.requires_grad:
+                raise RuntimeError(
+                    f"{managed.name} was frozen at boost and requires a gradient now, but nothing would "
+                    "update it: set requires_grad before boost"
+                )
+        self.reducer.require_same_call("step()")
+
+    def _measure(self) -> float:
+        """The norm of the gradients, once groups' options are equal on all ranks. One all-reduce over the world."""
         options = optimizer_options(self.inner)
         norm = self._gradients.measure(code=settings_hash(options))
         if not self._gradients.is_agreed:
@@ -349,21 +351,24 @@ class ShardedOptimizer(OptimizerWrapper):
         self.last_norm = self._gradients.norm
         self._gradients.finish()
         self._num_calls = 0
-        overflow = not isfinite(norm)
-        if overflow:
-            self.skipped_steps += 1
-            # Or a scheduler built on the inner optimizer warns that it stepped before its optimizer.
-            self.inner._opt_called = True  # type: ignore[attr-defined]
-        else:
-            self._gradients.clip_for_step_(norm, self._max_norm)
-            self._update_own_slices()
-            self.publisher.publish()
-        if self._scaler is not None:
-            self._scaler.update(overflow)
-        self.reducer.resumed_factor = self.loss_scale
-        if self.after_step is not None:
-            self.after_step()
-        return loss
+        return norm
+
+    def _skip(self) -> None:
+        self.skipped_steps += 1
+        # Or a scheduler built on the inner optimizer warns that it stepped before its optimizer.
+        self.inner._opt_called = True  # type: ignore[attr-defined]
+
+    def _update_own_slices(self) -> None:
+        for bucket in self.buckets:
+            if bucket.was_written:
+                bucket.refresh_()
+            bucket.send_gradients()
+        for slot, is_present in zip(self.reducer.slots, self._gradients.present, strict=True):
+            if slot.piece is not None:
+                slot.piece.grad = slot.piece_gradient if is_present else None
+        if self._is_offloaded:
+            wait_for_copies(self._mesh.device)
+        self._step_inner()
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
@@ -377,7 +382,7 @@ class ShardedOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: the gradients are not reduced.
         """
-        if not self.reducer.is_reduced:
+        if self.reducer.present is None:
             raise RuntimeError("gradients() needs reduced gradients: call reduce_gradients() or step() first")
         multiplier = self._gradients.multiplier
         named = self._named(lambda bucket: bucket.partition.gathered(bucket.own_gradients) * multiplier)
@@ -400,7 +405,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Take over parameters that were written to, by loading weights for example.
+        """Take over parameters that were written to, for example by loading weights.
 
         A step does it by itself for in-place writes that torch counts, as `load_state_dict` and
         `parameter.copy_()` are; `parameter.data.copy_()` is not. Masters that still round to their
@@ -412,8 +417,9 @@ class ShardedOptimizer(OptimizerWrapper):
     def held_bytes(self) -> HeldBytes:
         """The memory of parameters, gradients, masters and states on this rank."""
         frozen = [managed.parameter for managed in self._frozen]
-        buffers = 0 if self._loans is None else self._loans.nbytes
-        arrivals = arriving_bytes(self._partitions.values())
+        buffers = 0 if self._pool is None else self._pool.nbytes
+        exchanges = {each for partition in self._partitions.values() for each in partition.exchanges}
+        arrivals = sum(exchange.nbytes for exchange in exchanges)
         return held_bytes(self.buckets, frozen, self.inner, buffers=buffers, arrivals=arrivals)
 
     def state_dict(self) -> dict[str, Any]:
@@ -422,8 +428,8 @@ class ShardedOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: this rank has a part; names `booster.save_optimizer`.
         """
-        slices = (partition.num_slices for partition in self._partitions.values())
-        if max(self._mesh.size("tp", "pp"), *self._partitions, *slices) > 1:
+        slices = [partition.num_slices for partition in self._partitions.values()]
+        if max(self._mesh.size("tp", "pp"), len(slices), *slices) > 1:
             raise RuntimeError(PARTIAL_STATE)
         return self.local_state()
 
@@ -448,15 +454,3 @@ class ShardedOptimizer(OptimizerWrapper):
         if self._is_offloaded:  # the state may come from a run that was not
             choose_fused_kernels(self.inner)
         self.skipped_steps = state_dict["skipped_steps"]
-
-    def _update_own_slices(self) -> None:
-        for bucket in self.buckets:
-            if bucket.was_written:
-                bucket.refresh_()
-            bucket.send_gradients()
-        for slot, is_present in zip(self.reducer.slots, self._gradients.present, strict=True):
-            if slot.piece is not None:
-                slot.piece.grad = slot.piece_gradient if is_present else None
-        if self._is_offloaded:
-            wait_for_copies(self._mesh.device)
-        self._step_inner()

@@ -1,57 +1,107 @@
-"""How the ranks of the data axis share out a flat buffer, and what they exchange for it."""
+"""Partition of flat buffers over the data axes: who owns which slice, and how gradients and parameters get there.
 
-import hashlib
-from collections.abc import Iterable
+[Note: replication] ZeRO has one rule: a parameter is replicated over the data axes that its placement does not name.
+Its gradient is averaged over these replicas, and they share its optimizer state. A parameter that no data axis shards
+has the whole "data" axis for replicas; one that is sharded over "weight" has the ranks with the same shard.
+"""
+
+from collections.abc import Hashable
 from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
 
 from ..cluster.exchange import Exchange, Waitable, exchange_of
-from ..cluster.mesh import ParallelMesh
-from ..cluster.small_numbers import all_reduce_
+from ..cluster.mesh import ParallelMesh, divisors
+
+# The innermost parts of the data axis that a placement may name.
+_PARTS_OF_DATA = ("weight",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManagedParameter:
+    """A parameter of this rank's part of the model.
+
+    Args:
+        name: its Hugging Face name, the same under every layout.
+        parameter: the parameter object; it keeps its identity.
+        sum_groups: its gradient is partial over each of these groups and is summed there before anything
+            else: ties across pipeline stages, replicas of key-value heads, norms inside a tensor-parallel
+            region. All ranks of a group list the parameters of that group in the same order, and all ranks
+            that hold the parameter list its groups in the same order of axes.
+        counts: whether this rank counts it in the gradient norm; False on all but one of the ranks that hold
+            the same gradient along the tensor, sequence and pipeline axes. Replicas along the data axis are
+            the optimizer's own matter.
+        unit: what it gets its gradients together with, a pipeline stage for example: a backward that gives them
+            to some parameters of a unit gives them to all of it. Buckets do not span units.
+        sharded_over: the parts of the data axis that its placement names, see [Note: replication]. Its gradient
+            comes as the mean over them already.
+    """
+
+    name: str
+    parameter: Parameter
+    sum_groups: tuple[ProcessGroup, ...] = ()
+    counts: bool = True
+    unit: Hashable = None
+    sharded_over: tuple[str, ...] = ()
+
+    @property
+    def needs_sum(self) -> bool:
+        """Whether its gradient is summed over other groups before it is averaged over the data axis."""
+        return any(group.size() > 1 for group in self.sum_groups)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """Equal slices of every buffer, one per rank of a group, or a single slice that every rank holds.
+    """Equal slices of every buffer, one per rank of a group, or a single slice that every rank owns.
 
     Args:
-        group: the ranks whose gradients are averaged.
+        group: the replicas, whose gradients are averaged.
         slices: those of them that own one slice each (ZeRO); None where each owns all (plain data parallelism).
         copies: those of them that own this rank's slice, as many in each part of the group; None where nobody
             else does.
     """
 
-    group: dist.ProcessGroup
+    group: ProcessGroup
     slices: Exchange | None
     copies: Exchange | None
 
     @staticmethod
-    def of(mesh: ParallelMesh, axis: str, num_slices: int, *, stride: int = 1) -> "Partition":
-        """The ranks along an axis of the mesh in parts of `num_slices` neighbours, each sharing out all.
+    def of(
+        mesh: ParallelMesh, axis: str, num_slices: int, *, sharded_over: tuple[str, ...] = ()
+    ) -> "Partition":
+        """Partition over the replicas along an axis of the mesh, by neighborhoods of `num_slices` ranks.
 
-        -1 or 0 neighbours are the whole axis. Collective over the world.
+        Collective over the world.
 
         Args:
             mesh, axis: the ranks.
-            num_slices: neighbours of a part, on the whole axis.
-            stride: only every so many ranks hold the same, and average and share it out among themselves; the ranks
-                of a part are then those of them that lie within `num_slices` neighbours of the axis.
+            num_slices: neighbors on the axis that own a slice each; -1 or 0 are the whole axis.
+            sharded_over: innermost parts of the axis, over which a parameter is not replicated.
         """
-        size = mesh.size(axis) // stride
-        num_slices = size if num_slices in (-1, 0) else gcd(max(1, num_slices // stride), size)
-        lines = [range(first, mesh.size(axis), stride) for first in range(stride)]
-        along = [line[start : start + num_slices] for line in lines for start in range(0, size, num_slices)]
-        across = [line[index::num_slices] for line in lines for index in range(num_slices)]
+        apart = mesh.size(*sharded_over)  # the next replica on the axis
+        size = mesh.size(axis) // apart
+        num_slices = size if num_slices in (-1, 0) else gcd(max(1, num_slices // apart), size)
+        replicas = [range(first, mesh.size(axis), apart) for first in range(apart)]
+        along = [
+            each[start : start + num_slices] for each in replicas for start in range(0, size, num_slices)
+        ]
+        across = [each[index::num_slices] for each in replicas for index in range(num_slices)]
         return Partition(
-            group=_group(mesh, axis, lines),
-            slices=_exchange(mesh, axis, along) if num_slices > 1 else None,
-            copies=_exchange(mesh, axis, across) if num_slices < size else None,
+            group=_group(mesh, axis, replicas),
+            slices=exchange_of(mesh, _group(mesh, axis, along)) if num_slices > 1 else None,
+            copies=exchange_of(mesh, _group(mesh, axis, across)) if num_slices < size else None,
         )
+
+    @staticmethod
+    def all_of(mesh: ParallelMesh, axis: str, num_slices: int) -> dict[tuple[str, ...], "Partition"]:
+        """Partitions of an axis by the parts of it that parameters are sharded over. Collective over the world."""
+        parts = [(part,) for part in _PARTS_OF_DATA if mesh.size(part) > 1]
+        return {each: Partition.of(mesh, axis, num_slices, sharded_over=each) for each in [(), *parts]}
 
     @property
     def num_slices(self) -> int:
@@ -60,7 +110,7 @@ class Partition:
 
     @property
     def index(self) -> int:
-        """Which of the slices this rank owns."""
+        """Index of this rank's slice."""
         return 0 if self.slices is None else self.slices.group.rank()
 
     @property
@@ -70,7 +120,7 @@ class Partition:
 
     @property
     def exchanges(self) -> set[Exchange]:
-        """What it exchanges by; two partitions may have one in common."""
+        """The collectives that it uses; two partitions may have one in common."""
         return {exchange for exchange in (self.slices, self.copies) if exchange is not None}
 
     @property
@@ -85,9 +135,9 @@ class Partition:
     def average_(self, gradients: Tensor) -> Waitable | None:
         """Begin to bring the mean over the group into this rank's slice of a whole buffer, in place.
 
-        One all-reduce, or one reduce-scatter that leaves the other slices as they were, and where the slice has
-        several owners an all-reduce of it over them, which begins when it is waited for. Returns what to wait
-        for, None where there is nothing.
+        One all-reduce, or one reduce-scatter that leaves the other slices as they were. Where the slice has
+        several owners an all-reduce of it over them follows, which begins when it is waited for. Returns what to
+        wait for, None where there is nothing.
         """
         if self.slices is None:
             return None if self.copies is None else self.copies.all_reduce_(gradients)
@@ -109,7 +159,7 @@ class Partition:
             self.slices.release()
 
     def gathered(self, slice_: Tensor) -> Tensor:
-        """The whole buffer, new, whose slices the ranks hold apart. One all-gather if sliced."""
+        """A new whole buffer of the slices that the ranks own. One all-gather if sliced."""
         whole = slice_.new_empty(slice_.numel() * self.num_slices)
         self.own(whole).copy_(slice_)
         if (gathering := self.gather_(whole)) is not None:
@@ -121,40 +171,22 @@ class Partition:
         if self.group.size() > 1:
             dist.broadcast(flat, group_src=0, group=self.group)
 
-    def maximum_(self, flags: Tensor) -> None:
-        """The largest of each entry over the group, in place. One all-reduce."""
-        if self.group.size() > 1:
-            all_reduce_(flags, dist.ReduceOp.MAX, self.group)
+
+def zero_size_errors(zero_size: int, data_size: int) -> list[str]:
+    """All that is wrong with sharding over this many of so many data-parallel ranks."""
+    if zero_size in (-1, 0) or (zero_size > 0 and data_size % zero_size == 0):
+        return []
+    return [
+        f"zero_size={zero_size} must divide the {data_size} data-parallel ranks: use one of "
+        f"{', '.join(map(str, divisors(data_size)))}, or -1 for all of them"
+    ]
 
 
-def partitions_by_stride(
-    mesh: ParallelMesh, axis: str, num_slices: int, weight_size: int
-) -> dict[int, Partition]:
-    """The partition of an axis for what all its ranks hold, and for what every `weight_size`-th does.
-
-    Collective over the world.
-    """
-    return {
-        stride: Partition.of(mesh, axis, num_slices, stride=stride) for stride in sorted({1, weight_size})
-    }
-
-
-def arriving_bytes(partitions: Iterable[Partition]) -> int:
-    """The memory that is kept for what arrives from other ranks."""
-    exchanges = {exchange for partition in partitions for exchange in partition.exchanges}
-    return sum(exchange.nbytes for exchange in exchanges)
-
-
-def _group(mesh: ParallelMesh, axis: str, parts: list[range]) -> dist.ProcessGroup:
+def _group(mesh: ParallelMesh, axis: str, parts: list[range]) -> ProcessGroup:
     """This rank's part. Collective over the world."""
     group = mesh.group(axis) if len(parts) == 1 else mesh.subgroup(axis, parts)
     assert group is not None  # every rank is in a part
     return group
-
-
-def _exchange(mesh: ParallelMesh, axis: str, parts: list[range]) -> Exchange:
-    """Among this rank's part. Collective over the world."""
-    return exchange_of(mesh, _group(mesh, axis, parts))
 
 
 class _ThenAverage(NamedTuple):
@@ -168,38 +200,3 @@ class _ThenAverage(NamedTuple):
         """Have both."""
         self.first.wait()
         self.owners.all_reduce_(self.own).wait()
-
-
-def require_agreement(lines: list[str], *, group: dist.ProcessGroup, device: torch.device, what: str) -> None:
-    """Raise on every rank of the group unless all have the same lines. One all-reduce of two numbers.
-
-    Raises:
-        ValueError: the ranks differ; it names the first line that does.
-    """
-    if group.size() == 1:
-        return
-    digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
-    extremes = torch.tensor([digest, -digest], device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    largest, negated_smallest = extremes.tolist()
-    if largest == -negated_smallest:
-        return
-    every: list[list[str]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(every, lines, group=group)
-    raise ValueError(
-        f"{what} differ between ranks {_first_difference(every, dist.get_process_group_ranks(group))}"
-    )
-
-
-def _first_difference(every: list[list[str]], ranks: list[int]) -> str:
-    other = next(index for index, lines in enumerate(every) if lines != every[0])
-    mine, theirs = every[0], every[other]
-    length = max(len(mine), len(theirs))
-    mine, theirs = (
-        [*mine, *["nothing"] * (length - len(mine))],
-        [*theirs, *["nothing"] * (length - len(theirs))],
-    )
-    at = next(index for index in range(length) if mine[index] != theirs[index])
-    return (
-        f"{ranks[0]} and {ranks[other]}: number {at} is {mine[at]} on the one and {theirs[at]} on the other"
-    )

@@ -61,7 +61,6 @@ class Trained:
                 stages={0: list(self.model.parameters())},
             ),
             mesh=self.mesh,
-            weight_size=wp,
             **{"precision": PrecisionConfig(), "bucket_size": 4000, **arguments},
         )
         self.placements = {name: placement_of(parameter) for name, parameter in self.held.items()}

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from echelon.cluster.mesh import ParallelMesh
 from echelon.zero.optimizer import ShardedOptimizer
-from echelon.zero.parameter import ManagedParameter
+from echelon.zero.partition import ManagedParameter
 from echelon.zero.precision import PrecisionConfig
 
 Precision = Literal["fp32", "bf16", "fp16"]

@@ -4,10 +4,8 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.cluster.mesh import ParallelMesh
-from echelon.zero.bucket import ALIGNMENT
-from echelon.zero.filling import fill_buckets
-from echelon.zero.parameter import ManagedParameter
-from echelon.zero.partition import Partition
+from echelon.zero.bucket import ALIGNMENT, make_buckets
+from echelon.zero.partition import ManagedParameter, Partition
 
 from ..pool import Pool
 from .helpers import assert_equal, loss_of, managed, shard, small_model, weights_of
@@ -21,8 +19,8 @@ def check_views() -> None:
     model = small_model()
     before, objects = weights_of(model), list(model.parameters())
     partition = Partition.of(ParallelMesh(), "dp", 3)
-    (bucket,) = fill_buckets(
-        [managed(model)], dtype=torch.float32, partitions={1: partition}, bucket_size=1000
+    (bucket,) = make_buckets(
+        [managed(model)], dtype=torch.float32, partitions={(): partition}, bucket_size=1000
     )
     assert [slot.start for slot in bucket.slots] == [0, 48, 64, 96]  # 35, 7, 21 and 3 elements
     assert bucket.parameters.numel() == bucket.gradients.numel() == 144  # 112 rounded up to 3 * ALIGNMENT
@@ -41,8 +39,8 @@ def check_filling() -> None:
     model = nn.ParameterList([torch.zeros(size) for size in (4, 4, 4, 20, 1, 9, 2)])
     partition = Partition.of(ParallelMesh(), "dp", 1)
     members = managed(model)
-    buckets = fill_buckets(
-        [members[:6], members[6:]], dtype=torch.float32, partitions={1: partition}, bucket_size=10
+    buckets = make_buckets(
+        [members[:6], members[6:]], dtype=torch.float32, partitions={(): partition}, bucket_size=10
     )
     sizes = [[slot.stop - slot.start for slot in bucket.slots] for bucket in buckets]
     assert sizes == [[4, 4], [4], [20], [1, 9], [2]]

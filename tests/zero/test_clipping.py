@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from echelon.cluster.mesh import ParallelMesh
 from echelon.zero.optimizer import ShardedOptimizer
-from echelon.zero.parameter import ManagedParameter
+from echelon.zero.partition import ManagedParameter
 from echelon.zero.precision import PrecisionConfig
 
 from ..pool import Pool

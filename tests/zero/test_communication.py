@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.traffic import Traffic
+from echelon.zero.bucket import GradientState
 
 from ..pool import Pool
 from .helpers import assert_equal, loss_of, shard, small_model
@@ -26,7 +27,7 @@ def check_overlap(stage: int) -> None:
     with optimizer.reducer.last_backward(list(model.parameters())):
         optimizer.backward(loss_of(model, rank))
     assert len(starts) == (4 if stage == 2 else 0)
-    assert not any(bucket.is_averaging for bucket in optimizer.buckets)
+    assert not any(bucket.state is GradientState.REDUCING for bucket in optimizer.buckets)
     if stage == 2:  # one bucket after the other
         assert optimizer.held_bytes().buffers == 4 * max(
             bucket.parameters.numel() for bucket in optimizer.buckets

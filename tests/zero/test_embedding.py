@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.cluster.gradient_owner import give_gradients_to
+from echelon.zero.bucket import GradientState
 from echelon.zero.embedding import own_embeddings, summed_by_row
 from echelon.zero.optimizer import ShardedOptimizer
 
@@ -107,7 +108,7 @@ def check_started() -> bool:
         optimizer.backward(loss_of(model, own[0]))
     with optimizer.reducer.last_backward(list(model.parameters())):
         optimizer.backward(loss_of(model, own[1]))
-        started = all(bucket.is_averaging for bucket in optimizer.buckets)
+        started = all(bucket.state is GradientState.REDUCING for bucket in optimizer.buckets)
     optimizer.reduce_gradients()
     assert_equal(optimizer.gradients(), {name: each.grad for name, each in expected.named_parameters()})
     return started

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from echelon.cluster.mesh import ParallelMesh
 from echelon.zero.optimizer import ShardedOptimizer
-from echelon.zero.parameter import ManagedParameter
+from echelon.zero.partition import ManagedParameter
 from echelon.zero.precision import PrecisionConfig
 
 from ..pool import Pool

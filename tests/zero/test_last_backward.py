@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from echelon.cluster.mesh import ParallelMesh
-from echelon.zero.bucket import Bucket
+from echelon.zero.bucket import Bucket, GradientState
 from echelon.zero.optimizer import ShardedOptimizer
-from echelon.zero.parameter import ManagedParameter
+from echelon.zero.partition import ManagedParameter
 from echelon.zero.precision import PrecisionConfig
 
 from ..pool import Pool
@@ -27,9 +27,9 @@ def watch_starts(optimizer: ShardedOptimizer, backward_is_done: list[bool]) -> l
 
         def start(bucket: Bucket = bucket) -> None:
             starts.append((bucket.slots[0].managed.name, bool(backward_is_done)))
-            Bucket.start_average(bucket)
+            Bucket.start_reduction(bucket)
 
-        bucket.start_average = start  # type: ignore[method-assign]
+        bucket.start_reduction = start  # type: ignore[method-assign]
     return starts
 
 
@@ -51,7 +51,7 @@ def check_starts(stage: int) -> list[tuple[str, bool]]:
     with optimizer.reducer.last_backward(list(model.parameters())):
         optimizer.backward(loss_of(model, rank + 2))
         over.append(True)
-    assert [bucket.is_averaging for bucket in optimizer.buckets] == [True] * 4
+    assert [bucket.state is GradientState.REDUCING for bucket in optimizer.buckets] == [True] * 4
     optimizer.reduce_gradients()
     assert len(starts) == 4, "each once"
     assert_equal(optimizer.gradients(), expected)
@@ -89,23 +89,22 @@ def add_too_late() -> None:
     model = small_model()
     optimizer = shard(model)
     with optimizer.reducer.last_backward(list(model.parameters())):
-        optimizer.backward(loss_of(model, 0))
-    loss_of(model, 1).backward()
+        loss_of(model, 0).backward()
+        loss_of(model, 1).backward()
 
 
 @STAGES
-def test_later_backwards_are_added_once_the_first_are_settled(pool: Pool, stage: int) -> None:
-    pool.run(2, check_settled, stage)
+def test_later_calls_are_added(pool: Pool, stage: int) -> None:
+    pool.run(2, check_later_calls, stage)
 
 
-def check_settled(stage: int) -> None:
+def check_later_calls(stage: int) -> None:
     model, rank = small_model(), dist.get_rank()
     expected = mean_gradients(model, [[0, 2], [1, 3]])
     optimizer = shard(model, stage=stage, bucket_size=40)
     for seed in (rank, rank + 2):
-        optimizer.settle()
-        with optimizer.reducer.last_backward(list(model.parameters())):
-            optimizer.backward(loss_of(model, seed))
+        with optimizer.accumulation_call(), optimizer.reducer.last_backward(list(model.parameters())):
+            optimizer.scale_loss(loss_of(model, seed)).backward()
     optimizer.reduce_gradients()
     assert_equal(optimizer.gradients(), expected)
 
@@ -121,9 +120,7 @@ def check_dropped(stage: int) -> None:
     optimizer = shard(model, stage=stage, bucket_size=40)
     for seed in (rank, rank + 2):
         model.zero_grad()
-        optimizer.settle()
-        with optimizer.reducer.last_backward(list(model.parameters())):
-            optimizer.backward(loss_of(model, seed))
+        optimizer.backward(loss_of(model, seed))
     optimizer.reduce_gradients()
     assert_equal(optimizer.gradients(), expected)
 
@@ -138,10 +135,10 @@ def check_no_sync() -> None:
     optimizer = shard(model)
     with optimizer.no_sync(), optimizer.reducer.last_backward(list(model.parameters())):
         optimizer.backward(loss_of(model, rank))
-    assert not any(bucket.is_averaging for bucket in optimizer.buckets)
+    assert not any(bucket.state is GradientState.REDUCING for bucket in optimizer.buckets)
     with optimizer.reducer.last_backward(list(model.parameters())):
         optimizer.backward(loss_of(model, rank + 2))
-    assert all(bucket.is_averaging for bucket in optimizer.buckets)
+    assert all(bucket.state is GradientState.REDUCING for bucket in optimizer.buckets)
     optimizer.reduce_gradients()
     assert_equal(optimizer.gradients(), expected)
 
@@ -155,7 +152,7 @@ def check_zeroed() -> None:
     expected = mean_gradients(model, [[2], [3]])
     optimizer = shard(model)
     with optimizer.reducer.last_backward(list(model.parameters())):
-        optimizer.backward(loss_of(model, rank))
+        loss_of(model, rank).backward()
     optimizer.zero_grad()
     optimizer.backward(loss_of(model, rank + 2))
     optimizer.reduce_gradients()
@@ -185,7 +182,9 @@ def check_tied() -> None:
     seed = 2 * mesh.rank("dp") + mesh.rank("pp")
     with optimizer.reducer.last_backward(list(model.parameters())):
         optimizer.backward(loss_of(model, seed))
-    started = {bucket.slots[0].managed.name: bucket.is_averaging for bucket in optimizer.buckets}
+    started = {
+        bucket.slots[0].managed.name: bucket.state is GradientState.REDUCING for bucket in optimizer.buckets
+    }
     assert started == {"0.weight": False, "0.bias": True, "2.weight": True, "2.bias": True}, rank
     optimizer.reduce_gradients()
     torch.testing.assert_close(optimizer.gradients()["0.weight"], weights["0.weight"])

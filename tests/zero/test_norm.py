@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from echelon.cluster.mesh import ParallelMesh
-from echelon.zero.norm import clip_coefficient, norm_over_all_ranks
+from echelon.zero.clipping import clip_coefficient, norm_over_all_ranks
 from echelon.zero.optimizer import ShardedOptimizer
-from echelon.zero.parameter import ManagedParameter
+from echelon.zero.partition import ManagedParameter
 from echelon.zero.precision import PrecisionConfig
 
 from ..pool import Pool

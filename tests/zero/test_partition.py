@@ -5,8 +5,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.cluster.mesh import ParallelMesh
-from echelon.zero.faults import weight_size_faults, zero_size_faults
-from echelon.zero.partition import Partition, partitions_by_stride
+from echelon.zero.partition import Partition, zero_size_errors
 
 from ..pool import Pool
 from .helpers import assert_equal, loss_of, shard, small_model, weights_of
@@ -39,10 +38,10 @@ def average(num_slices: int) -> tuple[int, bool, list[float], list[float]]:
     ("num_slices", "slices", "parts"),
     [(4, 2, [[0, 2], [1, 3]]), (2, 1, [[0, 2], [1, 3]]), (1, 1, [[0, 2], [1, 3]])],
 )
-def test_what_every_second_rank_holds_is_averaged_over_those(
+def test_a_sharded_parameter_is_averaged_over_the_ranks_with_the_same_shard(
     pool: Pool, num_slices: int, slices: int, parts: list[list[int]]
 ) -> None:
-    for rank, (ranks, index, counts, own) in enumerate(pool.run(4, average_by_stride, num_slices)):
+    for rank, (ranks, index, counts, own) in enumerate(pool.run(4, average_over_replicas, num_slices)):
         assert ranks == parts[rank % 2]
         assert index == (rank // 2 if slices == 2 else 0)
         assert counts == (slices == 2 or rank < 2)
@@ -51,8 +50,8 @@ def test_what_every_second_rank_holds_is_averaged_over_those(
         assert own == expected[index * length : (index + 1) * length]
 
 
-def average_by_stride(num_slices: int) -> tuple[list[int], int, bool, list[float]]:
-    partition = partitions_by_stride(ParallelMesh(), "data", num_slices, 2)[2]
+def average_over_replicas(num_slices: int) -> tuple[list[int], int, bool, list[float]]:
+    partition = Partition.all_of(ParallelMesh(wp=2), "data", num_slices)[("weight",)]
     gradients = torch.arange(8.0) * 10 + dist.get_rank()
     work = partition.average_(gradients)
     assert work is not None
@@ -84,10 +83,7 @@ def train_in_pairs(stage: int) -> float:
 
 
 def test_a_size_that_does_not_divide_is_refused() -> None:
-    assert weight_size_faults(2, 4) == []
-    (fault,) = weight_size_faults(3, 4)
-    assert fault == "weight_size=3 must divide the 4 data-parallel ranks: use one of 1, 2, 4"
-    assert zero_size_faults(0, 4) == zero_size_faults(-1, 4) == zero_size_faults(2, 4) == []
+    assert zero_size_errors(0, 4) == zero_size_errors(-1, 4) == zero_size_errors(2, 4) == []
     for size in (3, 8, -2):
-        (fault,) = zero_size_faults(size, 4)
+        (fault,) = zero_size_errors(size, 4)
         assert fault.startswith(f"zero_size={size} must divide the 4 data-parallel ranks: use one of 1, 2, 4")

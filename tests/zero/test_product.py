@@ -11,9 +11,10 @@ from transformers.pytorch_utils import Conv1D
 
 from echelon.cluster.gradient_owner import give_gradients_to
 from echelon.pipeline.linear import hold_weight_gradients, own_linear_layers
-from echelon.zero import product
+from echelon.zero import reducer
+from echelon.zero.bucket import GradientState
 from echelon.zero.optimizer import ShardedOptimizer
-from echelon.zero.product import add_product
+from echelon.zero.reducer import add_product
 
 from ..pool import Pool
 from .helpers import Precision, assert_equal, sgd, shard
@@ -58,7 +59,7 @@ def count_products(optimizer: ShardedOptimizer) -> list[tuple[int, ...]]:
 def test_a_product_in_parts_is_the_whole_one_to_the_bit(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int
 ) -> None:
-    monkeypatch.setattr(product, "_PART_BYTES", rows * 4 * 24)
+    monkeypatch.setattr(reducer, "_PART_BYTES", rows * 4 * 24)
     generator = torch.Generator().manual_seed(1)
     left, right = (torch.randn(100, width, generator=generator).to(dtype) for width in (70, 24))
     total = torch.full((70, 24), float("nan"))
@@ -111,7 +112,7 @@ def check_held() -> list[bool]:
             optimizer.backward(loss_of(model, 2 * last + rank))
         with context(list(model.parameters())):
             store.compute(PLACE)
-            started.append(any(bucket.is_averaging for bucket in optimizer.buckets))
+            started.append(any(bucket.state is GradientState.REDUCING for bucket in optimizer.buckets))
     optimizer.reduce_gradients()
     assert len(shapes) == 6
     assert_equal(optimizer.gradients(), {name: each.grad for name, each in expected.named_parameters()})

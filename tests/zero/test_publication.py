@@ -48,7 +48,7 @@ def late(
         optimizer = shard(
             model, lambda p: torch.optim.AdamW(p, lr=0.1), stage=stage, precision=precision, **arguments
         )
-    optimizer.publisher.let_arrive_later(model)
+    optimizer.publisher.overlap_with_forward(model)
     return optimizer
 
 
@@ -227,7 +227,7 @@ def check_unused() -> None:
 def late_sgd(model: nn.Module) -> ShardedOptimizer:
     """Buckets of one parameter that arrive later."""
     optimizer = shard(model, bucket_size=1)
-    optimizer.publisher.let_arrive_later(model)
+    optimizer.publisher.overlap_with_forward(model)
     return optimizer
 
 
@@ -284,7 +284,7 @@ def refusal() -> str:
     model = nn.Sequential(nn.LSTM(3, 4))
     optimizer = shard(model)
     with pytest.raises(ValueError, match="keeps") as raised:
-        optimizer.publisher.let_arrive_later(model)
+        optimizer.publisher.overlap_with_forward(model)
     return str(raised.value)
 
 
@@ -302,7 +302,7 @@ def refusal_of_compiled(is_wrapped: bool) -> str:
         model[2].compile(backend="eager")
     optimizer = shard(model)
     with pytest.raises(ValueError, match="compiled") as raised:
-        optimizer.publisher.let_arrive_later(model)
+        optimizer.publisher.overlap_with_forward(model)
     return str(raised.value)
 
 

@@ -8,18 +8,12 @@ import torch
 from torch import nn
 
 from echelon.cluster.mesh import ParallelMesh
-from echelon.zero.optimizer import ShardedOptimizer, sharding_faults
-from echelon.zero.parameter import ManagedParameter
+from echelon.zero.optimizer import ShardedOptimizer
+from echelon.zero.partition import ManagedParameter
 from echelon.zero.precision import PrecisionConfig
 
 from ..pool import Pool
 from .helpers import assert_equal, loss_of, managed, sgd, shard, small_model, weights_of
-
-
-def test_all_faults_are_told_at_once() -> None:
-    faults = sharding_faults(stage=3, max_norm=-1.0, norm_type=0.0, bucket_size=0)
-    assert [fault.split("=")[0] for fault in faults] == ["stage", "max_norm", "norm_type", "bucket_size"]
-    assert not sharding_faults(stage=1, max_norm=0.0, norm_type=float("inf"), bucket_size=1)
 
 
 def test_an_optimizer_that_stepped_is_refused(pool: Pool) -> None:

@@ -20,14 +20,14 @@ def watch(optimizer: ShardedOptimizer) -> list[str]:
 
         def start(bucket: Bucket = bucket) -> None:
             events.append(f"+{bucket.slots[0].managed.name}")
-            Bucket.start_average(bucket)
+            Bucket.start_reduction(bucket)
 
         def give_back(bucket: Bucket = bucket) -> None:
             if bucket.gradients is not None:
                 events.append(f"-{bucket.slots[0].managed.name}")
             Bucket._give_back(bucket)
 
-        bucket.start_average = start  # type: ignore[method-assign]
+        bucket.start_reduction = start  # type: ignore[method-assign]
         bucket._give_back = give_back  # type: ignore[method-assign]
     return events
 
@@ -50,11 +50,10 @@ def check_passing() -> list[str]:
             ):
                 parameter.grad.norm()  # type: ignore[union-attr]
         if number < 2:  # the last bucket is on its way, until a backward or the reduction needs it
-            optimizer.reducer._order.finish()
+            optimizer.reducer._finish(0)
     optimizer.reduce_gradients()
     longest = max(bucket.parameters.numel() for bucket in optimizer.buckets)
-    loans = optimizer.buckets[0]._loans
-    assert loans is not None and loans.nbytes == 2 * 4 * longest
+    assert optimizer.held_bytes().buffers == 2 * 4 * longest
     assert all(bucket.gradients is None for bucket in optimizer.buckets)
     assert sum(bucket.own_gradients.numel() for bucket in optimizer.buckets) * 2 == sum(
         bucket.parameters.numel() for bucket in optimizer.buckets

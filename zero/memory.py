@@ -13,12 +13,12 @@ from .bucket import Bucket
 
 @dataclass(frozen=True, kw_only=True)
 class HeldBytes:
-    """What is held, padding included. What `cpu_offload` keeps on the CPU stands apart.
+    """Local bytes, padding included. What `cpu_offload` keeps on the CPU stands apart.
 
     Args:
         parameters: in the compute precision, frozen ones too.
         gradients: float32; whole ones, or at stage 2 this rank's slices.
-        buffers: borrowed memory for whole gradients of the buckets that have them, at stage 2.
+        buffers: lent memory for whole gradients, at stage 2.
         arrivals: on CPUs, memory for the slices of other ranks, see cluster/exchange.py.
         masters: float32 copies, where parameters are in 16 bits.
         states: the inner optimizer's tensors.
@@ -53,7 +53,7 @@ def held_bytes(
     buffers: int,
     arrivals: int,
 ) -> HeldBytes:
-    """Count what these hold together."""
+    """The bytes of buckets, frozen parameters and optimizer states together."""
     tensors = [each for state in optimizer.state.values() for each in _tensors(state)]
     states = sum(each.nbytes for each in tensors if each.numel() > 1)
     masters = sum(bucket.masters.nbytes for bucket in buckets if bucket.has_masters)
@@ -62,7 +62,7 @@ def held_bytes(
         parameters=sum(bucket.parameters.nbytes for bucket in buckets) + sum(each.nbytes for each in frozen),
         gradients=sum(
             bucket.own_gradients.nbytes
-            if bucket.passes or bucket.gradients is None
+            if bucket.shards_gradients or bucket.gradients is None
             else bucket.gradients.nbytes
             for bucket in buckets
         ),

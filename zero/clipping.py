@@ -1,0 +1,217 @@
+"""Norm and clipping of reduced gradients, over all ranks and under every layout."""
+
+from collections.abc import Sequence
+from math import isfinite, isinf
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .bucket import Bucket
+from .reducer import Reducer
+
+# float32 sums of this many squares lose nothing that matters; longer ones do (6e-4 for 16M entries on CPU).
+_ROW = 1024
+
+
+class ReducedGradients:
+    """The reduced gradients in this rank's slices, which a loss scale and a factor keep from being the true ones.
+
+    A step or the user clips them, and makes them true with it.
+
+    Args:
+        buckets: where the slices are.
+        reducer: what reduced them; it knows the loss scale that they carry.
+        norm_type: the p of `norm`.
+        device: where norms are built.
+
+    Attributes:
+        factor: what they must be multiplied with besides, None for nothing; taken in when they are measured.
+        norm: the norm of the true gradients before anything clipped them; None until it is measured.
+        present: for each of the reducer's slots whether any rank has a gradient, as of the last measuring.
+        is_agreed: whether all ranks gave the same code, as of the last measuring.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], reducer: Reducer, *, norm_type: float, device: torch.device
+    ) -> None:
+        self.factor: float | Tensor | None = None
+        self.norm: float | None = None
+        self.present: list[bool] = []
+        self.is_agreed = True
+        self._buckets = buckets
+        self._reducer = reducer
+        self._norm_type = norm_type
+        self._device = device
+        self._unclip = 1.0  # undoes the clipping of a step
+
+    @property
+    def multiplier(self) -> float | Tensor:
+        """What makes the slices true and unclipped by a step, the factor as it now is."""
+        return (1.0 if self.factor is None else self.factor) * self._unclip * self._reducer.to_true
+
+    def renew(self) -> None:
+        """Expect others: new gradients were reduced, or all were dropped."""
+        self.norm = None
+        self._unclip = 1.0
+
+    def finish(self) -> None:
+        """End a step: another one on the same gradients measures what this one left."""
+        self.factor = None
+        self.norm = None
+
+    def measure(self, norm_type: float | None = None, *, code: int = 0) -> float:
+        """The norm of the true gradients as they now are; infinite or NaN where any of any rank is.
+
+        One all-reduce over the world, and one wait of the host for the device.
+
+        Args:
+            norm_type: the p of the norm; None is the one of `norm`.
+            code: see `is_agreed`; below 2**32.
+        """
+        present = self._reducer.present
+        assert present is not None  # reduced
+        norm, is_agreed = norm_over_all_ranks(
+            [run for bucket in self._buckets for run in bucket.counted],
+            [run for bucket in self._buckets for run in bucket.watched],
+            norm_type=self._norm_type if norm_type is None else norm_type,
+            device=self._device,
+            code=code,
+        )
+        factor = torch.as_tensor(
+            1.0 if self.factor is None else self.factor, dtype=torch.float64, device=self._device
+        )
+        figures = torch.cat([torch.stack([norm, factor, is_agreed.double()]), present.double()])
+        measured, factor_, agreed, *flags = figures.tolist()
+        self.is_agreed = agreed > 0
+        self._reducer.to_true *= factor_
+        self.factor = 1.0  # and not None: the gradients of another batch know that one was taken in
+        self.present = [flag > 0 for flag in flags]
+        true = measured * abs(self._reducer.to_true)
+        if self.norm is None and norm_type is None:
+            self.norm = true
+        return true
+
+    def scale_(self, coefficient: float = 1.0) -> None:
+        """Make the slices the true gradients times a coefficient. They have been measured."""
+        if self._reducer.to_true * coefficient != 1.0:
+            for bucket in self._buckets:
+                bucket.own_gradients.mul_(self._reducer.to_true * coefficient)
+            self._reducer.writes.note()
+        self._reducer.to_true = 1.0
+
+    def clip_for_step_(self, norm: float, max_norm: float) -> None:
+        """Make them the true ones, of this norm, clipped to another; 0 never clips. `multiplier` undoes it."""
+        coefficient = clip_coefficient(norm, max_norm)
+        self.scale_(coefficient)
+        self._unclip = 1 / coefficient
+
+    def clip_by_norm_(self, max_norm: float, norm_type: float) -> float:
+        """Make them the true ones and clip them to a norm, unless it is not finite; returns it. See `measure`."""
+        norm = self.measure()
+        if norm_type != self._norm_type:
+            norm = self.measure(norm_type)
+        if isfinite(norm):
+            self.scale_(clip_coefficient(norm, max_norm))
+        return norm
+
+    def clip_by_value_(self, clip_value: float) -> None:
+        """Make them the true ones and clip every entry, unless one is not finite: it stays so. See `measure`."""
+        if isfinite(self.measure()):
+            self.scale_()
+            for bucket in self._buckets:
+                bucket.own_gradients.clamp_(-clip_value, clip_value)
+            self._reducer.writes.note()
+
+
+def norm_over_all_ranks(
+    counted: Sequence[Tensor],
+    watched: Sequence[Tensor],
+    *,
+    norm_type: float,
+    device: torch.device,
+    code: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """The norm of what all ranks of the world count together. One all-reduce over the world.
+
+    Args:
+        counted: this rank's 1-D gradients; each gradient of the model is counted on one rank alone.
+        watched: gradients that another rank counts. They add nothing, but make the norm not finite where they
+            are not: an overflow on one rank is one on all.
+        norm_type: the p of the p-norm; `inf` is the largest magnitude.
+        device: where the sum is built.
+        code: below 2**32; compared between all ranks on the way.
+
+    Returns:
+        The norm, 0-d float64, equal on all ranks; infinite or NaN where any gradient of any rank is. And whether all
+        ranks gave the same code, 0-d.
+    """
+    norms = [_norm(x, norm_type) for x in counted] + [_norm(x, norm_type) * 0 for x in watched]
+    local = torch.stack([torch.zeros((), dtype=torch.float64, device=device), *norms])
+    if isinf(norm_type):
+        # A maximum over ranks may drop a NaN (gloo's does), never an infinity.
+        largest = torch.where(local.isfinite(), local, torch.inf).max()
+        figures = torch.cat([largest.view(1), _numbers(code, -code, device=device)])
+        dist.all_reduce(figures, op=dist.ReduceOp.MAX)
+        norm, highest, negated_lowest = figures
+        return norm, highest == -negated_lowest
+    # Sums of such integers are exact in float64. The codes of two kinds of ranks cannot add up to that of the first.
+    first = code if dist.get_rank() == 0 else 0
+    figures = torch.cat([local.pow(norm_type).sum().view(1), _numbers(code, first, device=device)])
+    dist.all_reduce(figures)
+    total, codes, of_first = figures
+    return total.pow(1 / norm_type), codes == of_first * dist.get_world_size()
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """The factor that clips gradients of this norm, as in torch.nn.utils.clip_grad_norm_. 0 never clips."""
+    return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
+
+
+def require_clip_norm(max_norm: float, norm_type: float) -> None:
+    """Raise ValueError where gradients cannot be clipped to this norm."""
+    checks = (
+        (_is_positive(max_norm), f"max_norm={max_norm!r}: it must be above 0; inf only measures the norm"),
+        (
+            _is_positive(norm_type),
+            f"norm_type={norm_type!r}: it must be above 0, or inf for the largest magnitude",
+        ),
+    )
+    if errors := [error for sound, error in checks if not sound]:
+        raise ValueError("; ".join(errors))
+
+
+def require_clip_value(clip_value: float) -> None:
+    """Raise ValueError where gradients cannot be clipped to this value."""
+    if not _is_positive(clip_value):
+        raise ValueError(
+            f"clip_value={clip_value!r}: it must be above 0; entries are clipped to -clip_value … clip_value"
+        )
+
+
+def require_finite_norm(norm: float, norm_type: float) -> None:
+    """Raise RuntimeError where a norm is infinite or NaN."""
+    if not isfinite(norm):
+        raise RuntimeError(
+            f"the gradients' norm (norm_type={norm_type}) is {norm} and error_if_nonfinite=True: under fp16 an "
+            "overflow now and then is usual and skips a step; leave error_if_nonfinite out to let it be"
+        )
+
+
+def _is_positive(value: object) -> bool:
+    """Whether it is a number above 0, infinite or not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _numbers(*values: float, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=device)
+
+
+def _norm(x: Tensor, norm_type: float) -> Tensor:
+    """The norm of a 1-D float32 tensor, float64: float32 within rows, float64 over them."""
+    whole = x.numel() // _ROW * _ROW
+    rows = torch.linalg.vector_norm(x[:whole].view(-1, _ROW), norm_type, dim=1)
+    if whole < x.numel():
+        rest = torch.linalg.vector_norm(x[whole:], norm_type)
+        rows = torch.cat([rows, rest.view(1)])
+    return torch.linalg.vector_norm(rows, norm_type, dtype=torch.float64)
