@@ -10,7 +10,7 @@ from rounds import step
 from torch import Tensor
 from workload import Workload
 
-from echelon.checkpoint.saving import Save
+from echelon.checkpoint.background import Save
 
 
 class SavedTraining(EchelonBatch):
@@ -43,7 +43,7 @@ class SavedTraining(EchelonBatch):
             for number, part in enumerate(held.parts):
                 found[name if is_whole else f"{name} {number} of {own}"] = part.local.contiguous()
         for piece in plugin.trained(self._optimizer).pieces:
-            if piece.held(piece.name, piece.key.detach()).counts:
+            if piece.local(piece.name, piece.key.detach()).counts:
                 states = self._optimizer.inner.state[piece.key]
                 found |= {f"{key} of {piece.name} of {own}": value for key, value in states.items()}
         return found

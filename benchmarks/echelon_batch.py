@@ -9,8 +9,8 @@ from torch import Tensor
 from workload import Workload, adamw
 
 from echelon import Booster, HybridParallelPlugin
-from echelon.checkpoint.gather import gather_whole
 from echelon.cluster.placement import placement_of
+from echelon.verify.gather import gather_whole
 
 
 class EchelonBatch(OneBatch):

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from ..checkpoint.saving import Save
-from ..checkpoint.step_load import Resume, Resumed
-from ..checkpoint.trial import save_faults
+from ..checkpoint.background import Save
+from ..checkpoint.calls import save_faults
+from ..checkpoint.step import Resume, Resumed
 from ..plugins.base import Boosted, Plugin, Returned
 from ..plugins.hybrid_config import told
 from ..plugins.lora import enable_lora, unwrapped

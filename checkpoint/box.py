@@ -1,16 +1,19 @@
-"""Boxes of a whole tensor, and where a rank's pieces lie in it. Which memory holds them is held.py.
+"""Boxes of a whole tensor, where a rank's pieces lie in it, and tensors on disk that are read by boxes.
 
-[Note: boxes] What a rank holds of a tensor is a flat stretch, in row-major order, of its piece of it: all of the piece,
-or what ZeRO left of it. The piece is cut out of the whole along one dimension, perhaps in several stretches, for fused
+[Note: boxes] A rank holds a flat stretch, in row-major order, of its piece of a tensor: all of the piece, or the part
+that ZeRO left of it. The piece is cut out of the whole along one dimension, perhaps in several stretches, for fused
 projections, and perhaps longer than it, by padding. So it takes a few boxes: a flat stretch of a tensor of n
 dimensions is at most 2n − 1 of them, and each is cut where the stretches of the piece end.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from ..cluster.placement import Placement, Shard, Stretch
+import torch
+from torch import Tensor
+
+from ..cluster.placement import Placement, Shard
 
 
 class Box(NamedTuple):
@@ -26,11 +29,11 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many entries it has."""
+        """The number of entries."""
         return prod(self.size)
 
     def common(self, other: "Box") -> "Box | None":
-        """What both have in common; None where that is nothing."""
+        """The intersection with another box; None where it is empty."""
         starts = tuple(map(max, self.offset, other.offset))
         ends = tuple(map(min, self.ends(), other.ends()))
         if any(start >= end for start, end in zip(starts, ends, strict=True)):
@@ -38,15 +41,41 @@ class Box(NamedTuple):
         return Box(starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
 
     def within(self, outer: "Box") -> tuple[slice, ...]:
-        """The slices of a tensor that covers `outer` which cover this box; it lies in `outer`."""
+        """The slices that cut this box out of a tensor that covers `outer`."""
         return tuple(
             slice(start - first, start - first + length)
             for start, first, length in zip(self.offset, outer.offset, self.size, strict=True)
         )
 
     def ends(self) -> tuple[int, ...]:
-        """Where it ends, along each dimension."""
+        """The end along each dimension."""
         return tuple(start + length for start, length in zip(self.offset, self.size, strict=True))
+
+    def along(self, dim: int, start: int, length: int) -> "Box":
+        """The same box with another stretch along a dimension."""
+        offset, size = list(self.offset), list(self.size)
+        offset[dim], size[dim] = start, length
+        return Box(tuple(offset), tuple(size))
+
+    def __str__(self) -> str:
+        return f"[{', '.join(f'{start}:{end}' for start, end in zip(self.offset, self.ends(), strict=True))}]"
+
+
+class Stored(Protocol):
+    """Tensors on disk, by name. Reading takes no more memory than is asked for, and communicates nothing."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """All tensors."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a whole tensor."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The stored format."""
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """A box of a tensor, on the CPU, in the stored format and in memory of its own."""
 
 
 class Cut(NamedTuple):
@@ -65,7 +94,7 @@ def whole_shape(piece_shape: Sequence[int], placement: Placement | None) -> tupl
 
 
 def cuts_of(box: Box, placement: Placement | None, rank: int) -> Iterator[Cut]:
-    """The parts of a box of a rank's piece that are no padding, with where they lie in the whole tensor.
+    """Yield the parts of a box of a rank's piece that are no padding, with their place in the whole tensor.
 
     Args:
         box: in the piece.
@@ -76,14 +105,17 @@ def cuts_of(box: Box, placement: Placement | None, rank: int) -> Iterator[Cut]:
         if box.numel:
             yield Cut(whole=box, piece=box)
         return
+    dim = placement.dim
+    first, last = box.offset[dim], box.ends()[dim]
     for stretch in placement.stretches_of(rank):
-        cut = _along(box, placement.dim, stretch)
-        if cut is not None:
-            yield cut
+        begin, end = max(first, stretch.piece), min(last, stretch.piece + stretch.length)
+        if begin < end and box.numel:
+            whole = box.along(dim, stretch.whole + begin - stretch.piece, end - begin)
+            yield Cut(whole=whole, piece=box.along(dim, begin, end - begin))
 
 
 def flat_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
-    """The boxes that entries `start` to `stop` of a tensor make up in row-major order, in that order.
+    """Yield the boxes that entries `start` to `stop` of a tensor make up, in row-major order.
 
     Each lies end to end in memory, where the tensor does.
     """
@@ -105,18 +137,22 @@ def flat_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
             start = end
 
 
-def _along(box: Box, dim: int, stretch: Stretch) -> Cut | None:
-    begin = max(box.offset[dim], stretch.piece)
-    end = min(box.offset[dim] + box.size[dim], stretch.piece + stretch.length)
-    if begin >= end or not box.numel:
-        return None
-    return Cut(
-        whole=Box(
-            _with(box.offset, dim, stretch.whole + begin - stretch.piece), _with(box.size, dim, end - begin)
-        ),
-        piece=Box(_with(box.offset, dim, begin), _with(box.size, dim, end - begin)),
-    )
+def coverage_errors(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
+    """Errors of boxes that do not cover every entry of a tensor of this shape exactly once."""
+    whole = Box.whole(shape)
+    errors = [f"{box} reaches out of it" for box in boxes if box.numel and box.common(whole) != box]
+    errors += [f"{a} and {b} overlap" for a, b in _overlaps(boxes)]
+    covered = sum(box.numel for box in boxes)
+    if not errors and covered != whole.numel:
+        errors.append(f"{whole.numel - covered} of its {whole.numel} entries are nowhere")
+    return errors
 
 
-def _with(numbers: tuple[int, ...], index: int, number: int) -> tuple[int, ...]:
-    return (*numbers[:index], number, *numbers[index + 1 :])
+def _overlaps(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
+    """Pairs that intersect; each box meets only those that end behind its begin along the first dimension."""
+    open_boxes: list[Box] = []
+    for box in sorted(box for box in boxes if box.numel):
+        begin = box.offset[:1]
+        open_boxes = [other for other in open_boxes if not begin or other.ends()[:1] > begin]
+        yield from ((other, box) for other in open_boxes if other.common(box) is not None)
+        open_boxes.append(box)

@@ -1,4 +1,4 @@
-"""What calls ask for: whether it can be done, and whether all ranks ask for the same. Doing it is checkpoints.py."""
+"""Checks of calls that save and load, before anything is done: of their arguments, and that ranks make the same one."""
 
 import os
 import re
@@ -6,10 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..cluster.dataloader import SharedLoader
 from .consent import on_all_ranks
-from .values import value_faults
+from .local import saved_state
+from .model import config_errors
+from .optimizer import saved_options
+from .tensor_file import dtype_errors, value_errors
 
 _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
@@ -91,7 +97,7 @@ def gather_faults(gather_dtensor: Any) -> list[str]:
 def lr_scheduler_faults(lr_scheduler: Any) -> list[str]:
     """Why something cannot be saved or loaded as a scheduler."""
     faults = _part_faults("lr_scheduler", lr_scheduler, "give the scheduler that booster.boost returned")
-    return faults or value_faults(
+    return faults or value_errors(
         lr_scheduler.state_dict(), f"the state of the {type(lr_scheduler).__name__}"
     )
 
@@ -100,7 +106,7 @@ def dataloader_faults(dataloader: Any) -> list[str]:
     """Why something cannot be saved or loaded as what the data come from."""
     if isinstance(dataloader, SharedLoader):  # of others it may begin a pass to ask for their position
         try:
-            return value_faults(dataloader.state_dict(), "the position in the data")
+            return value_errors(dataloader.state_dict(), "the position in the data")
         except ValueError as error:
             return [str(error)]
     return _part_faults(
@@ -137,3 +143,44 @@ def _part_faults(name: str, part: Any, instead: str) -> list[str]:
 
 def _is_count(number: Any, *, least: int) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number >= least
+
+
+def save_faults(model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any) -> list[str]:
+    """Reasons why no checkpoint of these could be written, as far as they are known now.
+
+    Args:
+        model: whole, or what this rank has of it.
+        optimizer: its parameter groups are tried, and not its states, which come with its steps.
+        lr_scheduler: tried where it is one of torch's.
+    """
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [
+        *config_errors(model),
+        *_state_faults(model),
+        *_option_faults(groups),
+        *(lr_scheduler_faults(lr_scheduler) if isinstance(lr_scheduler, LRScheduler) else []),
+    ]
+
+
+def _state_faults(model: nn.Module) -> list[str]:
+    try:
+        state = saved_state(model)
+    except ValueError as error:
+        return [str(error)]
+    return dtype_errors({name: tensor.dtype for name, tensor in state.items()})
+
+
+def _option_faults(groups: list[dict[str, Any]]) -> list[str]:
+    try:
+        saved = [saved_options(group) for group in groups]
+    except Exception as error:  # of a class of the user's, which cannot be copied
+        return [f"an option of a parameter group cannot be saved: {type(error).__name__}: {error}"]
+    if not value_errors(saved, "the options"):
+        return []
+    options = [each for group in saved for each in group.items()]
+    found = [
+        fault
+        for name, value in options
+        for fault in value_errors(value, f"the option {name!r} of a parameter group")
+    ]
+    return list(dict.fromkeys(found))

@@ -1,8 +1,9 @@
-"""What a plugin saves and loads: models, optimizers, and all of a run. How is told by the other files."""
+"""Saving and loading by a plugin: models, optimizers, schedulers, and all of a run."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,23 +12,37 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..cluster.mesh import ParallelMesh
-from . import calls, lora
+from . import calls
+from .background import Copies, Save, Saver
+from .commit import finish_placing, replace_file, write_together
 from .consent import alike, exchanged, failing_alike, on_all_ranks, on_first_rank
-from .copies import Copies
-from .held import HeldTensor
-from .held_model import HeldModel
-from .loading import fit
-from .model_files import SAFETENSORS, TORCH, FileNames, ModelFiles, describing, plan_model
-from .model_save import write_model_file, write_model_folder
-from .placing import finish_placing, replace_file, write_together
-from .plan import Holding, holdings_of
-from .pretrained import open_pretrained
-from .saving import Save, Saver
-from .schedulers import scheduler_faults
-from .step_load import Resume, Resumed, choose_step, load_step
-from .step_save import StepToSave, gather_step
-from .trained import STATES, SavedStates, Trained, fit_trained, kept_states, states_to_save
-from .values import read_values, saved_bytes
+from .exchange import Offer, offers_of
+from .local import Adapter, LocalModel, LocalTensor
+from .model import (
+    ADAPTER_FILES,
+    ADAPTER_SAFETENSORS,
+    ADAPTER_TORCH,
+    SAFETENSORS,
+    TORCH,
+    FileNames,
+    ModelFiles,
+    describing,
+    plan_model,
+    write_model_file,
+    write_model_folder,
+)
+from .optimizer import STATES, SavedStates, Trained, fit_trained, local_states, states_to_save
+from .pretrained import fit, open_pretrained
+from .step import (
+    Resume,
+    Resumed,
+    StepToSave,
+    choose_step,
+    gather_step,
+    load_step,
+    scheduler_errors,
+)
+from .tensor_file import read_values, saved_bytes
 
 MEBI = 2**20
 Saved = TypeVar("Saved", ModelFiles, SavedStates, StepToSave)
@@ -47,7 +62,7 @@ class Checkpoints:
 
     def save_model(
         self,
-        model: HeldModel,
+        model: LocalModel,
         checkpoint: str | Path,
         *,
         shard: bool,
@@ -73,10 +88,10 @@ class Checkpoints:
             path = Path(checkpoint).absolute()  # the run may go elsewhere meanwhile
             names = (SAFETENSORS if use_safetensors else TORCH).with_prefix(prefix)
             own = model.names.of_model()
-            held = {own[name]: replace(each, name=own[name]) for name, each in model.tensors.items()}
+            tensors = {own[name]: replace(each, name=own[name]) for name, each in model.tensors.items()}
             files = plan_model(
-                held,
-                self._every_holding(held),
+                tensors,
+                self._every_offer(tensors),
                 list(own.values()),
                 names if shard else FileNames(path.name, "", ""),
                 max_bytes=size_per_shard * MEBI if shard else float("inf"),
@@ -95,7 +110,7 @@ class Checkpoints:
 
             return self._run(write, path, use_async=use_async)
 
-    def save_adapters(self, model: HeldModel, checkpoint: str | Path, *, use_safetensors: bool) -> None:
+    def save_adapters(self, model: LocalModel, checkpoint: str | Path, *, use_safetensors: bool) -> None:
         """See `Booster.save_lora_as_pretrained`."""
         if not model.adapters:
             raise ValueError(
@@ -111,21 +126,21 @@ class Checkpoints:
         with self._called("save_lora_as_pretrained", given, faults) as group:
             path = Path(checkpoint)
             for adapter in model.adapters:
-                held = adapter.held(model.tensors)
+                tensors = adapter.local(model.tensors)
                 files = plan_model(
-                    held,
-                    self._every_holding(held),
+                    tensors,
+                    self._every_offer(tensors),
                     list(adapter.names),
-                    lora.SAFETENSORS if use_safetensors else lora.TORCH,
+                    ADAPTER_SAFETENSORS if use_safetensors else ADAPTER_TORCH,
                     max_bytes=float("inf"),
-                    describe=adapter.describe,
+                    describe=partial(_write_config, adapter),
                     is_torch=not use_safetensors,
                     group=group,
                 )
-                write_together(path / adapter.folder, files.write, lora.REPLACED, group)
+                write_together(path / adapter.folder, files.write, ADAPTER_FILES, group)
 
     @torch.inference_mode(False)  # else training could not change what is loaded
-    def load_model(self, model: HeldModel, checkpoint: str | Path, *, strict: bool) -> None:
+    def load_model(self, model: LocalModel, checkpoint: str | Path, *, strict: bool) -> None:
         """See `Booster.load_model`."""
         given = {
             "model": calls.kind_of(model.module),
@@ -161,8 +176,8 @@ class Checkpoints:
         }
         with self._called("save_optimizer", given, faults) as group:
             path = Path(checkpoint).absolute()  # the run may go elsewhere meanwhile
-            held, every = exchanged(lambda: kept_states(trained), group)
-            states = states_to_save(trained, held, every)
+            tensors, every = exchanged(lambda: local_states(trained), group)
+            states = states_to_save(trained, tensors, every)
             if use_async:
                 states = self._copied(states)
 
@@ -191,8 +206,8 @@ class Checkpoints:
         with self._called_with_scheduler("load_lr_scheduler", lr_scheduler, checkpoint) as group:
             path = Path(checkpoint)
             state = on_first_rank(lambda: read_values(path), group)
-            if faults := scheduler_faults(lr_scheduler, state, str(path)):
-                raise ValueError(faults[0])
+            if errors := scheduler_errors(lr_scheduler, state, str(path)):
+                raise ValueError(errors[0])
             lr_scheduler.load_state_dict(state)
 
     def save_step(
@@ -200,7 +215,7 @@ class Checkpoints:
         directory: str | Path,
         step: int,
         *,
-        model: HeldModel,
+        model: LocalModel,
         trained: Trained | None,
         lr_scheduler: Any,
         dataloader: Any,
@@ -238,14 +253,14 @@ class Checkpoints:
             if use_async:
                 copied = self._copied(gathered)
                 return self._saver.begin(lambda: copied.write(path, keep_last), path)
-            return self._saver.run_and_tell(lambda: gathered.write(path, keep_last), path)
+            return self._saver.run_reporting(lambda: gathered.write(path, keep_last), path)
 
     @torch.inference_mode(False)  # else training could not change what is loaded
     def load_step(
         self,
         directory: str | Path,
         *,
-        model: HeldModel,
+        model: LocalModel,
         trained: Trained | None,
         lr_scheduler: Any,
         dataloader: Any,
@@ -298,9 +313,9 @@ class Checkpoints:
         with self._called(name, given, faults) as group:
             yield group
 
-    def _every_holding(self, held: Mapping[str, HeldTensor]) -> list[dict[str, Holding]]:
-        """What every rank can send. One all-gather of objects over the world."""
-        return on_all_ranks(lambda: holdings_of(held), self._mesh.side_group())
+    def _every_offer(self, tensors: Mapping[str, LocalTensor]) -> list[dict[str, Offer]]:
+        """The boxes that every rank can send. One all-gather of objects over the world."""
+        return on_all_ranks(lambda: offers_of(tensors), self._mesh.side_group())
 
     def _copied(self, saved: Saved) -> Saved:
         """The same as it is now, for a save that goes on beside training; the one before has ended."""
@@ -313,8 +328,12 @@ class Checkpoints:
         return (self._saver.begin if use_async else self._saver.run)(work, path)
 
 
+def _write_config(adapter: Adapter, _: torch.dtype, folder: Path) -> None:
+    adapter.write_config(folder)
+
+
 def _kinds_of(
-    model: HeldModel, trained: Trained | None, lr_scheduler: Any, dataloader: Any
+    model: LocalModel, trained: Trained | None, lr_scheduler: Any, dataloader: Any
 ) -> dict[str, str | None]:
     return {
         "model": calls.kind_of(model.module),

@@ -1,22 +1,57 @@
-"""What differs between two checkpoints, whatever layouts wrote them. Distances of tensors are distance.py."""
+"""The differences between two checkpoints, whatever layouts wrote them."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf, prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .distance import Distance, chunks_of, distance_between
-from .opened import Opened
-from .stored import Stored
+from .box import Box, Stored, flat_boxes
+from .inspect import Opened, nbytes
 from .tensor_file import dtype_name
-from .weight_files import nbytes
 
-# Of a config: what says nothing of the model.
+# Parts of a config that say nothing of the model.
 PASSED_OVER = ("transformers_version", "_name_or_path")
+CHUNK = 1 << 20  # entries that are read at once: some 8 MiB for each of a few tensors in float64
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Progress = Callable[[int], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distance:
+    """The largest differences of two tensors.
+
+    Args:
+        absolute: the largest |a − b|; infinite where one of them is no number, or infinite, and the other is not.
+        relative: the largest |a − b| / max(|a|, |b|).
+        magnitude: the largest finite |a| or |b|.
+        differing: entries that are not equal to the bit, of tensors of one format; else that are not equal.
+        entries: of all.
+    """
+
+    absolute: float = 0.0
+    relative: float = 0.0
+    magnitude: float = 0.0
+    differing: int = 0
+    entries: int = 0
+
+    def joined(self, other: "Distance") -> "Distance":
+        """Of both."""
+        return Distance(
+            absolute=max(self.absolute, other.absolute),
+            relative=max(self.relative, other.relative),
+            magnitude=max(self.magnitude, other.magnitude),
+            differing=self.differing + other.differing,
+            entries=self.entries + other.entries,
+        )
+
+    def exceeds(self, tolerance: float) -> bool:
+        """True where they differ by more than a share of the largest entry; by any bit where the share is 0."""
+        return self.differing > 0 if tolerance == 0 else self.absolute > tolerance * self.magnitude
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +73,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What two checkpoints have in common, to be gone through.
+    """Two checkpoints that are compared.
 
     Args:
         a, b: opened.
@@ -52,12 +87,12 @@ class Comparison:
 
     @property
     def models_alone(self) -> bool:
-        """Whether one is a Hugging Face folder, which has nothing else."""
+        """True where one is a Hugging Face folder, which has nothing else."""
         return self.a.manifest is None or self.b.manifest is None
 
     @property
     def same_ranks(self) -> bool:
-        """Whether random states can be compared: those of a rank mean something only to the same rank."""
+        """True where random states can be compared: those of a rank mean something only to the same rank."""
         return self.a.random.keys() == self.b.random.keys()
 
     @property
@@ -74,7 +109,7 @@ class Comparison:
         )
 
     def notes(self) -> list[str]:
-        """What was not compared, and why."""
+        """Parts that are not compared, and why."""
         if self.models_alone:
             return ["a Hugging Face folder has no optimizer: models alone are compared"]
         return [] if self.same_ranks else ["written by other ranks: their random states are not compared"]
@@ -83,7 +118,7 @@ class Comparison:
         """All of them, as they are found.
 
         Args:
-            progress: told the bytes of A's tensors as they are read.
+            progress: gets the bytes of A's tensors as they are read.
 
         Raises:
             ValueError, OSError: a file is damaged or missing.
@@ -205,3 +240,42 @@ def _shown(value: Any) -> str:
         return f"{dtype_name(value.dtype)} {list(value.shape)}" if value.numel() > 1 else repr(value.item())
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def distance_between(a: Tensor, b: Tensor) -> Distance:
+    """The distance of two tensors of one shape."""
+    if not a.numel():
+        return Distance()
+    if a.is_complex() or b.is_complex():
+        a, b = (torch.view_as_real(each.to(torch.complex128)) for each in (a, b))
+    differing = int((_bits(a) != _bits(b)).sum()) if a.dtype == b.dtype else None
+    if differing == 0:
+        return Distance(magnitude=_magnitude(a.double()), entries=a.numel())
+    x, y = a.double(), b.double()
+    difference = (x - y).abs_()
+    alike = (x == y) | (x.isnan() & y.isnan())  # infinities too
+    difference.masked_fill_(alike, 0.0).nan_to_num_(nan=inf, posinf=inf)
+    relative = difference / torch.maximum(x.abs(), y.abs()).nan_to_num_(nan=inf, posinf=inf)
+    relative.masked_fill_(alike, 0.0).nan_to_num_(nan=inf, posinf=inf)  # inf / inf: no number
+    return Distance(
+        absolute=difference.max().item(),
+        relative=relative.max().item(),
+        magnitude=max(_magnitude(x), _magnitude(y)),
+        differing=int((~alike).sum()) if differing is None else differing,
+        entries=a.numel(),
+    )
+
+
+def chunks_of(shape: Sequence[int], entries: int = CHUNK) -> Iterator[Box]:
+    """Boxes of a tensor, end to end in row-major order, of at most so many entries each."""
+    whole = prod(shape)
+    for start in range(0, whole, entries):
+        yield from flat_boxes(start, min(start + entries, whole), shape)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(_BITS[tensor.dtype.itemsize])
+
+
+def _magnitude(values: Tensor) -> float:
+    return values.abs().nan_to_num_(nan=0.0, posinf=0.0).max().item()

@@ -1,32 +1,95 @@
-"""Tensors of any Hugging Face folder or file, by the names that a model has for them, read by boxes.
+"""Weights in any Hugging Face folder or file: found, under the names that a model has for them, read by boxes.
 
-[Note: reading by boxes] Each tensor is a lazy one (lazy/tensor.py), also where it is converted from several of the
-files: what transformers' own conversions do is recorded, and a box of their result is made of the boxes of the files
-that it takes, wherever stacking, concatenating, cutting and transposing explain it. Else that tensor is converted
-whole, and then cut.
+[Note: reading by boxes] A tensor that is stored as the model has it is read by boxes. One that transformers' own
+conversions make of several (experts, for example) is recorded by lazy tensors, made whole when it is read first, and
+then cut.
 """
 
-from collections.abc import Collection, Mapping
+import copy
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..lazy.files import FileTensor, ReadTensor, open_tensors
-from ..lazy.pretrained import refuse_quantized
-from ..lazy.tensor import LazyTensor, lazily, real
-from .box import Box
-from .pretrained_files import tensor_files
-from .pretrained_names import known_to
-from .stored import Stored
+from ..lazy.context import refuse_quantized
+from ..lazy.files import open_tensors
+from ..lazy.tensor import LazyTensor, content_of, lazily, real
+from .box import Box, Stored
+from .consent import alike, faults_of_all
+from .local import LocalTensor, TensorNames
+
+# What a folder is searched for, in this order, as `from_pretrained` does.
+_NAMES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_INDEX = ".index.json"
+_OF_SEVERAL = re.compile(r"-(\d+)-of-(\d+)\.")
 
 
-def open_pretrained(path: Path | str, model: nn.Module | None = None) -> Stored:
-    """The tensors of a file or folder, none of them read. Communicates nothing.
+class Weights:
+    """The tensors of a file or folder under the names that they have there; `Stored`. None is read.
+
+    Raises:
+        FileNotFoundError: there is no such file or folder, or nothing of a model in it.
+        ValueError: a file is damaged or holds something else, or two have a tensor of one name; names it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.paths: dict[str, Path] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self._made: tuple[str, Tensor] | None = None
+        for file in tensor_files(path):
+            sources = open_tensors(file)
+            if twice := sorted(self.paths.keys() & sources.keys()):
+                raise ValueError(
+                    f"{file} holds tensors that another file of {file.parent} holds too: {twice}"
+                )
+            self.paths |= dict.fromkeys(sources, file)
+            self.tensors |= {name: lazily(source) for name, source in sources.items()}
+
+    @property
+    def names(self) -> Collection[str]:
+        """All tensors."""
+        return self.tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one."""
+        return tuple(self.tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The format of one."""
+        return self.tensors[name].dtype
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """A box of one, in memory of its own; see [Note: reading by boxes]."""
+        whole = self.tensors[name]
+        if Box.whole(whole.shape).common(box) != box and box.numel:
+            raise AssertionError(f"{box} of {name}, which has shape {tuple(whole.shape)}")
+        if isinstance(whole, LazyTensor) and not content_of(whole).value.is_borrowed:
+            if self._made is None or self._made[0] != name:
+                self._made = None
+                self._made = name, real(whole)
+            whole = self._made[1]
+        own = whole[box.within(Box.whole(whole.shape))].clone(memory_format=torch.contiguous_format)
+        return real(own) if isinstance(own, LazyTensor) else own
+
+
+def open_pretrained(path: Path | str, model: nn.Module | None = None) -> Weights:
+    """The tensors of a file or folder by the names that a model has for them, none of them read.
 
     Names are turned into those of the model as `from_pretrained` does: the prefix of the base model may be missing or
-    too much, older names and those of other formats are known, experts may be stored one by one. What the model does
-    not know keeps the name that it has in the file, unless `from_pretrained` passes over it in silence.
+    too much, older names and those of other formats are known, experts may be stored one by one. A tensor that the
+    model does not know keeps the name that it has in the file, unless `from_pretrained` passes over it in silence.
+    Communicates nothing.
 
     Args:
         path: a safetensors or torch file of any name, an index of several, or a folder that holds them.
@@ -38,42 +101,296 @@ def open_pretrained(path: Path | str, model: nn.Module | None = None) -> Stored:
         ValueError: files are broken, incomplete or quantized, hold something else, or cannot be converted.
     """
     path = Path(path)
-    files = tensor_files(path)
-    refuse_quantized(files[0].parent)
-    tensors = {name: lazily(source) for name, source in _sources(files).items()}
-    return _LazyStored(tensors if model is None else known_to(model, tensors, path))
+    refuse_quantized(tensor_files(path)[0].parent)
+    weights = Weights(path)
+    if model is not None:
+        weights.tensors = known_to(model, weights.tensors, path)
+    return weights
 
 
-class _LazyStored:
-    """See [Note: reading by boxes]."""
+def tensor_files(path: Path) -> list[Path]:
+    """The files with the tensors of a model.
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
+    Args:
+        path: a file, which may be an index of others; or a folder.
 
-    @property
-    def names(self) -> Collection[str]:
-        return self._tensors.keys()
+    Raises:
+        FileNotFoundError: there is nothing, or files of several are missing.
+        ValueError: an index cannot be read, or the folder holds an adapter.
+    """
+    if path.is_file():
+        return _of_index(path) if path.name.endswith(_INDEX) else [path]
+    if not path.is_dir():
+        raise FileNotFoundError(f"there is no file or folder {path}: give one that holds a model's weights")
+    for name in _NAMES:
+        if (path / name).is_file():
+            return tensor_files(path / name)
+    if (path / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{path} holds an adapter, and no model: give the folder of the model that it belongs to"
+        )
+    for pattern in ("*.safetensors", "pytorch_model*.bin"):
+        if found := sorted(path.glob(pattern)):
+            return _all_of_several(found)
+    present = sorted(each.name for each in path.iterdir())[:20]
+    raise FileNotFoundError(
+        f"{path} holds no model: expected one of {', '.join(_NAMES)} or other safetensors files, and found {present}"
+    )
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
 
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[name].dtype
+def _of_index(path: Path) -> list[Path]:
+    """The files that an index names."""
+    try:
+        names = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is no index of tensors: {type(error).__name__}: {error}") from error
+    files = [path.parent / name for name in sorted(names)]
+    if not files:
+        raise ValueError(f"{path} is no index of tensors: it names no file")
+    if missing := [each.name for each in files if not each.is_file()]:
+        raise FileNotFoundError(f"files that {path} names are missing: {', '.join(missing)}")
+    return files
 
-    def read(self, name: str, box: Box) -> Tensor:
-        whole = self._tensors[name]
-        if Box.whole(whole.shape).common(box) != box and box.numel:
-            raise AssertionError(f"{box} of {name}, which has shape {tuple(whole.shape)}")
-        own = whole[box.within(Box.whole(whole.shape))].clone(memory_format=torch.contiguous_format)
-        return real(own) if isinstance(own, LazyTensor) else own
 
-
-def _sources(files: Collection[Path]) -> dict[str, FileTensor | ReadTensor]:
-    """The tensors of several files together."""
-    found: dict[str, FileTensor | ReadTensor] = {}
+def _all_of_several(files: list[Path]) -> list[Path]:
+    """Files without an index, once those that are numbered are all there."""
     for path in files:
-        tensors = open_tensors(path)
-        if twice := sorted(found.keys() & tensors.keys()):
-            raise ValueError(f"{path} holds tensors that another file of {path.parent} holds too: {twice}")
-        found |= tensors
+        if (found := _OF_SEVERAL.search(path.name)) is None:
+            continue
+        number, count = found.groups()
+        start, end = path.name[: found.start()], path.name[found.end() :]
+        every = [f"{start}-{index:0{len(number)}}-of-{count}.{end}" for index in range(1, int(count) + 1)]
+        present = {each.name for each in files}
+        if missing := [name for name in every if name not in present]:
+            raise FileNotFoundError(f"files of {path.parent} are missing: {', '.join(missing)}")
+    return files
+
+
+def known_to(model: nn.Module, stored: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """Tensors of files by the names of a model, converted into what the model holds.
+
+    Tied tensors are found under each of their names, if they are stored under one. Those that nothing explains keep
+    their names.
+
+    Args:
+        model: of transformers; it may be cut.
+        stored: what files hold, lazy or real.
+        path: where from, for errors.
+
+    Raises:
+        ValueError: tensors cannot be converted, or differ although the model ties them; names all of them.
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        return _tied(dict(stored), model, path)
+    outline = outline_of(model)
+    found, unknown = _renamed(stored, outline, path)
+    ignored = _ignored(outline)
+    unknown = {name: tensor for name, tensor in unknown.items() if not ignored(name)}
+    return _tied(found, outline, path) | unknown
+
+
+def outline_of(model: Any) -> Any:
+    """A model of transformers as its config says, whole, on the meta device; draws nothing at random.
+
+    Raises:
+        ValueError: its class cannot be built from its config alone.
+    """
+    from transformers import initialization
+
+    safely = getattr(initialization, "meta_device_safe_creation_ops", nullcontext)  # since 5.1
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"), safely():
+            outline = type(model)(copy.deepcopy(model.config))
+            outline.tie_weights()  # transformers 5.0 ties nothing on the meta device by itself
+            return outline
+    except TypeError as error:
+        raise ValueError(
+            f"{type(model).__name__} cannot be built from its config alone ({error}), which shows how its weights are "
+            "named: let it take a config"
+        ) from error
+
+
+def _renamed(
+    stored: Mapping[str, Tensor], outline: Any, path: Path
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors that the model knows, under its names, and the others."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    rules = get_model_conversion_mapping(outline)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    prefix, state = outline.base_model_prefix, outline.state_dict()
+    found: dict[str, Tensor] = {}
+    unknown: dict[str, Tensor] = {}
+    to_convert: dict[str, Any] = {}
+    for name in sorted(stored, key=dot_natural_key):  # the order of numbers: experts are put together in it
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = rename_source_key(name, [], [], prefix, state)
+        if target not in state or target in found or (pattern is None and target in to_convert):
+            unknown[name] = stored[name]
+        elif pattern is None:
+            found[target] = stored[name]
+        else:
+            if target not in to_convert:
+                to_convert[target] = copy.deepcopy(converter_of[pattern])
+            to_convert[target].add_tensor(target, name, pattern, stored[name])
+    return found | _converted(to_convert, outline, path), unknown
+
+
+def _converted(converters: Mapping[str, Any], outline: Any, path: Path) -> dict[str, Tensor]:
+    """The results of converters from the tensors that they have collected."""
+    found: dict[str, Tensor] = {}
+    errors = []
+    for target, converter in converters.items():
+        sources = sorted(set().union(*converter.layer_targets.values()))
+        try:
+            made = converter.convert(target, model=outline, config=outline.config)
+        except Exception as error:  # conversions may raise anything
+            errors.append(f"{target} from {sources}: {type(error).__name__}: {error}")
+            continue
+        made = made[0] if isinstance(made, tuple) else made  # transformers 5.0 returns errors beside
+        found |= {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
+    if errors:
+        raise ValueError(f"weights of {path} cannot be converted into the model's: {'; '.join(errors)}")
     return found
+
+
+def _ignored(outline: Any) -> Callable[[str], bool]:
+    """A predicate of the names of files that `from_pretrained` passes over in silence."""
+    buffers = [name for name, _ in outline.named_buffers()]
+    patterns = set(outline._keys_to_ignore_on_load_unexpected or ())
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):  # each layer had one
+        patterns.add(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):  # it was saved
+        patterns.add(r"(^|\.)position_ids$")
+    return lambda name: any(re.search(pattern, name) for pattern in patterns)
+
+
+def _tied(found: dict[str, Tensor], outline: nn.Module, path: Path) -> dict[str, Tensor]:
+    """Tensors that the model ties, under each of their names."""
+    tied: dict[int, list[str]] = {}
+    for name, tensor in outline.state_dict(keep_vars=True).items():
+        tied.setdefault(id(tensor), []).append(name)
+    errors = []
+    for names in tied.values():
+        present = [name for name in names if name in found]
+        if not present:
+            continue
+        first = found[present[0]]
+        errors += [f"{present[0]} and {name}" for name in present[1:] if not _are_equal(first, found[name])]
+        found |= dict.fromkeys(names, first)
+    if errors:
+        raise ValueError(
+            f"the model ties weights that differ in {path}: {'; '.join(errors)}: build it with "
+            "tie_word_embeddings=False"
+        )
+    return found
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+
+
+class Fitting(NamedTuple):
+    """Stored tensors that fit this rank's.
+
+    Args:
+        local: by the first names.
+        stored: under any of the names.
+        places: under which of its names each of them is stored.
+        group: all ranks, over the CPU.
+    """
+
+    local: Mapping[str, LocalTensor]
+    stored: Stored
+    places: Mapping[str, str]
+    group: dist.ProcessGroup
+
+    def load(self) -> None:
+        """Read this rank's boxes into its memory. Collective over the group.
+
+        Raises:
+            OSError, ValueError: a file cannot be read; on every rank.
+        """
+        alike(lambda: read_into(self.local, self.stored, self.places), self.group)
+
+
+def fit(
+    local: Mapping[str, LocalTensor],
+    stored: Stored,
+    *,
+    names: TensorNames,
+    strict: bool,
+    what: str,
+    group: dist.ProcessGroup,
+) -> Fitting:
+    """Compare stored tensors with those of all ranks. Collective over the group.
+
+    Args:
+        local: by the first names.
+        stored: under any of the names.
+        names: of the whole model.
+        strict: refuse what is missing or extra; else that is left as it is. Shapes have to fit in any case.
+        what: to be named in errors.
+        group: over the CPU.
+
+    Raises:
+        ValueError: tensors are missing, extra or of another shape; lists all of them, on every rank.
+    """
+    places = _places(stored, names)
+    errors = _name_errors(stored, names, places) if strict else []
+    errors += _shape_errors(local, stored, places)
+    if every := faults_of_all(lambda: errors, group):
+        raise ValueError(f"{what} does not fit this model: {'; '.join(every)}")
+    return Fitting(local, stored, places, group)
+
+
+@torch.no_grad()
+def read_into(
+    local: Mapping[str, LocalTensor], stored: Stored, places: Mapping[str, str] | None = None
+) -> None:
+    """Fill a rank's tensors with their boxes of stored ones; those that are not stored stay as they are.
+
+    Args:
+        local: by name.
+        stored: under these names, or under `places`.
+        places: the stored name of each.
+    """
+    places = {name: name for name in stored.names} if places is None else places
+    for name, each in local.items():
+        if name in places:
+            for part in each.parts:
+                part.local.copy_(stored.read(places[name], part.box))
+
+
+def _places(stored: Stored, names: TensorNames) -> dict[str, str]:
+    """The name under which each tensor is stored, by its first one."""
+    places: dict[str, str] = {}
+    for name in stored.names:
+        first = names.first.get(name)
+        if first is not None and (name == first or first not in places):
+            places[first] = name
+    return places
+
+
+def _name_errors(stored: Stored, names: TensorNames, places: Mapping[str, str]) -> list[str]:
+    errors = [f"{name} is missing" for name in names.needed if name not in places]
+    return errors + [f"{name} is not in the model" for name in stored.names if name not in names.first]
+
+
+def _shape_errors(local: Mapping[str, LocalTensor], stored: Stored, places: Mapping[str, str]) -> list[str]:
+    return [
+        f"{name} has shape {stored.shape(places[name])} in the file and {each.shape} in the model"
+        for name, each in local.items()
+        if name in places and tuple(stored.shape(places[name])) != each.shape
+    ]

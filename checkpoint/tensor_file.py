@@ -1,15 +1,18 @@
-"""safetensors files: written tensor by tensor with their hashes, read by boxes. What lies where is the caller's.
+"""The files of a checkpoint, written with their hashes: tensors in safetensors or torch's format, and plain values.
 
-The format is https://huggingface.co/docs/safetensors: a length, a JSON header, and the tensors end to end.
+safetensors is https://huggingface.co/docs/safetensors: a length, a JSON header, and the tensors end to end. Reading is
+lazy/files.py.
 
 [Note: writing early] Linux keeps what is written in memory until it is told to bring it to the disk, and then the
 writer waits while its core is idle. So it is told so every few MiB, and the disk works while the next tensors are
 hashed and written. That these pages need not be kept afterwards is what the call means by itself.
 """
 
+import io
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -18,8 +21,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..lazy.files import DTYPES, OpenFile
-from .box import Box
+from ..lazy.files import DTYPES, header_of, listed_tensors
 
 ALGORITHM = "xxh3_128"
 _CHUNK = 2**24
@@ -37,17 +39,17 @@ class Entry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes."""
+        """Its size."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 class FileRecord(NamedTuple):
-    """What a manifest says of a file.
+    """The entry of a file in a manifest.
 
     Args:
         bytes: its length.
         hash: of all of it; None for a file of tensors.
-        header: hash of what stands in front of the tensors, of a file of tensors.
+        header: hash of the bytes in front of the tensors, of a file of tensors.
         tensors: hash of each tensor's bytes, likewise.
     """
 
@@ -118,64 +120,55 @@ class TensorFileWriter:
             self._file.raw.close() if not self._file.raw.closed else None
 
 
-class TensorFile:
-    """A file to be read by boxes; `Stored`. What is not read takes no memory; see [Note: mapping] in lazy/files.py.
+class TorchFileWriter:
+    """As `TensorFileWriter`, in torch's own format: all tensors of the file are in memory until it is written.
 
-    Raises:
-        ValueError: it is no safetensors file, or is cut short; names it.
+    Args:
+        path: the file, which is made anew.
+        entries: what will be written, in the order of `write`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
         self.path = path
-        self.header_size, self._entries = _read_header(path)
-        self.size = max(
-            [self.header_size, *(start + entry.nbytes for entry, start in self._entries.values())]
-        )
-        if (found := path.stat().st_size) != self.size:
-            raise ValueError(f"{path} has {found} bytes, and its header speaks of {self.size}: it is damaged")
-        self._file = OpenFile(path)
+        self._names = [entry.name for entry in reversed(entries)]
+        self._tensors: dict[str, Tensor] = {}
 
-    @property
-    def names(self) -> Collection[str]:
-        """All tensors."""
-        return self._entries.keys()
+    def write(self, tensor: Tensor) -> None:
+        """Take the next one."""
+        self._tensors[self._names.pop()] = tensor.detach().cpu().clone()
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one."""
-        return self._entries[name][0].shape
+    def finish(self) -> FileRecord:
+        """Have all on the disk.
 
-    def dtype(self, name: str) -> torch.dtype:
-        """The format of one."""
-        return self._entries[name][0].dtype
+        Raises:
+            OSError: it cannot be written.
+        """
+        with open(self.path, "wb") as file:
+            torch.save(self._tensors, file)
+            file.flush()
+            os.fsync(file.fileno())
+        return FileRecord(bytes=self.path.stat().st_size, hash=hash_of(self.path))
 
-    def read(self, name: str, box: Box) -> Tensor:
-        """A box of one, in memory of its own."""
-        return self.mapped(name)[box.within(Box.whole(self.shape(name)))].clone()
-
-    def mapped(self, name: str) -> Tensor:
-        """One as it lies in the file: in memory are the parts that were used, for as long as it is held."""
-        entry, start = self._entries[name]
-        content = self._file.mapped(start, entry.nbytes)
-        if start % entry.dtype.itemsize:  # as other writers leave it
-            content = content.clone()
-        return content.view(entry.dtype).view(entry.shape)
+    def abandon(self) -> None:
+        """Drop the tensors."""
+        self._tensors.clear()
 
 
 def damage_of_tensors(path: Path, record: FileRecord) -> list[str]:
-    """What of a file is not as a manifest says it: names of tensors, or "the header". Read a stretch at a time.
+    """The tensors of a file, or "the header", that are not as a manifest lists them. Reads a stretch at a time.
 
     Raises:
         OSError: it cannot be read.
     """
     with open(path, "rb") as file:
-        header = _header_bytes(file)
+        header = header_of(file)
         if xxhash.xxh3_128(header).hexdigest() != record.header:
             return ["the header"]
         hashes = record.tensors or {}
         return [
-            entry.name
-            for entry, start in _entries_of(path, header).values()
-            if _hash_from(file, start, entry.nbytes) != hashes.get(entry.name)
+            name
+            for name, (start, geometry) in listed_tensors(path, header).items()
+            if _hash_from(file, start, geometry.num_bytes) != hashes.get(name)
         ]
 
 
@@ -219,7 +212,7 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
-def dtype_faults(dtypes: Mapping[str, torch.dtype]) -> list[str]:
+def dtype_errors(dtypes: Mapping[str, torch.dtype]) -> list[str]:
     """Errors for the tensors of formats that safetensors files do not have."""
     return [
         f"{name} is {dtype}, which safetensors files cannot hold: use another format"
@@ -244,6 +237,12 @@ def _header(order: Sequence[Entry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def hash_of(path: Path) -> str:
+    """The hash of a file."""
+    with open(path, "rb") as file:
+        return _hash_from(file, 0, path.stat().st_size)
+
+
 def _hash_from(file: BinaryIO, start: int, length: int) -> str:
     """Of some bytes of a file, which are read one after the other and not mapped."""
     digest = xxhash.xxh3_128()
@@ -254,33 +253,81 @@ def _hash_from(file: BinaryIO, start: int, length: int) -> str:
     return digest.hexdigest()
 
 
-def _header_bytes(file: BinaryIO) -> bytes:
-    """The bytes in front of the tensors; fewer than they say where the file is shorter."""
-    first = file.read(8)
-    length = min(int.from_bytes(first, "little"), os.fstat(file.fileno()).st_size)
-    return first + file.read(length)
+def saved_bytes(values: Any) -> bytes:
+    """Plain values and tensors in torch's own format.
 
-
-def _read_header(path: Path) -> tuple[int, dict[str, tuple[Entry, int]]]:
-    """How many bytes stand in front of the tensors, and what they say; see `_entries_of`."""
-    with open(path, "rb") as file:
-        header = _header_bytes(file)
-    return len(header), _entries_of(path, header)
-
-
-def _entries_of(path: Path, header: bytes) -> dict[str, tuple[Entry, int]]:
-    """The tensors of a file, and where in it each begins, in their order there."""
+    Raises:
+        ValueError: they hold something else, which could only be read by running code of the file.
+    """
     try:
-        listing = json.loads(header[8:])
-        listing.pop("__metadata__", None)
-        return {name: _entry(name, each, len(header)) for name, each in listing.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} has no header of safetensors, or a damaged one: {error!r}") from error
+        content = torch_bytes(values)
+        torch.load(io.BytesIO(content), weights_only=True)
+    except Exception as error:  # torch raises several kinds, of pickle and its own
+        raise ValueError(
+            "a checkpoint holds plain values and tensors alone: numbers, texts, lists, tuples, dicts. "
+            f"This is none: {_unsafe(error)}"
+        ) from error
+    return content
 
 
-def _entry(name: str, listed: Mapping[str, Any], first: int) -> tuple[Entry, int]:
-    entry = Entry(name, tuple(listed["shape"]), DTYPES[listed["dtype"]])
-    start, end = listed["data_offsets"]
-    if start < 0 or end - start != entry.nbytes:
-        raise ValueError(f"{entry} does not take bytes {start} to {end}")
-    return entry, first + start
+def value_errors(values: Any, what: str) -> list[str]:
+    """The error of values that cannot be saved, if there is one. See `saved_bytes`."""
+    try:
+        saved_bytes(values)
+    except ValueError as error:
+        return [f"{what} cannot be saved: {error}"]
+    return []
+
+
+def _unsafe(error: Exception) -> str:
+    """The class that is not to be read, or another reason, where torch names it amid advice; else all that it says."""
+    text = str(error)
+    found = re.search(r"GLOBAL (\S+)", text) or re.search(r"WeightsUnpickler error:\s*([^\n]+)", text)
+    return found[1] if found else f"{type(error).__name__}: {text}"
+
+
+def digest_of(values: Any) -> str:
+    """A hash of plain values and tensors: the same of equal ones, also where they were made by two processes."""
+    return xxhash.xxh3_128(repr(_comparable(values)).encode()).hexdigest()
+
+
+def _comparable(values: Any) -> Any:
+    """Values with an equal `repr` where they are equal: that of tensors is cut, and orders are chance."""
+    if isinstance(values, Tensor):
+        content = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return values.dtype, tuple(values.shape), xxhash.xxh3_128(content).hexdigest()
+    if isinstance(values, Mapping):
+        return {"of": sorted((repr(key), _comparable(value)) for key, value in values.items())}
+    if isinstance(values, set | frozenset):
+        return {"of": sorted(map(repr, values))}
+    if isinstance(values, list | tuple):
+        return [_comparable(each) for each in values]
+    return values
+
+
+def torch_bytes(values: Any) -> bytes:
+    """Values that are known to be plain, in torch's own format."""
+    buffer = io.BytesIO()
+    torch.save(values, buffer)
+    return buffer.getvalue()
+
+
+def write_values(path: Path, values: Any) -> FileRecord:
+    """Write plain values to a file, see `saved_bytes`."""
+    return write_small(path, saved_bytes(values))
+
+
+def read_values(path: Path) -> Any:
+    """Plain values from a file.
+
+    Raises:
+        OSError: there is no such file, or it may not be read.
+        ValueError: the file is damaged; names it.
+    """
+    content = path.read_bytes()
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises several kinds, of zip, pickle and its own
+        raise ValueError(
+            f"{path} cannot be read, it is damaged or no file of Echelon's: {_unsafe(error)}"
+        ) from error

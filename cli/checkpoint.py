@@ -7,16 +7,9 @@ import typer
 
 FOLDER_HELP = "A step-… folder, the folder above (its newest complete step), or a Hugging Face folder."
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help=FOLDER_HELP, show_default=False)]
-Out = Annotated[
-    Path, typer.Argument(metavar="OUT", help="The new folder, which is not there.", show_default=False)
-]
-Size = Annotated[int, typer.Option(metavar="MIB", help="Of a file of weights at most, in MiB.")]
-Dtype = Annotated[
-    str | None, typer.Option(help="Format of the weights: float32, bfloat16, float16; else their own.")
-]
 
 checkpoint = typer.Typer(
-    help="Look into checkpoints, compare, check and rewrite them; no process group, one tensor in memory at a time.",
+    help="Look into checkpoints, compare and check them; no process group, one tensor in memory at a time.",
     no_args_is_help=True,
 )
 
@@ -73,40 +66,22 @@ def verify(directory: Folder) -> None:
     run_verify(directory)
 
 
-@checkpoint.command()
-def reshard(
-    directory: Folder,
-    out: Out,
-    size_per_shard: Size = 1024,
-    optimizer_files: Annotated[
-        int | None, typer.Option(help="Files for the optimizer's tensors; else as many as there are.")
-    ] = None,
-    dtype: Dtype = None,
-) -> None:
-    """Write the same checkpoint in other files. OUT is complete, hashes and all, or not there.
+def _removed(command: str, instead: str) -> None:
+    @checkpoint.command(command, hidden=True, context_settings={"ignore_unknown_options": True})
+    def removed(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+        from .console import refuse
 
-    With --dtype as a run of that precision would have written it: 16-bit weights have float32 masters beside them,
-    float32 weights are their masters. Exit status: 0 written, 1 damaged or not to be written, 2 bad arguments.
-    """
-    from .checkpoint_convert import run_reshard
-
-    run_reshard(directory, out, size_per_shard=size_per_shard, optimizer_files=optimizer_files, dtype=dtype)
+        refuse(f"checkpoint {command}", [f"there is no such command any more: {instead}"])
 
 
-@checkpoint.command()
-def export(
-    directory: Folder,
-    out: Out,
-    dtype: Dtype = None,
-    masters: Annotated[
-        bool, typer.Option("--masters", help="Take the float32 masters of the weights that have one.")
-    ] = False,
-    size_per_shard: Size = 1024,
-) -> None:
-    """Write a Hugging Face folder, which AutoModel.from_pretrained and its like read.
-
-    Exit status: 0 written, 1 damaged or not to be written, 2 bad arguments.
-    """
-    from .checkpoint_convert import run_export
-
-    run_export(directory, out, dtype=dtype, masters=masters, size_per_shard=size_per_shard)
+_removed(
+    "reshard",
+    "a step loads under every layout and precision as it is. For other files load it by booster.load_checkpoint and "
+    "save it by booster.save_checkpoint(..., size_per_shard=MIB)",
+)
+_removed(
+    "export",
+    "`model/` in the folder of a step is a Hugging Face folder already, so copy it. For another format save what "
+    "AutoModel.from_pretrained(FOLDER, dtype=...) returned; for the float32 masters of 16-bit weights load the step "
+    'under precision="fp32" and call booster.save_model(..., shard=True)',
+)

@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from ..checkpoint.difference import Comparison, Difference
-from ..checkpoint.opened import open_folder
+from ..checkpoint.inspect import open_folder
 from .checkpoint_folder import chosen_folder, folder_faults, progress_bar, told
 from .console import refuse, table_console
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 from tqdm import tqdm
 
-from ..checkpoint.opened import find_folder
+from ..checkpoint.inspect import find_folder
 
 
 def folder_faults(path: Path) -> list[str]:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import typer
 
-from ..checkpoint.damage import Findings, examine_checkpoint, examine_pretrained
-from ..checkpoint.step_folder import MANIFEST
+from ..checkpoint.inspect import Findings, examine_checkpoint, examine_pretrained
+from ..checkpoint.steps import MANIFEST
 from .checkpoint_folder import chosen_folder, folder_faults, progress_bar, told
 from .console import refuse
 
@@ -18,10 +18,10 @@ def run_verify(directory: Path) -> None:
         findings = _findings(folder)
     for note in findings.notes:
         typer.echo(f"note: {note}", err=True)
-    for fault in findings.faults:
+    for fault in findings.errors:
         typer.echo(fault)
-    typer.echo(f"{folder} is {'damaged' if findings.faults else 'sound'}")
-    raise typer.Exit(1 if findings.faults else 0)
+    typer.echo(f"{folder} is {'damaged' if findings.errors else 'sound'}")
+    raise typer.Exit(1 if findings.errors else 0)
 
 
 def _findings(folder: Path) -> Findings:

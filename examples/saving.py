@@ -15,9 +15,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from echelon import Booster, DistCoordinator
-from echelon.checkpoint.saving import Save
-from echelon.checkpoint.step_folder import steps_in
-from echelon.checkpoint.step_load import Resumed
+from echelon.checkpoint.background import Save
+from echelon.checkpoint.step import Resumed
+from echelon.checkpoint.steps import steps_in
 
 Record = dict[str, Any]
 

@@ -1,6 +1,5 @@
 """Lazy initialization: models built without memory, of which each rank makes real what it holds."""
 
-from .context import LazyInitContext
-from .materialize import materialize
+from .context import LazyInitContext, materialize
 
 __all__ = ["LazyInitContext", "materialize"]

@@ -1,17 +1,29 @@
-"""LazyInitContext: the block in which models are built without memory. What it builds is tensor.py."""
+"""`LazyInitContext`, in which models are built and read from files without memory, and `materialize`, which ends that.
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+[Note: from_pretrained] transformers opens files, renames what it finds, converts it (experts one by one into one
+tensor, for example), puts it into the model, initializes what is missing and ties what is tied. All that is left to it,
+whatever its version: within the block it finds lazy tensors in files, so conversions are recorded and nothing is read.
+Two functions that it looks up in one of its modules are exchanged for that, for the thread that is in the block, and
+put back when it leaves, also by an error.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch._ops import OpOverload
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten_with_path
 
-from .materialize import materialize
-from .pretrained import reading_lazily
-from .tensor import LazyTensor, allocate
+from .files import open_tensors
+from .replay import Geometry, make
+from .tensor import LazyTensor, allocate, content_of, lazily
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _ops = torch.ops.aten
@@ -28,6 +40,7 @@ _ALLOCATIONS = (
     _ops.randn.generator,
     _ops.zeros.default,
 )
+_LOCAL = ("_parameters", "_buffers")
 
 
 class LazyInitContext(TorchDispatchMode):
@@ -112,3 +125,183 @@ def _allocates_weights(function: OpOverload, args: tuple, kwargs: dict[str, Any]
     is_plain = kwargs.get("device") in (None, _CPU) and kwargs.get("layout") in (None, torch.strided)
     on_meta = {"device": _META, **({"generator": None} if "generator" in kwargs else {})}
     return is_plain and bool(function(*args, **{**kwargs, **on_meta}).is_floating_point())
+
+
+def materialize(module: nn.Module, *, verbose: bool = False) -> nn.Module:
+    """Compute every lazily built tensor that a module holds, one after the other, in place; returns the module.
+
+    Each becomes a plain tensor, and stays the same object: optimizers and ties go on holding it. Modules that were not
+    built lazily are left as they are. Communicates nothing.
+
+    Args:
+        module: a model; parameters, buffers and other tensors of all its modules are found.
+        verbose: print how many tensors were made real, and how large they are together.
+
+    Raises:
+        RuntimeError: it is called inside of LazyInitContext.
+        ValueError: tensors cannot be made real; names all of them. None was.
+    """
+    if isinstance(torch.empty(1), LazyTensor):
+        raise RuntimeError(
+            "a lazily built model is made real, or boosted, after the block of LazyInitContext"
+        )
+    held = list(_tensors_of(module))
+    lazy = {name: tensor for name, tensor in held if isinstance(tensor, LazyTensor)}
+    faults = [fault for name, tensor in held for fault in _faults(name, tensor)]
+    if lazy and faults:
+        raise ValueError("; ".join(faults))
+    made: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
+    for name, tensor in lazy.items():
+        _make_real(name, tensor, made)
+    if verbose:
+        num_bytes = sum(real.nbytes() for _, real in made.values())
+        print(f"{len(lazy)} lazily built tensors were made real: {num_bytes / 2**20:.1f} MiB")
+    return module
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that a module or one below it holds, once, by the first of its names."""
+    seen = set()
+    for path, each in module.named_modules():
+        for keys, leaf in tree_flatten_with_path(vars(each))[0]:
+            if isinstance(leaf, Tensor) and id(leaf) not in seen:
+                seen.add(id(leaf))
+                names = [str(getattr(key, "key", getattr(key, "idx", key))) for key in keys]
+                yield ".".join([*filter(None, [path]), *(name for name in names if name not in _LOCAL)]), leaf
+
+
+def _faults(name: str, tensor: Tensor) -> list[str]:
+    """Why a tensor of a lazily built model cannot be made real, or be one that is."""
+    if not isinstance(tensor, LazyTensor):
+        return [f"{name} is on the meta device and holds nothing"] if tensor.is_meta else []
+    if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+        return [f"{name} has hooks, which would be lost: register them once the model is real"]
+    return []
+
+
+def _make_real(name: str, tensor: LazyTensor, made: dict[int, tuple[UntypedStorage, UntypedStorage]]) -> None:
+    """Replace a lazy tensor by a real one in the same object.
+
+    Args:
+        name: for errors.
+        tensor: the tensor.
+        made: the memory that is real already, with the lazy one whose content it has, by the id of the latter.
+    """
+    lazy, content = tensor.untyped_storage(), content_of(tensor)
+    if id(lazy) not in made:
+        try:
+            made[id(lazy)] = lazy, make(content.value).to(device=content.device)
+        except RuntimeError as error:
+            raise RuntimeError(f"{name} could not be made real: {error}") from error
+    plain = Geometry.of(tensor).of_memory(made[id(lazy)][1])
+    is_parameter = isinstance(tensor, Parameter)
+    real = (
+        Parameter(plain, tensor.requires_grad) if is_parameter else plain.requires_grad_(tensor.requires_grad)
+    )
+    vars(real).update({key: value for key, value in vars(tensor).items() if key != "_is_param"})
+    try:
+        torch.utils.swap_tensors(tensor, real)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{name} could not be made real, since something besides its module refers to it, a view perhaps: {error}"
+        ) from error
+
+
+class _LazySlice:
+    """What transformers takes a tensor of a safetensors file for until it reads it: here, a lazy tensor."""
+
+    def __init__(self, outline: Any, tensor: Tensor) -> None:
+        self._outline = outline
+        self._tensor = tensor
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._tensor[index]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._outline, name)
+
+
+class _LazyFile:
+    """A safetensors file as transformers opens it, of which the tensors are lazy."""
+
+    def __init__(self, file: Any, path: Path) -> None:
+        self._file = file
+        self._tensors = {name: lazily(source) for name, source in open_tensors(path).items()}
+
+    def get_slice(self, name: str) -> _LazySlice:
+        """See `_LazySlice`."""
+        return _LazySlice(self._file.get_slice(name), self._tensors[name])
+
+    def get_tensor(self, name: str) -> Tensor:
+        """A lazy one."""
+        return self._tensors[name]
+
+    def __enter__(self) -> "_LazyFile":
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+@contextmanager
+def reading_lazily() -> Iterator[None]:
+    """Let `from_pretrained` find lazy tensors in files; see [Note: from_pretrained]."""
+    from transformers import modeling_utils
+
+    opened, loaded = modeling_utils.safe_open, modeling_utils.load_state_dict
+    modeling_utils.safe_open = _opening_lazily(opened)
+    modeling_utils.load_state_dict = _loading_lazily(loaded)
+    try:
+        yield
+    finally:
+        modeling_utils.safe_open, modeling_utils.load_state_dict = opened, loaded
+
+
+def refuse_quantized(folder: Path) -> None:
+    """Raise for a folder whose config.json says that its weights are quantized.
+
+    Raises:
+        ValueError: they are; says by what.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        return
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if found := config.get("quantization_config"):
+        method = found.get("quant_method") or "an unknown method"
+        raise ValueError(
+            f"the weights in {folder} are quantized ({method}): quantized weights can neither be split nor trained, "
+            "so use the folder of the model before it was quantized, or dequantize it with transformers and save it"
+        )
+
+
+def _opening_lazily(opened: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands in for `safetensors.safe_open`."""
+    thread = threading.get_ident()
+
+    def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
+        file = opened(filename, *args, **kwargs)
+        if threading.get_ident() != thread:
+            return file
+        refuse_quantized(Path(filename).parent)
+        return _LazyFile(file, Path(filename))
+
+    return safe_open
+
+
+def _loading_lazily(loaded: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands in for transformers' `load_state_dict`, which reads torch's own files."""
+    thread = threading.get_ident()
+
+    def load_state_dict(checkpoint_file: Any, map_location: Any = "cpu", *args: Any, **kwargs: Any) -> Any:
+        path = Path(checkpoint_file)
+        if threading.get_ident() != thread or str(map_location) != "cpu" or path.suffix == ".safetensors":
+            return loaded(checkpoint_file, map_location, *args, **kwargs)
+        refuse_quantized(path.parent)
+        return {name: lazily(source) for name, source in open_tensors(path).items()}
+
+    return load_state_dict

@@ -1,24 +1,24 @@
-"""Tensors in files, mapped into memory one by one. Which files make up a model is decided above.
+"""Tensors in files, mapped into memory: safetensors one by one, torch's own format by torch.
 
-[Note: mapping] A tensor is mapped when it is read and let go with what was made of it, so only the pages that somebody
-looked at count, and only as long. The file is kept open, so it may be replaced or deleted meanwhile; not changed.
+[Note: mapping] A tensor of a safetensors file is mapped when it is read and dropped with what was made of it, so only
+the pages that somebody looked at count, and only as long. The file is kept open, so it may be replaced or deleted
+meanwhile; not changed.
 """
 
 import json
 import mmap
 import os
-import sys
 import weakref
-import zipfile
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from .value import Geometry
+from .replay import Geometry
 
 # The formats of safetensors.
 DTYPES = {
@@ -39,7 +39,6 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-_LARGEST_HEADER = 100_000_000  # the format's own limit, in bytes
 _SAMPLES = 64
 
 
@@ -51,11 +50,6 @@ class OpenFile:
         self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         weakref.finalize(self, os.close, self.descriptor)
         self._state = self._present_state()
-
-    @property
-    def num_bytes(self) -> int:
-        """How long it was when it was opened."""
-        return self._state[0]
 
     def mapped(self, start: int, num_bytes: int) -> Tensor:
         """Some bytes of it, 1-D, in pages of its own: writing to them would change this copy alone.
@@ -78,13 +72,13 @@ class OpenFile:
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a file; see [Note: mapping].
+    """A tensor of a safetensors file; see [Note: mapping].
 
     Args:
         file: the file.
         name: of the tensor there.
-        start: the byte of the file at which its memory begins.
-        geometry: where in that memory its entries are; the first at its beginning.
+        start: the byte of the file at which it begins.
+        geometry: its shape and format.
     """
 
     file: OpenFile
@@ -94,11 +88,11 @@ class FileTensor:
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes of the file its entries span."""
+        """Its size in the file."""
         return self.geometry.num_bytes
 
     def __call__(self) -> Tensor:
-        """The tensor, mapped; where it lies across the addresses of its format, as older files have it, copied."""
+        """The tensor, mapped; copied where it lies across the addresses of its format, as in older files."""
         memory = self.file.mapped(self.start, self.num_bytes)
         if self.start % self.geometry.dtype.itemsize:
             memory = memory.clone()
@@ -113,8 +107,8 @@ class FileTensor:
 
 
 @dataclass(frozen=True, eq=False)
-class ReadTensor:
-    """A tensor of a file that cannot be mapped, which is in memory already."""
+class LoadedTensor:
+    """A tensor of a torch file, which torch has mapped, or read where the file is of before torch 1.6."""
 
     name: str
     tensor: Tensor
@@ -130,7 +124,7 @@ class ReadTensor:
         return self.tensor.untyped_storage().nbytes()
 
     def __call__(self) -> Tensor:
-        """It."""
+        """The tensor."""
         return self.tensor
 
     def look(self) -> str:
@@ -141,95 +135,81 @@ class ReadTensor:
         return self.name
 
 
-def open_tensors(path: Path) -> dict[str, FileTensor | ReadTensor]:
-    """All tensors of a file by name, none of them read. Whether it is a safetensors or a torch file shows its content.
-
-    Torch files of before 2020 (torch below 1.6) cannot be mapped: they are read whole, and stay in memory until their
-    last tensor is dropped.
+def open_tensors(path: Path) -> dict[str, FileTensor | LoadedTensor]:
+    """All tensors of a safetensors or torch file by name, none of them read. The format is seen by the content.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it holds something else than tensors, or not all of them.
     """
-    file = OpenFile(path)
-    start = bytes(file.mapped(0, min(file.num_bytes, 9)).tolist())
-    if start.startswith(b"PK"):
-        return dict(_of_torch(file))
-    if start.startswith(b"\x80"):
-        return dict(_of_old_torch(path))
-    if start[8:] == b"{":
-        return dict(_of_safetensors(file))
+    with open(path, "rb") as opened:
+        start = opened.read(9)
+        if start.startswith((b"PK", b"\x80")):
+            return {name: LoadedTensor(name, each) for name, each in _loaded(path, start).items()}
+        if start[8:] == b"{":
+            opened.seek(0)
+            header = header_of(opened)
+            file = OpenFile(path)
+            return {
+                name: FileTensor(file, name, first, geometry)
+                for name, (first, geometry) in listed_tensors(path, header).items()
+            }
     raise ValueError(
         f"{path} is neither a safetensors nor a torch file, since it begins with {start!r}: give one of these, or the "
         "folder of a model"
     )
 
 
-def _of_safetensors(file: OpenFile) -> dict[str, FileTensor]:
-    length = int.from_bytes(bytes(file.mapped(0, 8).tolist()), "little")
-    if length > min(_LARGEST_HEADER, file.num_bytes - 8):
-        raise ValueError(
-            f"{file.path} is no safetensors file, or a part of one: its header has {length} bytes"
-        )
+def header_of(file: BinaryIO) -> bytes:
+    """The bytes of a safetensors file in front of the tensors; fewer than they say where the file is shorter."""
+    first = file.read(8)
+    length = min(int.from_bytes(first, "little"), os.fstat(file.fileno()).st_size)
+    return first + file.read(length)
+
+
+def listed_tensors(path: Path, header: bytes) -> dict[str, tuple[int, Geometry]]:
+    """The first byte and the shape of every tensor of a safetensors file, in their order there.
+
+    Raises:
+        ValueError: the header is damaged, or the file does not end where the tensors do; names it.
+    """
     try:
-        header = json.loads(file.mapped(8, length).numpy().tobytes())
-    except ValueError as error:
-        raise ValueError(f"the header of {file.path} cannot be read: {error}") from error
-    header.pop("__metadata__", None)
-    found, faults = {}, []
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        if (dtype := DTYPES.get(entry["dtype"])) is None:
-            faults.append(f"{name} has the format {entry['dtype']}, for which torch has none")
-            continue
-        found[name] = FileTensor(file, name, 8 + length + begin, Geometry.dense(dtype, entry["shape"]))
-        if found[name].num_bytes != end - begin:
-            faults.append(f"{name} has {end - begin} bytes, and its shape {entry['shape']} takes other ones")
-    return _complete(file, found, faults)
+        listing = json.loads(header[8:])
+        listing.pop("__metadata__", None)
+        found = {name: _listed(each, len(header)) for name, each in listing.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} has no header of safetensors, or a damaged one: {error!r}") from error
+    end = max((first + geometry.num_bytes for first, geometry in found.values()), default=len(header))
+    if (size := path.stat().st_size) != end:
+        raise ValueError(f"{path} is damaged: it ends after {size} bytes, and its tensors after {end}")
+    return found
 
 
-def _of_torch(file: OpenFile) -> dict[str, FileTensor]:
-    with zipfile.ZipFile(file.path) as records:
-        orders = [records.read(name).decode() for name in records.namelist() if name.endswith("/byteorder")]
-    if orders and orders[0] != sys.byteorder:
-        raise ValueError(f"{file.path} was written by a {orders[0]}-endian machine, and this one is not")
-    found, faults = {}, []
-    for name, tensor in _loaded(file.path, "meta").items():
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            faults.append(f"{name} is of layout {tensor.layout} and format {tensor.dtype}")
-            continue
-        begin = tensor.untyped_storage()._checkpoint_offset
-        assert begin is not None, "torch tells where a storage is when it loads it onto the meta device"
-        start = begin + int(tensor.storage_offset()) * tensor.itemsize
-        found[name] = FileTensor(file, name, start, replace(Geometry.of(tensor), offset=0))
-    return _complete(file, found, faults)
+def _listed(listed: Mapping[str, Any], first: int) -> tuple[int, Geometry]:
+    geometry = Geometry.dense(DTYPES[listed["dtype"]], listed["shape"])
+    start, end = listed["data_offsets"]
+    if start < 0 or end - start != geometry.num_bytes:
+        raise ValueError(f"a tensor of shape {listed['shape']} does not take bytes {start} to {end}")
+    return first + start, geometry
 
 
-def _of_old_torch(path: Path) -> dict[str, ReadTensor]:
-    return {name: ReadTensor(name, tensor.detach()) for name, tensor in _loaded(path, "cpu").items()}
-
-
-def _loaded(path: Path, device: str) -> dict[str, Tensor]:
+def _loaded(path: Path, start: bytes) -> dict[str, Tensor]:
     try:
-        found: Any = torch.load(path, map_location=device, weights_only=True)
-    except (RuntimeError, UnpicklingError) as error:
+        with _disable_current_modes():  # of LazyInitContext
+            found: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=start.startswith(b"PK"))
+    except OSError:
+        raise
+    except Exception as error:  # torch raises several kinds, of zip, pickle and its own
         raise ValueError(f"torch cannot load {path} as a file of tensors alone: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(each, Tensor) for each in found.values()):
         entries = type(found).__name__ if not isinstance(found, dict) else sorted(map(str, found))[:8]
         raise ValueError(
             f"{path} holds something else than tensors by name ({entries}): save a state_dict alone"
         )
-    return found
-
-
-def _complete(file: OpenFile, found: dict[str, FileTensor], faults: list[str]) -> dict[str, FileTensor]:
-    """The tensors, if all are there."""
-    end = max((each.start + each.num_bytes for each in found.values()), default=0)
-    if end > file.num_bytes:
-        faults = [f"it ends after {file.num_bytes} bytes of {end}", *faults]
-    if faults:
-        raise ValueError(f"{file.path} cannot be read: {'; '.join(faults)}")
-    return found
+    odd = [name for name, each in found.items() if each.layout is not torch.strided or each.is_quantized]
+    if odd:
+        raise ValueError(f"{path} holds sparse or quantized tensors: {', '.join(odd)}: save dense ones")
+    return {name: each.detach() for name, each in found.items()}
 
 
 def _look(name: str, tensor: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""A tensor that remembers what was done to it. What it remembers is value.py, which tensors are such is context.py.
+"""Tensors without memory that record what is done to them, to be materialized later.
 
 [Note: lazy tensors] A LazyTensor is a tensor on the meta device, of a class of its own, so that torch hands every call
 that takes one to `record`, inside a LazyInitContext and after it, also through `.data`. What its memory is to hold
@@ -17,8 +17,7 @@ from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .memory import borrow, make
-from .value import Call, Geometry, Read, Source, Value
+from .replay import Call, Geometry, Read, Source, Value, borrow, make
 
 _CONTENT = "_echelon_content"
 _CPU, _META = torch.device("cpu"), torch.device("meta")

@@ -17,9 +17,8 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from ..checkpoint.checkpoints import Checkpoints
-from ..checkpoint.held_model import HeldModel
-from ..checkpoint.lora import Adapter
-from ..checkpoint.trained import Trained
+from ..checkpoint.local import Adapter, LocalModel
+from ..checkpoint.optimizer import Trained
 from ..cluster.dataloader import SharedLoader, shared_loader
 from ..cluster.faults import naming_failures
 from ..cluster.given_loader import sharded_loader
@@ -86,7 +85,7 @@ class Plugin(ABC):
         """One batch through the pipeline; see `HybridParallelPlugin.execute_pipeline`."""
 
     @abstractmethod
-    def held_model(self, model: nn.Module) -> HeldModel:
+    def held_model(self, model: nn.Module) -> LocalModel:
         """What this rank holds of a boosted model, to be saved or loaded."""
 
     @abstractmethod

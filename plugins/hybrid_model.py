@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..checkpoint.lora import Adapter
-from ..checkpoint.names import saved_state
+from ..checkpoint.local import Adapter, saved_state
 from ..cluster.equal_settings import require_equal_settings
 from ..cluster.faults import meet_all_ranks, naming_failures
 from ..cluster.gradient_owner import give_gradients_to

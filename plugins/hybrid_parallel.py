@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from ..checkpoint.held_model import HeldModel
-from ..checkpoint.trained import Trained
+from ..checkpoint.local import LocalModel
+from ..checkpoint.optimizer import Trained
 from ..cluster.equal_settings import require_equal_settings
 from ..cluster.faults import naming_failures
 from ..cluster.launch import default_device
@@ -413,10 +413,10 @@ class HybridParallelPlugin(Plugin):
         """A context that counts bytes and calls by axis and kind; it knows the held memory of `optimizer` too."""
         return Ledger(self.mesh, optimizer)
 
-    def held_model(self, model: nn.Module) -> HeldModel:
+    def held_model(self, model: nn.Module) -> LocalModel:
         """What this rank holds of a boosted model."""
         boosted = self._boosted(model, None, "saving and loading")
-        return HeldModel(
+        return LocalModel(
             module=boosted.module,
             names=boosted.state_names,
             tensors=held_tensors(boosted.tensors(), self.mesh),

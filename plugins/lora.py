@@ -14,8 +14,8 @@ from safetensors import safe_open
 from torch import nn
 from transformers.models.auto import modeling_auto
 
-from ..checkpoint import lora
-from ..checkpoint.lora import Adapter
+from ..checkpoint.local import Adapter
+from ..checkpoint.model import ADAPTER_SAFETENSORS, ADAPTER_TORCH
 from ..shardformer.adapted import adapted, is_of_peft
 from ..shardformer.whole_gradients import is_split
 from .hybrid_config import told
@@ -230,11 +230,11 @@ def _loaded(model: nn.Module, folder: Path, peft: Any) -> nn.Module:
 
 
 def _stored_names(folder: Path) -> list[str]:
-    path = folder / lora.SAFETENSORS.one
+    path = folder / ADAPTER_SAFETENSORS.one
     if path.is_file():
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
-    return list(torch.load(folder / lora.TORCH.one, map_location="meta", weights_only=True))
+    return list(torch.load(folder / ADAPTER_TORCH.one, map_location="meta", weights_only=True))
 
 
 @contextmanager

@@ -14,15 +14,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from ..checkpoint.background import Save
+from ..checkpoint.calls import save_faults
 from ..checkpoint.checkpoints import Checkpoints
-from ..checkpoint.held import HeldTensor, held_dtensor, held_piece, held_slice
-from ..checkpoint.held_model import HeldModel
-from ..checkpoint.lora import Adapter
-from ..checkpoint.names import TensorNames, saved_state
-from ..checkpoint.saving import Save
-from ..checkpoint.step_load import Resume, Resumed
-from ..checkpoint.trained import Trained, TrainedPiece
-from ..checkpoint.trial import save_faults
+from ..checkpoint.local import (
+    Adapter,
+    LocalModel,
+    LocalTensor,
+    TensorNames,
+    local_dtensor,
+    local_piece,
+    local_slice,
+    saved_state,
+)
+from ..checkpoint.optimizer import Trained, TrainedPiece
+from ..checkpoint.step import Resume, Resumed
 from ..cluster.mesh import ParallelMesh
 from ..cluster.placement import Placement, Shard, Shared, is_counted, placement_of
 from ..pipeline.stage_manager import PipelineStageManager
@@ -119,14 +125,14 @@ def _partial_groups(placement: Placement | None, mesh: ParallelMesh) -> list[dis
     return []
 
 
-def held_tensors(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, HeldTensor]:
+def held_tensors(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, LocalTensor]:
     """Pieces of a model's tensors, by name. What several ranks hold each of them may save."""
     return {name: held_like(tensor, name, tensor, mesh=mesh) for name, tensor in tensors.items()}
 
 
-def held_like(parameter: Tensor, name: str, tensor: Tensor, *, mesh: ParallelMesh) -> HeldTensor:
+def held_like(parameter: Tensor, name: str, tensor: Tensor, *, mesh: ParallelMesh) -> LocalTensor:
     """A tensor of which this rank holds the piece that it holds of a parameter."""
-    return held_piece(name, tensor, placement_of(parameter), _rank(parameter, mesh))
+    return local_piece(name, tensor, placement_of(parameter), _rank(parameter, mesh))
 
 
 def trained_shards(optimizer: ShardedOptimizer, mesh: ParallelMesh) -> Trained:
@@ -146,9 +152,9 @@ def trained_shards(optimizer: ShardedOptimizer, mesh: ParallelMesh) -> Trained:
     )
 
 
-def _held(name: str, flat: Tensor, *, slot: Slot, mesh: ParallelMesh) -> HeldTensor:
+def _held(name: str, flat: Tensor, *, slot: Slot, mesh: ParallelMesh) -> LocalTensor:
     parameter = slot.parameter
-    return held_slice(
+    return local_slice(
         name,
         flat,
         slot.piece_start,
@@ -178,10 +184,10 @@ def _rank(tensor: Tensor, mesh: ParallelMesh) -> int:
     return mesh.rank(placement.axis) if isinstance(placement, Shard) else 0
 
 
-def held_module(module: nn.Module, adapters: Sequence[Adapter]) -> HeldModel:
+def held_module(module: nn.Module, adapters: Sequence[Adapter]) -> LocalModel:
     """Its parameters and persistent buffers, whole or in torch's rows; a tied one once."""
     names, named = TensorNames.of(module), saved_state(module)
-    return HeldModel(
+    return LocalModel(
         module=module,
         names=names,
         tensors={name: _whole_or_rows(name, named[name]) for name in names.needed},
@@ -211,10 +217,10 @@ def trained_parameters(optimizer: ScaledOptimizer) -> Trained:
     )
 
 
-def _whole_or_rows(name: str, tensor: Tensor) -> HeldTensor:
+def _whole_or_rows(name: str, tensor: Tensor) -> LocalTensor:
     if isinstance(tensor, DTensor):
-        return held_dtensor(name, tensor)
-    return held_piece(name, tensor, None, 0)
+        return local_dtensor(name, tensor)
+    return local_piece(name, tensor, None, 0)
 
 
 def _install_whole(optimizer: ScaledOptimizer, state: dict[str, Any], extra: Mapping[str, Any]) -> None:
@@ -300,10 +306,10 @@ class SplitCheckpoints:
             use_async=False,
         )
 
-    def _held(self) -> HeldModel:
+    def _held(self) -> LocalModel:
         """What this rank holds; splitting keeps names and ties."""
         names, named = TensorNames.of(self._model), saved_state(self._model)
-        return HeldModel(
+        return LocalModel(
             module=self._model,
             names=names,
             tensors=held_tensors({name: named[name] for name in names.needed}, self._mesh),

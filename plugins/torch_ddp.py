@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from ..checkpoint.held_model import HeldModel
-from ..checkpoint.lora import Adapter
-from ..checkpoint.trained import Trained
+from ..checkpoint.local import Adapter, LocalModel
+from ..checkpoint.optimizer import Trained
 from ..cluster.faults import meet_all_ranks, naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom
@@ -220,7 +219,7 @@ class TorchDDPPlugin(TorchPlugin):
         assert isinstance(model, TorchDDPModel)
         return self._accumulating(model.ddp.no_sync() if model.ddp is not None else nullcontext())
 
-    def held_model(self, model: nn.Module) -> HeldModel:
+    def held_model(self, model: nn.Module) -> LocalModel:
         """All of a boosted model."""
         if not isinstance(model, TorchDDPModel):
             raise ValueError("saving and loading takes the model that booster.boost returned")

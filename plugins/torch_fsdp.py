@@ -24,8 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from ..checkpoint.held_model import HeldModel
-from ..checkpoint.lora import Adapter
+from ..checkpoint.local import Adapter, LocalModel
 from ..cluster.faults import meet_all_ranks, naming_failures
 from ..cluster.hooks import has_foreign_hooks
 from ..cluster.launch import default_device
@@ -223,7 +222,7 @@ class TorchFSDPPlugin(TorchPlugin):
             require_boosted(optimizer, "booster.no_sync")
         return self._accumulating(_boosted(model, "no_sync").no_sync())
 
-    def held_model(self, model: nn.Module) -> HeldModel:
+    def held_model(self, model: nn.Module) -> LocalModel:
         """This rank's rows of a boosted model, in float32."""
         boosted = _boosted(model, "saving and loading")
         boosted.free_whole_parameters()

@@ -9,8 +9,8 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from ..cluster.agreement import batch_hash, differing_ranks, gather_integers
+from ..lazy.replay import fingerprint
 from ..lazy.tensor import LazyTensor, content_of
-from ..lazy.value import fingerprint
 
 SAMPLE = 64  # values of each tensor that are compared
 

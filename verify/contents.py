@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checkpoint.gather import gather_whole
 from ..cluster.placement import placement_of
 from ..plugins.hybrid_model import HybridParallelModule
 from ..zero.bucket import Bucket, Slot
 from ..zero.optimizer import ShardedOptimizer
+from .gather import gather_whole
 
 PARAMETER, MASTER = "parameter/", "master/"
 

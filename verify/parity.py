@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..booster.booster import Booster
-from ..checkpoint.gather import gather_whole
 from ..cluster.agreement import batch_hash
 from ..cluster.mesh import ParallelMesh
 from ..cluster.placement import Shard, placement_of
@@ -26,6 +25,7 @@ from ..zero.precision import DTYPES
 from . import reference
 from .batch import loss_of, make_batch
 from .compare import Reference, StepComparison, compare_16_bit, compare_float32, first_departure
+from .gather import gather_whole
 from .layout import Layout
 from .models import ModelChoice
 from .reference import StepRecord

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from echelon.checkpoint.model_files import DESCRIBED
+from echelon.checkpoint.model import DESCRIBED
 
 from .forked import KILLED, run_ranks
 from .runs import Run, config_of

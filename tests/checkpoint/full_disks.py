@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from echelon.checkpoint.saving import Save
+from echelon.checkpoint.background import Save
 from echelon.cluster.rank_failure import RankFailure
 
 from .crashes import SHARD, small_run

@@ -12,9 +12,15 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from echelon.checkpoint.box import Box, flat_boxes
-from echelon.checkpoint.step_folder import begin_step, commit_step
-from echelon.checkpoint.tensor_file import Entry, FileRecord, TensorFileWriter, dtype_name, write_small
-from echelon.checkpoint.values import write_values
+from echelon.checkpoint.steps import begin_step, commit_step
+from echelon.checkpoint.tensor_file import (
+    Entry,
+    FileRecord,
+    TensorFileWriter,
+    dtype_name,
+    write_small,
+    write_values,
+)
 
 Cut = Callable[[Sequence[int], int], list[list[Box]]]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from echelon.checkpoint.step_load import choose_step
+from echelon.checkpoint.step import choose_step
 
 from .crashes import SHARD, small_run
 from .runs import Run
 
-LOADING = "echelon.checkpoint.step_load"
+LOADING = "echelon.checkpoint.step"
 Harm = Callable[[Path], None]
 
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.checkpoint import trained
-from echelon.checkpoint.held import HeldTensor, Part
-from echelon.checkpoint.states import StateFiles
-from echelon.plugins import state
+from echelon.checkpoint import optimizer
+from echelon.checkpoint.dcp import StateFiles
+from echelon.checkpoint.local import LocalTensor, Part
+from echelon.plugins import state as plugin_state
 from echelon.verify.resume import Relay, run_part
 
 
@@ -27,9 +27,9 @@ def run_wrong(relay: Relay, number: int, folder: Path, *, mutation: str) -> None
 @contextmanager
 def a_box_off_by_one_row() -> Iterator[None]:
     """What a rank reads into the first box of a tensor lies one row further on than it should."""
-    original = state.held_slice
+    original = plugin_state.local_slice
 
-    def shifted(*args: Any, **kwargs: Any) -> HeldTensor:
+    def shifted(*args: Any, **kwargs: Any) -> LocalTensor:
         held = original(*args, **kwargs)
         first = next(iter(held.parts), None)
         if first is None or not held.shape or first.box.ends()[0] == held.shape[0]:
@@ -38,27 +38,27 @@ def a_box_off_by_one_row() -> Iterator[None]:
         moved = Part(first.box._replace(offset=(start + 1, *rest)), first.local)
         return replace(held, parts=(moved, *held.parts[1:]))
 
-    with patch.object(state, "held_slice", shifted):
+    with patch.object(plugin_state, "local_slice", shifted):
         yield
 
 
 @contextmanager
 def masters_not_loaded() -> Iterator[None]:
     """They are what the 16-bit weights say."""
-    original = trained.load_states
+    original = optimizer.read_into
 
-    def load(held: Mapping[str, HeldTensor], stored: StateFiles, *, group: dist.ProcessGroup) -> None:
+    def load(held: Mapping[str, LocalTensor], stored: StateFiles) -> None:
         without = {name: each for name, each in held.items() if not name.startswith("master/")}
-        original(without, stored, group=group)
+        original(without, stored)
 
-    with patch.object(trained, "load_states", load):
+    with patch.object(optimizer, "read_into", load):
         yield
 
 
 @contextmanager
 def the_number_of_steps_lost() -> Iterator[None]:
     """AdamW begins anew to correct the bias of its averages."""
-    original = trained._torch_state
+    original = optimizer._torch_state
 
     def state(*args: Any) -> dict[str, Any]:
         found = original(*args)
@@ -66,24 +66,24 @@ def the_number_of_steps_lost() -> Iterator[None]:
             each["step"] = torch.zeros_like(each["step"])
         return found
 
-    with patch.object(trained, "_torch_state", state):
+    with patch.object(optimizer, "_torch_state", state):
         yield
 
 
 @contextmanager
 def a_state_left_at_zero() -> Iterator[None]:
     """One tensor of one rank's states is not read."""
-    original = trained.load_states
+    original = optimizer.read_into
 
-    def load(held: Mapping[str, HeldTensor], stored: StateFiles, *, group: dist.ProcessGroup) -> None:
+    def load(held: Mapping[str, LocalTensor], stored: StateFiles) -> None:
         left = next(name for name in held if name.startswith("exp_avg_sq/") and held[name].parts)
-        kept: dict[str, HeldTensor] = dict(held)
-        if group.rank() == group.size() - 1:
+        kept: dict[str, LocalTensor] = dict(held)
+        if dist.get_rank() == dist.get_world_size() - 1:
             parts = tuple(Part(part.box, part.local.clone()) for part in kept[left].parts)
             kept[left] = replace(kept[left], parts=parts)
-        original(kept, stored, group=group)
+        original(kept, stored)
 
-    with patch.object(trained, "load_states", load):
+    with patch.object(optimizer, "read_into", load):
         yield
 
 
@@ -94,13 +94,13 @@ def the_scaler_not_restored() -> AbstractContextManager[Any]:
 
 def random_states_not_restored() -> AbstractContextManager[Any]:
     """Generators are where building the model left them."""
-    return patch("echelon.checkpoint.step_load._restore_random", lambda *_: None)
+    return patch("echelon.checkpoint.step._restore_random", lambda *_: None)
 
 
 @contextmanager
 def options_not_loaded() -> Iterator[None]:
     """Learning rates are those that the optimizer was built with."""
-    original = trained._torch_state
+    original = optimizer._torch_state
 
     def state(own: Any, described: Mapping[str, Any], states: Mapping[Tensor, Any]) -> dict[str, Any]:
         found = original(own, described, states)
@@ -108,7 +108,7 @@ def options_not_loaded() -> Iterator[None]:
             group["lr"] = present["lr"] * 2
         return found
 
-    with patch.object(trained, "_torch_state", state):
+    with patch.object(optimizer, "_torch_state", state):
         yield
 
 

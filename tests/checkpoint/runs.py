@@ -77,7 +77,7 @@ class Run:
         for piece in trained.pieces:
             for key, value in self.optimizer.inner.state[piece.key].items():
                 if value.shape == piece.key.shape:
-                    held[f"{key}/{piece.name}"] = piece.held(piece.name, value)
+                    held[f"{key}/{piece.name}"] = piece.local(piece.name, value)
         return {
             name: [(part.box.offset, part.box.size, part.local.clone()) for part in each.parts]
             for name, each in held.items()

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.checkpoint.box import Box, flat_boxes
-from echelon.checkpoint.held import HeldTensor, held_piece, held_slice
+from echelon.checkpoint.box import Box, coverage_errors, flat_boxes
+from echelon.checkpoint.local import LocalTensor, local_piece, local_slice
 from echelon.cluster.placement import Shard
+
+from .handmade import columns, flat_slices
 
 SHARDS = (
     Shard(size=1, dim=0, blocks=(6,)),
@@ -31,7 +33,7 @@ def whole_of(shard: Shard) -> Tensor:
     return torch.arange(prod(shape), dtype=torch.float32).view(shape)
 
 
-def put(into: Tensor, times: Tensor, held: HeldTensor) -> None:
+def put(into: Tensor, times: Tensor, held: LocalTensor) -> None:
     for part in held.parts:
         place = part.box.within(Box.whole(held.shape))
         into[place] = part.local
@@ -43,7 +45,7 @@ def test_the_pieces_of_all_ranks_make_the_whole_once_per_copy(shard: Shard) -> N
     whole = whole_of(shard)
     found, times = torch.full_like(whole, -1), torch.zeros_like(whole)
     for rank in range(shard.size):
-        held = held_piece("w", shard.local(whole, rank), shard, rank)
+        held = local_piece("w", shard.local(whole, rank), shard, rank)
         assert held.shape == whole.shape
         put(found, times, held)
     assert torch.equal(found, whole)
@@ -60,7 +62,7 @@ def test_flat_slices_of_the_pieces_make_the_whole(shard: Shard) -> None:
         ends = sorted(draw.choices(range(piece.numel() + 1), k=3))
         for start, stop in zip([0, *ends], [*ends, piece.numel()], strict=True):
             flat = piece.view(-1)[start:stop].clone()
-            put(found, times, held_slice("w", flat, start, piece.shape, shard, rank))
+            put(found, times, local_slice("w", flat, start, piece.shape, shard, rank))
     assert torch.equal(found, whole)
     assert bool((times == shard.copies).all())
 
@@ -68,7 +70,7 @@ def test_flat_slices_of_the_pieces_make_the_whole(shard: Shard) -> None:
 def test_parts_are_views_that_loading_may_write_to() -> None:
     shard = Shard(size=2, dim=1, blocks=(4, 2))
     piece = shard.local(torch.zeros(3, 6), 1)
-    for part in held_piece("w", piece, shard, 1).parts:
+    for part in local_piece("w", piece, shard, 1).parts:
         part.local.fill_(1.0)
     assert bool((piece == 1).all())
 
@@ -85,10 +87,41 @@ def test_a_flat_stretch_takes_few_boxes_in_its_order() -> None:
 
 
 def test_scalars_and_empty_tensors_are_held() -> None:
-    assert held_piece("step", torch.tensor(3.0), None, 0).parts[0].box == Box((), ())
-    assert held_piece("none", torch.empty(0, 4), None, 0).parts == ()
+    assert local_piece("step", torch.tensor(3.0), None, 0).parts[0].box == Box((), ())
+    assert local_piece("none", torch.empty(0, 4), None, 0).parts == ()
 
 
 def test_boxes_without_anything_in_common() -> None:
     assert Box((0, 0), (2, 2)).common(Box((2, 0), (2, 2))) is None
     assert Box((0, 0), (2, 3)).common(Box((1, 1), (4, 4))) == Box((1, 1), (1, 2))
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (5, 4), (3, 4, 5), (0, 3), (1, 1)])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("cut", [flat_slices, columns])
+def test_what_layouts_cut_covers_the_whole(shape: tuple[int, ...], ranks: int, cut) -> None:
+    boxes = [box for mine in cut(shape, ranks) for box in mine]
+    assert coverage_errors(shape, boxes) == []
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 4), (3, 4, 5)])
+def test_any_box_that_is_missing_or_there_twice_is_told(shape: tuple[int, ...]) -> None:
+    boxes = [box for mine in flat_slices(shape, 3) for box in mine]
+    for index, box in enumerate(boxes):
+        (fault,) = coverage_errors(shape, boxes[:index] + boxes[index + 1 :])
+        assert fault.startswith(f"{box.numel} of its ")
+        (fault,) = coverage_errors(shape, [*boxes, box])
+        assert fault.endswith("overlap")
+
+
+def test_a_box_that_overlaps_while_as_much_is_missing_is_told() -> None:
+    assert coverage_errors((4, 4), [Box((0, 0), (4, 2)), Box((0, 1), (4, 2))]) == [
+        "[0:4, 0:2] and [0:4, 1:3] overlap"
+    ]
+    assert coverage_errors((), []) == ["1 of its 1 entries are nowhere"]
+    assert coverage_errors((), [Box((), ()), Box((), ())]) == ["[] and [] overlap"]
+
+
+def test_a_box_that_reaches_out_is_told() -> None:
+    boxes = list(flat_boxes(0, 8, (2, 4)))
+    assert coverage_errors((2, 3), boxes) == ["[0:2, 0:4] reaches out of it"]

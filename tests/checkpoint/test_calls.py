@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaForCausalLM
 
-from echelon.checkpoint.values import digest_of
+from echelon.checkpoint.tensor_file import digest_of
 
 from ..pool import Pool
 from .crashes import SHARD, small_run

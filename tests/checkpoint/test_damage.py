@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from echelon.checkpoint.damage import Findings, examine_checkpoint, examine_pretrained
-from echelon.checkpoint.step_folder import commit_step, manifest_of
+from echelon.checkpoint.inspect import Findings, examine_checkpoint, examine_pretrained
+from echelon.checkpoint.steps import commit_step, manifest_of
 
 from .handmade import Handmade, columns, small_config, write_tensors
 
@@ -24,9 +24,9 @@ def examined(folder: Path) -> Findings:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sound_checkpoint_has_no_faults(tmp_path: Path, dtype: torch.dtype) -> None:
     made = Handmade.of(small_config(), dtype=dtype)
-    assert examined(made.write(tmp_path / "a")) == Findings(faults=(), notes=())
+    assert examined(made.write(tmp_path / "a")) == Findings(errors=(), notes=())
     made.cut, made.ranks, made.max_bytes = columns, 3, 10**6
-    assert examined(made.write(tmp_path / "b")) == Findings(faults=(), notes=())
+    assert examined(made.write(tmp_path / "b")) == Findings(errors=(), notes=())
 
 
 def test_progress_is_told_of_every_file(tmp_path: Path) -> None:
@@ -64,12 +64,12 @@ def test_a_flipped_byte_is_told_with_its_file(tmp_path: Path, name: str, count: 
     for at in range(1, path.stat().st_size, path.stat().st_size // count):
         flip(path, at)
         findings = examined(folder)
-        assert findings.faults and all(str(path) in findings.faults[0] for _ in findings.faults), (
+        assert findings.errors and all(str(path) in findings.errors[0] for _ in findings.errors), (
             at,
             findings,
         )
         flip(path, at)
-    assert examined(folder).faults == ()
+    assert examined(folder).errors == ()
 
 
 def test_a_flipped_byte_of_a_tensor_is_told_with_the_tensor(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_flipped_byte_of_a_tensor_is_told_with_the_tensor(tmp_path: Path) -> N
     flip(folder / "optimizer" / "rank-00001.safetensors", -1)
     flip(folder / "model" / "model-00003-of-00003.safetensors", -1)
     last = list(torch.load(folder / "optimizer" / "groups.pt", weights_only=True)["scalars"])[-1]
-    model, optimizer = examined(folder).faults
+    model, optimizer = examined(folder).errors
     assert model == f"{folder / 'model' / 'model-00003-of-00003.safetensors'} is damaged: {last}"
     assert f"rank-00001.safetensors is damaged: master/{last}@" in optimizer
 
@@ -87,7 +87,7 @@ def test_a_flipped_byte_of_the_manifest_is_told(tmp_path: Path) -> None:
     manifest = folder / "manifest.json"
     for at in range(0, manifest.stat().st_size, manifest.stat().st_size // 20):
         flip(manifest, at)
-        (fault,) = examined(folder).faults
+        (fault,) = examined(folder).errors
         assert str(manifest) in fault
         flip(manifest, at)
 
@@ -96,15 +96,15 @@ def test_a_flipped_byte_of_the_manifest_is_told(tmp_path: Path) -> None:
 def test_a_file_that_is_missing_or_cut_short_is_told(tmp_path: Path, name: str) -> None:
     path = Handmade.of(small_config()).write(tmp_path) / name
     path.write_bytes(path.read_bytes()[:-1])
-    assert any(str(path) in fault for fault in examined(tmp_path / "step-00000100").faults)
+    assert any(str(path) in fault for fault in examined(tmp_path / "step-00000100").errors)
     path.unlink()
-    assert f"{path} is missing" in examined(tmp_path / "step-00000100").faults
+    assert f"{path} is missing" in examined(tmp_path / "step-00000100").errors
 
 
 def test_a_file_that_nobody_listed_is_noted(tmp_path: Path) -> None:
     folder = Handmade.of(small_config()).write(tmp_path)
     (folder / "notes.txt").write_text("mine")
-    assert examined(folder) == Findings(faults=(), notes=("notes.txt is not in the manifest",))
+    assert examined(folder) == Findings(errors=(), notes=("notes.txt is not in the manifest",))
 
 
 # What follows has right hashes: a writer that was wrong.
@@ -114,7 +114,7 @@ def rewritten(tmp_path: Path, change: Callable[[Handmade], None]) -> tuple[Path,
     made = Handmade.of(small_config())
     change(made)
     folder = made.write(tmp_path)
-    return folder, examined(folder).faults
+    return folder, examined(folder).errors
 
 
 def resealed(folder: Path, tmp_path: Path, name: str, content: bytes) -> tuple[str, ...]:
@@ -124,7 +124,7 @@ def resealed(folder: Path, tmp_path: Path, name: str, content: bytes) -> tuple[s
     records = manifest_of(folder)["files"] | {name: write_small(folder / name, content)}
     moved = folder.rename(tmp_path / ".step-00000100.writing")
     commit_step(moved, tmp_path, 100, records)
-    return examined(folder).faults
+    return examined(folder).errors
 
 
 def reindexed(tmp_path: Path, change: Callable[[dict], None]) -> tuple[str, ...]:
@@ -199,7 +199,7 @@ def test_a_config_that_makes_no_model_is_noted(tmp_path: Path) -> None:
     made = Handmade.of(small_config())
     made.config.hidden_act = "nonesuch"
     findings = examined(made.write(tmp_path))
-    assert findings.faults == () and len(findings.notes) == 1
+    assert findings.errors == () and len(findings.notes) == 1
     assert (
         "makes no LlamaForCausalLM without memory, so it is not compared: KeyError('nonesuch')"
         in findings.notes[0]
@@ -266,9 +266,9 @@ def test_another_step_and_missing_random_states_are_told(tmp_path: Path) -> None
 def test_a_hugging_face_folder_is_examined_without_hashes(tmp_path: Path) -> None:
     LlamaForCausalLM(small_config()).save_pretrained(tmp_path, max_shard_size="8KB")
     findings = examine_pretrained(tmp_path)
-    assert findings == Findings(faults=(), notes=("without manifest.json there are no hashes to compare",))
+    assert findings == Findings(errors=(), notes=("without manifest.json there are no hashes to compare",))
     first = min(tmp_path.glob("*.safetensors"))
     write_tensors(first, {"nonesuch": torch.zeros(1)})
     assert f"{tmp_path / 'model.safetensors.index.json'} lacks nonesuch, which is in {first.name}" in (
-        examine_pretrained(tmp_path).faults
+        examine_pretrained(tmp_path).errors
     )

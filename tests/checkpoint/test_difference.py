@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from echelon.checkpoint import difference
-from echelon.checkpoint.difference import Comparison, Difference
-from echelon.checkpoint.distance import chunks_of
-from echelon.checkpoint.opened import open_folder
+from echelon.checkpoint.difference import Comparison, Difference, chunks_of
+from echelon.checkpoint.inspect import open_folder
 
 from .handmade import Handmade, columns, small_config
 

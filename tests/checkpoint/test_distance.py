@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from echelon.checkpoint.box import Box
-from echelon.checkpoint.distance import Distance, chunks_of, distance_between
+from echelon.checkpoint.difference import Distance, chunks_of, distance_between
 
 
 def test_equal_tensors_are_at_no_distance_whatever_they_hold() -> None:

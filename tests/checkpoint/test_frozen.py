@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from echelon import Booster, HybridParallelPlugin, ShardConfig, ShardFormer, TorchDDPPlugin, TorchFSDPPlugin
 from echelon.checkpoint.box import Box
-from echelon.checkpoint.states import StateFiles
+from echelon.checkpoint.dcp import StateFiles
 from echelon.cluster.mesh import ParallelMesh
 from echelon.plugins.state import SplitCheckpoints
 

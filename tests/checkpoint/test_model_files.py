@@ -11,10 +11,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import GenerationConfig, LlamaForCausalLM
 
-from echelon.checkpoint.exchange import Assembled
-from echelon.checkpoint.held import held_piece
-from echelon.checkpoint.model_files import SAFETENSORS, Records, _Output, describing, plan_model
-from echelon.checkpoint.plan import holdings_of
+from echelon.checkpoint.exchange import Assembled, offers_of
+from echelon.checkpoint.local import local_piece
+from echelon.checkpoint.model import SAFETENSORS, Records, _Output, describing, plan_model
 
 from ..pool import Pool
 from .crashes import small_run
@@ -49,8 +48,8 @@ def write_late(folder: Path) -> Records:
         else:
             write(self, each)
 
-    held = {name: held_piece(name, tensor(name), None, 0) for name in NAMES}
-    every = [holdings_of(held)] * 2
+    held = {name: local_piece(name, tensor(name), None, 0) for name in NAMES}
+    every = [offers_of(held)] * 2
     files = plan_model(held, every, NAMES, SAFETENSORS, max_bytes=1, describe=describe, group=group)
     LATE = [written.entry.name for plan in files.plans if plan.writer == 1 for written in plan.tensors][-1]
     _Output._write = late  # type: ignore[method-assign]

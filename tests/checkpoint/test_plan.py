@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from echelon.checkpoint.box import Box
-from echelon.checkpoint.plan import FilePlan, Holding, Source, entries_of, plan_files, split_into_files
+from echelon.checkpoint.exchange import FilePlan, Offer, Source, entries_of, plan_files, split_into_files
 from echelon.checkpoint.tensor_file import Entry
 
 
@@ -12,8 +12,8 @@ def entry(name: str, rows: int) -> Entry:
     return Entry(name, (rows, 2), torch.float32)
 
 
-def holding(rows: int, start: int, stop: int) -> Holding:
-    return Holding((rows, 2), torch.float32, (Box((start, 0), (stop - start, 2)),))
+def holding(rows: int, start: int, stop: int) -> Offer:
+    return Offer((rows, 2), torch.float32, (Box((start, 0), (stop - start, 2)),))
 
 
 def test_files_are_filled_in_order_and_a_large_tensor_has_its_own() -> None:
@@ -24,19 +24,19 @@ def test_files_are_filled_in_order_and_a_large_tensor_has_its_own() -> None:
 
 def test_every_rank_writes_where_all_hold_all() -> None:
     names = [f"w{number}" for number in range(8)]
-    holdings = [{name: holding(4, 0, 4) for name in names}] * 4
+    offers = [{name: holding(4, 0, 4) for name in names}] * 4
     files = {name: [entry(name, 4)] for name in names}
-    plans = plan_files(files, holdings)
+    plans = plan_files(files, offers)
     assert sorted(plan.writer for plan in plans) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert all(source.rank == plan.writer for plan in plans for source in sources_of(plan))
 
 
 def test_a_box_is_sent_once_and_by_whoever_sent_least() -> None:
     # Two tensor ranks with two replicas each: ranks 0 and 2 hold the upper half, 1 and 3 the lower.
-    holdings = [
+    offers = [
         {name: holding(4, half * 2, half * 2 + 2) for name in ("a", "b", "c", "d")} for half in (0, 1, 0, 1)
     ]
-    plans = plan_files({name: [entry(name, 4)] for name in "abcd"}, holdings)
+    plans = plan_files({name: [entry(name, 4)] for name in "abcd"}, offers)
     assert [plan.writer for plan in plans] == [0, 1, 2, 3]
     for plan in plans:
         upper, lower = sources_of(plan)
@@ -47,13 +47,13 @@ def test_a_box_is_sent_once_and_by_whoever_sent_least() -> None:
 
 
 def test_a_tensor_that_nobody_holds_whole_is_refused() -> None:
-    with pytest.raises(AssertionError, match="a has 8 entries, and the ranks hold 6"):
+    with pytest.raises(AssertionError, match="a has 8 entries, and the ranks have 6"):
         plan_files({"file": [entry("a", 4)]}, [{"a": holding(4, 0, 3)}])
 
 
 def test_tensors_come_in_the_order_of_the_model() -> None:
-    holdings = [{"late": holding(1, 0, 1)}, {"first": holding(1, 0, 1), "other": holding(1, 0, 1)}]
-    assert [each.name for each in entries_of(holdings, ["first", "late"])] == ["first", "late", "other"]
+    offers = [{"late": holding(1, 0, 1)}, {"first": holding(1, 0, 1), "other": holding(1, 0, 1)}]
+    assert [each.name for each in entries_of(offers, ["first", "late"])] == ["first", "late", "other"]
 
 
 def sources_of(plan: FilePlan) -> tuple[Source, ...]:

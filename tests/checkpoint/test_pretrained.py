@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from echelon.checkpoint.box import Box
+from echelon.checkpoint.box import Box, Stored
 from echelon.checkpoint.pretrained import open_pretrained
-from echelon.checkpoint.stored import Stored
 from echelon.lazy.files import FileTensor, open_tensors
 from echelon.verify.models import ModelChoice
 

@@ -12,12 +12,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, ReduceLROnPlateau, StepLR
 
 from echelon.checkpoint import step_load
-from echelon.checkpoint.model_save import write_model_file
-from echelon.checkpoint.schedulers import scheduler_faults
-from echelon.checkpoint.states import _Writer
-from echelon.checkpoint.step_folder import begin_step, commit_step
-from echelon.checkpoint.step_load import choose_step
-from echelon.checkpoint.values import saved_bytes
+from echelon.checkpoint.dcp import _Writer
+from echelon.checkpoint.model import write_model_file
+from echelon.checkpoint.step import choose_step, scheduler_faults
+from echelon.checkpoint.steps import begin_step, commit_step
+from echelon.checkpoint.tensor_file import saved_bytes
 
 from ..pool import Pool
 from .crashes import small_run

@@ -1,4 +1,4 @@
-"""Saves go on beside training, one after the other, and keep what went wrong."""
+"""Saves go on beside training, one after the other, keep what went wrong, and write from copies."""
 
 import logging
 import threading
@@ -6,8 +6,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 
-from echelon.checkpoint.saving import Saver
+from echelon.checkpoint.background import Copies, Saver
 
 PATH = Path("somewhere")
 
@@ -47,7 +48,36 @@ def test_a_failure_beside_training_is_told_and_kept(caplog: pytest.LogCaptureFix
 
 def test_a_full_disk_ends_neither_training_nor_the_next_save(caplog: pytest.LogCaptureFixture) -> None:
     saver = Saver()
-    assert isinstance(saver.run_and_tell(full, PATH).failure, OSError)
-    assert saver.run_and_tell(lambda: None, PATH).failure is None
+    assert isinstance(saver.run_reporting(full, PATH).failure, OSError)
+    assert saver.run_reporting(lambda: None, PATH).failure is None
     with pytest.raises(OSError):
         saver.run(full, PATH)
+
+
+def tensors(seed: int) -> list[torch.Tensor]:
+    drawn = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(5, 3, generator=drawn),
+        torch.randn(7, 4, generator=drawn).t(),  # does not lie end to end
+        torch.tensor(3.0),
+        torch.randn(3, generator=drawn).bfloat16(),
+        torch.empty(0, 2),
+        torch.randn(2**24 + 1, generator=drawn),  # more than a chunk
+        torch.randn(9, generator=drawn).double(),
+    ]
+
+
+def test_copies_stay_as_they_were_and_their_memory_is_used_again() -> None:
+    copies = Copies(torch.device("cpu"))
+    sizes = []
+    for seed in range(3):
+        copies.forget()
+        live = tensors(seed)
+        copied = [copies.copy(each) for each in live]
+        copies.finish()
+        for each in live:
+            each.fill_(-1.0)
+        for found, expected in zip(copied, tensors(seed), strict=True):
+            assert torch.equal(found, expected) and found.is_contiguous() and found.dtype == expected.dtype
+        sizes.append(sum(chunk.nbytes for chunk in copies._chunks))
+    assert sizes[0] == sizes[1] == sizes[2] > 2**26

@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from echelon.checkpoint.box import Box
 from echelon.checkpoint.consent import CheckpointError, alike, on_all_ranks
-from echelon.checkpoint.held import HeldTensor, held_slice
-from echelon.checkpoint.states import StateFiles, load_states, save_states
+from echelon.checkpoint.dcp import StateFiles, save_states
+from echelon.checkpoint.local import LocalTensor, local_slice
+from echelon.checkpoint.pretrained import read_into
 
 from ..pool import Pool
 
@@ -18,9 +19,9 @@ SHAPE = (6, 4, 5)
 WHOLE = torch.arange(120, dtype=torch.float32).view(SHAPE)
 
 
-def held(flat: torch.Tensor, ends: list[int], *, counts: bool = True) -> dict[str, HeldTensor]:
+def held(flat: torch.Tensor, ends: list[int], *, counts: bool = True) -> dict[str, LocalTensor]:
     start, stop = ([0, *ends, 120])[dist.get_rank()], ([*ends, 120])[dist.get_rank()]
-    return {"exp_avg/w": held_slice("w", flat[start:stop], start, SHAPE, None, 0, counts=counts)}
+    return {"exp_avg/w": local_slice("w", flat[start:stop], start, SHAPE, None, 0, counts=counts)}
 
 
 def save(folder: Path, ends: list[int]) -> None:
@@ -29,15 +30,15 @@ def save(folder: Path, ends: list[int]) -> None:
 
 def save_twice_held(folder: Path) -> list[str]:
     """Two ranks that hold the same: each box is in one of their files."""
-    whole = {"exp_avg/w": held_slice("w", WHOLE.view(-1), 0, SHAPE, None, 0)}
-    whole |= {"exp_avg/v": held_slice("v", WHOLE.view(-1)[:20], 0, (4, 5), None, 0)}
+    whole = {"exp_avg/w": local_slice("w", WHOLE.view(-1), 0, SHAPE, None, 0)}
+    whole |= {"exp_avg/v": local_slice("v", WHOLE.view(-1)[:20], 0, (4, 5), None, 0)}
     return list(save_states(whole, folder, group=dist.group.WORLD))
 
 
 def load(folder: Path, ends: list[int]) -> None:
     flat = torch.full((120,), -1.0)
     mine = held(flat, ends)
-    load_states(mine, StateFiles(folder), group=dist.group.WORLD)
+    read_into(mine, StateFiles(folder))
     for part in mine["exp_avg/w"].parts:
         assert torch.equal(part.local, WHOLE[part.box.within(Box.whole(SHAPE))])
 

@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from echelon.checkpoint.step_folder import (
+from echelon.checkpoint.steps import (
     MANIFEST,
     begin_step,
     commit_step,

@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from echelon.checkpoint.box import Box
-from echelon.checkpoint.tensor_file import Entry, FileRecord, TensorFile, TensorFileWriter, damage_of_tensors
+from echelon.checkpoint.pretrained import Weights
+from echelon.checkpoint.tensor_file import Entry, FileRecord, TensorFileWriter, damage_of_tensors
 
 
 def some() -> dict[str, Tensor]:
@@ -41,7 +42,7 @@ def test_the_library_reads_what_was_written(tmp_path: Path) -> None:
 def test_what_the_library_wrote_is_read_by_boxes(tmp_path: Path) -> None:
     tensors = some()
     save_file(tensors, tmp_path / "f")
-    file = TensorFile(tmp_path / "f")
+    file = Weights(tmp_path / "f")
     assert set(file.names) == set(tensors)
     assert torch.equal(file.read("matrix", Box((1, 2), (2, 3))), tensors["matrix"][1:3, 2:5])
     for name, tensor in tensors.items():
@@ -66,4 +67,4 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
     written(path, some())
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match="is damaged"):
-        TensorFile(path)
+        Weights(path)

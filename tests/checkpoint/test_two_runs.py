@@ -14,10 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from echelon.checkpoint import locked as module
-from echelon.checkpoint.locked import locked
-from echelon.checkpoint.placing import finish_placing
-from echelon.checkpoint.step_folder import begin_step, commit_step, recover, steps_in
+from echelon.checkpoint import commit as module
+from echelon.checkpoint.commit import finish_placing, locked
+from echelon.checkpoint.steps import begin_step, commit_step, recover, steps_in
 
 from .crashes import small_run
 from .forked import in_warm_process, run_ranks

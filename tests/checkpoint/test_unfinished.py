@@ -11,10 +11,9 @@ from unittest import mock
 
 import pytest
 
-from echelon.checkpoint import unfinished as module
-from echelon.checkpoint.placing import replace_file
-from echelon.checkpoint.step_folder import begin_step, commit_step, steps_in
-from echelon.checkpoint.unfinished import make_anew, owner_of, remove_abandoned, unfinished
+from echelon.checkpoint import commit as module
+from echelon.checkpoint.commit import make_anew, owner_of, remove_abandoned, replace_file, unfinished
+from echelon.checkpoint.steps import begin_step, commit_step, steps_in
 
 
 @pytest.fixture

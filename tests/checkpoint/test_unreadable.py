@@ -10,10 +10,9 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from echelon.checkpoint import step_load
-from echelon.checkpoint.step_folder import keep_newest
-from echelon.checkpoint.step_load import choose_step
-from echelon.checkpoint.values import read_values, write_values
+from echelon.checkpoint.step import choose_step
+from echelon.checkpoint.steps import keep_newest
+from echelon.checkpoint.tensor_file import read_values, write_values
 from echelon.cli.main import app
 
 from ..examples.scripts import EXAMPLES, load
@@ -43,7 +42,9 @@ def chosen(directory: Path, step: Path) -> list[str]:
     group, is_last = dist.group.WORLD, dist.get_rank() == dist.get_world_size() - 1
     assert group is not None
     told = []
-    not_read = mock.patch.object(step_load, "manifest_of", side_effect=PermissionError(13, "not for you"))
+    not_read = mock.patch(
+        "echelon.checkpoint.step.manifest_of", side_effect=PermissionError(13, "not for you")
+    )
     not_seen = mock.patch.object(Path, "is_dir", lambda path: path != step)
     for harm in (not_read, not_seen):
         with harm if is_last else mock.MagicMock(), pytest.raises(OSError) as error:

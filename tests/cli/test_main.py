@@ -13,8 +13,6 @@ HELP = (
     "checkpoint inspect",
     "checkpoint diff",
     "checkpoint verify",
-    "checkpoint reshard",
-    "checkpoint export",
 )
 LARGE = ("torch", "transformers", "datasets", "numpy", "matplotlib")
 

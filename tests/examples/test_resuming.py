@@ -16,8 +16,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from echelon.checkpoint import step_save
-
 from ..pool import Pool
 from .resuming import Trial, signalled_here, told_alone
 from .scripts import EXAMPLES, load, losses, records_of, run, run_here
@@ -101,7 +99,7 @@ def fail_to_write(script: Path, *arguments: str) -> tuple[int, str]:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "manifest.json")
 
-    with mock.patch.object(step_save, "commit_step", full):
+    with mock.patch("echelon.checkpoint.step.commit_step", full):
         return run_here(script, *arguments)
 
 

@@ -12,8 +12,8 @@ from torch.nn import Parameter, init
 
 from echelon import LazyInitContext
 from echelon.lazy import materialize
+from echelon.lazy.replay import fingerprint
 from echelon.lazy.tensor import LazyTensor, content_of
-from echelon.lazy.value import fingerprint
 
 from .compare import built_in_both_ways, differences
 

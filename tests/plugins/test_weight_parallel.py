@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from echelon import Booster, HybridParallelPlugin
 from echelon.checkpoint.checkpoints import Checkpoints
-from echelon.checkpoint.gather import gather_whole
-from echelon.checkpoint.held_model import HeldModel
+from echelon.checkpoint.local import LocalModel
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.placement import Shard, placement_of
 from echelon.lazy import LazyInitContext, materialize
@@ -26,6 +25,7 @@ from echelon.shardformer.checkpoint_config import recomputable_layers
 from echelon.shardformer.weight_split import make_weight_parallel
 from echelon.verify.batch import loss_of as batch_loss
 from echelon.verify.batch import make_batch
+from echelon.verify.gather import gather_whole
 from echelon.verify.models import ModelChoice
 from echelon.zero.optimizer import ShardedOptimizer
 from echelon.zero.precision import PrecisionConfig
@@ -82,8 +82,8 @@ class Trained:
             self.optimizer.zero_grad()
             yield loss.item(), gradients, norm, self.whole(self.optimizer.masters())
 
-    def saved(self) -> HeldModel:
-        return HeldModel(
+    def saved(self) -> LocalModel:
+        return LocalModel(
             module=self.model,
             names=self.names.state,
             tensors=held_tensors(self.held, self.mesh),

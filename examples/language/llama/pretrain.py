@@ -97,7 +97,7 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def value_faults(arguments: argparse.Namespace) -> list[str]:
+def value_errors(arguments: argparse.Namespace) -> list[str]:
     """Numbers out of their range, and options that exclude each other."""
     lowest = {
         "sequence_length": 2,
@@ -160,7 +160,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     Raises:
         Refused: something is wrong with it; all of it was told.
     """
-    faults = value_faults(arguments) + refused_options(arguments)
+    faults = value_errors(arguments) + refused_options(arguments)
     faults += metrics.file_faults(arguments.metrics, arguments.curve) + saving_faults(arguments)
     faults += folder_faults(arguments, ("cache_dir",))
     if arguments.data is None:

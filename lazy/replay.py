@@ -1,4 +1,4 @@
-"""What memory is to hold, as the calls that lead there. Recording calls is tensor.py, running them memory.py.
+"""The values of lazy tensors: recorded calls, and running them once more into memory.
 
 [Note: values] A value is one state of a tensor's memory. It never changes: a call that writes makes another one out of
 it. So whoever reads a tensor names the value that it had then, and a value that nobody needs any more is forgotten:
@@ -6,6 +6,7 @@ for example what torch's constructors draw, where transformers draws all of it a
 the generator's state with it, so each value can be made on its own, at any time and in any order, equal to the bit.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class Geometry:
 
     @staticmethod
     def of(tensor: Tensor) -> "Geometry":
-        """A tensor's own."""
+        """That of a tensor."""
         return Geometry(
             dtype=tensor.dtype,
             size=tuple(tensor.size()),
@@ -48,7 +49,7 @@ class Geometry:
 
     @property
     def num_bytes(self) -> int:
-        """How much memory its entries span, from the first to the last."""
+        """The memory that its entries span, from the first to the last."""
         if 0 in self.size:
             return 0
         last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
@@ -83,7 +84,7 @@ class Source(Protocol):
         """The tensor, in memory that is nobody's to write to, nor to keep."""
 
     def look(self) -> str:
-        """What tells it from other ones, on whatever machine."""
+        """A text that tells it from other ones, on whatever machine."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +123,7 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """What some memory holds once a call is done; see [Note: values].
+    """The content of some memory once a call is done; see [Note: values].
 
     Args:
         num_bytes: of the memory.
@@ -139,13 +140,13 @@ class Value:
 
     @staticmethod
     def of_source(source: Source) -> "Value":
-        """What is somewhere else."""
+        """The value of a source."""
         call = Call(function=source, args=(), kwargs={}, generator_state=None)
         return Value(num_bytes=source.num_bytes, call=call, returned=(0, source.geometry))
 
     @property
     def is_borrowed(self) -> bool:
-        """Whether the memory that it is found in is not its own."""
+        """True where it is found in memory that is not its own."""
         return not isinstance(self.call.function, OpOverload)
 
     def needs(self) -> list["Value"]:
@@ -200,3 +201,66 @@ def _drawing_from(state: Tensor | None) -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(present)
+
+
+def make(value: Value) -> UntypedStorage:
+    """Memory on the CPU that holds a value, of its own. What that is made of is freed as soon as it is not needed.
+
+    Raises:
+        RuntimeError: torch refuses to repeat a call, or a file was changed; names the operator or tensor.
+    """
+    made = borrow(value)
+    return made.clone() if value.is_borrowed else made
+
+
+def borrow(value: Value) -> UntypedStorage:
+    """As `make`, or for a tensor of a file its pages, which are as private, and read when they are looked at."""
+    order = in_order(value)
+    uses = Counter(need for each in order for need in each.needs())
+    found: dict[Value, UntypedStorage] = {}
+    for each in order:
+        needs = {need: found[need] for need in each.needs()}
+        for need in needs:
+            uses[need] -= 1
+            if not uses[need]:
+                del found[need]
+        found[each] = _made_of(each, needs, is_kept=each.before in found)
+    return found[value]
+
+
+def _made_of(value: Value, needs: dict[Value, UntypedStorage], *, is_kept: bool) -> UntypedStorage:
+    """A value from the memory of those that it needs; what it writes to is taken over, unless it is kept."""
+    if value.returned is not None:
+        return _returned(value, needs)
+    if value.before is None:
+        own = UntypedStorage(value.num_bytes, device="cpu")
+    elif is_kept or value.before.is_borrowed:
+        own = needs[value.before].clone()
+    else:
+        own = needs[value.before]
+    value.call.run(lambda read: read.geometry.of_memory(own if read.value is None else needs[read.value]))
+    return own
+
+
+def _returned(value: Value, needs: dict[Value, UntypedStorage]) -> UntypedStorage:
+    """The memory of a tensor that a call returns; a copy where it lies otherwise than was recorded, or is not new."""
+    assert value.returned is not None
+    index, geometry = value.returned
+
+    def tensor_of(read: Read) -> Tensor:
+        assert read.value is not None, "only a call that writes reads the memory that it writes to"
+        return read.geometry.of_memory(needs[read.value])
+
+    found = value.call.run(tensor_of)[index]
+    if (found.dtype, tuple(found.size())) != (geometry.dtype, geometry.size):
+        raise AssertionError(
+            f"{value.call.function} returned {found.dtype} {tuple(found.size())}, not {geometry}"
+        )
+    own = found.untyped_storage()
+    inputs = [each for each in tree_leaves((value.call.args, value.call.kwargs)) if isinstance(each, Tensor)]
+    old = {each.data_ptr() for each in (*needs.values(), *(each.untyped_storage() for each in inputs))}
+    if Geometry.of(found) == geometry and own.nbytes() == value.num_bytes and own.data_ptr() not in old:
+        return own
+    own = UntypedStorage(value.num_bytes, device="cpu")
+    geometry.of_memory(own).copy_(found)
+    return own

@@ -1,4 +1,4 @@
-"""Of what is somewhere else no more is looked at than stays, whatever is done to it on the way."""
+"""What is done to tensors of files is replayed to the bit, and the files stay as they are."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,10 +13,8 @@ from echelon import LazyInitContext
 from echelon.cluster.placement import Shard
 from echelon.lazy import materialize
 from echelon.lazy.files import open_tensors
-from echelon.lazy.memory import borrow, make
-from echelon.lazy.part import pruned
-from echelon.lazy.tensor import LazyTensor, content_of, lazily, real
-from echelon.lazy.value import Geometry, Value, in_order
+from echelon.lazy.replay import Geometry, Value, borrow, make
+from echelon.lazy.tensor import LazyTensor, lazily, real
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +89,7 @@ CHANGES: dict[str, Callable[[list[Tensor]], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_part_is_the_part_of_the_whole(name: str) -> None:
+def test_what_is_recorded_of_file_tensors_is_replayed_to_the_bit(name: str) -> None:
     kept = [Kept(each) for each in sources()]
     before = [each.tensor.clone() for each in kept]
     found = CHANGES[name]([lazily(each) for each in kept])
@@ -99,40 +97,6 @@ def test_a_part_is_the_part_of_the_whole(name: str) -> None:
     expected = CHANGES[name](sources())
     assert torch.equal(real(found), expected) and real(found).dtype == expected.dtype
     assert all(torch.equal(each.tensor, other) for each, other in zip(kept, before, strict=True))
-
-
-def made_bytes(found: Tensor) -> int:
-    """How much memory is made on the way to a lazy tensor, itself included, what is borrowed not."""
-    assert isinstance(found, LazyTensor)
-    values = in_order(pruned(content_of(found).value))
-    return sum(each.num_bytes for each in values if not each.is_borrowed)
-
-
-@pytest.mark.parametrize(
-    ("name", "times"),
-    {
-        "a slice": 1,
-        "converted": 1,
-        "stacked": 1,
-        "concatenated": 1,
-        "concatenated behind": 1,
-        "experts": 2,  # what is stacked, and what of it is put side by side
-        "turned": 1,
-        "chunks": 2,
-        "shards": 3,  # put together beforehand, padded, put together
-        "padded": 2,
-    }.items(),
-)
-def test_nothing_but_the_part_is_made(name: str, times: float) -> None:
-    found = CHANGES[name]([lazily(Kept(each)) for each in sources()])
-    assert made_bytes(found) <= times * found.nbytes
-
-
-def test_experts_of_other_ranks_are_not_read() -> None:
-    kept = [Kept(torch.full((2, 3), float(number))) for number in range(6)]
-    fused = torch.stack([lazily(each) for each in kept])
-    assert real(fused[2:4].clone()).unique().tolist() == [2, 3]
-    assert [len(each.calls) for each in kept] == [0, 0, 1, 1, 0, 0]
 
 
 def test_what_is_read_twice_is_made_once() -> None:

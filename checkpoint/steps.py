@@ -1,9 +1,12 @@
-"""The folders of checkpoints: one a step, which is complete or not there. What lies in them is checkpoint.py's.
+"""The folders of steps: named and removed at once, with a manifest of all files and their hashes.
 
 [Note: complete or not there] A checkpoint is written in a folder of another name, every file of it brought to the disk.
 Its manifest, which lists all files with their hashes, is last. Then the folder gets its name, by one rename, and the
 folder above is brought to the disk. One that is to go gets another name first. So whatever has the name of a step was
 complete once, and what was interrupted is found by its name, and removed by the next save.
+
+[Note: left behind] A run may go on from an earlier step than the newest. Its next manifest lists the seals of the later
+ones, which stay, and are not the newest any more.
 """
 
 import json
@@ -18,14 +21,20 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from .locked import locked
-from .tensor_file import ALGORITHM, FileRecord, damage_of_tensors, write_small
-from .unfinished import make_anew, make_folder, remove_abandoned, unfinished, unfinished_of_all
+from .commit import (
+    locked,
+    make_anew,
+    make_folder,
+    remove_abandoned,
+    sync_folder,
+    unfinished,
+    unfinished_of_all,
+)
+from .tensor_file import ALGORITHM, FileRecord, damage_of_tensors, hash_of, write_small
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})")
-_CHUNK = 2**24
 _REPLACED = "replaced"
 _UNFINISHED = re.compile(r"\.(step-\d{8,})\.(?:writing|replaced|removed)(?:-.*)?")
 
@@ -75,7 +84,7 @@ def commit_step(folder: Path, directory: Path, step: int, records: Mapping[str, 
 
 
 def _name_step(folder: Path, final: Path) -> Path:
-    """Give a step its name; where the one that had it is now."""
+    """Give a step its name, and return the place of the one that had it."""
     directory = final.parent
     replaced = unfinished(final, _REPLACED)
     if final.exists():
@@ -188,7 +197,7 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """What a step's manifest says; "files" by name as `FileRecord`.
+    """The manifest of a step; "files" by name as `FileRecord`.
 
     Raises:
         ValueError: it cannot be read; names it.
@@ -197,7 +206,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     try:
         content = path.read_bytes()
         manifest = json.loads(content)
-        told = (manifest["format"], manifest["algorithm"])
+        form = (manifest["format"], manifest["algorithm"])
         seal = manifest.pop("seal", None)  # another format may have none
         files = {name: FileRecord(**each) for name, each in manifest["files"].items()}
     except FileNotFoundError:
@@ -206,9 +215,9 @@ def manifest_of(folder: Path) -> dict[str, Any]:
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} cannot be read, it is damaged: {error!r}") from error
-    if told != (FORMAT, ALGORITHM):
+    if form != (FORMAT, ALGORITHM):
         raise ValueError(
-            f"{path} is of format {told[0]} with hashes of {told[1]}, and this release of Echelon reads format "
+            f"{path} is of format {form[0]} with hashes of {form[1]}, and this release of Echelon reads format "
             f"{FORMAT} with {ALGORITHM}"
         )
     if seal != _seal(manifest) or content != _sealed(manifest):
@@ -217,24 +226,15 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 
 
 def damage_of(folder: Path, name: str, record: FileRecord) -> list[str]:
-    """What is wrong with a file, each with the file and where there are tensors the tensor; empty when it is sound."""
+    """Errors of a file that is not as it was written, each with the file and, where there are any, the tensor."""
     path = folder / name
     if not path.is_file():
         return [f"{path} is missing"]
     if (size := path.stat().st_size) != record.bytes:
         return [f"{path} has {size} bytes, and {record.bytes} were written"]
     if record.tensors is None:
-        return [] if _hash_of(path) == record.hash else [f"{path} is damaged"]
+        return [] if hash_of(path) == record.hash else [f"{path} is damaged"]
     return [f"{path} is damaged: {each}" for each in damage_of_tensors(path, record)]
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(path: Path) -> None:
@@ -255,14 +255,6 @@ def _sealed(manifest: Mapping[str, Any]) -> bytes:
 
 def _seal(manifest: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128(json.dumps(manifest).encode()).hexdigest()
-
-
-def _hash_of(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while content := file.read(_CHUNK):
-            digest.update(content)
-    return digest.hexdigest()
 
 
 def _listed(record: FileRecord) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""An optimizer as checkpoints see it: what it keeps of which parameters, whoever holds them. Files are states.py."""
+"""The state of an optimizer: its tensors by parameter, groups, numbers and float32 masters, saved and loaded."""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -13,39 +13,39 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from .background import Copies
+from .box import coverage_errors
+from .commit import Replaced
 from .consent import alike, faults_of_all, on_all_ranks, on_first_rank
-from .copies import Copies
-from .coverage import coverage_faults
-from .held import HeldTensor
-from .placing import Replaced
-from .states import INDEX, StateFiles, load_states, save_states
-from .tensor_file import FileRecord
-from .values import read_values, write_values
+from .dcp import INDEX, StateFiles, save_states
+from .local import LocalTensor
+from .pretrained import read_into
+from .tensor_file import FileRecord, read_values, write_values
 
 GROUPS = "groups.pt"
 MASTER = "master"
 STATES = Replaced(entries=(INDEX,), others=(GROUPS, "rank-*.safetensors"))
-# How a step is computed, which this run decides and not the one that saved.
+# Options of how a step is computed, which this run decides and not the one that saved.
 _OWN_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
 
 class TrainedPiece(NamedTuple):
-    """What this rank steps of a parameter.
+    """A rank's part of a parameter, as its optimizer steps it.
 
     Args:
         name: of the parameter.
-        key: what the optimizer holds in its place.
-        held: what this rank holds of a tensor of `key`'s shape, under a name.
+        key: the tensor that the optimizer steps in its place.
+        local: this rank's part of a tensor of `key`'s shape, under a name.
     """
 
     name: str
     key: Tensor
-    held: Callable[[str, Tensor], HeldTensor]
+    local: Callable[[str, Tensor], LocalTensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """An optimizer, and what this rank steps by it.
+    """An optimizer and the pieces of parameters that this rank steps.
 
     Args:
         inner: the torch optimizer.
@@ -69,9 +69,9 @@ class Trained:
         return [piece for group in self.groups for piece in group]
 
     @cached_property
-    def masters(self) -> dict[str, HeldTensor]:
-        """What this rank holds of the float32 weights that are stepped, by parameter."""
-        return {piece.name: piece.held(piece.name, piece.key) for piece in self.pieces}
+    def masters(self) -> dict[str, LocalTensor]:
+        """This rank's part of the float32 weights that are stepped, by parameter."""
+        return {piece.name: piece.local(piece.name, piece.key) for piece in self.pieces}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,21 +79,21 @@ class SavedStates:
     """An optimizer about to be written.
 
     Args:
-        held: what this rank holds, by the name in files.
-        described: what stands beside it, the first rank's alone.
+        tensors: this rank's, by the name in files.
+        described: groups, numbers and the like, written by the first rank.
     """
 
-    held: Mapping[str, HeldTensor]
+    tensors: Mapping[str, LocalTensor]
     described: Mapping[str, Any]
 
     def copied(self, copies: Copies) -> "SavedStates":
-        """The same, with the memory as it is now, once the copies are finished; without what others save."""
-        held = {name: each.copied(copies) for name, each in self.held.items() if each.counts}
-        return SavedStates(held=held, described=self.described)
+        """The same with the memory as it is now, once the copies are finished; without what others save."""
+        tensors = {name: each.copied(copies) for name, each in self.tensors.items() if each.counts}
+        return SavedStates(tensors=tensors, described=self.described)
 
     def write(self, folder: Path, group: dist.ProcessGroup) -> dict[str, FileRecord]:
         """Write it into a folder that is there, and return this rank's files. Collective over the group."""
-        records = save_states(self.held, folder, group=group)
+        records = save_states(self.tensors, folder, group=group)
         described = alike(lambda: self._describe(folder) if group.rank() == 0 else {}, group)
         return records | described
 
@@ -112,49 +112,49 @@ class Number(NamedTuple):
         return torch.tensor(self.value, dtype=self.dtype, device="cpu")
 
 
-class ToldStates(NamedTuple):
-    """What a rank tells of an optimizer's state: numbers by parameter, and its parameters of each group."""
+class ReportedStates(NamedTuple):
+    """A rank's report of an optimizer's state: numbers by parameter, and its parameters of each group."""
 
     scalars: dict[str, dict[str, Any]]
     groups: list[list[str]]
 
 
-def kept_states(trained: Trained) -> tuple[dict[str, HeldTensor], ToldStates]:
-    """What an optimizer keeps here now, tensors by their names in files.
+def local_states(trained: Trained) -> tuple[dict[str, LocalTensor], ReportedStates]:
+    """An optimizer's state on this rank now, tensors by their names in files.
 
     Raises:
         ValueError: some state is neither a number nor of the shape of its parameter, of which ranks step pieces; names
             it.
     """
-    held: dict[str, HeldTensor] = {}
+    tensors: dict[str, LocalTensor] = {}
     if trained.has_masters:
-        held = {f"{MASTER}/{name}": each for name, each in trained.masters.items()}
+        tensors = {f"{MASTER}/{name}": each for name, each in trained.masters.items()}
     scalars: dict[str, dict[str, Any]] = {}
     for piece in trained.pieces:
         for key, value in trained.inner.state.get(piece.key, {}).items():
             if _is_piece(key, value, piece):
-                held[f"{key}/{piece.name}"] = piece.held(f"{key}/{piece.name}", value)
+                tensors[f"{key}/{piece.name}"] = piece.local(f"{key}/{piece.name}", value)
             else:
                 scalars.setdefault(piece.name, {})[key] = _scalar(key, value, piece.name, trained.is_whole)
-    return held, ToldStates(scalars, [[piece.name for piece in pieces] for pieces in trained.groups])
+    return tensors, ReportedStates(scalars, [[piece.name for piece in pieces] for pieces in trained.groups])
 
 
 def states_to_save(
-    trained: Trained, held: Mapping[str, HeldTensor], every: Sequence[ToldStates]
+    trained: Trained, tensors: Mapping[str, LocalTensor], every: Sequence[ReportedStates]
 ) -> SavedStates:
-    """An optimizer as it is written, from what is kept here and what all ranks tell, in their order."""
+    """An optimizer as it is written, from this rank's tensors and the reports of all ranks, in their order."""
     described = {
         "optimizer": type(trained.inner).__name__,
         "groups": [
             {"options": saved_options(options), "parameters": names}
             for options, names in zip(
-                trained.inner.param_groups, _members([told.groups for told in every]), strict=True
+                trained.inner.param_groups, _members([report.groups for report in every]), strict=True
             )
         ],
-        "scalars": {name: _tensors(values) for told in every for name, values in told.scalars.items()},
+        "scalars": {name: _tensors(values) for report in every for name, values in report.scalars.items()},
         "extra": dict(trained.extra),
     }
-    return SavedStates(held=held, described=described)
+    return SavedStates(tensors=tensors, described=described)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +164,7 @@ class FittingStates:
     Args:
         trained: this one.
         stored: the tensors.
-        described: what stands beside them.
+        described: groups, numbers and the like.
         group: all ranks, over the CPU.
     """
 
@@ -175,7 +175,7 @@ class FittingStates:
 
     @property
     def has_masters(self) -> bool:
-        """Whether there are float32 weights in it."""
+        """True where there are float32 weights in it."""
         return any(name.startswith(f"{MASTER}/") for name in self.stored.names)
 
     def load(self) -> None:
@@ -184,8 +184,7 @@ class FittingStates:
         Raises:
             OSError, ValueError: a file cannot be read; on every rank.
         """
-        held = {f"{MASTER}/{name}": each for name, each in self.trained.masters.items()}
-        held = {name: each for name, each in held.items() if name in self.stored.names}
+        tensors = {f"{MASTER}/{name}": each for name, each in self.trained.masters.items()}
         states: dict[Tensor, dict[str, Any]] = {}
         by_parameter = _states_by_parameter(self.stored)
         for piece in self.trained.pieces:
@@ -193,13 +192,13 @@ class FittingStates:
             for key in by_parameter.get(piece.name, ()):
                 name = f"{key}/{piece.name}"
                 state[key] = torch.zeros_like(piece.key, dtype=self.stored.dtype(name), requires_grad=False)
-                held[name] = piece.held(name, state[key])
-        load_states(held, self.stored, group=self.group)
+                tensors[name] = piece.local(name, state[key])
+        alike(lambda: read_into(tensors, self.stored), self.group)
         self.trained.install(_torch_state(self.trained, self.described, states), self.described["extra"])
 
 
 def fit_trained(trained: Trained, folder: Path, group: dist.ProcessGroup) -> FittingStates:
-    """Compare what is stored in a folder with an optimizer of all ranks. Collective over the group.
+    """Compare the state in a folder with an optimizer of all ranks. Collective over the group.
 
     Raises:
         ValueError: it belongs to another optimizer, other parameter groups or another model; all of it, on every rank.
@@ -208,8 +207,8 @@ def fit_trained(trained: Trained, folder: Path, group: dist.ProcessGroup) -> Fit
     described = on_first_rank(lambda: _described(folder), group)
     stored = alike(lambda: StateFiles(folder), group)
     members = _members(on_all_ranks(lambda: [[p.name for p in each] for each in trained.groups], group))
-    if faults := faults_of_all(lambda: _faults(trained, described, members, stored), group):
-        raise ValueError(f"{folder} does not fit this optimizer: {'; '.join(faults)}")
+    if errors := faults_of_all(lambda: _errors(trained, described, members, stored), group):
+        raise ValueError(f"{folder} does not fit this optimizer: {'; '.join(errors)}")
     return FittingStates(trained=trained, stored=stored, described=described, group=group)
 
 
@@ -225,7 +224,7 @@ def _described(folder: Path) -> Mapping[str, Any]:
 def _torch_state(
     trained: Trained, described: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]
 ) -> dict[str, Any]:
-    """What `Optimizer.load_state_dict` takes."""
+    """The argument of `Optimizer.load_state_dict`."""
     groups: list[dict[str, Any]] = []
     by_number: dict[int, dict[str, Any]] = {}
     count = 0
@@ -238,7 +237,7 @@ def _torch_state(
     return {"state": by_number, "param_groups": groups}
 
 
-def _faults(
+def _errors(
     trained: Trained, described: Mapping[str, Any], members: Sequence[Sequence[str]], stored: StateFiles
 ) -> list[str]:
     own = type(trained.inner).__name__
@@ -248,17 +247,17 @@ def _faults(
         return [f"it has {len(described['groups'])} parameter groups, and there are {len(members)} here"]
     there = _group_of([each["parameters"] for each in described["groups"]])
     here = _group_of(members)
-    faults = [f"{name} is in no group there" for name in here if name not in there]
-    faults += [f"{name} is in no group here" for name in there if name not in here]
-    faults += [
+    errors = [f"{name} is in no group there" for name in here if name not in there]
+    errors += [f"{name} is in no group here" for name in there if name not in here]
+    errors += [
         f"{name} is in group {there[name]} there and in group {here[name]} here"
         for name in here
         if name in there and there[name] != here[name]
     ]
-    if faults:
-        return faults
+    if errors:
+        return errors
     if not trained.is_whole:
-        faults += [
+        errors += [
             f"{key} of {name} has shape {tuple(value.shape)}, which is not that of its parameter: such states load "
             "under TorchDDPPlugin alone"
             for name, values in described["scalars"].items()
@@ -267,21 +266,21 @@ def _faults(
         ]
     by_parameter = _states_by_parameter(stored)
     for piece in trained.pieces:
-        shape = piece.held(piece.name, piece.key.detach()).shape
+        shape = piece.local(piece.name, piece.key.detach()).shape
         for name in (f"{key}/{piece.name}" for key in by_parameter.get(piece.name, ())):
             if stored.shape(name) != shape:
-                faults.append(f"{name} has shape {stored.shape(name)} there and {shape} here")
-        faults += _holes([*by_parameter.get(piece.name, ()), MASTER], piece.name, stored)
-    return faults
+                errors.append(f"{name} has shape {stored.shape(name)} there and {shape} here")
+        errors += _holes([*by_parameter.get(piece.name, ()), MASTER], piece.name, stored)
+    return errors
 
 
 def _holes(keys: Sequence[str], parameter: str, stored: StateFiles) -> list[str]:
-    """What is not stored of the states of a parameter: torch leaves that as it is."""
+    """Errors of states of a parameter that are not stored whole."""
     names = [name for key in keys if (name := f"{key}/{parameter}") in stored.names]
     return [
-        f"{name}: {fault}"
+        f"{name}: {error}"
         for name in names
-        for fault in coverage_faults(stored.shape(name), [each.box for each in stored.boxes[name]])
+        for error in coverage_errors(stored.shape(name), [each.box for each in stored.boxes[name]])
     ]
 
 
@@ -312,7 +311,7 @@ def saved_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_piece(key: str, value: Any, piece: TrainedPiece) -> bool:
-    """Whether a state has an entry for every entry of the parameter; of one that is a scalar "step" has none."""
+    """True for a state with an entry for every entry of the parameter; of a scalar parameter "step" is none."""
     if not isinstance(value, Tensor) or value.shape != piece.key.shape:
         return False
     return value.dim() > 0 or key != "step"

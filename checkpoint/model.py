@@ -1,6 +1,7 @@
-"""A model in files that Hugging Face reads, written by all ranks: each the files that are its, whole tensors."""
+"""A model in files that Hugging Face reads, written by all ranks: each its own files of whole tensors."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -16,14 +17,31 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
+from .background import Copies
 from .box import Box
-from .consent import alike
-from .copies import Copies
-from .exchange import Assembled, assemble, needed_parts
-from .held import HeldTensor
-from .plan import FilePlan, Holding, entries_of, plan_files, split_into_files
-from .tensor_file import Entry, FileRecord, TensorFileWriter, write_small
-from .torch_file import TorchFileWriter
+from .commit import (
+    Replaced,
+    make_anew,
+    remove_abandoned,
+    sync_folder,
+    unfinished,
+    unfinished_of_all,
+    write_together,
+    written_beside,
+)
+from .consent import alike, on_first_rank
+from .exchange import (
+    Assembled,
+    FilePlan,
+    Offer,
+    assemble,
+    entries_of,
+    needed_parts,
+    plan_files,
+    split_into_files,
+)
+from .local import LocalTensor
+from .tensor_file import Entry, FileRecord, TensorFileWriter, TorchFileWriter, write_small
 
 DESCRIBED = ".described"
 
@@ -32,7 +50,7 @@ Describe = Callable[[torch.dtype, Path], None]
 
 
 class FileNames(NamedTuple):
-    """How the files of a model are called: one, several, and their index."""
+    """The names of a model's files: one, several, and their index."""
 
     one: str
     several: str
@@ -55,6 +73,11 @@ SAFETENSORS = FileNames(
 TORCH = FileNames(
     "pytorch_model.bin", "pytorch_model-{number:05}-of-{count:05}.bin", "pytorch_model.bin.index.json"
 )
+ADAPTER_SAFETENSORS = FileNames("adapter_model.safetensors", "", "")
+ADAPTER_TORCH = FileNames("adapter_model.bin", "", "")
+ADAPTER_FILES = Replaced(
+    entries=("adapter_config.json",), others=(ADAPTER_SAFETENSORS.one, ADAPTER_TORCH.one)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +86,7 @@ class ModelFiles:
 
     Args:
         plans: equal on all ranks.
-        parts: what this rank sends and writes.
+        parts: the boxes that this rank sends and writes.
         index: the name of the index; None where there is one file alone.
         describe: writes the model's config into a folder, None where there is nothing.
         is_torch: whether files are of torch's own format, and not safetensors.
@@ -112,8 +135,8 @@ class ModelFiles:
 
 
 def plan_model(
-    held: Mapping[str, HeldTensor],
-    holdings: Sequence[Mapping[str, Holding]],
+    local: Mapping[str, LocalTensor],
+    offers: Sequence[Mapping[str, Offer]],
     order: Sequence[str],
     names: FileNames,
     *,
@@ -125,8 +148,8 @@ def plan_model(
     """Decide who writes what.
 
     Args:
-        held: what this rank holds.
-        holdings: what every rank holds, see `holdings_of`.
+        local: this rank's tensors.
+        offers: of every rank, see `offers_of`.
         order: of all tensors; others come behind them.
         names: of the files.
         max_bytes: of a file; at least one, and below the bytes of all over the ranks for all of them to write.
@@ -134,12 +157,12 @@ def plan_model(
         is_torch: whether files are of torch's own format, and not safetensors.
         group: all ranks, over the CPU.
     """
-    files = split_into_files(entries_of(holdings, order), max_bytes)
-    plans = plan_files(dict(zip(names.of(len(files)), files, strict=True)), holdings)
+    files = split_into_files(entries_of(offers, order), max_bytes)
+    plans = plan_files(dict(zip(names.of(len(files)), files, strict=True)), offers)
     dtype = largest_format([written.entry for plan in plans for written in plan.tensors])
     return ModelFiles(
         plans=plans,
-        parts=needed_parts(held, plans, group.rank()),
+        parts=needed_parts(local, plans, group.rank()),
         index=names.listing,
         describe=None if describe is None else partial(describe, dtype),
         is_torch=is_torch,
@@ -147,24 +170,73 @@ def plan_model(
     )
 
 
+def write_model_file(files: ModelFiles, path: Path, group: dist.ProcessGroup) -> None:
+    """Write a model as one file, which appears under its name once complete. Collective over the group.
+
+    Raises:
+        OSError: it could not be written; on every rank. What was there stands.
+    """
+
+    def begin() -> Path:
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder: give the name of a file, or shard=True")
+        remove_abandoned(unfinished_of_all(path))
+        folder = unfinished(path)
+        make_anew(folder)
+        return folder
+
+    def place(folder: Path) -> None:
+        os.replace(folder / path.name, path)
+        sync_folder(path.parent)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    with written_beside(begin, group) as folder:
+        files.write(folder)
+        on_first_rank(lambda: place(folder), group)
+
+
+def write_model_folder(
+    files: ModelFiles, path: Path, group: dist.ProcessGroup, *, prefix: str | None = None
+) -> None:
+    """Write a model as a folder; other files in it stay, weights of an earlier save go. Collective over the group.
+
+    See [Note: placing] in commit.py.
+
+    Args:
+        prefix: of the names of its files; those with another one, or none, stay.
+
+    Raises:
+        OSError: it could not be written; on every rank. What was there stands.
+    """
+    write_together(path, files.write, _replaced(prefix), group)
+
+
+def _replaced(prefix: str | None) -> Replaced:
+    kinds = [names.with_prefix(prefix) for names in (SAFETENSORS, TORCH)]
+    return Replaced(
+        entries=tuple(entry for names in kinds for entry in (names.one, names.listing)),
+        others=tuple(names.several.replace("{number:05}", "*").replace("{count:05}", "*") for names in kinds),
+    )
+
+
 def describing(model: nn.Module) -> Describe | None:
-    """What writes the configs of a transformers model; None for any other."""
+    """A writer of the configs of a transformers model; None for any other."""
     return partial(_write_configs, model) if isinstance(model, PreTrainedModel) else None
 
 
-def config_faults(model: nn.Module) -> list[str]:
-    """Reasons why the configs of a transformers model could not be written."""
+def config_errors(model: nn.Module) -> list[str]:
+    """Errors of configs of a transformers model that cannot be written."""
     if not isinstance(model, PreTrainedModel):
         return []
-    faults = []
+    errors = []
     for name, as_json in (("config", _config_json), ("generation_config", _generation_json)):
         try:
             as_json(model)
         except Exception as error:  # of whatever somebody put into it
-            faults.append(
+            errors.append(
                 f"the model's {name} cannot be written as JSON ({error}): take out of it what is no plain value"
             )
-    return faults
+    return errors
 
 
 def _write_configs(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> None:
@@ -203,7 +275,7 @@ def largest_format(entries: Sequence[Entry]) -> torch.dtype:
 
 
 class _Output:
-    """The files of this rank, one after the other. What goes wrong is kept: the others still need what it sends."""
+    """The files of this rank, one after the other. A failure is kept for the end: others still need its boxes."""
 
     def __init__(
         self, folder: Path, records: Records, kind: type[TensorFileWriter] | type[TorchFileWriter]
@@ -216,7 +288,7 @@ class _Output:
         if self._failure is None:
             try:
                 self._write(each)
-            except Exception as error:  # told once all ranks have theirs
+            except Exception as error:  # raised once all ranks have their tensors
                 self._failure = error
                 if self._writer is not None:
                     self._writer.abandon()
@@ -236,7 +308,7 @@ class _Output:
 
 
 def _describe_into(folder: Path, describe: Callable[[Path], None]) -> Records:
-    """Write what describes the tensors into a folder in which other ranks may be writing still.
+    """Write configs into a folder in which other ranks may be writing still.
 
     First in a folder within that one, and not in the system's for temporary files, which may be full or read-only.
     """

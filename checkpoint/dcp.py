@@ -1,0 +1,265 @@
+"""Optimizer states in files, through torch.distributed.checkpoint (DCP): every rank's boxes of whole tensors.
+
+DCP plans who writes which box; the files are safetensors and the index is JSON, so nothing that is read
+was pickled. A name is `STATE/PARAMETER`, a key in a file `NAME@OFFSET`.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    DefaultSavePlanner,
+    Metadata,
+    SavePlan,
+    SavePlanner,
+    StorageWriter,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ..lazy.files import FileTensor, LoadedTensor, open_tensors
+from .box import Box
+from .consent import told_together
+from .local import LocalTensor
+from .tensor_file import Entry, FileRecord, TensorFileWriter, dtype_name, dtype_of, write_small
+
+INDEX = "index.json"
+
+
+class BoxedTensor(Tensor):
+    """A whole tensor of which this rank has some boxes, for DCP alone."""
+
+    boxed: LocalTensor
+
+    @staticmethod
+    def __new__(cls, boxed: LocalTensor) -> "BoxedTensor":
+        """Without memory of its own."""
+        self: BoxedTensor = Tensor._make_wrapper_subclass(cls, boxed.shape, dtype=boxed.dtype)
+        self.boxed = boxed
+        return self
+
+    def __init__(self, boxed: LocalTensor) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise AssertionError(f"{function} was called with a tensor that only stands for the boxes of ranks")
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        return [_write_item(name, self.boxed, part.box) for part in self.boxed.parts if self.boxed.counts]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return next(part.local for part in self.boxed.parts if part.box.offset == index.offset)
+
+
+def save_states(
+    states: Mapping[str, LocalTensor], folder: Path, *, group: dist.ProcessGroup
+) -> dict[str, FileRecord]:
+    """Write this rank's boxes; one that several ranks have is written once. Collective over the group.
+
+    Returns:
+        This rank's files.
+
+    Raises:
+        OSError, ValueError, CheckpointError: it failed on some rank; on all of them.
+    """
+    writer = _Writer(folder, group)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    boxed = {name: BoxedTensor(each) for name, each in states.items()}
+    with _failures_of_torch():
+        dcp.save(boxed, storage_writer=writer, planner=planner, process_group=group)
+    return writer.records
+
+
+@contextmanager
+def _failures_of_torch() -> Iterator[None]:
+    """Raise the failures that torch gathered from all ranks as `on_all_ranks` does."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        raise told_together({rank: each for rank, (each, _) in error.failures.items()}) from error
+
+
+class StoredBox(NamedTuple):
+    """A box of a tensor, and its place: a key of a file."""
+
+    box: Box
+    file: str
+    key: str
+
+
+class StateFiles:
+    """The states in a folder, by name; `Stored`. Files are opened when they are read first.
+
+    Raises:
+        ValueError: the index cannot be read; names it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, dict[str, FileTensor | LoadedTensor]] = {}
+        path = folder / INDEX
+        try:
+            listing = json.loads(path.read_text())["tensors"]
+            self._tensors = {
+                name: Entry(name, tuple(map(int, each["shape"])), dtype_of(each["dtype"]))
+                for name, each in listing.items()
+            }
+            self.boxes = {
+                name: [
+                    StoredBox(Box(tuple(each["offset"]), tuple(each["size"])), each["file"], each["key"])
+                    for each in listed["boxes"]
+                ]
+                for name, listed in listing.items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} cannot be read, it is damaged: {error!r}") from error
+
+    @property
+    def names(self) -> Collection[str]:
+        """All tensors."""
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a whole tensor."""
+        return self._tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The stored format."""
+        return self._tensors[name].dtype
+
+    def file(self, name: str) -> Mapping[str, FileTensor | LoadedTensor]:
+        """The tensors of a file of the folder, which is opened once."""
+        if name not in self._files:
+            self._files[name] = open_tensors(self.folder / name)
+        return self._files[name]
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """A box of a tensor, put together from those that were stored.
+
+        Raises:
+            ValueError: they do not cover it.
+        """
+        found = torch.empty(box.size, dtype=self.dtype(name), device="cpu")
+        missing = box.numel
+        for stored in self.boxes[name]:
+            if (common := stored.box.common(box)) is not None:
+                found[common.within(box)] = self.file(stored.file)[stored.key]()[common.within(stored.box)]
+                missing -= common.numel
+        if missing:
+            raise ValueError(f"{self.folder} lacks {missing} entries of {name} in {box}")
+        return found
+
+
+class _Writer(StorageWriter):
+    """One file per rank, and the index on the first."""
+
+    def __init__(self, folder: Path, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.records: dict[str, FileRecord] = {}
+        self._folder = folder
+        self._num_ranks = group.size()
+        self._file_name = f"rank-{group.rank():05}.safetensors"
+
+    def reset(self, checkpoint_id: str | PathLike | None = None) -> None:
+        """Nothing is kept between saves."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """The folder is there."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As torch planned it."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """As torch planned it."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file, if there is anything to write."""
+        items = {_key(item.index): item for item in plan.items}
+        entries = [_entry(key, item) for key, item in items.items()]
+        results = []
+        if entries:
+            writer = TensorFileWriter(self._folder / self._file_name, entries)
+            try:
+                for entry in writer.order:
+                    item = items[entry.name]
+                    content = planner.resolve_data(item)
+                    assert isinstance(content, Tensor)
+                    writer.write(content)
+                    results.append(WriteResult(item.index, entry.nbytes, (self._file_name, entry.name)))
+                self.records[self._file_name] = writer.finish()
+            finally:
+                writer.abandon()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index.
+
+        Raises:
+            ValueError: torch was left without a process group, and knows of this rank alone.
+        """
+        if len(results) != self._num_ranks:
+            raise ValueError(
+                "the process group was destroyed before the optimizer's states were written: let a save with use_async "
+                "end, by its wait(), before that"
+            )
+        places = {result.index: result.storage_data for each in results for result in each}
+        listing = {
+            name: _listed(name, stored, places) for name, stored in metadata.state_dict_metadata.items()
+        }
+        content = json.dumps({"tensors": listing}, separators=(",", ":")).encode()
+        self.records[INDEX] = write_small(self._folder / INDEX, content)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike) -> bool:
+        """Any path will do."""
+        return True
+
+
+def _write_item(name: str, local: LocalTensor, box: Box) -> WriteItem:
+    chunk = ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=torch.Size(box.size))
+    return WriteItem(
+        index=MetadataIndex(name, torch.Size(box.offset)),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=chunk, properties=TensorProperties(dtype=local.dtype), size=torch.Size(local.shape)
+        ),
+    )
+
+
+def _key(index: MetadataIndex) -> str:
+    assert index.offset is not None
+    return f"{index.fqn}@{','.join(map(str, index.offset))}"
+
+
+def _entry(key: str, item: WriteItem) -> Entry:
+    assert item.tensor_data is not None
+    return Entry(key, tuple(item.tensor_data.chunk.sizes), item.tensor_data.properties.dtype)
+
+
+def _listed(name: str, stored: Any, places: Mapping[MetadataIndex, Sequence[str]]) -> dict[str, Any]:
+    boxes = []
+    for chunk in stored.chunks:
+        file, key = places[MetadataIndex(name, chunk.offsets)]
+        boxes.append({"offset": list(chunk.offsets), "size": list(chunk.sizes), "file": file, "key": key})
+    return {"shape": list(stored.size), "dtype": dtype_name(stored.properties.dtype), "boxes": boxes}
