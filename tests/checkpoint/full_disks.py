@@ -18,7 +18,7 @@ from .harm import told
 from .runs import Run
 from .write_points import full_disk, write_points
 
-SAVING = "echelon.checkpoint.saving"
+SAVING = "echelon.checkpoint.background"
 
 
 def files_too_large(directory: Path, where: int, use_async: bool) -> None:

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, ReduceLROnPlateau, StepLR
 
-from echelon.checkpoint import step_load
 from echelon.checkpoint.dcp import _Writer
 from echelon.checkpoint.model import write_model_file
-from echelon.checkpoint.step import choose_step, scheduler_faults
+from echelon.checkpoint.step import choose_step, scheduler_errors
 from echelon.checkpoint.steps import begin_step, commit_step
 from echelon.checkpoint.tensor_file import saved_bytes
 
@@ -37,16 +36,16 @@ def optimizer() -> torch.optim.Optimizer:
 @pytest.mark.parametrize("loading", MAKERS)
 def test_a_scheduler_takes_the_state_of_its_own_kind_alone(saved: str, loading: str) -> None:
     state = MAKERS[saved](optimizer()).state_dict()
-    faults = scheduler_faults(MAKERS[loading](optimizer()), state, "FILE")
+    faults = scheduler_errors(MAKERS[loading](optimizer()), state, "FILE")
     assert bool(faults) == (saved != loading)
     assert all(each.startswith("FILE is no state of a ") for each in faults)
 
 
 def test_weights_are_no_state_of_a_scheduler() -> None:
     scheduler = ExponentialLR(optimizer(), 0.9)
-    (fault,) = scheduler_faults(scheduler, {"a.weight": torch.zeros(2)}, "FILE")
+    (fault,) = scheduler_errors(scheduler, {"a.weight": torch.zeros(2)}, "FILE")
     assert fault.startswith("FILE is no state of a ExponentialLR: it lacks ") and "gamma" in fault
-    assert scheduler_faults(scheduler, torch.zeros(2), "FILE")
+    assert scheduler_errors(scheduler, torch.zeros(2), "FILE")
 
 
 @pytest.mark.parametrize(("value", "told"), ((Path("x"), "pathlib"), (lambda: 3, "lambda")))
@@ -99,7 +98,7 @@ def go_back(directory: Path) -> list[tuple[str, list[str]]]:
     for save, wish in ((6, "auto"), (12, 6), (9, "auto"), (None, 12), (None, 9)):
         if save is not None:
             commit_step(begin_step(directory, save), directory, save, {})
-        with mock.patch.object(step_load._logger, "warning") as warned:
+        with mock.patch("echelon.checkpoint.step._logger.warning") as warned:
             path = choose_step(directory, wish, group)  # type: ignore[arg-type]
         assert path is not None
         found.append((path.name, [call.args[0] % call.args[1:] for call in warned.call_args_list]))

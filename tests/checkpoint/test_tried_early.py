@@ -121,7 +121,7 @@ def spoil_a_config(folder: Path) -> tuple[str, list[str], int]:
     parts = {"model": model, "optimizer": optimizer}
     booster.save_checkpoint(folder, 1, **parts).wait()
     model.unwrap().config.table = torch.zeros(2)
-    with told("echelon.checkpoint.saving") as lines:
+    with told("echelon.checkpoint.background") as lines:
         save = booster.save_checkpoint(folder, 2, **parts)
     del model.unwrap().config.table
     resumed = booster.load_checkpoint(folder, **parts)

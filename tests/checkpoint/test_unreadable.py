@@ -94,9 +94,7 @@ def test_verify_tells_what_it_may_not_read_and_judges_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = Handmade.of(small_config()).write(tmp_path)
-    monkeypatch.setattr(
-        "echelon.checkpoint.step_folder._hash_of", mock.Mock(side_effect=PermissionError("no"))
-    )
+    monkeypatch.setattr("echelon.checkpoint.steps.hash_of", mock.Mock(side_effect=PermissionError("no")))
     result = CliRunner().invoke(app, ["checkpoint", "verify", str(folder)])
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == "echelon checkpoint verify: no\n"
