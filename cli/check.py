@@ -8,6 +8,7 @@ from torch import nn
 
 from ..shardformer.sequence.config import WHOLE, SequenceParallelism
 from ..shardformer.shard_former import policy_for
+from ..shardformer.sharder import split_errors
 from ..shardformer.weight_split import weight_split_or_faults
 from ..verify.compare import Measure
 from ..verify.layout import Layout
@@ -100,9 +101,7 @@ def _policy_faults(
         policy = policy_for(model, sequences_alone=tp == num_stages == 1)
     except ValueError as error:
         return [str(error)]
-    policy.set_model(model)
-    found = policy.faults(tp_size=tp, num_stages=num_stages)
-    return found or policy.sequence_faults(sequence, tp_size=tp, sp_size=sp)
+    return split_errors(model, policy, tp_size=tp, num_stages=num_stages, sp_size=sp, sequence=sequence)
 
 
 def run_local(

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 _ATTRIBUTE = "_echelon_placement"
+_MOST_RANKS = 64  # that an error proposes
 
 
 class Stretch(NamedTuple):
@@ -63,8 +64,10 @@ class Shard:
         pieces = self._pieces_of_stretch
         for length in self._padded_blocks():
             if length % pieces:
+                fitting = [each for each in range(1, min(length, _MOST_RANKS) + 1) if length % each == 0]
                 raise ValueError(
-                    f"a block of length {length} along dim {self.dim} does not divide by {pieces} pieces"
+                    f"{length} entries along dim {self.dim} are not divisible by {pieces} ranks: use a number of ranks "
+                    f"that divides them, one of {fitting}"
                 )
 
     def local(self, whole: Tensor, rank: int) -> Tensor:
@@ -79,7 +82,7 @@ class Shard:
         count = len(blocks) // self.stretches
         own = blocks[stretch * count : (stretch + 1) * count]
         mine = [block.chunk(self._pieces_of_stretch, self.dim)[piece] for block in own]
-        return torch.cat(mine, self.dim).clone()
+        return mine[0].clone() if len(mine) == 1 else torch.cat(mine, self.dim)
 
     def whole(self, locals_: Sequence[Tensor]) -> Tensor:
         """The whole tensor from the pieces of all ranks of the axis, in their order; padding is cut off."""

@@ -16,8 +16,8 @@ from .derived_regions import region_faults, regions_of, whole_modules
 from .derived_styles import Styles, sort_styles
 from .forward_code import returns_tuple, tensor_inputs
 from .layer.embedding import embedding_faults
-from .lookup import has_submodule, widths
-from .table import RegionDropout, Table
+from .layer_split import widths
+from .table import RegionDropout, Table, has_submodule
 
 _GROUPS = "num_key_value_groups"
 _KEY_VALUE = ("k_proj", "v_proj")

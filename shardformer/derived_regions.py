@@ -7,7 +7,7 @@ from torch import nn
 from ..pipeline.plan import is_within
 from .derived_styles import Styles
 from .forward_code import exit_fault, own_names, takes_named_inputs, tensor_inputs
-from .lookup import present
+from .table import present
 
 # Attributes with counts of heads. Code that computes with one would count the heads of other ranks.
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "n_head", "embed_dim")

@@ -116,8 +116,12 @@ class Heads:
         return Cut(blocks=(features,), padded=(self.padded_key_value * width,), copies=self.copies)
 
     def fused_cut(self, order: HeadOrder, features: int) -> Cut:
-        """How a projection of query, key and value is cut."""
-        width = self._width(features)
+        """How a projection of query, key and value is cut.
+
+        Raises:
+            ValueError: it cannot be cut so between these heads.
+        """
+        width = self._fitting_width(order, features)
         if order is HeadOrder.BY_KIND:
             return Cut(
                 blocks=(self.query * width, *(self.key_value * width,) * 2),
@@ -131,29 +135,25 @@ class Heads:
             stretches=self.padded_key_value,
         )
 
-    def fused_faults(self, place: str, order: HeadOrder, features: int) -> list[str]:
-        """Why a projection of all heads cannot be cut so; empty when it can."""
+    def _fitting_width(self, order: HeadOrder, features: int) -> int:
+        """The width of a head of a fused projection, which the ranks that share it must be able to cut."""
         if features % (self.query + 2 * self.key_value):
-            return [
-                f"{place} has {features} outputs, which are not {self.query} query heads and {self.key_value} "
-                "key-value heads of one width"
-            ]
-        width = self._width(features)
+            raise ValueError(
+                f"{features} outputs are not {self.query} query heads and {self.key_value} key-value heads of one "
+                "width: correct the table's order or numbers of heads"
+            )
+        width = features // (self.query + 2 * self.key_value)
         if width % self.copies:
-            return [
-                f"{place}: {self.copies} ranks would share a key-value head of width {width}, which is "
-                f"not divisible by {self.copies}: use a smaller tp_size"
-            ]
+            raise ValueError(
+                f"{self.copies} ranks would share a key-value head of width {width}, which is not divisible by "
+                f"{self.copies}: use a smaller tp_size"
+            )
         if order is HeadOrder.BY_KIND and self.padded_group != self.group:
-            return [
-                f"{place}: {self.copies} ranks would share the {self.group} query heads of a key-value head, which is "
-                f"not divisible by {self.copies}: use a smaller tp_size"
-            ]
-        return []
-
-    def _width(self, features: int) -> int:
-        """The width of a head, from the features of all of them."""
-        return features // (self.query + 2 * self.key_value)
+            raise ValueError(
+                f"{self.copies} ranks would share the {self.group} query heads of a key-value head, which is not "
+                f"divisible by {self.copies}: use a smaller tp_size"
+            )
+        return width
 
     def _in_stretches(self, *lengths: int) -> tuple[int, ...]:
         """Blocks of these lengths for each key-value head, of none for one of zeros."""

@@ -1,7 +1,8 @@
 """What a policy says about a model; sharder.py carries it out, table_policy.py writes one from a table."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,39 +56,100 @@ class ModulePolicyDescription:
     method_replacement: Mapping[str, Callable] = field(default_factory=dict)
 
 
+class Errors:
+    """Errors of a split by the paths of the modules that raised them, to be raised as one.
+
+    A message that several modules have in common is reported once.
+
+    Args:
+        prefix: path of the model that paths are seen from.
+    """
+
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
+        self._paths: dict[str, list[str]] = {}  # by message
+
+    def below(self, path: str) -> "Errors":
+        """Errors of a model inside this one, which are raised with those of this one."""
+        inside = Errors(join(self._prefix, path))
+        inside._paths = self._paths
+        return inside
+
+    @contextmanager
+    def at(self, path: str = "") -> Iterator[None]:
+        """Collect what the block refuses as an error of the module at this path."""
+        try:
+            yield
+        except (ValueError, TypeError) as error:
+            for message in str(error).split("\n"):
+                self.add(path, message)
+
+    def add(self, path: str, message: str) -> None:
+        """Report a message of the module at this path; "" is the model."""
+        found, whole = self._paths.setdefault(message, []), join(self._prefix, path)
+        if whole not in found:
+            found.append(whole)
+
+    def messages(self) -> list[str]:
+        """All messages, each with the first path that it is about and the number of others."""
+        return [
+            f"{paths[0]}{f' (and {len(paths) - 1} more like it)' if len(paths) > 1 else ''}"
+            f"{': ' if paths[0] else ''}{message}"
+            for message, paths in self._paths.items()
+        ]
+
+    def raise_any(self) -> None:
+        """Raise ValueError with all messages, where there are any."""
+        if messages := self.messages():
+            raise ValueError("\n".join(messages))
+
+
+def join(*paths: str) -> str:
+    """A path made of paths, of which some may be empty."""
+    return ".".join(filter(None, paths))
+
+
 class Policy(ABC):
     """How one kind of model is split. A table (table.py) is the shorter way; this is the general one.
 
     `ShardFormer.optimize` calls `set_model` and `set_shard_config`, then `faults` and `preprocess`, cuts the
-    model by `stage_plan`, applies `module_policy` to what is held, and calls `postprocess`.
+    model by `stage_plan`, applies `module_policy` to what is held, and calls `postprocess`. All of it is called
+    before for a copy of the model on the meta device, whose errors are raised together; see sharder.py.
+
+    Attributes:
+        errors: collects what speaks against the split; a `ValueError` that a method raises is collected too.
     """
 
     model: nn.Module
     shard_config: ShardConfig
+    errors: Errors
 
     def set_model(self, model: nn.Module) -> None:
         """Give the policy the model that it is for."""
         self.model = model
+        self.errors = Errors()
 
     def set_shard_config(self, shard_config: ShardConfig) -> None:
         """Give the policy what is asked for."""
         self.shard_config = shard_config
 
+    def set_errors(self, errors: Errors) -> None:
+        """Give the policy the errors that it adds its own to."""
+        self.errors = errors
+
     def faults(
         self, *, tp_size: int = 1, num_stages: int = 1, num_layers_per_stage: Sequence[int] | None = None
     ) -> list[str]:
-        """All reasons why this model cannot be split so, each with what would work. No communication.
+        """All reasons why this model cannot be split so that a dry run does not find, each with what would work.
 
-        Works on a model without memory (on the meta device), and needs no `shard_config`. There are more
-        stages than pipeline ranks where a rank holds several.
+        No communication. Works on a model without memory (on the meta device), and needs no `shard_config`. There are
+        more stages than pipeline ranks where a rank holds several.
         """
         if num_stages == 1:
             return []
         plan = self.stage_plan()
         if plan is None:
             return [f"{type(self).__name__} has no stage_plan, so pp_size must be 1"]
-        if missing := plan.path_errors(self.model):
-            return missing
         found = layer_errors(
             plan.num_layers(self.model), num_stages, num_layers_per_stage, plan.stage_size(self.model)
         )

@@ -1,21 +1,132 @@
-"""Carrying a policy out on a model. What a policy may say is policy.py."""
+"""Carrying a policy out on a model: dry, on a copy without memory, then in place. The vocabulary is policy.py.
 
+[Note: dry run] Constraints stand where they are enforced: in the constructors of layers and in the functions that cut.
+So the whole split is first carried out on a copy of the model on the meta device, with stand-ins for groups. The errors
+of all modules are collected by path, and raised as one before the model is changed. No process group is made or used,
+and nothing communicates.
+"""
+
+import copy
 import itertools
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
+from transformers.pytorch_utils import Conv1D
 
+from ..cluster.placement import Placement, Shard, placement_of
+from ..lazy.tensor import LazyTensor
 from ..pipeline.stage import cut_stages, local_stages, remember_stages
+from ..pipeline.stage_manager import PipelineStageManager
 from ..pipeline.stand_ins import StandIn
 from .checkpoint_config import recomputable_layers
 from .layer.parallel_module import ParallelModule
-from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from .policy import Errors, ModulePolicyDescription, Policy, SubModuleReplacementDescription, join
 from .sequence.axis import axis_of
 from .sequence.before_layers import compute_parts_before_layers
+from .sequence.config import WHOLE, SequenceParallelism
 from .sequence.loss import keep_spread, stays_spread
 from .sequence.spread import reckoning, spread_sequences
 from .shard_config import ShardConfig
+
+
+@dataclass(frozen=True)
+class StandInGroup:
+    """Rank and size of a process group for a dry run; it communicates with nobody."""
+
+    own_rank: int
+    num_ranks: int
+
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return self.own_rank
+
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.num_ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelPlan:
+    """Result of a dry run: what becomes of a model.
+
+    Args:
+        modules: the classes of modules that are replaced, by path.
+        placements: how parameters are sharded over the tensor axis, by name; all others are replicated.
+        shapes: of this rank's piece of each parameter, by name, those of all stages.
+        bounds: where the layers of each pipeline stage begin and those of the last one stop; empty for one stage.
+    """
+
+    modules: Mapping[str, str]
+    placements: Mapping[str, Placement]
+    shapes: Mapping[str, torch.Size]
+    bounds: tuple[int, ...]
+
+
+def plan_parallelism(model: nn.Module, policy: Policy, config: ShardConfig) -> ParallelPlan:
+    """Split a copy of a model on the meta device, and return what became of it. Communicates nothing.
+
+    Args:
+        model: a whole one, perhaps without memory; it stays as it is.
+        policy: what is done to it.
+        config: what is asked for; without groups, as the first rank is split.
+
+    Raises:
+        ValueError: the model cannot be split so; all reasons at once.
+    """
+    policy.set_model(model)
+    policy.set_shard_config(config)
+    plan = policy.stage_plan()
+    if plan is not None and (missing := plan.path_errors(model)):
+        raise ValueError("\n".join(missing))  # everything else would stumble over these
+    found = _errors_of_policy(policy, config)
+    errors = Errors()
+    for error in found:
+        errors.add("", error)
+    split = _split_dry(model, policy, config, errors, is_sequence_fit=not found)
+    errors.raise_any()
+    modules = split.named_modules()
+    placements = {name: placement_of(each) for name, each in split.named_parameters()}
+    return ParallelPlan(
+        modules={path: type(each).__name__ for path, each in modules if isinstance(each, ParallelModule)},
+        placements={name: each for name, each in placements.items() if each is not None},
+        shapes={name: each.shape for name, each in split.named_parameters()},
+        bounds=tuple(policy.stage_bounds()) if config.num_stages > 1 else (),
+    )
+
+
+def split_errors(
+    model: nn.Module,
+    policy: Policy,
+    *,
+    tp_size: int = 1,
+    num_stages: int = 1,
+    sp_size: int = 1,
+    num_layers_per_stage: Sequence[int] | None = None,
+    sequence: SequenceParallelism = WHOLE,
+) -> list[str]:
+    """All reasons why a model cannot be split over axes of these sizes, which need not be there."""
+    groups: Any = [StandInGroup(0, size) if size > 1 else None for size in (tp_size, sp_size)]
+    mesh: Any = _StandInMesh(num_stages)
+    try:
+        config = ShardConfig(
+            tensor_parallel_process_group=groups[0],
+            pipeline_stage_manager=PipelineStageManager(mesh, num_layers_per_stage=num_layers_per_stage),
+            enable_sequence_parallelism=sequence.mode is not None,
+            sequence_parallelism_mode=sequence.mode,
+            sequence_parallel_process_group=groups[1],
+            enable_sequence_overlap=sequence.overlaps,
+            enable_sequence_regather=sequence.regathers,
+        )
+        plan_parallelism(model, policy, config)
+    except ValueError as error:
+        return str(error).split("\n")
+    return []
 
 
 class ModelSharder:
@@ -26,6 +137,9 @@ class ModelSharder:
         policy: what is done to it.
         shard_config: what is asked for.
 
+    Attributes:
+        plan: what becomes of the model.
+
     Raises:
         ValueError: the policy cannot do what is asked; all reasons at once, before anything is changed.
     """
@@ -34,17 +148,7 @@ class ModelSharder:
         self.model = model
         self.policy = policy
         self.shard_config = shard_config
-        policy.set_model(model)
-        policy.set_shard_config(shard_config)
-        manager = shard_config.pipeline_stage_manager
-        faults = policy.faults(
-            tp_size=shard_config.tensor_parallel_size,
-            num_stages=shard_config.num_stages,
-            num_layers_per_stage=None if manager is None else manager.num_layers_per_stage,
-        )
-        sizes = {"tp_size": shard_config.tensor_parallel_size, "sp_size": shard_config.sequence_parallel_size}
-        if faults := faults or policy.sequence_faults(shard_config.sequence, **sizes):
-            raise ValueError("\n".join(faults))
+        self.plan = plan_parallelism(model, policy, shard_config)
 
     def layers_by_stage(self) -> dict[int, list[nn.Module]]:
         """The layers of every stage, before the cut; all layers stand under 0 where there are no stages."""
@@ -64,11 +168,13 @@ class ModelSharder:
         self.model = self.policy.preprocess()
         shared = self.policy.get_shared_params()
         spread_layer = self._spread_layer()
-        self._replace_class()
-        classes = {type(module) for module in self.model.modules()}  # of all stages
+        classes = _replace_class(self.model, self.policy)
         self._cut()
-        self._spread_sequences()
-        self._replace_modules(classes)
+        _spread_sequences(self.model, self.policy, self.shard_config)  # before layers ask what is spread
+        errors = Errors()
+        self.policy.set_errors(errors)
+        _apply_policy(self.model, self.policy, self.shard_config.active_group, classes, errors)
+        errors.raise_any()
         stages = local_stages(self.model)
         self.model = self.policy.postprocess()
         remember_stages(self.model, stages)  # it may be another
@@ -85,13 +191,6 @@ class ModelSharder:
                 plan = reckoning(plan)
             cut_stages(self.model, plan, stages=manager.stages, bounds=self.policy.stage_bounds())
 
-    def _spread_sequences(self) -> None:
-        """Before layers are split, which ask what is spread."""
-        split, plan = self.shard_config.sequence_split, self.policy.stage_plan()
-        if split is not None:
-            assert plan is not None  # `sequence_faults` said so
-            spread_sequences(self.model, plan, split)
-
     def _spread_layer(self) -> str | None:
         """The last layer's path, where sequences stay spread behind it."""
         config, plan = self.shard_config, self.policy.stage_plan()
@@ -100,69 +199,210 @@ class ModelSharder:
             return None
         return plan.layer_paths(self.model)[-1]
 
-    def _replace_class(self) -> None:
-        if (new_class := self.policy.new_model_class()) is not None:
-            self.model.__class__ = new_class
 
-    def _replace_modules(self, classes: set[type[nn.Module]]) -> None:
-        descriptions = self.policy.module_policy()
-        known = {key for each in classes for key in (each, each.__name__)}
-        if unknown := [getattr(key, "__name__", key) for key in descriptions if key not in known]:
-            raise ValueError(
-                f"the policy describes {', '.join(map(str, unknown))}, and the model has no module of that class; its "
-                f"classes are {', '.join(sorted(each.__name__ for each in classes))}"
-            )
-        # Listed first: what a replacement brings in is not searched again.
-        for module in list(self.model.modules()):
-            kind = type(module.native if isinstance(module, StandIn) else module)
-            for key in (kind, kind.__name__):
-                if key in descriptions:
-                    self._apply(module, descriptions[key])
+def _errors_of_policy(policy: Policy, config: ShardConfig) -> list[str]:
+    manager, tp_size = config.pipeline_stage_manager, config.tensor_parallel_size
+    return policy.faults(
+        tp_size=tp_size,
+        num_stages=config.num_stages,
+        num_layers_per_stage=None if manager is None else manager.num_layers_per_stage,
+    ) or policy.sequence_faults(config.sequence, tp_size=tp_size, sp_size=config.sequence_parallel_size)
 
-    def _apply(self, module: nn.Module, description: ModulePolicyDescription) -> None:
-        if isinstance(module, StandIn):  # it may hold a part of its native module
-            held = {name for name, _ in module.named_modules()}
-            for replacement in description.sub_module_replacement:
-                if replacement.suffix in held and not isinstance(
-                    module.get_submodule(replacement.suffix), StandIn
-                ):
-                    self._replace(module, replacement)
-            return
-        for path, value in description.attribute_replacement.items():
-            _set_attribute(module, path, value)
-        for change in description.param_replacement:
-            change(module)
-        for name, function in description.method_replacement.items():
-            if not callable(getattr(module, name, None)):
-                raise ValueError(
-                    f"the policy replaces the method {name!r} of {type(module).__name__}, which has none of that name"
-                )
+
+def _split_dry(
+    model: nn.Module, policy: Policy, config: ShardConfig, errors: Errors, *, is_sequence_fit: bool
+) -> nn.Module:
+    """A copy of a whole model on the meta device, split but not cut into stages; see [Note: dry run]."""
+    dry_policy, dry_config = copy.copy(policy), _without_groups(config)
+    split = _meta_copy(model)
+    with errors.at():
+        dry_policy.set_model(split)
+        dry_policy.set_shard_config(dry_config)
+        dry_policy.set_errors(errors)
+        split = dry_policy.preprocess()
+        classes = _replace_class(split, dry_policy)
+        if is_sequence_fit and config.sequence.is_on_tensor_axis:
+            _spread_sequences(split, dry_policy, dry_config)
+        marked = _apply_policy(split, dry_policy, dry_config.active_group, classes, errors)
+        _report_ties(split, marked, errors)
+        split = dry_policy.postprocess()
+    return split
+
+
+def _without_groups(config: ShardConfig) -> ShardConfig:
+    """The same config with stand-ins for the groups that layers ask for rank and size."""
+    tensor: Any = config.tensor_parallel_process_group
+    if tensor is not None:
+        tensor = StandInGroup(tensor.rank(), tensor.size())
+    elif config.tensor_parallel_size > 1:
+        tensor = StandInGroup(0, config.tensor_parallel_size)
+    return replace(
+        config,
+        tensor_parallel_process_group=tensor,
+        data_parallel_process_group=None,
+        data_parallel_size=None,  # type: ignore[arg-type]  # a number once constructed
+    )
+
+
+def _meta_copy(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters and buffers are on the meta device. It shares whatever else modules hold."""
+    copies: dict[int, Any] = {}
+
+    def tensor(of: Tensor) -> Tensor:
+        if id(of) not in copies:
+            copies[id(of)] = _meta_tensor(of)
+        found: Tensor = copies[id(of)]
+        return found
+
+    modules = dict.fromkeys(model.modules())
+    for module in modules:
+        copies[id(module)] = own = type(module).__new__(type(module))
+        vars(own).update({name: _own_container(value) for name, value in vars(module).items()})
+    for module in modules:
+        own = copies[id(module)]
+        for name, child in module._modules.items():
+            own._modules[name] = None if child is None else copies[id(child)]
+        for held in (own._parameters, own._buffers):
+            held.update({name: None if each is None else tensor(each) for name, each in held.items()})
+    found: nn.Module = copies[id(model)]
+    return found
+
+
+def _own_container(value: Any) -> Any:
+    return value.copy() if type(value) in (dict, OrderedDict, list, set) else value
+
+
+def _meta_tensor(tensor: Tensor) -> Tensor:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if not isinstance(tensor, (Parameter, LazyTensor)):
+        return empty
+    if type(tensor) in (Parameter, LazyTensor):
+        return Parameter(empty, requires_grad=tensor.requires_grad)
+    kind: Any = type(
+        type(tensor).__name__, (Parameter,), {}
+    )  # of another kind, which layers refuse by its name
+    special: Tensor = kind(empty, requires_grad=tensor.requires_grad)
+    return special
+
+
+def _replace_class(model: nn.Module, policy: Policy) -> set[type[nn.Module]]:
+    """Give the model the class that it is to have; return the classes of all its modules, on all stages."""
+    if (new_class := policy.new_model_class()) is not None:
+        model.__class__ = new_class
+    return {type(module) for module in model.modules()}
+
+
+def _spread_sequences(model: nn.Module, policy: Policy, config: ShardConfig) -> None:
+    split, plan = config.sequence_split, policy.stage_plan()
+    if split is not None:
+        assert plan is not None  # `sequence_faults` said so
+        spread_sequences(model, plan, split)
+
+
+def _apply_policy(
+    model: nn.Module, policy: Policy, group: Any, classes: set[type[nn.Module]], errors: Errors
+) -> set[nn.Module]:
+    """Change the modules that are held as the policy describes it; return those that were changed as they are."""
+    descriptions = policy.module_policy()
+    known = {key for each in classes for key in (each, each.__name__)}
+    if unknown := [getattr(key, "__name__", key) for key in descriptions if key not in known]:
+        errors.add(
+            "",
+            f"the policy describes {', '.join(map(str, unknown))}, and the model has no module of that class; its "
+            f"classes are {', '.join(sorted(each.__name__ for each in classes))}",
+        )
+    marked: set[nn.Module] = set()
+    # Listed first: what a replacement brings in is not searched again.
+    for path, module in list(model.named_modules()):
+        kind = type(module.native if isinstance(module, StandIn) else module)
+        for key in (kind, kind.__name__):
+            if key in descriptions:
+                marked |= _apply(module, path, descriptions[key], group, errors)
+    return marked
+
+
+def _apply(
+    module: nn.Module, path: str, description: ModulePolicyDescription, group: Any, errors: Errors
+) -> set[nn.Module]:
+    replacements = list(description.sub_module_replacement)
+    if isinstance(module, StandIn):  # it may hold a part of its native module
+        held = {name for name, each in module.named_modules() if not isinstance(each, StandIn)}
+        replacements = [each for each in replacements if each.suffix in held]
+    else:
+        _change(module, path, description, errors)
+    marked: set[nn.Module] = set()
+    for each in replacements:
+        with errors.at(join(path, each.suffix)):
+            if (found := _replaced(module, each, group)) is not None:
+                marked.add(found)
+    return marked
+
+
+def _change(module: nn.Module, path: str, description: ModulePolicyDescription, errors: Errors) -> None:
+    """Change attributes, parameters and methods."""
+    for name, value in description.attribute_replacement.items():
+        with errors.at(path):
+            _set_attribute(module, name, value)
+    for change in description.param_replacement:
+        change(module)
+    for name, function in description.method_replacement.items():
+        if callable(getattr(module, name, None)):
             setattr(module, name, MethodType(function, module))
-        for replacement in description.sub_module_replacement:
-            self._replace(module, replacement)
-
-    def _replace(self, module: nn.Module, replacement: SubModuleReplacementDescription) -> None:
-        try:
-            native = module.get_submodule(replacement.suffix)
-        except AttributeError:
-            if replacement.ignore_if_not_exist:
-                return
-            raise ValueError(
-                f"the policy names {replacement.suffix!r} in {type(module).__name__}, which has no such module; its "
-                f"modules are {[name for name, _ in module.named_modules() if name]}"
-            ) from None
-        if isinstance(native, StandIn):  # on another stage
-            return
-        group = self.shard_config.active_group
-        kind = replacement.target_module
-        if group is None and isinstance(kind, type) and issubclass(kind, ParallelModule):
-            raise ValueError(
-                f"the policy puts a {kind.__name__} in the place of {replacement.suffix!r}, and there is no tensor "
-                "axis (no group, or enable_tensor_parallelism=False): let module_policy ask for tensor_parallel_size"
+        else:
+            errors.add(
+                path,
+                f"the policy replaces the method {name!r} of {type(module).__name__}, which has none of that name",
             )
-        target = replacement.target_module.from_native_module(native, group, **replacement.kwargs)
-        if target is not native:
-            module.set_submodule(replacement.suffix, target)
+
+
+def _replaced(
+    module: nn.Module, replacement: SubModuleReplacementDescription, group: Any
+) -> nn.Module | None:
+    """Replace a sub-module; return it where it was changed as it is and stays."""
+    try:
+        native = module.get_submodule(replacement.suffix)
+    except AttributeError:
+        if replacement.ignore_if_not_exist:
+            return None
+        raise ValueError(
+            f"the policy names {replacement.suffix!r} in {type(module).__name__}, which has no such module; its "
+            f"modules are {[name for name, _ in module.named_modules() if name]}"
+        ) from None
+    if isinstance(native, StandIn):  # on another stage
+        return None
+    kind = replacement.target_module
+    if group is None and isinstance(kind, type) and issubclass(kind, ParallelModule):
+        raise ValueError(
+            f"the policy puts a {kind.__name__} in the place of {replacement.suffix!r}, and there is no tensor "
+            "axis (no group, or enable_tensor_parallelism=False): let module_policy ask for tensor_parallel_size"
+        )
+    target = kind.from_native_module(native, group, **replacement.kwargs)
+    if target is native:
+        return native
+    module.set_submodule(replacement.suffix, target)
+    return None
+
+
+def _report_ties(model: nn.Module, marked: set[nn.Module], errors: Errors) -> None:
+    """Report layers that share a weight with one that is split, and would compute with a part of it."""
+    holders: dict[Parameter, list[tuple[str, nn.Module]]] = {}
+    for path, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(parameter, []).append((path, module))
+    for parameter, held in holders.items():
+        whole = [
+            path
+            for path, module in held
+            if isinstance(module, (nn.Linear, nn.Embedding, Conv1D)) and module not in marked
+        ]
+        if isinstance(placement_of(parameter), Shard):
+            split = next((path for path, _ in held if path not in whole), "another")
+            for path in whole:
+                errors.add(
+                    path,
+                    f"shares a weight with {split}, which is split, and would compute with a part of it: untie it, or "
+                    "use a policy that splits it too",
+                )
 
 
 def _set_attribute(module: nn.Module, path: str, value: Any) -> None:
@@ -173,3 +413,16 @@ def _set_attribute(module: nn.Module, path: str, value: Any) -> None:
             f"the policy names the attribute {path!r} of {type(module).__name__}, which has none of that name"
         )
     setattr(owner, name, value)
+
+
+@dataclass(frozen=True)
+class _StandInMesh:
+    """A mesh of pipeline stages alone, for a dry run."""
+
+    num_stages: int
+
+    def rank(self, axis: str) -> int:
+        return 0
+
+    def size(self, axis: str) -> int:
+        return self.num_stages

@@ -1,11 +1,13 @@
-"""A model as a table of names: what is split how. table_policy.py turns it into a policy.
+"""A model as a table of names: how each part is split. table_policy.py turns it into a policy.
 
 All paths but those of embeddings, heads and `stage` are seen from one layer. A name that matches nothing is an
 error, unless the table says that it may.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+
+from torch import nn
 
 from ..pipeline.plan import StagePlan, is_within
 from .head_order import HeadOrder
@@ -297,3 +299,44 @@ def table_for(model_type: str) -> Table | None:
 def model_types() -> list[str]:
     """The model types that have a table, sorted."""
     return sorted(_TABLES)
+
+
+def has_submodule(model: nn.Module, name: str) -> bool:
+    """Whether a module has a sub-module of this path."""
+    module: object = model
+    for each in filter(None, name.split(".")):
+        module = getattr(module, each, None)
+        if not isinstance(module, nn.Module):
+            return False
+    return True
+
+
+def has_parameter(module: nn.Module, name: str) -> bool:
+    """Whether a module has a parameter of this path."""
+    owner, _, own_name = name.rpartition(".")
+    return has_submodule(module, owner) and own_name in module.get_submodule(owner)._parameters
+
+
+def present(root: nn.Module, names: Iterable[str]) -> list[str]:
+    """Those names that are sub-modules, in their order."""
+    return [name for name in names if has_submodule(root, name)]
+
+
+def active_regions(layer: nn.Module, table: Table) -> list[str]:
+    """The regions that a layer has: something of what it holds is split, and lies in no region further in."""
+    held = {*dict(layer.named_modules()), *dict(layer.named_parameters())}
+    named = (name for name in (*table.column, *table.row, *table.split) if name in held)
+    found = {table.region_of(name) for name in named}
+    return [region for region in table.regions if region in found]
+
+
+def layers_of(model: nn.Module, stacks: Iterable[str]) -> dict[str, nn.Module]:
+    """All layers of these lists of layers, by their paths; a module that is no list is one layer."""
+    found: dict[str, nn.Module] = {}
+    for stack in stacks:
+        module = model.get_submodule(stack)
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            found |= {f"{stack}.{name}": layer for name, layer in module.named_children()}
+        else:
+            found[stack] = module
+    return found

@@ -1,6 +1,6 @@
 """The policy that a table makes. Tables are in tables/, carrying out is sharder.py."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,22 +8,19 @@ from torch import nn
 
 from ..pipeline.plan import StagePlan
 from ..pipeline.stand_ins import StandIn
-from .forward_code import scales_alone
+from .adapted import adapted
+from .forward_code import says_tuple, scales_alone
 from .layer.common_input import CommonInput
 from .layer.embedding import VocabParallelEmbedding1D, VocabParallelLMHead1D
-from .layer.loss import route_loss
-from .layer_split import LayerSplit, split_parameter
-from .lookup import has_submodule, layers_of, present, split_paths
-from .lora_faults import dropout_faults
-from .older import table_as_installed
-from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from .layer.loss import reads_weights, route_loss
+from .layer_split import LayerSplit, require_divisible, setting, split_parameter
+from .policy import Errors, ModulePolicyDescription, Policy, SubModuleReplacementDescription, join
 from .sequence.axis import axis_of
 from .sequence.config import SequenceParallelism
 from .sequence.layer_parts import layer_part_faults
 from .sequence.regions import RegionSequence, Style
 from .shard_config import ShardConfig
-from .table import PartStages, Table, table_for
-from .table_faults import ATTENTIONS_FAULT, table_faults, tie_faults
+from .table import PartStages, Table, has_submodule, layers_of, present, table_for
 
 Replacement = SubModuleReplacementDescription
 
@@ -41,15 +38,22 @@ class TablePolicy(Policy):
         self._common_input = CommonInput()
 
     def set_model(self, model: nn.Module) -> None:
-        """Give the policy the model that it is for, and those of the parts theirs."""
+        """Give the policy the model that it is for, and those of the parts theirs.
+
+        Raises:
+            ValueError: there is no table for a part.
+        """
         super().set_model(model)
         self._common_input = CommonInput()
         self.table = table_as_installed(self._newest, model, self._from_model)
         self._parts = {}
-        for path, table in self._part_tables().items():
-            if table is not None:
-                self._parts[path] = TablePolicy(table)
-                self._parts[path].set_model(model.get_submodule(path))
+        tables = self._part_tables()
+        if unknown := [self._unknown(path) for path, table in tables.items() if table is None]:
+            raise ValueError("\n".join(unknown))
+        for path, table in tables.items():
+            assert table is not None
+            self._parts[path] = TablePolicy(table)
+            self._parts[path].set_model(model.get_submodule(path))
 
     def set_shard_config(self, shard_config: ShardConfig) -> None:
         """Give the policy, and those of the parts, what is asked for."""
@@ -57,16 +61,19 @@ class TablePolicy(Policy):
         for part in self._parts.values():
             part.set_shard_config(shard_config)
 
+    def set_errors(self, errors: Errors) -> None:
+        """Give the policy, and those of the parts, the errors that they add their own to."""
+        super().set_errors(errors)
+        for path, part in self._parts.items():
+            part.set_errors(errors.below(path))
+
     def faults(
         self, *, tp_size: int = 1, num_stages: int = 1, num_layers_per_stage: Sequence[int] | None = None
     ) -> list[str]:
-        """All reasons why this model cannot be split so, each with what would work. No communication."""
-        if missing := self._part_faults() or self.stage_plan().path_errors(self.model):
-            return missing
+        """All reasons why this model cannot be split so that a dry run does not find. No communication."""
         return [
-            *(self._split_faults(tp_size) if tp_size > 1 else []),
+            *(self._tensor_errors() if tp_size > 1 else ()),
             *(self.table.pipeline_faults if num_stages > 1 else ()),
-            *(tie_faults(self.model, self._split_paths()) if tp_size > 1 else []),
             *super().faults(
                 tp_size=tp_size, num_stages=num_stages, num_layers_per_stage=num_layers_per_stage
             ),
@@ -75,22 +82,19 @@ class TablePolicy(Policy):
     def region_faults(self, settings: SequenceParallelism) -> list[str]:
         """Why the layers that a pipeline would cut cannot compute on parts of sequences between their regions."""
         if not isinstance(self.table.stage, StagePlan):
-            stages = self._stages_part()
-            assert stages is not None
-            return self._parts[self._from_model(stages.part)].region_faults(settings)
+            return self._parts[self._from_model(self._stages_part().part)].region_faults(settings)
         option = f"sequence_parallelism_mode={settings.mode!r}"
         layers = layers_of(self.model, self._stacks())
         parts = [
             f"{option}: {fault}" for each in layers.values() for fault in layer_part_faults(self.table, each)
         ]
-        return [*dict.fromkeys(parts), *dropout_faults(layers, option)]
+        return [*dict.fromkeys(parts), *_dropout_errors(layers, option)]
 
     def stage_plan(self) -> StagePlan:
         """The table's plan, seen from the whole model."""
         if isinstance(self.table.stage, StagePlan):
             return self.table.stage.under(self._base_prefix()).fitted(self.model)
         stages = self._stages_part()
-        assert stages is not None
         path = self._from_model(stages.part)
         return (
             self._parts[path]
@@ -116,12 +120,12 @@ class TablePolicy(Policy):
         return {
             type(self.model): ModulePolicyDescription(
                 attribute_replacement={
-                    _join(path, name): value
+                    join(path, name): value
                     for path, own in described.items()
                     for name, value in own.attribute_replacement.items()
                 },
                 sub_module_replacement=tuple(
-                    replace(replacement, suffix=_join(path, replacement.suffix))
+                    replace(replacement, suffix=join(path, replacement.suffix))
                     for path, own in described.items()
                     for replacement in own.sub_module_replacement
                 ),
@@ -133,52 +137,86 @@ class TablePolicy(Policy):
         found = {"": self._own_policy()}
         for path, part in self._parts.items():
             if _is_held(self.model, path):
-                found |= {_join(path, inner): own for inner, own in part._described().items()}
+                found |= {join(path, inner): own for inner, own in part._described().items()}
         return found
 
     def _own_policy(self) -> ModulePolicyDescription:
         """What becomes of the model's own layers, embedding and head, without those of its parts."""
+        self._require_settings()
         vocabulary = {"make_vocab_size_divisible_by": self.shard_config.make_vocab_size_divisible_by}
-        ends = [
-            Replacement(suffix=name, target_module=target, kwargs=vocabulary)
-            for name, target in self._ends().items()
-            if _is_held(self.model, name)
-        ]
-        all_layers = layers_of(self.model, self._stacks())
-        some_layer = self._split_of(next(iter(all_layers.values()))) if self.table.shared_biases else None
-        cut = some_layer.heads.query_cut if some_layer is not None and self.table.attention else None
-        shared_biases = [
+        attributes: dict[str, Any] = {}
+        replacements = []
+        for name, target in self._ends().items():
+            if not has_submodule(self.model, name):
+                self.errors.add(
+                    "", f"the table names {name!r}, and the model has no such module: correct the name"
+                )
+            elif _is_held(self.model, name):
+                replacements.append(Replacement(suffix=name, target_module=target, kwargs=vocabulary))
+        layers = {path: self._split_of(path, layer) for path, layer in self._layers().items()}
+        replacements += self._shared_biases(layers)
+        for path, split in layers.items():
+            found = list[Replacement]()
+            with self.errors.at(path):
+                if not isinstance(split.layer, StandIn):
+                    found += split.replacements()
+                    attributes |= {f"{path}.{name}": value for name, value in split.attributes().items()}
+                # Also where another stage's layer is held for this parameter alone.
+                found += split.split_parameters()
+            replacements += [replace(each, suffix=join(path, each.suffix)) for each in found]
+        return ModulePolicyDescription(
+            attribute_replacement=attributes, sub_module_replacement=tuple(replacements)
+        )
+
+    def _shared_biases(self, layers: Mapping[str, LayerSplit]) -> list[Replacement]:
+        """The split of biases that all layers are given, by the heads of the first one."""
+        if not self.table.shared_biases:
+            return []
+        cut = next(iter(layers.values())).heads.query_cut if self.table.attention else None
+        return [
             replacement
             for path, dim in self.table.shared_biases.items()
             for replacement in split_parameter(self.model, self._from_model(path), dim, cut=cut)
         ]
-        layers = {path: layer for path, layer in all_layers.items() if not isinstance(layer, StandIn)}
-        return ModulePolicyDescription(
-            attribute_replacement={
-                f"{path}.{name}": value
-                for path, layer in layers.items()
-                for name, value in self._split_of(layer).attributes().items()
-            },
-            sub_module_replacement=(
-                *ends,
-                *shared_biases,
-                *(
-                    replace(replacement, suffix=_join(path, replacement.suffix))
-                    for path, layer in layers.items()
-                    for replacement in self._split_of(layer).replacements()
-                ),
-                # Also where another stage's layer is held for this parameter alone.
-                *(
-                    replace(replacement, suffix=_join(path, replacement.suffix))
-                    for path, layer in all_layers.items()
-                    for replacement in self._split_of(layer).split_parameters()
-                ),
-            ),
-        )
+
+    def _layers(self) -> dict[str, nn.Module]:
+        """The model's own layers by path. Those of one list are of one class, as the table is for one."""
+        found: dict[str, nn.Module] = {}
+        for stack in self._stacks():
+            layers = layers_of(self.model, [stack])
+            kinds = {type(each.native if isinstance(each, StandIn) else each) for each in layers.values()}
+            if len(kinds) > 1:
+                names = sorted(kind.__name__ for kind in kinds)
+                self.errors.add(
+                    stack,
+                    f"the layers are of several classes, {names}, and a table is for one: use tp_size=1",
+                )
+            found |= layers
+        return found
+
+    def _require_settings(self) -> None:
+        """Report settings of the config with which the table does not split the model."""
+        config, ranks = getattr(self.model, "config", None), self.shard_config.tensor_parallel_size
+        for name, needed in self.table.needed.items():
+            if getattr(config, name, needed) != needed:
+                self.errors.add(
+                    "",
+                    f"{name}={getattr(config, name)!r} in the model's config does not go with tensor parallelism: use "
+                    f"{name}={needed!r} or tp_size=1",
+                )
+        is_counted = self.table.column and not (self.table.attention or self.table.divide)
+        for name in self.table.divisible if is_counted else ():
+            with self.errors.at():
+                require_divisible(name, setting(config, name, "leave it out of divisible"), ranks)
 
     def postprocess(self) -> nn.Module:
-        """Route the loss of a split head, and refuse calls whose results would be a rank's part of them."""
+        """Route the loss of a split head, and refuse calls whose results would be a rank's part of them.
+
+        Raises:
+            ValueError: the model's config asks for such results, or its forward reads the weight of the head.
+        """
         if self.shard_config.tensor_parallel_size > 1 and hasattr(self.model, "config"):
+            _refuse_attentions(self.model, (), {}, source="the model's config")
             self.model.register_forward_pre_hook(_refuse_attentions, with_kwargs=True)
         self.route_losses()
         return self.model
@@ -190,14 +228,26 @@ class TablePolicy(Policy):
                 part.route_losses()
         name = self.head_path() or ""
         head = self.model.get_submodule(name)
-        if isinstance(head, VocabParallelLMHead1D) and scales_alone(self.model, name):
+        if not isinstance(head, VocabParallelLMHead1D):
+            return
+        if reads_weights(self.model):
+            raise ValueError(
+                f"the forward of this {type(self.model).__name__} reads a weight itself (a fused loss does), and the "
+                "head's is split: use transformers' own forward, or tp_size=1"
+            )
+        if scales_alone(self.model, name):
             route_loss(self.model, head, parallel_output=self.shard_config.parallel_output)
 
-    def _stages_part(self) -> PartStages | None:
+    def _stages_part(self) -> PartStages:
         """The part whose layers a pipeline cuts: the first of the table's that this class of model has."""
         assert not isinstance(self.table.stage, StagePlan)
-        held = (each for each in self.table.stage if self._from_model(each.part) in self._parts)
-        return next(held, None)
+        held = next((each for each in self.table.stage if self._from_model(each.part) in self._parts), None)
+        if held is None:
+            raise ValueError(
+                f"this {type(self.model).__name__} has none of the parts {[each.part for each in self.table.stage]}, "
+                "whose layers a pipeline cuts: use a class that has one, or a policy of your own (custom_policy=...)"
+            )
+        return held
 
     def _part_tables(self) -> dict[str, Table | None]:
         """The table of each part that this class of model has, by its path; None where there is none."""
@@ -211,38 +261,19 @@ class TablePolicy(Policy):
         part: Any = self.model.get_submodule(path)
         return part.config
 
-    def _part_faults(self) -> list[str]:
-        """Parts that nothing is known of, and the lack of one that a pipeline could cut."""
-        kind = type(self.model).__name__
-        found = [
-            f"no table says how to split {path} of this {kind} (model_type={self._config_of(path).model_type!r}): "
-            "write one and register it for this model type, or use tp_size=1 and pp_size=1"
-            for path, table in self._part_tables().items()
-            if table is None
-        ]
-        for path, part in self._parts.items():
-            faults = part._part_faults() or part.stage_plan().path_errors(part.model)
-            found += [f"in {path}: {fault}" for fault in faults]
-        if not found and not isinstance(self.table.stage, StagePlan) and self._stages_part() is None:
-            found.append(
-                f"this {kind} has none of the parts {[each.part for each in self.table.stage]}, whose layers a "
-                "pipeline cuts: use a class that has one, or a policy of your own (custom_policy=...)"
-            )
-        return found
+    def _unknown(self, path: str) -> str:
+        return (
+            f"no table says how to split {path} of this {type(self.model).__name__} "
+            f"(model_type={self._config_of(path).model_type!r}): write one and register it for this model type, or use "
+            "tp_size=1 and pp_size=1"
+        )
 
-    def _split_faults(self, ranks: int) -> list[str]:
-        """Why model and parts cannot be split over so many ranks."""
-        own = table_faults(self.model, self.table, stacks=self._stacks(), ends=self._ends(), ranks=ranks)
-        parts = [
-            f"in {path}: {fault}" for path, part in self._parts.items() for fault in part._split_faults(ranks)
-        ]
-        return [*self.table.tensor_faults, *own, *parts]
+    def _tensor_errors(self) -> list[str]:
+        """The table's own reasons, and those of the parts."""
+        parts = [f"{path}: {error}" for path, part in self._parts.items() for error in part._tensor_errors()]
+        return [*self.table.tensor_faults, *parts]
 
-    def _split_paths(self) -> set[str]:
-        own = split_paths(self.model, self.table, stacks=self._stacks(), ends=self._ends())
-        return own | {_join(path, each) for path, part in self._parts.items() for each in part._split_paths()}
-
-    def _split_of(self, layer: nn.Module) -> LayerSplit:
+    def _split_of(self, path: str, layer: nn.Module) -> LayerSplit:
         group = self.shard_config.tensor_parallel_process_group
         assert group is not None
         config = getattr(self.model, "config", None)
@@ -253,6 +284,8 @@ class TablePolicy(Policy):
             group,
             sequence=self._sequence_around(layer),
             common_input=self._common_input,
+            path=path,
+            errors=self.errors,
         )
 
     def _sequence_around(self, layer: nn.Module) -> RegionSequence | None:
@@ -285,7 +318,7 @@ class TablePolicy(Policy):
 
     def _from_model(self, path: str) -> str:
         """A path of the base model, seen from the whole model."""
-        return _join(self._base_prefix(), path)
+        return join(self._base_prefix(), path)
 
     def head_path(self) -> str | None:
         """The language-model head's path, where this class of model has one."""
@@ -303,11 +336,52 @@ def _is_held(model: nn.Module, path: str) -> bool:
     return True
 
 
-def _join(*paths: str) -> str:
-    return ".".join(filter(None, paths))
-
-
-def _refuse_attentions(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+def _refuse_attentions(model: Any, args: tuple, kwargs: dict[str, Any], *, source: str = "this call") -> None:
     asked = kwargs.get("output_attentions")
-    if model.config.output_attentions if asked is None else asked:
-        raise ValueError(ATTENTIONS_FAULT.format("this call"))
+    if getattr(model.config, "output_attentions", False) if asked is None else asked:
+        raise ValueError(
+            f"output_attentions=True in {source} gives each rank the attention of its own heads alone: leave it out or "
+            "use tp_size=1"
+        )
+
+
+def _dropout_errors(layers: Mapping[str, nn.Module], option: str) -> list[str]:
+    """Adapters that drop at random where sequences are spread over the tensor axis."""
+    found = [
+        f"{path}.{name}"
+        for path, layer in layers.items()
+        for name, module in adapted(layer)
+        for each in getattr(module, "lora_dropout", {}).values()
+        if isinstance(each, nn.Dropout) and each.p > 0
+    ]
+    return [
+        f"{option} with lora_dropout above 0 in {found[0]} (and {len(found) - 1} more like it): its ranks would drop "
+        "different entries of one input. Use lora_dropout=0, or a sequence_parallelism_mode on the sequence axis"
+        for _ in found[:1]
+    ]
+
+
+def table_as_installed(table: Table, model: nn.Module, from_model: Callable[[str], str]) -> Table:
+    """The table as the installed transformers needs it: older releases have other names, and layers that return tuples.
+
+    Args:
+        table: for the newest release.
+        model: whole; may be without memory.
+        from_model: turns a path seen from the base model into one seen from the model.
+    """
+    found = next(
+        (older for path, older in table.older.items() if has_submodule(model, from_model(path))), table
+    )
+    if isinstance(found.stage, StagePlan):
+        return replace(found, stage=_with_arity(found.stage, model, from_model))
+    return found
+
+
+def _with_arity(plan: StagePlan, model: nn.Module, from_model: Callable[[str], str]) -> StagePlan:
+    """The plan for layers that return a tuple where it says a tensor; whoever calls them reads its first entry."""
+    encoder = None if plan.encoder is None else _with_arity(plan.encoder, model, from_model)
+    path = from_model(plan.layers)
+    layers = layers_of(model, [path]) if has_submodule(model, path) else {}
+    by_class = {type(layer): layer for layer in layers.values()}
+    is_tuple = plan.arity == 0 and any(says_tuple(layer) for layer in by_class.values())
+    return replace(plan, arity=1 if is_tuple else plan.arity, encoder=encoder)

@@ -1,4 +1,4 @@
-"""LoRA around linear layers: split as the layer inside is. Which adapters cannot be split is lora_faults.py.
+"""LoRA around linear layers: split as the layer inside is.
 
 [Note: adapters] peft's own forward adds B(A(dropout(x))), scaled, to what the layer inside makes of x. That layer may
 be a parallel one, and then A and B are split with it:
@@ -37,13 +37,28 @@ class LoraSplit:
             module: peft's, whose `base_layer` is a parallel layer already.
             process_group: the tensor axis.
             split_random: the random state that the region around the module switches to.
+
+        Raises:
+            ValueError: it is LoRA of a kind that computes otherwise, or is merged into the weight.
         """
+        _require_plain(module)
         base = module.base_layer
         if isinstance(base, Linear1D_Col) and not base.gather_output:
             _split_outputs(module, base, process_group, split_random)
         elif isinstance(base, Linear1D_Row) and not base.split_input:
             _split_inputs(module, base, process_group)
         return module
+
+
+def _require_plain(module: Any) -> None:
+    if module.lora_variant:
+        kinds = sorted({type(variant).__name__ for variant in module.lora_variant.values()})
+        raise ValueError(
+            f"LoRA of a kind that is not split ({', '.join(kinds)}): use plain LoRA (use_dora=False and the like), or "
+            "tp_size=1"
+        )
+    if module.merged:
+        raise ValueError("the adapter is merged into the weight: call unmerge_adapter() before booster.boost")
 
 
 def _split_outputs(

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from ...lazy.tensor import LazyTensor
+from ..adapted import is_of_peft
 
 # Where a module keeps what runs around its forward; accelerate puts a forward of its own on the instance.
 AROUND_FORWARD = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -48,6 +49,11 @@ def native_faults(module: nn.Module, *kinds: type[nn.Module]) -> list[str]:
         module: what is to be replaced.
         kinds: the classes that the parallel layer knows; not their subclasses.
     """
+    if is_of_peft(module):
+        return [
+            f"is {type(module).__module__}.{type(module).__qualname__} of peft and not a plain "
+            f"{kinds[0].__name__}: leave it out of target_modules and modules_to_save, or use tp_size=1"
+        ]
     if type(module) not in kinds:
         known = " or ".join(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
         return [

@@ -7,8 +7,7 @@ from torch import nn
 
 from ...pipeline.plan import is_within
 from ..forward_code import is_readable, own_names, slices
-from ..lookup import active_regions, present
-from ..table import Table
+from ..table import Table, active_regions, present
 
 # Attributes in code that knows of more than one position, or of their number.
 _MIXING = re.compile(

@@ -17,6 +17,7 @@ from echelon.shardformer.layer import Linear1D_Col, PartialGradient, Region
 from echelon.shardformer.layer.held_count import HeldCount
 from echelon.shardformer.sequence.config import SequenceParallelism
 from echelon.shardformer.shard_former import policy_for
+from echelon.shardformer.sharder import split_errors
 from echelon.shardformer.table_policy import TablePolicy
 from echelon.verify.batch import make_batch
 from echelon.verify.layout import Layout
@@ -186,9 +187,7 @@ def test_the_places_of_an_image_attend_to_each_other() -> None:
 def faults(choice: ModelChoice, **asked: int) -> list[str]:
     table = table_for(choice.model_type)
     assert table is not None
-    policy = TablePolicy(table)
-    policy.set_model(choice.build_on_meta())
-    return policy.faults(**asked)
+    return split_errors(choice.build_on_meta(), TablePolicy(table), **asked)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +212,7 @@ def faults(choice: ModelChoice, **asked: int) -> list[str]:
         (
             set_to(SAM, mask_decoder_config={"num_attention_heads": 2}),
             {"tp_size": 4},
-            "in mask_decoder: num_attention_heads=2 is not divisible by tp_size=4",
+            "num_attention_heads=2 is not divisible by tp_size=4",
         ),
         (
             with_text_model("codegen"),
@@ -254,7 +253,7 @@ def test_a_class_without_a_part_that_a_pipeline_cuts_is_refused() -> None:
     with torch.device("meta"):
         model = transformers.Blip2TextModelWithProjection(BLIP2.config())
     del model.qformer
-    (fault,) = policy_of(model).faults(tp_size=2)
+    (fault,) = split_errors(model, policy_for(model), tp_size=2)
     assert "has none of the parts ['language_model', 'vision_model', 'qformer']" in fault
 
 

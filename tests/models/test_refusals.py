@@ -7,6 +7,7 @@ import pytest
 from echelon.shardformer import table_for
 from echelon.shardformer.derived import derived_table
 from echelon.shardformer.sequence.config import MODES, SequenceParallelism
+from echelon.shardformer.sharder import split_errors
 from echelon.shardformer.table_policy import TablePolicy
 from echelon.verify.models import ModelChoice
 
@@ -15,9 +16,8 @@ def faults(model_type: str, *, tp_size: int = 1, num_stages: int = 1, **settings
     """What the table of a model type says of a small model with these settings."""
     table = table_for(model_type)
     assert table is not None
-    policy = TablePolicy(table)
-    policy.set_model(ModelChoice(model_type=model_type, settings=tuple(settings.items())).build_on_meta())
-    return policy.faults(tp_size=tp_size, num_stages=num_stages)
+    model = ModelChoice(model_type=model_type, settings=tuple(settings.items())).build_on_meta()
+    return split_errors(model, TablePolicy(table), tp_size=tp_size, num_stages=num_stages)
 
 
 def test_products_with_parts_of_weights_are_refused_under_tensor_parallelism_alone() -> None:

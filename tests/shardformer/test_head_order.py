@@ -9,7 +9,7 @@ from torch import nn
 
 from echelon.pipeline.plan import StagePlan
 from echelon.shardformer.head_order import Cut, HeadOrder, Heads
-from echelon.shardformer.lookup import heads_of
+from echelon.shardformer.layer_split import heads_of
 from echelon.shardformer.table import Table
 
 

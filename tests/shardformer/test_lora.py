@@ -14,6 +14,7 @@ from echelon.shardformer import ShardConfig, ShardFormer, policy_for
 from echelon.shardformer.policy import ModulePolicyDescription, Policy
 from echelon.shardformer.sequence.config import SequenceParallelism
 from echelon.shardformer.shard_former import sharder_or_faults
+from echelon.shardformer.sharder import split_errors
 
 from ..pool import Pool
 from .compare import build, pieces, require_equal_on_ranks, split
@@ -88,9 +89,7 @@ def test_adapters_drop_alike_where_their_input_is_whole(pool: Pool, function: An
 
 
 def faults(model: nn.Module) -> str:
-    policy = policy_for(model)
-    policy.set_model(model)
-    return "\n".join(policy.faults(tp_size=2))
+    return "\n".join(split_errors(model, policy_for(model), tp_size=2))
 
 
 def merged() -> Any:
@@ -104,11 +103,14 @@ def merged() -> Any:
     [
         (
             lambda: adapted(lora={"target_modules": ["lm_head", "q_proj"]}),
-            ["lm_head is split by the vocabulary, and peft's Linear"],
+            [
+                "lm_head: ",
+                "peft.tuners.lora.layer.Linear of peft and not a plain Linear: leave it out of target_modules",
+            ],
         ),
         (
             lambda: adapted(lora={"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
-            ["model.embed_tokens is split by the vocabulary, and peft's ModulesToSaveWrapper"],
+            ["model.embed_tokens: ", "ModulesToSaveWrapper of peft and not a plain Embedding"],
         ),
         (
             lambda: adapted(lora={"target_modules": ["q_proj"], "use_dora": True}),
@@ -116,13 +118,16 @@ def merged() -> Any:
         ),
         (
             lambda: adapted(lora={"target_modules": ["q_proj"], "modules_to_save": ["o_proj"]}),
-            ["self_attn.o_proj (and ", "ModulesToSaveWrapper around it is not: use LoRA"],
+            ["self_attn.o_proj (and ", "ModulesToSaveWrapper of peft and not a plain Linear"],
         ),
         (
             lambda: adapted("MixtralForCausalLM", lora={"target_parameters": ["mlp.experts.gate_up_proj"]}),
-            ["model.layers.0.mlp.experts (and ", "peft's ParamWrapper around it is not split either"],
+            [
+                "model.layers.0 (and ",
+                "peft's ParamWrapper around mlp.experts is not split with it: leave it out",
+            ],
         ),
-        (merged, ["model.layers.0.self_attn.q_proj has its adapter merged", "unmerge_adapter()"]),
+        (merged, ["model.layers.0.self_attn.q_proj: the adapter is merged", "unmerge_adapter()"]),
     ],
     ids=["head", "embedding", "dora", "saved", "experts", "merged"],
 )

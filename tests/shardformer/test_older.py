@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from echelon.pipeline.plan import StagePlan
 from echelon.shardformer import Table
-from echelon.shardformer.older import table_as_installed
-from echelon.shardformer.table_policy import TablePolicy
+from echelon.shardformer.table_policy import TablePolicy, table_as_installed
 from echelon.shardformer.tables.decoders import GPT2
 from echelon.verify.models import ModelChoice
 

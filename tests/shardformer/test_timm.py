@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from echelon import Booster, HybridParallelPlugin
 from echelon.shardformer import policy_for
+from echelon.shardformer.sharder import split_errors
 from echelon.shardformer.table import table_for_class
 from echelon.shardformer.tables.vision import TIMM_VIT
 from echelon.verify.layout import Layout
@@ -22,9 +23,7 @@ class Distilled(VisionTransformer):
 
 
 def faults(model: nn.Module, *, tp_size: int = 1, num_stages: int = 1) -> list[str]:
-    policy = policy_for(model)
-    policy.set_model(model)
-    return policy.faults(tp_size=tp_size, num_stages=num_stages)
+    return split_errors(model, policy_for(model), tp_size=tp_size, num_stages=num_stages)
 
 
 def test_a_class_made_from_a_registered_one_has_its_table_and_another_has_none() -> None:
@@ -43,7 +42,7 @@ def test_an_attribute_that_a_layer_lacks_is_told() -> None:
     model = build_timm()
     del model.blocks[1].attn.attn_dim
     (told,) = faults(model, tp_size=2)
-    assert "names 'attn.attn_dim' in a layer, and blocks.1 has no attribute of this name" in told
+    assert "blocks.1: the table names 'attn.attn_dim' in a layer, which has no attribute" in told
 
 
 def train_split(num_heads: int) -> None:

@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging
 
 from echelon.shardformer.shard_former import policy_for
+from echelon.shardformer.sharder import split_errors
 from echelon.shardformer.table import model_types
 
 # hidden size, layers, heads, key-value heads, width of the MLP (where the type has the last two)
@@ -131,9 +132,7 @@ def split_faults(config: PretrainedConfig, *, tp_size: int, num_stages: int) -> 
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # as above
         return [f"transformers cannot build a model of this config: {error}"]
-    policy = policy_for(model)
-    policy.set_model(model)
-    return policy.faults(tp_size=tp_size, num_stages=num_stages)
+    return split_errors(model, policy_for(model), tp_size=tp_size, num_stages=num_stages)
 
 
 def make_model(config: PretrainedConfig, *, end_of_text: int, seed: int) -> nn.Module:

@@ -1,0 +1,124 @@
+"""The dry run: it finds what the split makes of a model, changes nothing, and uses no process group."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.cluster.placement import placement_of
+from echelon.shardformer import ShardConfig, ShardFormer, policy_for
+from echelon.shardformer.policy import Errors
+from echelon.shardformer.sharder import plan_parallelism, split_errors
+from echelon.verify.models import ModelChoice
+
+from ..pool import Pool
+from .compare import build
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """All that a split could change: modules, tensors, hooks, and attributes that are numbers."""
+    modules = dict(model.named_modules())
+    return {
+        "modules": {path: (module, type(module)) for path, module in modules.items()},
+        "tensors": {name: (id(each), each.shape) for name, each in model.named_parameters()},
+        "hooks": {
+            path: len(each._forward_pre_hooks) + len(each._forward_hooks) for path, each in modules.items()
+        },
+        "numbers": {
+            f"{path}.{name}": value
+            for path, module in modules.items()
+            for name, value in vars(module).items()
+            if isinstance(value, int)
+        },
+        "placements": [placement_of(each) for each in model.parameters()],
+    }
+
+
+def leave_the_default_group() -> None:
+    """Of two processes, each on its own: one that communicated would wait for the other."""
+    group = dist.group.WORLD
+    model = build("LlamaForCausalLM")
+    before = state_of(model)
+    if dist.get_rank() == 0:
+        config = ShardConfig(tensor_parallel_process_group=group)
+        assert plan_parallelism(model, policy_for(model), config).placements
+        assert split_errors(model, policy_for(model), tp_size=3) == []
+        assert split_errors(build("LlamaForCausalLM", intermediate_size=25), policy_for(model), tp_size=2)
+    assert state_of(model) == before
+    assert dist.group.WORLD is group
+    assert dist.get_world_size() == 2
+    assert len(dist.distributed_c10d._world.pg_map) == 1
+
+
+def test_the_default_group_and_the_model_stay_as_they_are(pool: Pool) -> None:
+    pool.run(2, leave_the_default_group)
+
+
+def test_no_default_group_is_needed_or_made() -> None:
+    model = build("LlamaForCausalLM")
+    assert split_errors(model, policy_for(model), tp_size=2, num_stages=2) == []
+    assert not dist.is_initialized()
+
+
+def split_as_planned(choice: ModelChoice) -> None:
+    model = choice.build()
+    shard_former = ShardFormer(ShardConfig(tensor_parallel_process_group=dist.group.WORLD))
+    plan = plan_parallelism(model, policy_for(model), shard_former.shard_config)
+    split, _ = shard_former.optimize(model)
+    parameters = dict(split.named_parameters())
+    assert plan.shapes == {name: each.shape for name, each in parameters.items()}
+    assert plan.placements == {
+        name: found for name, each in parameters.items() if (found := placement_of(each))
+    }
+    assert {path: type(split.get_submodule(path)).__name__ for path in plan.modules} == plan.modules
+    assert plan.modules
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "falcon", "t5", "albert", "swin", "mixtral", "sam"])
+def test_a_plan_says_what_the_split_makes_of_the_model(pool: Pool, model_type: str) -> None:
+    pool.run(2, split_as_planned, ModelChoice(model_type=model_type))
+
+
+def refuse_before_anything_changed() -> None:
+    """The last layer alone is at fault, and the first is as before."""
+    model: Any = build("LlamaForCausalLM")
+    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, args, output: output)
+    before = state_of(model)
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj: this Linear has hooks"):
+        ShardFormer(ShardConfig(tensor_parallel_process_group=dist.group.WORLD)).optimize(model)
+    assert state_of(model) == before
+
+
+def test_a_refusal_comes_before_anything_is_changed(pool: Pool) -> None:
+    pool.run(2, refuse_before_anything_changed)
+
+
+def test_errors_that_modules_have_in_common_are_reported_once_with_the_first_path() -> None:
+    errors = Errors()
+    inside = errors.below("language_model")
+    for layer in range(3):
+        with inside.at(f"layers.{layer}"):
+            raise ValueError("too wide\ntoo long")
+    with pytest.raises(RuntimeError), errors.at("head"):
+        raise RuntimeError("no refusal")
+    errors.add("", "no layers")
+    with pytest.raises(ValueError) as raised:
+        errors.raise_any()
+    assert str(raised.value).split("\n") == [
+        "language_model.layers.0 (and 2 more like it): too wide",
+        "language_model.layers.0 (and 2 more like it): too long",
+        "no layers",
+    ]
+
+
+def test_a_tensor_of_its_own_kind_is_refused_by_its_name() -> None:
+    class Quantized(nn.Parameter):
+        pass
+
+    model: Any = build("LlamaForCausalLM")
+    up = model.model.layers[0].mlp.up_proj
+    up.weight = Quantized(torch.zeros_like(up.weight))
+    (found,) = split_errors(model, policy_for(model), tp_size=2)
+    assert "has a weight of Quantized in torch.float32, which cannot be cut" in found
