@@ -235,7 +235,6 @@ LORA: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"]}
         ),
         ({"lora_config": LoraConfig(**LORA), "quantize": True}, ["4 or 8 bits"]),
     ],
-    ids=str,
 )
 def test_what_does_not_fit_is_refused(arguments: dict[str, Any], told: list[str]) -> None:
     given = {"pretrained_dir": None, "lora_config": None, "bnb_quantization_config": None, "quantize": False}
