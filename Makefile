@@ -25,12 +25,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal
 FINETUNE := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 \
 	examples/language/bert/finetune.py --plugin hybrid_parallel --model_type bert
 
-# The folders that are packages of echelon; tests/test_project.py compares them with setup.py.
-FOLDERS := $(filter-out echelon tests examples benchmarks,$(patsubst %/__init__.py,%,$(wildcard */__init__.py)))
-
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help finetune test test-all test-older lint format links install clean always
+.PHONY: help finetune test test-all test-older lint format install clean always
 
 help:
 	@echo "make finetune   fine-tune BERT on 4 processes: tensor and pipeline parallelism, then ZeRO"
@@ -56,7 +53,7 @@ test-all: lint
 test-older: $(OLDER_READY)
 	$(OLDER_VENV)/bin/pytest -q -m "not slow" $(OLDER_TESTS)
 
-lint: $(READY) links
+lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -64,11 +61,6 @@ lint: $(READY) links
 format: $(READY)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
-
-# The tree that mypy reads: echelon/ as it is once installed.
-links:
-	@mkdir -p .links/echelon
-	@ln -sfn $(addprefix ../../,$(wildcard echelon/*.py) echelon/py.typed $(FOLDERS)) .links/echelon/
 
 install: $(READY)
 
@@ -95,5 +87,5 @@ $(READY) $(OLDER_READY): setup.py pyproject.toml
 	echo "$(SETTINGS)" > $@
 
 clean:
-	rm -rf $(VENV) $(OLDER_VENV) .links .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf $(VENV) $(OLDER_VENV) .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,7 +6,8 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 
-# `echelon.booster` is `booster/` and so on; `echelon` itself is the small folder of that name.
+# `echelon.booster` is `booster/` and so on. `echelon` itself is the small folder of that name, in which a link to each
+# of them (`ln -s ../booster echelon/booster`) shows editors, type checkers and import graphs the package as installed.
 FOLDERS = (
     "cluster",
     "lazy",

@@ -33,7 +33,8 @@ OUTSIDE = ("examples", "benchmarks", "tests")
 
 
 def package_sources() -> list[Path]:
-    return sorted(path for folder in LAYER_OF for path in (ROOT / folder).rglob("*.py"))
+    below = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    return sorted([*below, *(ROOT / "echelon").glob("*.py")])
 
 
 def outside_sources() -> list[Path]:
@@ -159,6 +160,15 @@ def test_the_reference_of_the_parity_check_imports_nothing_of_echelon() -> None:
 def test_the_layers_are_the_folders_that_setup_lists() -> None:
     setup = runpy.run_path(str(ROOT / "setup.py"))
     assert sorted(setup["FOLDERS"]) == FOLDERS
+
+
+def test_the_folder_echelon_links_to_every_package_and_holds_nothing_else() -> None:
+    links = {path.name: path for path in (ROOT / "echelon").iterdir() if path.is_symlink()}
+    assert {name: str(path.readlink()) for name, path in links.items()} == {
+        folder: f"../{folder}" for folder in FOLDERS
+    }
+    others = {path.name for path in (ROOT / "echelon").iterdir()} - links.keys() - {"__pycache__"}
+    assert others == {"__init__.py", "py.typed"}
 
 
 def test_setup_lists_every_package_that_there_is() -> None:

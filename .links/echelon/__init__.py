@@ -1,0 +1,1 @@
+../../echelon/__init__.py
