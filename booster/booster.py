@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from ..checkpoint.background import Save
 from ..checkpoint.calls import save_faults
 from ..checkpoint.step import Resume, Resumed
+from ..cluster.errors import raise_errors
 from ..plugins.base import Boosted, Plugin, Returned
-from ..plugins.hybrid_config import told
 from ..plugins.lora import enable_lora, unwrapped
 from ..plugins.torch_ddp import TorchDDPPlugin
 
@@ -82,10 +82,8 @@ class Booster:
                 written; all reasons at once, on every rank, before anything is communicated. Or a dataloader that
                 cannot be sharded.
         """
-        if isinstance(model, nn.Module) and (
-            faults := save_faults(unwrapped(model).model, optimizer, lr_scheduler)
-        ):
-            raise ValueError(told(faults))
+        if isinstance(model, nn.Module):
+            raise_errors(save_faults(unwrapped(model).model, optimizer, lr_scheduler))
         dataloader = self.plugin.shard_dataloader(dataloader)
         boosted = self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
         self.plugin.announce_precision()

@@ -281,12 +281,3 @@ def whole_number_faults(given: Mapping[str, Any]) -> list[str]:
 def is_below_one(value: Any) -> bool:
     """Whether it is a number that is less than 1."""
     return isinstance(value, (int, float)) and value < 1
-
-
-def told(faults: Sequence[str]) -> str:
-    """Faults as one message, a line each."""
-    return (
-        faults[0]
-        if len(faults) == 1
-        else "\n".join((f"{len(faults)} faults:", *(f"- {line}" for line in faults)))
-    )

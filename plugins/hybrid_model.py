@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from ..checkpoint.local import Adapter, saved_state
 from ..cluster.equal_settings import require_equal_settings
+from ..cluster.errors import raise_errors
 from ..cluster.faults import meet_all_ranks, naming_failures
 from ..cluster.gradient_owner import give_gradients_to
 from ..cluster.hooks import own
@@ -34,7 +35,7 @@ from ..zero.groups import optimizer_options
 from ..zero.optimizer import ShardedOptimizer
 from .base import BoostedModule, model_faults, optimizer_faults
 from .engine import PipelineEngine
-from .hybrid_config import HybridConfig, told
+from .hybrid_config import HybridConfig
 from .lora import peft_model_faults, unwrapped
 from .state import ParameterNames, managed_parameters
 
@@ -61,8 +62,7 @@ def boost(
     Raises:
         ValueError: all reasons why this model cannot be trained under this config, before anything changed.
     """
-    if faults := model_faults(model) or peft_model_faults(model):
-        raise ValueError(told(faults))
+    raise_errors(model_faults(model) or peft_model_faults(model))
     model, adapters = unwrapped(model)
     sharder, split = _checked_splits(
         model, optimizer, config=config, mesh=mesh, stage_manager=stage_manager, rings=rings
@@ -197,8 +197,7 @@ def _checked_splits(
         faults += checkpoint_faults(layers, checkpoint)
         if not faults:
             checkpoint_layers(layers, checkpoint)
-    if faults:
-        raise ValueError(told(faults))
+    raise_errors(faults)
     return sharder, split
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from ..checkpoint.local import LocalModel
 from ..checkpoint.optimizer import Trained
 from ..cluster.equal_settings import require_equal_settings
+from ..cluster.errors import raise_errors
 from ..cluster.faults import naming_failures
 from ..cluster.launch import default_device
 from ..cluster.mesh import ParallelMesh
@@ -35,7 +36,7 @@ from ..zero.optimizer import ShardedOptimizer
 from ..zero.precision import default_precision
 from .base import Boosted, Plugin, Returned, require_process_group
 from .colossalai import HYBRID, unavailable_faults
-from .hybrid_config import HybridConfig, PipelineConfig, told
+from .hybrid_config import HybridConfig, PipelineConfig
 from .hybrid_model import HybridParallelModule, boost, refuse_pipeline
 from .internevo import in_its_words, plugin_arguments
 from .ledger import Ledger
@@ -214,8 +215,7 @@ class HybridParallelPlugin(Plugin):
             custom_policy=custom_policy,
         )
         require_process_group()
-        if faults := [*unavailable, *self.config.faults(dist.get_world_size())]:
-            raise ValueError(told(faults))
+        raise_errors([*unavailable, *self.config.faults(dist.get_world_size())])
         require_equal_settings(self.config, of="the plugin")
         self.has_default_precision = precision is None
         self.mesh = ParallelMesh(pp=pp_size, dp=dp_size, sp=self.config.sp, tp=tp_size, wp=wp_size)

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ..cluster.errors import raise_errors
 from ..shardformer.checkpoint_config import PipelineGradientCheckpointConfig
-from .hybrid_config import told
 
 _LOG = logging.getLogger("echelon")
 
@@ -181,8 +181,7 @@ def plugin_arguments(config: Mapping[str, Any] | str | Path, **others: Any) -> d
     ]
     given = _Given(config | {name: value for name, value in others.items() if name in sections}, errors)
     found = _layout(given) | _batches(given) | _numbers(given)
-    if errors:
-        raise ValueError(told([f"InternEvo's configuration: {error}" for error in errors]))
+    raise_errors([f"InternEvo's configuration: {error}" for error in errors])
     if given.ignored and not (dist.is_initialized() and dist.get_rank()):
         _LOG.info(
             "InternEvo's configuration: these are no arguments of the plugin (optimizer, model, data and files are "

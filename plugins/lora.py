@@ -16,9 +16,9 @@ from transformers.models.auto import modeling_auto
 
 from ..checkpoint.local import Adapter
 from ..checkpoint.model import ADAPTER_SAFETENSORS, ADAPTER_TORCH
+from ..cluster.errors import raise_errors
 from ..shardformer.adapted import adapted, is_of_peft
 from ..shardformer.whole_gradients import is_split
-from .hybrid_config import told
 
 _PREFIX = "base_model.model."  # of the transformers model, in peft's
 
@@ -135,8 +135,7 @@ def enable_lora(
     ]
     if not faults and lora_config is not None:
         faults = [*_config_faults(model, lora_config, peft)]
-    if faults:
-        raise ValueError(told(faults))
+    raise_errors(faults)
     with _quiet():
         if pretrained_dir is None:
             return peft.get_peft_model(model, lora_config)
@@ -218,8 +217,7 @@ def _listed(names: Any) -> Collection[str]:
 def _loaded(model: nn.Module, folder: Path, peft: Any) -> nn.Module:
     """A model with adapters from a folder, to be trained on. Each rank reads."""
     peft_model: nn.Module = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
-    if faults := peft_model_faults(peft_model):
-        raise ValueError(told(faults))
+    raise_errors(peft_model_faults(peft_model))
     needed, stored = set(names_by_key(peft_model, "default")), set(_stored_names(folder))
     faults = [f"{name} is missing" for name in sorted(needed - stored)]
     known = set(peft_model.state_dict())

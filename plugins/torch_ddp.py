@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from ..checkpoint.local import Adapter, LocalModel
 from ..checkpoint.optimizer import Trained
+from ..cluster.errors import raise_errors
 from ..cluster.faults import meet_all_ranks, naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom
@@ -23,7 +24,6 @@ from ..shardformer.layer.batch_norm import RunningStatistics, own_batch_norms
 from ..zero.precision import DTYPES, default_precision
 from .base import Boosted, BoostedModule, Plugin, Returned, model_faults, require_process_group
 from .colossalai import DDP, unavailable_faults
-from .hybrid_config import told
 from .lora import unwrapped
 from .scaled_optimizer import ScaledOptimizer
 from .state import held_module, trained_parameters
@@ -142,8 +142,7 @@ class TorchDDPPlugin(TorchPlugin):
     ) -> None:
         unavailable = unavailable_faults(type(self), DDP, others)
         require_process_group()
-        if unavailable:
-            raise ValueError(told(unavailable))
+        raise_errors(unavailable)
         given = {
             "broadcast_buffers": broadcast_buffers,
             "bucket_cap_mb": bucket_cap_mb,
@@ -191,8 +190,7 @@ class TorchDDPPlugin(TorchPlugin):
         Raises:
             ValueError: the model is none, or was split or boosted before.
         """
-        if faults := model_faults(model):
-            raise ValueError(told(faults))
+        raise_errors(model_faults(model))
         with naming_failures("boost"):
             meet_all_ranks()
             model, adapters = unwrapped(model)

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ..checkpoint.local import Adapter, LocalModel
+from ..cluster.errors import raise_errors
 from ..cluster.faults import meet_all_ranks, naming_failures
 from ..cluster.hooks import has_foreign_hooks
 from ..cluster.launch import default_device
@@ -43,7 +44,6 @@ from ..zero.groups import PARTIAL_STATE
 from ..zero.precision import DTYPES, default_precision, is_finite_number, precision_faults
 from .base import Boosted, BoostedModule, model_faults, optimizer_faults, require_process_group
 from .colossalai import FSDP, unavailable_faults
-from .hybrid_config import told
 from .lora import unwrapped
 from .scaled_optimizer import ScaledOptimizer
 from .state import held_module
@@ -170,8 +170,7 @@ class TorchFSDPPlugin(TorchPlugin):
             growth_interval=growth_interval,
             unavailable={"hysteresis": hysteresis, "min_scale": min_scale, "max_scale": max_scale},
         )
-        if faults := [*unavailable, *self.config.faults(dist.get_world_size())]:
-            raise ValueError(told(faults))
+        raise_errors([*unavailable, *self.config.faults(dist.get_world_size())])
         self.mesh = ParallelMesh()
         self.shard_mesh = shard_mesh(self.mesh, shard_size or self.mesh.world_size)
 
@@ -193,11 +192,9 @@ class TorchFSDPPlugin(TorchPlugin):
         Collective over the world; every rank gives an equal model. One that was built lazily is made real whole before
         it is shared out. See `Booster.boost`.
         """
-        if faults := model_faults(model):
-            raise ValueError(told(faults))
+        raise_errors(model_faults(model))
         model, adapters = unwrapped(model)
-        if faults := boost_faults(model, optimizer):
-            raise ValueError(told(faults))
+        raise_errors(boost_faults(model, optimizer))
         with naming_failures("boost"):
             meet_all_ranks()
             require_equal_models(model)

@@ -130,7 +130,7 @@ def refuse_what_asks_for_something() -> None:
 
 def refuse_all_at_once_and_unknown_names_as_python_does() -> None:
     with pytest.raises(
-        ValueError, match=r"(?s)2 faults:\n- use_fp8=True of ColossalAI .*\n- precision='fp8'"
+        ValueError, match=r"(?s)2 errors:\n- use_fp8=True of ColossalAI .*\n- precision='fp8'"
     ):
         HybridParallelPlugin(use_fp8=True, precision="fp8")
     for plugin, name in (

@@ -245,7 +245,7 @@ def test_all_errors_are_reported_at_once() -> None:
     with pytest.raises(ValueError) as told:
         plugin_arguments(wrong)
     first, *lines = str(told.value).splitlines()
-    assert first == f"{len(lines)} faults:"
+    assert first == f"{len(lines)} errors:"
     expected = """
         parallel.zero1.size='8' must be a whole number
         parallel.zero1.fsdp=True is not of this plugin: use TorchFSDPPlugin
