@@ -155,7 +155,7 @@ def test_bad_arguments_are_told_at_once(pool: Pool) -> None:
     texts = pool.run(2, fsdp.refuse_arguments)
     assert texts[0] == texts[1]
     for part in (
-        "11 faults",
+        "11 errors",
         "'fp8'",
         "shard_size=3 does not divide",
         "cpu_offload='yes'",
@@ -179,7 +179,7 @@ def test_bad_arguments_are_told_at_once(pool: Pool) -> None:
         ("muon", "Muon could not be tried"),
         ("adagrad", "Adagrad already has state for"),
         ("foreign", "parameters that are not the model's"),
-        ("scalar and hook", "2 faults"),
+        ("scalar and hook", "2 errors"),
         ("boosted model", "already boosted"),
         ("boosted inside", "already boosted"),
         ("boosted optimizer", "the optimizer is already boosted"),
