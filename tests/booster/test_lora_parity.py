@@ -1,15 +1,9 @@
 """LoRA under every layout against one process: loss, every adapter's gradient, the norm and every weight."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any
-from unittest.mock import patch
 
 import pytest
-from torch import nn
 
-from echelon.shardformer.layer import lora
 from echelon.verify.layout import Layout
 from echelon.verify.parity import parity
 
@@ -100,42 +94,3 @@ def departure(choice: Adapted, layout: Layout) -> str | None:
 )
 def test_a_layout_has_the_numbers_of_one_process(pool: Pool, choice: Adapted, layout: Layout) -> None:
     assert set(pool.run(layout.world_size, departure, choice, layout, timeout=180.0)) == {None}
-
-
-def unplaced(parameter: nn.Parameter, placement: Any, rank: int) -> None:
-    """In the place of `place`, where a gradient is a part of a sum: leave it so."""
-
-
-SPLIT_INPUTS = lora._split_inputs
-
-
-def unsummed(module: Any, base: Any, group: Any) -> None:
-    """In the place of `_split_inputs`: what A makes of a part of its inputs stays that."""
-    SPLIT_INPUTS(module, base, group)
-    for layer in module.lora_A.values():
-        layer._summed_product = partial(layer._product, bias=None)
-
-
-def unfused(shard: Any) -> dict[str, Any]:
-    """In the place of `_sizes`: as if the features were one block."""
-    return {}
-
-
-# By name what is patched: the object, the attribute and what takes its place; the model that notices.
-MUTATIONS: dict[str, tuple[Adapted, Any, str, Callable[..., Any]]] = {
-    "the gradient of A is a rank's own": (LLAMA, lora, "place", unplaced),
-    "what A makes of a part is not summed": (LLAMA, lora, "_split_inputs", unsummed),
-    "rows of B are cut as one block": (GPT2, lora, "_sizes", unfused),
-}
-
-
-def mutated(mutation: str) -> str | None:
-    choice, *patched = MUTATIONS[mutation]
-    with patch.object(*patched):
-        return parity(choice, Layout(tp=2), num_steps=1).departure
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_mechanism_that_is_taken_out_shows(pool: Pool, mutation: str) -> None:
-    assert pool.run(2, mutated, mutation, timeout=120.0)[0] is not None

@@ -1,6 +1,5 @@
 """Encoder-decoders and models made of parts: what the matrix does not run, what is refused, and that rows can fail."""
 
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -12,8 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from echelon.pipeline.plan import StagePlan
-from echelon.shardformer import Table, table_for
-from echelon.shardformer.layer import Linear1D_Col, PartialGradient, Region
+from echelon.shardformer import table_for
 from echelon.shardformer.layer.held_count import HeldCount
 from echelon.shardformer.sequence.config import SequenceParallelism
 from echelon.shardformer.shard_former import policy_for
@@ -81,96 +79,6 @@ def matching(choice: ModelChoice, layout: Layout) -> Report:
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=str)
 def test_matching_images_and_text_trains_as_one_process_does(pool: Pool, layout: Layout) -> None:
     assert pool.run(2, matching, RETRIEVAL, layout)[0].departure is None
-
-
-def with_table(change: Callable[[Table], Table]) -> Callable[[ModelChoice, Layout], Report]:
-    def run(choice: ModelChoice, layout: Layout) -> Report:
-        table = table_for(choice.model_type)
-        assert table is not None
-        policy = TablePolicy(change(table))
-        with patch("echelon.shardformer.shard_former.policy_for", lambda model, **_: policy):
-            return parity(choice, layout)
-
-    return run
-
-
-def without_second_inputs(choice: ModelChoice, layout: Layout) -> Report:
-    """Cross attention's part of the gradient of what it attends to is left as each rank has it."""
-
-    def alone(table: Table) -> Table:
-        parts = {path: part and alone(part) for path, part in table.parts.items()}
-        return replace(table, second_input={}, parts=parts)
-
-    return with_table(alone)(choice, layout)
-
-
-def without_entries_at_single_layers(choice: ModelChoice, layout: Layout) -> Report:
-    """A region that is a single column-split layer has no entry."""
-    native = Region.from_native_module
-
-    def enter(module: nn.Module, group: Any, **kwargs: Any) -> nn.Module:
-        return module if isinstance(module, Linear1D_Col) else native(module, group, **kwargs)
-
-    with patch.object(Region, "from_native_module", enter):
-        return parity(choice, layout)
-
-
-def with_positions_not_summed(choice: ModelChoice, layout: Layout) -> Report:
-    with patch.object(PartialGradient, "from_native_module", lambda module, group, **kwargs: module):
-        return parity(choice, layout)
-
-
-def with_ties_forgotten(choice: ModelChoice, layout: Layout) -> Report:
-    """What every stage holds has the gradients of its first stage alone."""
-    with patch("echelon.pipeline.stage_manager.PipelineStageManager.tie_group", lambda self, ranks: None):
-        return parity(choice, layout)
-
-
-def with_an_entry_of_another_shape(choice: ModelChoice, layout: Layout) -> Report:
-    """What runs before the layers is taken to return what layers do."""
-    after = StagePlan.after
-
-    def unreckoned(self: StagePlan, **before: Any) -> StagePlan:
-        return replace(after(self, **before), are_entries_reckoned=False)
-
-    with patch.object(StagePlan, "after", unreckoned):
-        return parity(choice, layout)
-
-
-def with_gradients_of_vision_not_summed(choice: ModelChoice, layout: Layout) -> Report:
-    """No region of the vision model has an entry."""
-    native = Region.from_native_module
-
-    def enter(module: nn.Module, group: Any, **kwargs: Any) -> nn.Module:
-        return module if type(module).__name__.startswith("Siglip") else native(module, group, **kwargs)
-
-    with patch.object(Region, "from_native_module", enter):
-        return parity(choice, layout)
-
-
-MUTATIONS = {
-    "gradients of the encoder's states not summed": (without_second_inputs, WHISPER, Layout(tp=2)),
-    "gradients of the image's states not summed": (without_second_inputs, BLIP2, Layout(tp=2)),
-    "entries of single layers lost": (without_entries_at_single_layers, WHISPER, Layout(tp=2)),
-    "entries of three inputs lost": (without_entries_at_single_layers, SAM, Layout(tp=2)),
-    "gradients of relative positions not summed": (with_positions_not_summed, SAM, Layout(tp=2)),
-    "gradients of the vision model not summed": (with_gradients_of_vision_not_summed, GEMMA3, Layout(tp=2)),
-    "gradients of what all stages hold not summed": (with_ties_forgotten, SAM, Layout(pp=2)),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_fault_put_in_is_found(pool: Pool, mutation: str) -> None:
-    function, choice, layout = MUTATIONS[mutation]
-    report = pool.run(layout.world_size, function, choice, layout)[0]
-    assert report.departure is not None
-    assert report.departure.startswith(("step 1: gradient of ", "step 1: copy of "))
-
-
-def test_a_model_before_the_layers_is_not_taken_for_one_of_their_shape(pool: Pool) -> None:
-    with pytest.raises(RuntimeError, match="normalized_shape"):
-        pool.run(2, with_an_entry_of_another_shape, GEMMA3, Layout(pp=2))
 
 
 def test_the_places_of_an_image_attend_to_each_other() -> None:

@@ -6,51 +6,20 @@ matrix: stages × layouts × cases in fp32, and in bf16 and fp16 each stage unde
 
 from dataclasses import dataclass, replace
 from itertools import product
-from unittest.mock import patch
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
-from echelon.verify.parity import Report, parity
+from echelon.verify.parity import parity
 from echelon.verify.training import LEARNING_RATE, Training
-from echelon.zero.optimizer import ShardedOptimizer
 
+from ..contract.models import Occasional
 from ..pool import Pool
 
 LLAMA = ModelChoice(model_type="llama", num_layers=2)
 TIED = replace(LLAMA, tied=True)
 OVERFLOW = Training(overflow_step=1)
-
-
-class OccasionalNorm(nn.Module):
-    """A norm with a bias that batches of two samples or fewer leave out, and a weight that nothing uses."""
-
-    def __init__(self, norm: nn.Module, width: int) -> None:
-        super().__init__()
-        self.norm = norm
-        self.bias = nn.Parameter(torch.full((width,), 0.1))
-        self.unused = nn.Parameter(torch.ones(1, 3))
-
-    def forward(self, hidden_BSH: Tensor) -> Tensor:
-        normed_BSH = self.norm(hidden_BSH)
-        return normed_BSH + self.bias if len(hidden_BSH) > 2 else normed_BSH
-
-
-@dataclass(frozen=True, kw_only=True)
-class Occasional(ModelChoice):
-    """A Llama, some parameters of whose layers get no gradient in some microbatches, steps and replicas."""
-
-    def build(self, seed: int = 0) -> nn.Module:
-        model = super().build(seed)
-        for layer in model.model.layers:
-            layer.post_attention_layernorm = OccasionalNorm(
-                layer.post_attention_layernorm, model.config.hidden_size
-            )
-        return model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,68 +119,3 @@ def test_the_quick_cells_meet_everything() -> None:
     assert {cell[1] for cell in QUICK} == {*LAYOUTS, *IN_TWOS}
     assert {cell[2] for cell in QUICK} == set(CASES)
     assert {cell[3] for cell in QUICK} == {"fp32", "bf16", "fp16"}
-
-
-# Mutations: the check must catch each of them.
-
-
-def with_an_overflow_unnoticed(choice: ModelChoice, layout: Layout) -> Report:
-    with patch("echelon.zero.optimizer.isfinite", lambda number: True):
-        return parity(choice, layout, training=OVERFLOW)
-
-
-def with_the_scale_as_it_was(choice: ModelChoice, layout: Layout) -> Report:
-    with patch("echelon.zero.precision.DynamicScaler._shrink", lambda self: None):
-        return parity(choice, layout, training=OVERFLOW)
-
-
-def with_gradients_that_nobody_had(choice: ModelChoice, layout: Layout) -> Report:
-    """Parameters without a gradient are stepped with zeros, so weight decay moves them."""
-    original = ShardedOptimizer._update_own_slices
-
-    def update(self: ShardedOptimizer) -> None:
-        self._gradients.present = [True] * len(self._gradients.present)
-        original(self)
-
-    with patch.object(ShardedOptimizer, "_update_own_slices", update):
-        return parity(choice, layout)
-
-
-def with_a_copy_that_departs(choice: ModelChoice, layout: Layout) -> Report:
-    """The last rank's bits of a norm are others, too few for the loss to show."""
-    original = ShardedOptimizer.step
-
-    def step(self: ShardedOptimizer) -> None:
-        original(self)
-        if dist.get_rank() == dist.get_world_size() - 1:
-            norm = next(slot for slot in self.reducer.slots if slot.managed.name == "model.norm.weight")
-            norm.parameter.data.mul_(1 + 1e-6)
-
-    with patch.object(ShardedOptimizer, "step", step):
-        return parity(choice, layout)
-
-
-UNUSED = "model.layers.0.post_attention_layernorm.unused"
-MUTATIONS = {
-    "an overflow unnoticed": (with_an_overflow_unnoticed, "step 2: weight of ", Layout(dp=2, zero=1)),
-    "the scale as it was": (
-        with_the_scale_as_it_was,
-        "step 3: loss scale is off by 128",
-        Layout(dp=2, zero=1, precision="fp16"),
-    ),
-    "gradients that nobody had": (
-        with_gradients_that_nobody_had,
-        f"step 2: weight of {UNUSED} ",
-        Layout(dp=2, zero=2),
-    ),
-    "a copy that departs": (with_a_copy_that_departs, "step 1: copy of model.norm.weight ", Layout(tp=2)),
-}
-
-
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_the_check_catches(pool: Pool, mutation: str) -> None:
-    function, told, layout = MUTATIONS[mutation]
-    choice = Occasional(model_type="llama", num_layers=1)
-    report = pool.run(2, function, choice, layout)[0]
-    assert report.departure is not None
-    assert report.departure.startswith(told), report.departure

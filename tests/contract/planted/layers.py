@@ -1,0 +1,278 @@
+"""Faults in the tensor-parallel layers: sums over the tensor ranks, heads, and what a rank holds of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from echelon.cluster.collectives import all_reduce, gather_from, gather_to
+from echelon.cluster.placement import Shard, place
+from echelon.shardformer.head_order import Cut, Heads
+from echelon.shardformer.layer import Linear1D_Col, key_value
+from echelon.verify.layout import Layout
+from echelon.verify.models import ModelChoice
+
+from ...shardformer.compare import batch_for, build, require_same_training
+from ..mutations import Mutation
+
+LAYERS = "echelon.shardformer.layer"
+TP2, TP4 = Layout(tp=2), Layout(tp=4)
+LLAMA, BLOOM, T5 = (ModelChoice(model_type=name, num_layers=2) for name in ("llama", "bloom", "t5"))
+MIXTRAL, QWEN3, WHISPER, SAM = (
+    ModelChoice(model_type=name) for name in ("mixtral", "qwen3", "whisper", "sam")
+)
+SIX_HEADS = ModelChoice(
+    model_type="llama",
+    num_layers=2,
+    settings=(
+        ("num_attention_heads", 6),
+        ("num_key_value_heads", 2),
+        ("hidden_size", 48),
+        ("head_dim", 8),
+    ),
+)
+
+
+def same(x: Any, *_: object) -> Any:
+    return x
+
+
+def native(module: nn.Module, *_: object, **settings: object) -> nn.Module:
+    """The layer is not replaced."""
+    return module
+
+
+def unscaled(module: nn.Module) -> None:
+    return None
+
+
+def without_second_row(sums_2N: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """A sum that forgets the row of the label's logit."""
+    return torch.stack([all_reduce(sums_2N[0], group), sums_2N[1]])
+
+
+def on_the_first_rank(parameter: nn.Parameter, placement: Shard, rank: int) -> None:
+    """Every rank gets the first one's heads."""
+    place(parameter, placement, 0)
+
+
+def first_heads(x: Tensor, dim: int, num_heads: int, held: Sequence[int]) -> Tensor:
+    return x.unflatten(dim, (-1, num_heads)).narrow(dim + 1, 0, len(held)).flatten(dim, dim + 1)
+
+
+def outermost_heads(x: Tensor, dim: int, num_heads: int, held: Sequence[int]) -> Tensor:
+    """The first dimension is taken for heads alone, and not for heads within samples."""
+    return x.chunk(num_heads // len(held), dim)[held[0] // len(held)]
+
+
+class _First:
+    """A group of which this rank is the first."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def size(self) -> int:
+        return self.group.size()
+
+    def rank(self) -> int:
+        return 0
+
+
+def attending_with_the_first_head(
+    forward: Callable[[Any, Tensor], Tensor],
+) -> Callable[[Any, Tensor], Tensor]:
+    def first(self: Any, x: Tensor) -> Tensor:
+        group, self.group = self.group, _First(self.group)
+        with patch.object(key_value, "gather_to", lambda parts, own, dim: gather_to(parts, own.group, dim)):
+            out = forward(self, x)
+        self.group = group
+        return out
+
+    return first
+
+
+def over_all_ranks(cut: Callable[..., Cut]) -> Callable[..., Cut]:
+    return lambda *given: replace(cut(*given), stretches=1)
+
+
+def keeping_padded_heads(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    def keep_all(self: Any, x: Tensor) -> Tensor:
+        self._is_real = None
+        return forward(self, x)
+
+    return keep_all
+
+
+def padded_at_the_end(self: Heads, features: int, *, num_blocks: int = 1) -> Cut:
+    return Cut(blocks=(features,), padded=(features // self.query * self.padded_query,))
+
+
+def without_entry_at_single_layers(region: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    def made(module: nn.Module, group: Any, **settings: Any) -> nn.Module:
+        return module if isinstance(module, Linear1D_Col) else region(module, group, **settings)
+
+    return made
+
+
+def without_entry_in_vision(region: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    def made(module: nn.Module, group: Any, **settings: Any) -> nn.Module:
+        is_vision = type(module).__name__.startswith("Siglip")
+        return module if is_vision else region(module, group, **settings)
+
+    return made
+
+
+def own_part(x: Tensor, group: Any, dim: int) -> Tensor:
+    """A slice whose backward leaves zeros where the other ranks' slices were."""
+    return x.chunk(group.size(), dim)[group.rank()].contiguous()
+
+
+def compare_layers() -> None:
+    """Compare a Llama split over the world with the whole one, layer classes alone: no plugin, no optimizer."""
+    model = build("LlamaForCausalLM", num_key_value_heads=2, tie_word_embeddings=False)
+    require_same_training(model, batch_for(model))
+
+
+ENTRY = f"{LAYERS}.region:enter"
+SUMS = f"{LAYERS}.linear:reduce_from"
+REGION = f"{LAYERS}.region:Region.from_native_module"
+PARTIAL = f"{LAYERS}.region:PartialGradient.from_native_module"
+
+FAULTS = {
+    "gradients at a region's entry are not summed": Mutation(
+        target=ENTRY, replacement=same, row=(LLAMA, TP2), notice=r"^step 1: gradient of ", quick=True
+    ),
+    "the comparison of layers sees no entry": Mutation(
+        target=ENTRY, replacement=same, check=compare_layers, notice="is not that of rank|departs"
+    ),
+    "shared layers have no entry": Mutation(
+        target=ENTRY, replacement=same, row=(ModelChoice(model_type="albert"), TP2), notice=r"^step 1: "
+    ),
+    "a column that is a region has no entry": Mutation(
+        target=ENTRY,
+        replacement=same,
+        row=(ModelChoice(model_type="opt", num_layers=2), TP2),
+        notice=r"^step 1: ",
+    ),
+    "experts have no entry": Mutation(target=ENTRY, replacement=same, row=(MIXTRAL, TP2)),
+    "outputs of a row layer are not summed": Mutation(
+        target=SUMS, replacement=same, row=(LLAMA, TP2), notice=r"^step 1: loss"
+    ),
+    "outputs of the embedding are not summed": Mutation(
+        target=f"{LAYERS}.embedding:reduce_from", replacement=same, row=(LLAMA, TP2), notice=r"^step 1: loss"
+    ),
+    "logits of the labels are not summed": Mutation(
+        target=f"{LAYERS}.loss:all_reduce",
+        replacement=without_second_row,
+        row=(LLAMA, TP2),
+        notice=r"^step 1: loss",
+    ),
+    "the embedding's scale is lost": Mutation(
+        target=f"{LAYERS}.embedding:scale_of",
+        replacement=unscaled,
+        row=(ModelChoice(model_type="gemma2"), TP2),
+    ),
+    "position biases are those of the first rank's heads": Mutation(
+        target=f"{LAYERS}.region:place", replacement=on_the_first_rank, row=(T5, TP2), notice=r"^step 1: "
+    ),
+    "position biases stay whole": Mutation(
+        target=f"{LAYERS}.region:SplitParameter.from_native_module",
+        replacement=native,
+        row=(T5, TP2),
+        notice="RuntimeError: .*size of tensor",
+    ),
+    "slopes are those of other heads": Mutation(
+        target=f"{LAYERS}.region:own_heads", replacement=first_heads, row=(BLOOM, TP2), notice=r"^step 1: "
+    ),
+    "slopes are those of other samples": Mutation(
+        target=f"{LAYERS}.region:own_heads",
+        replacement=outermost_heads,
+        row=(BLOOM, TP2),
+        notice=r"^step 1: ",
+    ),
+    "gradients of shared keys lack the other ranks'": Mutation(
+        target=f"{LAYERS}.key_value:gather_to",
+        replacement=gather_from,
+        row=(ModelChoice(model_type="falcon", num_layers=2), TP2),
+        notice=r"^step 1: ",
+    ),
+    "every rank attends with the first key-value head": Mutation(
+        target=f"{LAYERS}.key_value:SharedKeyValueLinear1D_Col.forward",
+        wrapper=attending_with_the_first_head,
+        row=(ModelChoice(model_type="phi3", num_layers=2, settings=(("num_key_value_heads", 2),)), TP4),
+        notice=r"^step 1: ",
+    ),
+    "groups of heads are cut over all ranks": Mutation(
+        target="echelon.shardformer.head_order:Heads.fused_cut",
+        wrapper=over_all_ranks,
+        row=(
+            ModelChoice(
+                model_type="falcon",
+                num_layers=2,
+                settings=(("new_decoder_architecture", True), ("num_kv_heads", 2)),
+            ),
+            TP4,
+        ),
+        notice="is invalid for input of size",
+    ),
+    "padded heads learn": Mutation(
+        target=f"{LAYERS}.linear:Linear1D_Row.forward",
+        wrapper=keeping_padded_heads,
+        row=(SIX_HEADS, TP4),
+        notice=r"^step 1: ",
+    ),
+    "heads are padded behind all instead of behind each group": Mutation(
+        target="echelon.shardformer.head_order:Heads.query_cut",
+        replacement=padded_at_the_end,
+        row=(SIX_HEADS, TP4),
+        notice=r"^step 1: ",
+    ),
+    "experts are not summed": Mutation(
+        target=f"{LAYERS}.region:reduce_from", replacement=same, row=(MIXTRAL, TP2)
+    ),
+    "experts of latent attention's model are not summed": Mutation(
+        target=f"{LAYERS}.region:reduce_from",
+        replacement=same,
+        row=(ModelChoice(model_type="deepseek_v3"), TP2),
+    ),
+    "partial gradients of latent attention are not summed": Mutation(
+        target=PARTIAL, replacement=native, row=(ModelChoice(model_type="deepseek_v3"), TP2)
+    ),
+    "partial gradients of norms of heads are not summed": Mutation(
+        target=PARTIAL, replacement=native, row=(QWEN3, TP2)
+    ),
+    "partial gradients of relative positions are not summed": Mutation(
+        target=PARTIAL, replacement=native, row=(SAM, TP2), notice=r"^step 1: (gradient|copy) of "
+    ),
+    "the mean of squares is a rank's own": Mutation(
+        target=f"{LAYERS}.norm:reduce_from", replacement=same, row=(ModelChoice(model_type="olmo2"), TP2)
+    ),
+    "the gradient of a mean of squares is a rank's own": Mutation(
+        target=f"{LAYERS}.norm:copy_to", replacement=same, row=(ModelChoice(model_type="olmo2"), TP2)
+    ),
+    "the gradient of a slice is a rank's own": Mutation(
+        target=f"{LAYERS}.linear:scatter_to", replacement=own_part, row=(ModelChoice(model_type="olmo3"), TP2)
+    ),
+    "single layers of Whisper have no entry": Mutation(
+        target=REGION,
+        wrapper=without_entry_at_single_layers,
+        row=(WHISPER, TP2),
+        notice=r"^step 1: (gradient|copy) of ",
+    ),
+    "single layers of SAM have no entry": Mutation(
+        target=REGION,
+        wrapper=without_entry_at_single_layers,
+        row=(SAM, TP2),
+        notice=r"^step 1: (gradient|copy) of ",
+    ),
+    "the vision model has no entry": Mutation(
+        target=REGION,
+        wrapper=without_entry_in_vision,
+        row=(ModelChoice(model_type="gemma3"), TP2),
+        notice=r"^step 1: (gradient|copy) of ",
+    ),
+}

@@ -1,0 +1,91 @@
+"""Faults in sequence parallelism: parts of a sequence, their positions, and their shares of the gradient."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from echelon.verify.layout import Layout
+from echelon.verify.models import ModelChoice
+
+from ..mutations import Mutation
+
+LLAMA, GPT2, BERT = (ModelChoice(model_type=name) for name in ("llama", "gpt2", "bert"))
+ULYSSES, RING_ATTENTION = Layout(sp=2, sequence="all_to_all"), Layout(sp=2, sequence="ring_attn")
+
+
+def no_parts(table: object, layer: object) -> list[object]:
+    return []
+
+
+def of_one_part(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    """[Note: gradients over the sequence axis], behind the last layer."""
+    return ctx.axis.own(gradient, 1), None, None, None
+
+
+def of_one_share(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    """The same, where the loss is computed on parts."""
+    return gradient, None
+
+
+def positions_of_the_first(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return _of_the_first(own, is_meant=lambda given: "position_ids" in given)
+
+
+def tokens_of_the_first(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return _of_the_first(own, is_meant=lambda given: "position_ids" not in given)
+
+
+def _of_the_first(own: Callable[..., Tensor], is_meant: Callable[[Any], bool]) -> Callable[..., Tensor]:
+    def first(self: Any, whole: Tensor) -> Tensor:
+        assert self._given is not None
+        return self._axis.order.own(whole, -1, 0) if is_meant(self._given[1]) else own(self, whole)
+
+    return first
+
+
+def labels_cut_before_they_are_shifted(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def late(self: Any, x: Tensor, dim: int, *, padding: int = 0) -> Tensor:
+        if padding != -100:
+            return own(self, x, dim, padding=padding)
+        unshifted = F.pad(x, (1, 0), value=padding)[..., :-1]
+        cut = own(self, unshifted, dim, padding=padding)
+        return F.pad(cut, (0, 1), value=padding)[..., 1:].contiguous()
+
+    return late
+
+
+SEQUENCE = "echelon.shardformer.sequence"
+PARTS = "echelon.shardformer.layer_split:parameters_of_parts"
+OWN = f"{SEQUENCE}.before_layers:PartsAlone._own"
+
+FAULTS = {
+    "gradients of norms are not summed": Mutation(
+        target=PARTS,
+        replacement=no_parts,
+        row=(LLAMA, Layout(tp=2, sequence="split_gather")),
+        notice=r"^step 1: ",
+        quick=True,
+    ),
+    "gradients of norms are not summed round the ring": Mutation(
+        target=PARTS, replacement=no_parts, row=(BERT, Layout(tp=2, sequence="ring"))
+    ),
+    "a part counts once": Mutation(
+        target=f"{SEQUENCE}.boundary:_Gather.backward", replacement=of_one_part, row=(GPT2, ULYSSES)
+    ),
+    "a share of the loss counts once": Mutation(
+        target=f"{SEQUENCE}.loss:_SumOfShares.backward", replacement=of_one_share, row=(LLAMA, RING_ATTENTION)
+    ),
+    "positions are those of the first rank": Mutation(
+        target=OWN, wrapper=positions_of_the_first, row=(LLAMA, ULYSSES)
+    ),
+    "tokens are those of the first rank": Mutation(
+        target=OWN, wrapper=tokens_of_the_first, row=(LLAMA, RING_ATTENTION)
+    ),
+    "labels are cut before they are shifted": Mutation(
+        target=f"{SEQUENCE}.axis:SequenceAxis.own",
+        wrapper=labels_cut_before_they_are_shifted,
+        row=(LLAMA, ULYSSES),
+    ),
+}

@@ -1,0 +1,69 @@
+"""Faults in the tables of models."""
+
+from dataclasses import replace
+
+from echelon.shardformer.head_order import HeadOrder
+from echelon.shardformer.table import Table
+from echelon.verify.layout import Layout
+from echelon.verify.models import ModelChoice
+
+from ..mutations import Mutation, in_table
+
+TP2 = Layout(tp=2)
+PHI3 = ModelChoice(model_type="phi3", num_layers=2, settings=(("num_key_value_heads", 2),))
+
+
+def whole_instead_of_partial(table: Table) -> Table:
+    return replace(table, partial=(), whole=table.partial)
+
+
+def heads_in_another_order(table: Table) -> Table:
+    return replace(table, fused={**table.fused, "self_attn.qkv_proj": HeadOrder.BY_GROUP})
+
+
+def gate_and_up_in_one_block(table: Table) -> Table:
+    return replace(table, fused={**table.fused, "mlp.gate_up_proj": 1})
+
+
+def nothing_fused(table: Table) -> Table:
+    return replace(table, fused={})
+
+
+def without_second_inputs(table: Table) -> Table:
+    """A second input's part of a gradient is left as each rank has it."""
+    parts = {path: part and without_second_inputs(part) for path, part in table.parts.items()}
+    return replace(table, second_input={}, parts=parts)
+
+
+FAULTS = {
+    "gradients of the encoder's states are not summed": Mutation(
+        **in_table("t5", without_second_inputs),
+        row=(ModelChoice(model_type="t5", num_layers=2), TP2),
+        notice=r"^step 1: gradient of ",
+    ),
+    "gradients of the sound's states are not summed": Mutation(
+        **in_table("whisper", without_second_inputs),
+        row=(ModelChoice(model_type="whisper"), TP2),
+        notice=r"^step 1: (gradient|copy) of ",
+    ),
+    "gradients of the image's states are not summed": Mutation(
+        **in_table("blip-2", without_second_inputs),
+        row=(ModelChoice(model_type="blip-2"), TP2),
+        notice=r"^step 1: (gradient|copy) of ",
+    ),
+    "the router's weights are no input": Mutation(
+        **in_table("mixtral", without_second_inputs), row=(ModelChoice(model_type="mixtral"), TP2)
+    ),
+    "gate and up of experts are cut as one": Mutation(
+        **in_table("mixtral", nothing_fused), row=(ModelChoice(model_type="mixtral"), TP2)
+    ),
+    "gate and up are cut as one": Mutation(
+        **in_table("phi3", gate_and_up_in_one_block), row=(PHI3, TP2), notice=r"^step 1: "
+    ),
+    "heads are cut in another order": Mutation(
+        **in_table("phi3", heads_in_another_order), row=(PHI3, TP2), notice=r"^step 1: "
+    ),
+    "partial gradients are taken for whole ones": Mutation(
+        **in_table("swinv2", whole_instead_of_partial), row=(ModelChoice(model_type="swinv2"), TP2)
+    ),
+}
