@@ -19,8 +19,8 @@ from echelon.cli.models_page import page
 from echelon.shardformer import model_types
 from echelon.verify.matrix import FEATURES, kept_matrix, layouts_of, rows_of
 
+from ..contract.matrix_rows import LAYOUTS, choices
 from ..matrix import types_with_a_table
-from ..models.test_matrix import LAYOUTS, choices
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 # Of another library: the matrix is of transformers' own types.

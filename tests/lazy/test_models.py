@@ -19,9 +19,9 @@ from echelon.shardformer import model_types, table_for
 from echelon.verify.matrix import FeatureCase
 from echelon.verify.models import ModelChoice, heads_of
 
+from ..contract.matrix_rows import DERIVED
 from ..models.chatglm import register_chatglm
 from ..models.small_timm import VisionTransformer
-from ..models.test_derived import TYPES
 from ..pool import Pool
 from .compare import built_in_both_ways, differences
 
@@ -61,7 +61,7 @@ def test_a_lazily_built_model_is_the_eager_one(model_type: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", [*WITH_TABLE, *TYPES])
+@pytest.mark.parametrize("model_type", [*WITH_TABLE, *DERIVED])
 def test_a_lazily_built_model_of_any_head_is_the_eager_one(model_type: str) -> None:
     for head in heads(model_type):
         for tied in (False, True):
@@ -94,7 +94,7 @@ def split_in_both_ways(model_type: str, tp_size: int, pp_size: int) -> list[str]
             id=name,
             marks=() if name in QUICK else pytest.mark.slow,
         )
-        for name in (*WITH_TABLE, *TYPES)
+        for name in (*WITH_TABLE, *DERIVED)
     ],
 )
 def test_a_lazily_built_model_is_split_as_an_eager_one(pool: Pool, case: FeatureCase) -> None:
@@ -102,7 +102,7 @@ def test_a_lazily_built_model_is_split_as_an_eager_one(pool: Pool, case: Feature
 
 
 def test_the_matrix_has_a_row_for_each_type() -> None:
-    assert len(WITH_TABLE) > 45 and len(TYPES) > 20
+    assert len(WITH_TABLE) > 45 and len(DERIVED) > 20
 
 
 def test_a_model_is_built_as_its_users_build_it_and_generates() -> None:

@@ -1,94 +1,20 @@
-"""Model types without a table, by the plans that transformers has for them, beside one process."""
+"""Tables derived from the plans of transformers. That they train as one process does is contract/matrix_rows.py."""
 
 from dataclasses import replace
 
 import pytest
 import transformers
-from transformers import CONFIG_MAPPING, MixtralConfig
+from transformers import CONFIG_MAPPING
 
 from echelon.shardformer import Policy, policy_for, table_for
 from echelon.shardformer.derived import derived_table
 from echelon.shardformer.sharder import split_errors
-from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
-from echelon.verify.parity import parity
 
-from ..pool import Pool
+from ..contract.matrix_rows import ARE_PLANS_OLDER, known
 
-LAYOUTS = (Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2), Layout(tp=2, dp=2, zero=1))
-QUICK_LAYOUT = Layout(tp=2, pp=2)
-# Experts, latent attention, and gathered projections beside plain ones; one that older releases know too.
-_NEWEST = ("exaone_moe", "minicpm3", "qwen3_5_text")
-QUICK = tuple(filter(CONFIG_MAPPING.__contains__, _NEWEST[:2])) or ("apertus",)  # the last takes 11 s
-TYPES = (
-    *_NEWEST,
-    "apertus",
-    "arcee",
-    "cwm",
-    "deepseek_v2",
-    "ernie4_5",
-    "ernie4_5_moe",
-    "exaone4",
-    "gemma",
-    "glm",
-    "glm4",
-    "glm4_moe",
-    "granite_swa",
-    "helium",
-    "hy_v3",
-    "hyperclovax",
-    "internlm3",
-    "iquestcoder",
-    "jais2",
-    "laguna",
-    "mellum",
-    "ministral",
-    "ministral3",
-    "olmo",
-)
 # What of a type with a table must be derived alike.
 WRITTEN = ("gemma2", "granite", "llama", "mistral", "mixtral", "qwen2", "qwen3")
-# Older releases have other plans for experts, which contradict each other from model to model and are refused, and
-# layers that return tuples.
-ARE_PLANS_OLDER = "moe_tp_experts" not in MixtralConfig.base_model_tp_plan.values()
-
-
-def known(model_type: str) -> tuple[pytest.MarkDecorator, ...]:
-    """A mark that passes over a model type with the reason, where the installed transformers has no plan for it."""
-    release = f"transformers {transformers.__version__}"
-    if model_type not in CONFIG_MAPPING:
-        return (pytest.mark.skip(reason=f"{release} knows no {model_type}"),)
-    plan = CONFIG_MAPPING[model_type].base_model_tp_plan or {}
-    if ARE_PLANS_OLDER and "gather" in plan.values():
-        return (pytest.mark.skip(reason=f"{release} has an older plan for the experts of {model_type}"),)
-    return ()
-
-
-def rows() -> list[object]:
-    """Model and layout of every row."""
-    return [
-        pytest.param(
-            ModelChoice(model_type=name),
-            layout,
-            id=f"{name}-{layout}",
-            marks=(
-                *known(name),
-                *(() if name in QUICK and layout == QUICK_LAYOUT else (pytest.mark.slow,)),
-            ),
-        )
-        for name in TYPES
-        if table_for(name) is None
-        for layout in LAYOUTS
-    ]
-
-
-@pytest.mark.parametrize(("choice", "layout"), rows())
-def test_a_model_without_a_table_trains_as_one_process_does(
-    pool: Pool, choice: ModelChoice, layout: Layout
-) -> None:
-    reports = pool.run(layout.world_size, parity, choice, layout, timeout=120.0)
-    assert len({report.departure for report in reports}) == 1, "ranks disagree on the verdict"
-    assert reports[0].departure is None
 
 
 @pytest.mark.parametrize("model_type", WRITTEN)

@@ -12,9 +12,9 @@ from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 from echelon.verify.parity import parity
 
+from ..contract.models import EagerChoice
 from ..pool import Pool
 from .stand_ins import LOOKS_FOR_FLASH_ATTN, installed_flash_attn
-from .test_features import EagerChoice
 
 pytestmark = LOOKS_FOR_FLASH_ATTN
 OPTIONS = ("enable_flash_attention",)

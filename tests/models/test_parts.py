@@ -3,7 +3,6 @@
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,12 +16,7 @@ from echelon.shardformer.sequence.config import SequenceParallelism
 from echelon.shardformer.shard_former import policy_for
 from echelon.shardformer.sharder import split_errors
 from echelon.shardformer.table_policy import TablePolicy
-from echelon.verify.batch import make_batch
-from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
-from echelon.verify.parity import Report, parity
-
-from ..pool import Pool
 
 WHISPER = ModelChoice(model_type="whisper")
 SAM = ModelChoice(model_type="sam")
@@ -37,59 +31,6 @@ def with_text_model(model_type: str) -> ModelChoice:
 
 def set_to(choice: ModelChoice, **settings: object) -> ModelChoice:
     return replace(choice, settings=tuple(settings.items()))
-
-
-ROWS = {
-    "a sound is classified by all layers": (
-        set_to(replace(WHISPER, head="audio_classification"), use_weighted_layer_sum=True),
-        Layout(tp=2),
-    ),
-    "a rank holds stages of encoder and decoder": (WHISPER, Layout(pp=2, schedule="interleaved", chunks=2)),
-    "the encoder has several stages": (WHISPER, Layout(pp=4)),
-    "the backward is split in two": (WHISPER, Layout(pp=2, schedule="zbh1")),
-    "blocks with biases of their own": (ModelChoice(model_type="umt5"), Layout(pp=4)),
-    "a rank holds several stages of a vision encoder": (SAM, Layout(pp=2, schedule="interleaved", chunks=2)),
-    "every layer of a vision encoder is a stage": (SAM, Layout(pp=4)),
-    "no relative positions": (set_to(SAM, vision_config={"use_rel_pos": False}), Layout(tp=2)),
-    "a rank holds the vision model and a late stage": (
-        BLIP2,
-        Layout(pp=2, schedule="interleaved", chunks=2),
-    ),
-    "a language model of four stages": (BLIP2, Layout(pp=4)),
-    "a language model without an encoder": (with_text_model("llama"), Layout(tp=2, pp=2)),
-}
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_a_model_trains_as_one_process_does(pool: Pool, row: str) -> None:
-    choice, layout = ROWS[row]
-    assert pool.run(layout.world_size, parity, choice, layout, timeout=120.0)[0].departure is None
-
-
-def matching(choice: ModelChoice, layout: Layout) -> Report:
-    """Retrieval by its matching head, whose Q-Former sees image and text at once."""
-
-    def batch(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {**make_batch(*args, **kwargs), "use_image_text_matching_head": True}
-
-    with patch("echelon.verify.parity.make_batch", batch):
-        return parity(choice, layout)
-
-
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=str)
-def test_matching_images_and_text_trains_as_one_process_does(pool: Pool, layout: Layout) -> None:
-    assert pool.run(2, matching, RETRIEVAL, layout)[0].departure is None
-
-
-def test_the_places_of_an_image_attend_to_each_other() -> None:
-    model = GEMMA3.build()
-    batch = make_batch(GEMMA3, num_samples=3, seed=0)
-    causal = {**batch, "token_type_ids": torch.zeros_like(batch["token_type_ids"])}
-    of_places = batch["token_type_ids"] == 1
-    first = of_places.cumsum(1) == 1
-    moved = (model(**batch).logits - model(**causal).logits).abs().amax(-1)
-    assert moved[first & of_places].min() > 1e-3  # it sees those behind it
-    assert moved[(of_places.cumsum(1) == 0)].max() == 0
 
 
 def faults(choice: ModelChoice, **asked: int) -> list[str]:

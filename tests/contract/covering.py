@@ -1,0 +1,54 @@
+"""Covering arrays: few rows of settings in which every two settings of different factors meet."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations, product
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def covering(
+    factors: Mapping[str, Sequence[Any]], is_valid: Callable[[Row], bool], *, strength: int = 2
+) -> list[Row]:
+    """Return rows in which all values of any `strength` factors occur together, where a valid row has them.
+
+    Greedy: each row is the one with most combinations that no row before it had; of several the one whose values
+    were met least, then the first.
+
+    Args:
+        factors: the values of each factor, by name.
+        is_valid: says whether a row may be. What no valid row has is left out.
+        strength: 2 covers pairs, 1 single values.
+    """
+    candidates = [row for row in _all_rows(factors) if is_valid(row)]
+    bits: dict[object, int] = {}
+    masks = [_mask(_combinations(row, strength), bits) for row in candidates]
+    open_bits = (1 << len(bits)) - 1
+    rows: list[Row] = []
+    met: Counter[tuple[str, Any]] = Counter()
+    while open_bits:
+        gains = [(mask & open_bits).bit_count() for mask in masks]
+        most = max(gains)
+        ties = [at for at, gain in enumerate(gains) if gain == most]
+        best = min(ties, key=lambda at: sum(met[each] for each in candidates[at].items()))
+        rows.append(candidates[best])
+        met.update(candidates[best].items())
+        open_bits &= ~masks[best]
+    return rows
+
+
+def _all_rows(factors: Mapping[str, Sequence[Any]]) -> Iterable[Row]:
+    return (dict(zip(factors, values, strict=True)) for values in product(*factors.values()))
+
+
+def _combinations(row: Row, strength: int) -> Iterable[object]:
+    return combinations(row.items(), strength)
+
+
+def _mask(found: Iterable[object], bits: dict[object, int]) -> int:
+    """A bit for each combination, numbered as they come."""
+    mask = 0
+    for each in found:
+        mask |= 1 << bits.setdefault(each, len(bits))
+    return mask

@@ -1,0 +1,363 @@
+"""Rows of parity that are not kept in the matrix: the covering array, and what one setting more changes.
+
+A row is quick where it belongs to a covering array, or is the one row of a feature that no array has.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from echelon.verify.layout import Layout
+from echelon.verify.models import ModelChoice
+from echelon.verify.training import LEARNING_RATE, Training
+
+from .covering import Row, covering
+from .matrix_rows import TIED_HEADS, known, types_with_tables
+from .models import NARROW_EXPERTS, NOT_RECOMPUTED, REFUSED_MODES, LoopChoice, Occasional
+from .row import ParityRow
+from .variant_rows import batch_rows, flash_rows, variant_rows
+
+OVERFLOW = Training(overflow_step=1)
+EQUAL_BITS, EQUAL_SUMS = 0.0, 1e-6
+
+# The covering array.
+
+KINDS = {
+    "decoders": (
+        *(
+            "llama",
+            "gpt2",
+            "falcon",
+            "bloom",
+            "phi3",
+            "opt",
+            "qwen3",
+            "cohere",
+            "gpt_neox",
+            "gpt_neo",
+            "gptj",
+        ),
+        *("glm", "olmo2", "starcoder2", "gemma3_text"),
+    ),
+    "experts": ("mixtral", "deepseek_v3", "qwen3_moe", "qwen2_moe"),
+    "encoders": ("bert", "albert", "roberta", "electra"),
+    "encoder-decoders": ("t5", "bart", "whisper", "umt5", "pegasus"),
+    "images": ("vit", "beit", "swin", "swinv2", "sam", "sam_vision_model", "blip-2", "gemma3"),
+}
+FACTORS = {
+    "kind": tuple(KINDS),
+    "tp": (1, 2),
+    "schedule": (None, "1f1b", "gpipe", "interleaved", "zbh1", "zbv"),
+    "data": (None, "plain", "ZeRO-1", "ZeRO-2", "ZeRO-1, parameters late"),
+    "sequence": (None, "split_gather", "ring", "all_to_all", "ring_attn"),
+    "wp": (1, 2),
+    "precision": ("fp32", "bf16", "fp16"),
+    "recompute": (0.0, 0.5),
+    "tied": (False, True),
+}
+DATA = {
+    None: {},
+    "plain": dict(dp=2),
+    "ZeRO-1": dict(dp=2, zero=1),
+    "ZeRO-2": dict(dp=2, zero=2),
+    "ZeRO-1, parameters late": dict(dp=2, zero=1, overlap_allgather=True),
+}
+MOST_RANKS = 4
+
+
+def layout_of(row: Row) -> Layout:
+    """The layout of a row of FACTORS."""
+    return Layout(
+        tp=row["tp"],
+        pp=1 if row["schedule"] is None else 2,
+        sp=2 if row["sequence"] in ("all_to_all", "ring_attn") else 1,
+        wp=row["wp"],
+        schedule=row["schedule"] or "1f1b",
+        chunks=2 if row["schedule"] == "interleaved" else 1,
+        sequence=row["sequence"],
+        precision=row["precision"],
+        recompute=row["recompute"],
+        **DATA[row["data"]],
+    )
+
+
+def takes(model_type: str, row: Row) -> bool:
+    """Whether a model type takes the row's sequences, recomputation and ties."""
+    return (
+        model_type not in REFUSED_MODES.get(row["sequence"], ())
+        and not (row["recompute"] and model_type in NOT_RECOMPUTED)
+        and not (row["tied"] and ModelChoice(model_type=model_type).head_name not in TIED_HEADS)
+    )
+
+
+def is_valid(row: Row) -> bool:
+    """Whether a row is a layout of few ranks that some model of its kind takes."""
+    layout = layout_of(row)
+    is_tensor_mode = row["sequence"] in ("split_gather", "ring")
+    return (
+        layout.world_size <= MOST_RANKS
+        and (row["tp"] == 2 or not is_tensor_mode)
+        and (row["wp"] == 1 or (row["tp"] == 1 and layout.dp * layout.sp == 2))
+        and any(takes(each, row) for each in KINDS[row["kind"]])
+    )
+
+
+def covering_rows() -> Iterator[ParityRow]:
+    """The quick rows: every pair of factors, and every table; of a kind the type that was met least."""
+    met = dict.fromkeys((each for types in KINDS.values() for each in types), 0)
+    known = types_with_tables()
+    for row in covering(FACTORS, is_valid):
+        able = [each for each in KINDS[row["kind"]] if takes(each, row) and each in known]
+        model_type = min(able, key=lambda each: met[each])
+        met[model_type] += 1
+        choice = ModelChoice(model_type=model_type, tied=row["tied"])
+        yield ParityRow(choice=choice, layout=layout_of(row), num_steps=2, quick=True)
+    for model_type in (each for each, count in met.items() if not count and each in known):
+        yield ParityRow(
+            choice=ModelChoice(model_type=model_type), layout=Layout(tp=2, pp=2), num_steps=2, quick=True
+        )
+
+
+# Schedules, and what stages share.
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "gpipe": {"schedule": "gpipe"},
+    "gpipe×2": {"schedule": "gpipe", "chunks": 2},
+    "interleaved": {"schedule": "interleaved"},
+    "interleaved×2": {"schedule": "interleaved", "chunks": 2},
+    "zbh1": {"schedule": "zbh1"},
+    "zbv": {"schedule": "zbv"},
+}
+LLAMA, GPT2 = ModelChoice(model_type="llama"), ModelChoice(model_type="gpt2")
+CLASSIFYING, MASKED = (ModelChoice(model_type="bert", head=head) for head in ("classification", "masked"))
+T5, BERT = ModelChoice(model_type="t5"), ModelChoice(model_type="bert")
+TIED_LLAMA, TIED_GPT2, TIED_T5, TIED_BERT = (replace(each, tied=True) for each in (LLAMA, GPT2, T5, MASKED))
+
+
+def schedule_rows() -> Iterator[ParityRow]:
+    """Every schedule alone, to the bit; where stages share weights; and beside tensor parallelism and ZeRO."""
+    for choice, (name, schedule), pp in product((LLAMA, GPT2, CLASSIFYING), SCHEDULES.items(), (2, 4)):
+        yield ParityRow(
+            name=f"equal bits {choice.model_type} {name}",
+            choice=replace(choice, num_layers=9),
+            layout=Layout(pp=pp, microbatches=5, **schedule),
+            exact=EQUAL_BITS,
+            quick=(choice, pp) in ((LLAMA, 2), (GPT2, 4)) and name in ("interleaved×2", "zbv"),
+        )
+    for choice, schedule, pp in product((T5, TIED_T5, TIED_GPT2, TIED_BERT), SCHEDULES.values(), (2, 4)):
+        layers = 4 if choice.model_type == "t5" else 9  # encoder and decoder have four each
+        yield ParityRow(
+            choice=replace(choice, num_layers=layers),
+            layout=Layout(pp=pp, microbatches=5, **schedule),
+            exact=EQUAL_SUMS,  # what several stages have is added up in another order
+        )
+    for choice, sizes, schedule, pp in product(
+        (TIED_LLAMA, T5, GPT2, BERT), (dict(tp=2), dict(dp=2, zero=1)), SCHEDULES.values(), (2, 4)
+    ):
+        layers = 4 if choice is T5 else 2 * pp + 1
+        yield ParityRow(
+            choice=replace(choice, num_layers=layers),
+            layout=Layout(pp=pp, microbatches=4, **sizes, **schedule),
+        )
+    yield ParityRow(choice=LLAMA, layout=Layout(pp=2), name="equal bits", exact=EQUAL_BITS)
+    yield ParityRow(choice=replace(BERT, num_layers=5), layout=Layout(pp=4))
+
+
+# Further layouts of a few models.
+
+EIGHT_LAYOUTS = (
+    *(Layout(tp=2), Layout(pp=2), Layout(pp=4), Layout(tp=2, pp=2), Layout(dp=2, zero=1)),
+    *(Layout(tp=2, dp=2, zero=1), Layout(pp=2, dp=2, zero=1), Layout(tp=2, pp=2, dp=2, zero=1)),
+)
+LAYOUT_ROWS = (
+    *product((CLASSIFYING, MASKED, TIED_BERT, GPT2, TIED_GPT2, LLAMA, TIED_LLAMA), EIGHT_LAYOUTS),
+    # Fewer key-value heads than ranks.
+    *((ModelChoice(model_type=each), Layout(tp=4)) for each in ("mistral", "qwen2", "qwen3")),
+    (replace(T5, num_layers=2), Layout(tp=2)),
+    (replace(T5, num_layers=2), Layout(tp=4)),
+    # Smooth: of a relu, one unit that switches by a rounding makes the gradients jump.
+    (
+        replace(TIED_T5, num_layers=2, settings=(("feed_forward_proj", "gated-gelu"),)),
+        Layout(tp=2, dp=2, zero=1),
+    ),
+    (replace(T5, num_layers=2), Layout(dp=2, zero=1)),
+    (replace(TIED_T5, num_layers=2), Layout(tp=2, precision="bf16")),
+    (replace(T5, num_layers=2), Layout(dp=2, zero=1, precision="bf16")),
+    (ModelChoice(model_type="mt5", num_layers=2), Layout(tp=2)),
+    (ModelChoice(model_type="umt5", tied=True, num_layers=2), Layout(tp=2)),
+    (LLAMA, Layout(tp=2, pp=2, precision="bf16")),
+    (TIED_GPT2, Layout(tp=2, dp=2, zero=1, precision="bf16")),
+    (CLASSIFYING, Layout(pp=2, dp=2, zero=1, precision="fp16")),
+    (TIED_LLAMA, Layout(tp=2, pp=2, precision="fp16")),
+    (TIED_LLAMA, Layout(tp=2, pp=2, schedule="gpipe")),
+    (TIED_LLAMA, Layout(pp=4, microbatches=2)),
+    (TIED_LLAMA, Layout(pp=2, microbatches=1)),
+    (TIED_LLAMA, Layout(tp=2, dp=2, zero=0, max_norm=0.1)),
+    (TIED_LLAMA, Layout(pp=2, dp=2, zero=1, max_norm=0.1)),
+    # Gradients that no rank has whole.
+    (LLAMA, Layout(dp=2, zero=2)),
+    (TIED_LLAMA, Layout(dp=4, zero=2, max_norm=0.1)),
+    (TIED_GPT2, Layout(tp=2, dp=2, zero=2)),
+    (ModelChoice(model_type="qwen3"), Layout(tp=2, dp=2, zero=2, precision="bf16")),
+    (TIED_BERT, Layout(pp=2, dp=2, zero=2, microbatches=4)),
+    (
+        replace(TIED_LLAMA, num_layers=5),
+        Layout(pp=2, dp=2, zero=2, microbatches=4, schedule="interleaved", chunks=2),
+    ),
+    (LLAMA, Layout(pp=2, dp=2, zero=2, microbatches=4, schedule="zbh1", precision="bf16")),
+    (replace(TIED_GPT2, num_layers=5), Layout(pp=2, dp=2, zero=2, microbatches=4, schedule="zbv")),
+    (TIED_T5, Layout(pp=2, dp=2, zero=2, microbatches=4, precision="fp16")),
+    (LLAMA, Layout(dp=2, zero=2, recompute=1.0)),
+    (GPT2, Layout(dp=4, zero=1, zero_size=2, precision="bf16", max_norm=0.1)),
+    (TIED_LLAMA, Layout(dp=4, zero=2, zero_size=2)),
+    (LLAMA, Layout(dp=2, zero=1, zero_size=1)),
+    (TIED_GPT2, Layout(dp=2, zero=1, overlap_allgather=True)),
+    (TIED_T5, Layout(pp=2, dp=2, zero=2, microbatches=4, overlap_allgather=True, precision="bf16")),
+    (TIED_BERT, Layout(tp=2, dp=2, zero=1, overlap_allgather=True)),
+    (
+        TIED_LLAMA,
+        Layout(dp=4, zero=2, zero_size=2, overlap_allgather=True, max_norm=0.1, precision="fp16"),
+    ),
+    (LLAMA, Layout(pp=2, recompute=0.5, schedule="zbv", microbatches=4)),
+    (MASKED, Layout(tp=2, pp=2, recompute=1.0)),
+    (TIED_GPT2, Layout(tp=2, dp=2, zero=1, recompute=0.5)),
+    (LLAMA, Layout(tp=2, pp=2, recompute=1.0, schedule="zbh1", precision="bf16")),
+    (
+        LoopChoice(model_type="granitemoe", settings=NARROW_EXPERTS),
+        Layout(tp=4, precision="fp16"),
+    ),
+)
+# All of the parallel axes at once; two rings; ZeRO over parts of the replicas with all that it may be given.
+QUICK_LAYOUT_ROWS = {
+    (TIED_LLAMA, EIGHT_LAYOUTS[-1]),
+    (ModelChoice(model_type="qwen2"), Layout(tp=4)),
+    (
+        TIED_LLAMA,
+        Layout(dp=4, zero=2, zero_size=2, overlap_allgather=True, max_norm=0.1, precision="fp16"),
+    ),
+}
+
+
+def layout_rows() -> Iterator[ParityRow]:
+    """LAYOUT_ROWS, and quick rows of what no factor of the covering array is."""
+    for choice, layout in LAYOUT_ROWS:
+        yield ParityRow(choice=choice, layout=layout, quick=(choice, layout) in QUICK_LAYOUT_ROWS)
+    for model_type in ("exaone_moe", "minicpm3"):  # without a table: experts, and latent attention
+        yield ParityRow(
+            choice=ModelChoice(model_type=model_type),
+            layout=Layout(tp=2, pp=2),
+            num_steps=2,
+            quick=True,
+            marks=known(model_type),
+        )
+    yield ParityRow(
+        choice=LLAMA, layout=Layout(sp=4, sequence="ring_attn", inner_ring=2), num_steps=2, quick=True
+    )
+
+
+# What training goes through: every cell is five steps, the second of which overflows on one rank alone.
+
+SMALL = replace(LLAMA, num_layers=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Settings of training that a cell adds to a stage of ZeRO under a layout."""
+
+    choice: ModelChoice = SMALL
+    training: Training = OVERFLOW
+    microbatches: int = 2
+    max_norm: float = 0.0
+
+
+CASES = {
+    "plain": Case(microbatches=1),
+    "accumulation": Case(microbatches=3),
+    "clipping": Case(max_norm=0.1),
+    "groups": Case(training=replace(OVERFLOW, vector_rate=LEARNING_RATE / 3)),
+    # A first stage of a pipeline has nothing to train then.
+    "lower half frozen": Case(training=replace(OVERFLOW, frozen="lower half")),
+    "every second frozen": Case(
+        choice=replace(SMALL, tied=True), training=replace(OVERFLOW, frozen="every second")
+    ),
+    "tied": Case(choice=replace(SMALL, tied=True)),
+    # Over two replicas the biases get gradients on the second alone, the first alone, nowhere, nowhere, the second.
+    "no gradient": Case(
+        choice=Occasional(model_type="llama", num_layers=2),
+        training=replace(OVERFLOW, extra_samples=(0, 1, 0, 0)),
+    ),
+    # The same over four.
+    "no gradient of four": Case(
+        choice=Occasional(model_type="llama", num_layers=2, tied=True),
+        training=replace(OVERFLOW, extra_samples=(0, 1, 0, 0, 0, 0)),
+        max_norm=0.1,
+    ),
+}
+CELLS = {
+    "stage": (0, 1, 2),
+    "layout": ("dp2", "dp4", "tp2·dp2", "pp2·dp2", "dp4 in twos"),
+    "case": tuple(CASES),
+    "precision": ("fp32", "bf16", "fp16"),
+}
+CELL_LAYOUTS = {
+    "dp2": Layout(dp=2),
+    "dp4": Layout(dp=4),
+    "tp2·dp2": Layout(tp=2, dp=2),
+    "pp2·dp2": Layout(pp=2, dp=2),
+    "dp4 in twos": Layout(dp=4, zero_size=2),
+}
+
+
+def is_cell(cell: Row) -> bool:
+    """ZeRO over parts of the replicas has a stage."""
+    return bool(cell["stage"]) or cell["layout"] != "dp4 in twos"
+
+
+def zero_rows() -> Iterator[ParityRow]:
+    """Every stage, layout and case in float32; in 16 bits every pair; quick is every single value."""
+    quick = covering(CELLS, is_cell, strength=1)
+    in_float32 = covering({**CELLS, "precision": ("fp32",)}, is_cell, strength=4)
+    for cell in [*quick, *in_float32, *covering(CELLS, is_cell)]:
+        case = CASES[cell["case"]]
+        layout = replace(
+            CELL_LAYOUTS[cell["layout"]],
+            zero=cell["stage"],
+            precision=cell["precision"],
+            microbatches=case.microbatches,
+            max_norm=case.max_norm,
+        )
+        yield ParityRow(
+            name=f"training {cell['case']}",
+            choice=case.choice,
+            layout=layout,
+            training=case.training,
+            num_steps=5,
+            quick=cell in quick,
+        )
+
+
+# Real widths, and long runs.
+
+LARGE = ModelChoice(  # 110 million parameters
+    model_type="llama",
+    num_layers=12,
+    settings=(
+        *(("vocab_size", 32000), ("hidden_size", 768), ("intermediate_size", 2048)),
+        *(("num_attention_heads", 12), ("num_key_value_heads", 4)),
+    ),
+)
+
+
+def parity_rows() -> Iterator[ParityRow]:
+    """Every row."""
+    yield from covering_rows()
+    yield from layout_rows()
+    yield from schedule_rows()
+    yield from zero_rows()
+    yield from variant_rows()
+    yield from batch_rows()
+    yield from flash_rows()
+    for layout in (Layout(tp=2, dp=2, zero=1), Layout(pp=2, dp=2, zero=2)):
+        yield ParityRow(name="a hundred million parameters", choice=LARGE, layout=layout)

@@ -1,0 +1,126 @@
+"""A training script by the public calls, and the same in plain torch on one process: the oracle of a run.
+
+A global batch is cut into equal parts, so that means over replicas and microbatches are the batch's own mean.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from echelon import Booster, Plugin, ShardConfig, ShardFormer
+from echelon.verify import reference
+from echelon.verify.batch import loss_of, make_batch
+from echelon.verify.models import ModelChoice
+from echelon.verify.parity import make_optimizer
+
+NUM_STEPS, NUM_SAMPLES = 3, 8
+LLAMA = ModelChoice(model_type="llama", num_layers=2)
+
+
+def batch_of(choice: ModelChoice, step: int) -> dict[str, Tensor]:
+    """The global batch of a step, of samples that count alike: nothing is padded."""
+    batch = make_batch(choice, num_samples=NUM_SAMPLES, seed=step)
+    return {"input_ids": (ids := batch["input_ids"].clamp_min(3)), "labels": ids}
+
+
+def plain_losses(choice: ModelChoice) -> list[float]:
+    """The losses of plain torch, and last the one of a batch that is not trained on."""
+    records = reference.train(
+        choice.build(),
+        [[[batch_of(choice, step)]] for step in range(NUM_STEPS + 1)],
+        make_optimizer=make_optimizer,
+        criterion=loss_of,
+        dtype=torch.float32,
+    )
+    return [record.loss for record in records]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """A run by the public calls, whose losses must be those of plain torch.
+
+    Args:
+        plugin: makes the plugin, or the ShardFormer of a loop without a booster.
+        num_ranks: processes.
+        choice: the model.
+        criterion: of `execute_pipeline`; None for the model's own loss.
+        by_calls: steps are `model(**batch)` and `booster.backward` instead of `execute_pipeline`.
+        building: a context in which the model is built.
+    """
+
+    plugin: Callable[[], Plugin | ShardFormer]
+    num_ranks: int = 2
+    choice: ModelChoice = LLAMA
+    criterion: Callable[..., Any] | None = None
+    by_calls: bool = False
+    building: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def build(self) -> nn.Module:
+        """The model, as a script builds it."""
+        with self.building():
+            return self.choice.build()
+
+    def losses(self) -> list[float]:
+        """Train, then evaluate. The losses, on each rank of the pool."""
+        plugin = self.plugin()
+        return _with_a_booster(self, plugin) if isinstance(plugin, Plugin) else _without(self, plugin)
+
+
+def shard_former(**sizes: int) -> ShardFormer:
+    """A ShardFormer with groups of its own."""
+    found = ShardFormer(ShardConfig(**sizes))
+    found.init_distributed()
+    return found
+
+
+def _with_a_booster(script: Script, plugin: Plugin) -> list[float]:
+    booster, model = Booster(plugin=plugin), script.build()
+    model, optimizer, *_ = booster.boost(model, make_optimizer(model))
+    rank, size = getattr(plugin, "data_rank", (dist.get_rank(), dist.get_world_size()))
+    share = partial(_share, script.choice, rank=rank, size=size)
+    losses = []
+    for step in range(NUM_STEPS):
+        if script.by_calls:
+            loss = model(**next(share(step))).loss
+            booster.backward(loss, optimizer)
+        else:
+            loss = booster.execute_pipeline(share(step), model, script.criterion, optimizer)["loss"]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.eval()
+    with torch.no_grad():
+        if script.by_calls:
+            loss = model(**next(share(NUM_STEPS))).loss
+        else:
+            loss = booster.execute_pipeline(share(NUM_STEPS), model, script.criterion)["loss"]
+    return [_mean(loss) for loss in [*losses, float(loss)]]
+
+
+def _without(script: Script, former: ShardFormer) -> list[float]:
+    model = former.shard_model(script.build())
+    optimizer = make_optimizer(model)
+    losses = []
+    for step in range(NUM_STEPS + 1):
+        loss = model(**batch_of(script.choice, step)).loss
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _share(choice: ModelChoice, step: int, *, rank: int, size: int) -> Iterator[dict[str, Tensor]]:
+    return iter([{name: tensor.chunk(size)[rank] for name, tensor in batch_of(choice, step).items()}])
+
+
+def _mean(loss: float) -> float:
+    total = torch.tensor(loss, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()

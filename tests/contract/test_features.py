@@ -1,0 +1,151 @@
+"""Every row of docs/features.md has quick tests here: by the public calls, beside plain torch."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from echelon import (
+    Booster,
+    HybridParallelPlugin,
+    LazyInitContext,
+    LowLevelZeroPlugin,
+    PipelineGradientCheckpointConfig,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
+from echelon.pipeline.action import Action, Op
+
+from ..pool import Pool
+from . import test_model_features, test_old_checkpoints, test_parity, test_refusals
+from .script import LLAMA, Script, plain_losses, shard_former
+
+FEATURES = Path(__file__).parents[2] / "docs" / "features.md"
+hybrid = partial(HybridParallelPlugin, precision="fp32", num_microbatches=2)
+
+
+def global_loss(outputs: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The sum over tokens and their number: exact over a global batch, however it is cut."""
+    logits, labels = outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum"), torch.tensor(len(labels))
+
+
+def own_schedule() -> HybridParallelPlugin:
+    """Both microbatches go forward, and back in the other order."""
+    schedule = [
+        [
+            *(Action(Op.FORWARD, stage, microbatch) for microbatch in (0, 1)),
+            *(Action(Op.BACKWARD, stage, microbatch) for microbatch in (1, 0)),
+        ]
+        for stage in (0, 1)
+    ]
+    return hybrid(pp_size=2, pp_style=schedule)
+
+
+def from_internevo() -> HybridParallelPlugin:
+    """InternEvo's words for weight parallelism beside sequences that are sharded."""
+    return HybridParallelPlugin.from_config(
+        dict(
+            data=dict(micro_num=2),
+            model=dict(dtype="torch.float32"),
+            parallel=dict(tensor=dict(size=2, mode="isp"), weight=dict(size=2)),
+        )
+    )
+
+
+SCRIPTS = {
+    "ShardFormer in a plain loop": Script(plugin=partial(shard_former, tensor_parallel_size=2)),
+    "an own schedule": Script(plugin=own_schedule),
+    "InternEvo's configuration": Script(plugin=from_internevo),
+    "LowLevelZeroPlugin": Script(plugin=partial(LowLevelZeroPlugin, stage=2, precision="fp32")),
+    "TorchDDPPlugin": Script(plugin=TorchDDPPlugin, by_calls=True),
+    "TorchFSDPPlugin": Script(plugin=partial(TorchFSDPPlugin, precision="fp32"), by_calls=True),
+    "a loss exact over the global batch": Script(
+        plugin=partial(hybrid, zero_stage=1, tp_size=1), criterion=global_loss
+    ),
+    "recomputed layers, by a number": Script(
+        plugin=partial(
+            hybrid,
+            tp_size=2,
+            gradient_checkpoint_config=PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1]),
+        )
+    ),
+    "a model built without memory": Script(
+        plugin=partial(hybrid, tp_size=2, pp_size=2), num_ranks=4, building=LazyInitContext
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_has_the_losses_of_plain_torch(pool: Pool, name: str) -> None:
+    script = SCRIPTS[name]
+    expected = plain_losses(script.choice)
+    for found in pool.run(script.num_ranks, script.losses):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def adapted(folder: Path) -> list[str]:
+    """Train adapters under tensor parallelism and save them as peft does."""
+    from peft import LoraConfig
+
+    booster = Booster(plugin=hybrid(tp_size=2))
+    model = booster.enable_lora(LLAMA.build(), lora_config=LoraConfig(r=2, target_modules=["q_proj"]))
+    model, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+    booster.save_lora_as_pretrained(model, folder)
+    return sorted(path.name for path in folder.iterdir())
+
+
+# transformers' own, of a word that peft still uses.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_are_saved_as_peft_reads_them(pool: Pool, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    pool.run(2, adapted, tmp_path)
+    found = PeftModel.from_pretrained(LLAMA.build(), tmp_path)
+    shapes = {tuple(each.shape) for name, each in found.named_parameters() if "lora_" in name}
+    assert shapes == {(2, 32), (32, 2)}
+
+
+# By the first column of the page's table: the quick tests here of that row.
+PROOFS: dict[str, list[Callable[..., None]]] = {
+    "tensor parallelism": [test_parity.test_a_model_trains_as_one_process_does],
+    "without a booster": [test_a_script_has_the_losses_of_plain_torch],
+    "pipeline": [
+        test_parity.test_a_model_trains_as_one_process_does,
+        test_a_script_has_the_losses_of_plain_torch,
+    ],
+    "activation checkpointing": [test_parity.test_a_model_trains_as_one_process_does],
+    "sequence and context parallelism": [test_parity.test_a_model_trains_as_one_process_does],
+    "weight parallelism": [
+        test_parity.test_a_model_trains_as_one_process_does,
+        test_a_script_has_the_losses_of_plain_torch,
+    ],
+    "data parallelism": [
+        test_parity.test_a_model_trains_as_one_process_does,
+        test_a_script_has_the_losses_of_plain_torch,
+    ],
+    "precision": [test_parity.test_a_model_trains_as_one_process_does],
+    "loss": [test_a_script_has_the_losses_of_plain_torch],
+    "fused kernels": [test_model_features.test_a_model_trains_as_without_the_feature],
+    "lazy initialization": [test_a_script_has_the_losses_of_plain_torch],
+    "checkpoints": [
+        test_old_checkpoints.test_goes_on_under_its_own_layout,
+        test_old_checkpoints.test_goes_on_in_one_process,
+    ],
+    "LoRA": [test_adapters_are_saved_as_peft_reads_them],
+    "errors": [test_refusals.test_what_cannot_be_done_is_refused],
+}
+
+
+def test_every_row_of_the_page_has_a_quick_test() -> None:
+    table = FEATURES.read_text().partition("## Parallelism and training")[2]
+    rows = re.findall(r"^\| ([^|]+?) \|", table, flags=re.M)
+    assert set(rows) - {"", "---"} == PROOFS.keys()
+    for row, proofs in PROOFS.items():
+        marks = [mark.name for proof in proofs for mark in getattr(proof, "pytestmark", [])]
+        assert "slow" not in marks, row

@@ -1,0 +1,136 @@
+"""Every model type that has a table with every fused kernel and every mode of sequence parallelism, on two ranks.
+
+Beside one process that has none of them; what is refused passes, with its reason for the kept matrix. Lazy
+initialization is tests/lazy.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from echelon.shardformer import fused
+from echelon.verify.layout import Layout
+from echelon.verify.matrix import SEQUENCE_MODES, FeatureCase
+from echelon.verify.models import ModelChoice
+from echelon.verify.parity import parity
+
+from ..models.stand_ins import installed_xformers
+from ..pool import Pool
+from .matrix_rows import types_with_tables
+from .models import BUILT_ATTENTION, OWN_ATTENTION, REFUSED_MODES, EagerChoice
+
+OPTIONS = {
+    "flash attention": "enable_flash_attention",
+    "xFormers": "enable_xformers",
+    "fused operators": "enable_jit_fused",
+    "fused norm": "enable_fused_normalization",
+}
+REFUSED = {
+    "flash attention": OWN_ATTENTION,
+    "xFormers": OWN_ATTENTION | BUILT_ATTENTION,
+    **REFUSED_MODES,
+}
+# Those without biases in front of activations, and without dropout.
+NOTHING_TO_COMPILE = {
+    *("cohere", "cohere2", "deepseek_v3", "gemma2", "gemma3_text", "glm", "glm4", "granite", "llama"),
+    *("mistral", "mixtral", "olmo2", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+}
+NOTHING = (
+    "no bias in front of an activation and no sum behind a dropout, so nothing is compiled, which is logged"
+)
+# Modes of sequence parallelism are in the covering array too.
+QUICK = {
+    *(("llama", "flash attention"), ("gemma3_text", "xFormers"), ("gpt2", "fused operators")),
+    *(("qwen3", "fused norm"), ("t5", "ring_attn")),
+}
+
+
+# torch's own: when it first compiles, and where it hides a warning that is an error here, or causes one.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning")
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            FeatureCase(model_type=model_type, feature=feature),
+            id=f"{model_type}-{feature.replace(' ', '_')}",
+            marks=() if (model_type, feature) in QUICK else pytest.mark.slow,
+        )
+        for feature in (*OPTIONS, *SEQUENCE_MODES)
+        for model_type in types_with_tables()
+    ],
+)
+def test_a_model_trains_as_without_the_feature(pool: Pool, case: FeatureCase, record_property: Any) -> None:
+    verdicts = pool.run(2, train_with, case, timeout=240.0)
+    assert len(set(verdicts)) == 1, "ranks disagree on the verdict"
+    refusal, departure, was_used = verdicts[0]
+    assert (refusal is not None) == (case.model_type in REFUSED.get(case.feature, ())), refusal
+    if refusal is not None:
+        argument = OPTIONS.get(case.feature, "sequence_parallelism_mode=")
+        reasons = [line.partition(": ")[2] for line in refusal.splitlines() if argument in line]
+        assert reasons
+        told = reasons if case.feature in OPTIONS else reasons[:1]  # one for each part of a model
+        return record_property("refused", "; ".join(told))
+    assert departure is None
+    has_nothing = case.feature == "fused operators" and case.model_type in NOTHING_TO_COMPILE
+    assert was_used != has_nothing
+    if has_nothing:
+        record_property("refused", NOTHING)
+
+
+def train_with(case: FeatureCase) -> tuple[str | None, str | None, bool]:
+    """Why it is refused, what departs, and whether the feature did anything."""
+    if case.feature in OPTIONS:
+        choice: ModelChoice = EagerChoice(model_type=case.model_type)
+        layout = Layout(tp=2, options=(OPTIONS[case.feature],))
+    else:
+        sizes = {"tp": 2} if case.feature in ("split_gather", "ring") else {"sp": 2}
+        choice = ModelChoice(model_type=case.model_type)
+        layout = Layout(**sizes, sequence=case.feature)
+    with watched(case.feature) as was_used:
+        try:
+            report = parity(choice, layout)
+        except ValueError as error:
+            return str(error), None, False
+        return None, report.departure, was_used()
+
+
+@contextmanager
+def watched(feature: str) -> Iterator[Callable[[], bool]]:
+    """Give what tells, in the end, whether a feature was used."""
+    if feature == "xFormers":
+        with installed_xformers() as attention:
+            yield lambda: attention.call_count > 0
+    elif feature == "flash attention":
+        functional = torch.nn.functional
+        sdpa = mock.Mock(wraps=functional.scaled_dot_product_attention)
+        with mock.patch.object(functional, "scaled_dot_product_attention", sdpa):
+            yield lambda: sdpa.call_count > 0
+    elif feature == "fused norm":
+        with recorded("fuse_norms") as found:
+            yield lambda: bool(found[0].fused or found[0].native)
+    elif feature == "fused operators":
+        torch._dynamo.reset()  # of rows before
+        with recorded("compile_elementwise") as found:
+            yield lambda: bool(found[0])
+    else:
+        yield lambda: True
+
+
+@contextmanager
+def recorded(name: str) -> Iterator[list[Any]]:
+    """What a function of `fused` returns."""
+    found: list[Any] = []
+    original = getattr(fused, name)
+
+    def recorded(*args: Any) -> Any:
+        found.append(original(*args))
+        return found[-1]
+
+    with mock.patch.object(fused, name, recorded):
+        yield found

@@ -1,0 +1,232 @@
+"""Refusals of the public calls, on every rank alike and with all reasons: a table of call and needle.
+
+The rows of one number of ranks share a run of the pool: a refusal leaves everything as it was.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from torch import nn
+from transformers import CONFIG_MAPPING
+
+from echelon import Booster, HybridParallelPlugin, PipelineGradientCheckpointConfig
+from echelon.verify.models import ModelChoice
+from echelon.verify.parity import make_optimizer
+
+from ..models.chatglm import ChatGLMConfig, ChatGLMForConditionalGeneration, register_chatglm
+from ..pool import Pool
+from .matrix_rows import ARE_PLANS_OLDER
+from .models import NARROW_EXPERTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A call of boost, and what its error must say.
+
+    Args:
+        needles: parts of the message, each of another reason.
+        model: the model type, or a function that builds the model.
+        head, settings: of a small model of that type.
+        num_ranks: processes.
+        arguments: of the plugin.
+    """
+
+    needles: tuple[str, ...]
+    model: str | Callable[..., nn.Module] = "llama"
+    head: str | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
+    num_ranks: int = 2
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self) -> nn.Module:
+        """The model."""
+        if callable(self.model):
+            return self.model(**self.settings)
+        choice = ModelChoice(model_type=self.model, head=self.head, settings=tuple(self.settings.items()))
+        return choice.build()
+
+    def message(self) -> str:
+        """What boost says, on one rank of the pool."""
+        try:
+            plugin = HybridParallelPlugin(**{"precision": "fp32", "num_microbatches": 2, **self.arguments})
+            model = self.build()
+            Booster(plugin=plugin).boost(model, make_optimizer(model))
+        except ValueError as error:
+            return str(error)
+        return "nothing was refused"
+
+
+def chatglm(**settings: Any) -> nn.Module:
+    """A model whose code comes with its checkpoints."""
+    register_chatglm()
+    return ChatGLMForConditionalGeneration(ChatGLMConfig(**settings))
+
+
+def at(tp: int = 1, pp: int = 1, sp: int = 1, sequence: str | None = None, **further: Any) -> dict[str, Any]:
+    """Fields of a refusal under these sizes."""
+    asked = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": sequence} if sequence else {}
+    arguments = {"tp_size": tp, "pp_size": pp, "sp_size": sp, **asked, **further}
+    return {"num_ranks": tp * pp * sp, "arguments": arguments}
+
+
+REFUSALS = {
+    # Sizes and options that do not fit each other.
+    "sizes and the world": Refusal(
+        needles=("tp_size=3 * pp_size=1 * sp_size=1 = 3 does not divide the world size 4",),
+        num_ranks=4,
+        arguments={"tp_size": 3},
+    ),
+    "ZeRO-3": Refusal(needles=("zero_stage=7 is not available: use TorchFSDPPlugin",), **at(zero_stage=7)),
+    "several options at once": Refusal(
+        needles=("zero_stage=7", "precision='int8'", "num_microbatches=0"),
+        **at(zero_stage=7, precision="int8", num_microbatches=0),
+    ),
+    "weight parallelism beside tensor parallelism": Refusal(
+        needles=("wp_size=2 with tp_size=2",), **{**at(tp=2, wp_size=2), "num_ranks": 4}
+    ),
+    "a schedule of another name": Refusal(
+        needles=("there is no schedule '1b1f'",), **at(pp=2, pp_style="1b1f")
+    ),
+    # Models and sizes.
+    "more stages than layers": Refusal(
+        settings={"num_hidden_layers": 3}, needles=("3 layers and the pipeline 4 stages",), **at(pp=4)
+    ),
+    "heads of one part": Refusal(
+        model="sam",
+        settings={"mask_decoder_config": {"num_attention_heads": 2}},
+        needles=("num_attention_heads=2 is not divisible by tp_size=4",),
+        **at(tp=4),
+    ),
+    "experts too narrow for torch's product": Refusal(
+        model="granitemoe",
+        settings=dict(NARROW_EXPERTS),
+        needles=(
+            "tp_size=4 leaves 12 of the 48 columns of model.layers.0.block_sparse_moe.experts to a rank",
+            "use tp_size=1 or 2 or 3, or call model.set_experts_implementation('eager') before boost",
+        ),
+        **at(tp=4, precision="fp16"),
+    ),
+    "query heads that share a key cannot be padded": Refusal(
+        model="phi3",
+        settings={"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2},
+        needles=("2 ranks would share the 3 query heads of a key-value head, which is not divisible by 2",),
+        **at(tp=4),
+    ),
+    "the width of a shared head": Refusal(
+        model="phi3",
+        settings={"num_key_value_heads": 1, "hidden_size": 24},
+        needles=("4 ranks would share a key-value head of width 6, which is not divisible by 4",),
+        **at(tp=4),
+    ),
+    "heads that are not grouped": Refusal(
+        model=chatglm,
+        settings={"multi_query_attention": False},
+        needles=("multi_query_attention=False in the model's config", "no attribute"),
+        **at(tp=2),
+    ),
+    "groups that do not go over the ranks": Refusal(
+        model=chatglm,
+        settings={"num_attention_heads": 6, "multi_query_group_num": 3},
+        needles=("num_multi_query_groups_per_partition=3 neither divides tp_size=2 nor is divided by it",),
+        **at(tp=2),
+    ),
+    # Settings of models.
+    "products with parts of weights": Refusal(
+        model="bloom",
+        settings={"slow_but_exact": True},
+        needles=("slow_but_exact=True in the model's config does not go with tensor parallelism",),
+        **at(tp=2),
+    ),
+    "layers left out at random": Refusal(
+        model="opt",
+        settings={"layerdrop": 0.1},
+        needles=("layerdrop=0.1 in the model's config leaves out layers at random",),
+        **at(pp=2),
+    ),
+    "a head over all layers in a pipeline": Refusal(
+        model="whisper",
+        head="audio_classification",
+        settings={"use_weighted_layer_sum": True},
+        needles=("use_weighted_layer_sum=True in the model's config collects over all layers",),
+        **at(pp=2),
+    ),
+    "outputs of all layers in a pipeline": Refusal(
+        model="sam",
+        settings={"vision_config": {"output_hidden_states": True}},
+        needles=("output_hidden_states=True in the model's config, vision_config collects over all layers",),
+        **at(pp=2),
+    ),
+    "outputs of all layers of parts of a sequence": Refusal(
+        model="blip-2",
+        settings={"vision_config": {"output_hidden_states": True}},
+        needles=("sequence_parallelism_mode='ring'", "collects what layers compute"),
+        **at(tp=2, sequence="ring"),
+    ),
+    "layers that cannot be recomputed": Refusal(
+        model="albert",
+        needles=("AlbertLayerGroup cannot be recomputed",),
+        **at(
+            pp=2,
+            gradient_checkpoint_config=PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0),
+        ),
+    ),
+    # Modes of sequence parallelism.
+    "attention by a model's own code": Refusal(
+        model="bloom",
+        needles=("use sequence_parallelism_mode='split_gather' or 'ring'",),
+        **at(sp=2, sequence="ring_attn"),
+    ),
+    "cross attention": Refusal(
+        model="t5", needles=("sequence_parallelism_mode='all_to_all'",), **at(sp=2, sequence="all_to_all")
+    ),
+    # Models without a table.
+    "no table and no plan": Refusal(
+        model="codegen",
+        needles=("no table says how to split", "nor does transformers: use tp_size=1"),
+        **at(tp=2),
+    ),
+    "a part without a table": Refusal(
+        model="blip-2",
+        settings={"text_config": {"model_type": "codegen"}},
+        needles=("no table says how to split language_model of this Blip2ForConditionalGeneration",),
+        **at(tp=2),
+    ),
+    "a plan without a pipeline": Refusal(model="olmoe", needles=("has no base_model_pp_plan",), **at(pp=2)),
+    "a plan that leaves a module whole": Refusal(
+        model="doge", needles=("self_attn.A is whole among split",), **at(tp=2)
+    ),
+}
+# What older releases say of these models is something else.
+NEWER = ("experts too narrow for torch's product", "a plan that leaves a module whole")
+
+
+@pytest.fixture(scope="module")
+def messages(pool: Pool) -> dict[str, list[str]]:
+    """By row, the message on each rank."""
+    found = {}
+    for num_ranks in sorted({row.num_ranks for row in REFUSALS.values()}):
+        rows = {name: row for name, row in REFUSALS.items() if row.num_ranks == num_ranks and _is_known(row)}
+        by_rank = pool.run(num_ranks, said, rows)
+        found |= {name: [each[name] for each in by_rank] for name in rows}
+    return found
+
+
+def said(rows: Mapping[str, Refusal]) -> dict[str, str]:
+    """What boost says of each row, on one rank."""
+    return {name: row.message() for name, row in rows.items()}
+
+
+def _is_known(row: Refusal) -> bool:
+    return callable(row.model) or row.model in CONFIG_MAPPING
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_done_is_refused(messages: dict[str, list[str]], name: str) -> None:
+    if not _is_known(REFUSALS[name]) or (ARE_PLANS_OLDER and name in NEWER):
+        pytest.skip("the installed transformers has no such model or plan")
+    told, *others = messages[name]
+    assert set(others) <= {told}, "ranks disagree"
+    for needle in REFUSALS[name].needles:
+        assert needle in told
