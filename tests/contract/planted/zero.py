@@ -26,7 +26,7 @@ def last_gradient_scaled(reduce: Callable[[Any], None]) -> Callable[[Any], None]
     return scaled
 
 
-def do_nothing(self: object) -> None:
+def do_nothing(self: object, *args: object) -> None:
     return None
 
 
@@ -66,7 +66,7 @@ FAULTS = {
         notice=r"^step 1: gradient of ",
     ),
     "replicas are not averaged": Mutation(
-        target="echelon.zero.bucket:Bucket.start_average",
+        target="echelon.zero.partition:Partition.average_",
         replacement=do_nothing,
         row=(LLAMA, Layout(dp=2, zero=1)),
         notice=r"^step 1: gradient of ",
