@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -12,34 +12,39 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..cluster.dataloader import SharedLoader
 from .consent import on_all_ranks
-from .local import saved_state
+from .local import LocalModel, saved_state
 from .model import config_errors
-from .optimizer import saved_options
+from .optimizer import Trained, saved_options
 from .tensor_file import dtype_errors, value_errors
 
 _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
-def agree(name: str, given: Mapping[str, Any], faults: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Go on where all ranks make the same call, and it can be done. One all-gather of objects over the group.
+def require_same_call(
+    name: str, arguments: Mapping[str, Any], errors: Sequence[str], group: dist.ProcessGroup
+) -> None:
+    """Check a call, and go on where all ranks make the same one. One all-gather of objects over the group.
 
     Args:
         name: of the call.
-        given: what it was given, as far as ranks have to agree on it.
-        faults: why it cannot be done.
+        arguments: by name, checked by CHECKS.
+        errors: further ones, of this call alone.
         group: all ranks, over the CPU.
 
     Raises:
         ValueError: it cannot be done on some rank, or ranks make different calls; all of it, on every rank.
     """
 
-    def told() -> str:
-        if faults:
-            raise ValueError("; ".join(faults))
-        return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+    def described() -> str:
+        found = [*errors]
+        for key, value in arguments.items():
+            found += CHECKS[key](key, value) if key in CHECKS else []
+        if found:
+            raise ValueError("; ".join(found))
+        return f"{name}({', '.join(f'{key}={_shown(key, value)!r}' for key, value in arguments.items())})"
 
     calls: dict[str, list[int]] = {}
-    for rank, call in enumerate(on_all_ranks(told, group)):
+    for rank, call in enumerate(on_all_ranks(described, group)):
         calls.setdefault(call, []).append(rank)
     if len(calls) > 1:
         each = "; ".join(
@@ -49,92 +54,77 @@ def agree(name: str, given: Mapping[str, Any], faults: Sequence[str], group: dis
         raise ValueError(f"every rank has to make the same call, and they make different ones: {each}")
 
 
-def shown_path(path: Any) -> str | None:
-    """A path by which two ranks mean the same; None for what is none."""
-    return None if path_faults("", path) else os.path.abspath(path)
+def _shown(key: str, value: Any) -> Any:
+    """A checked value as ranks have to agree on it: a path wherever they are, a part of a run by its class."""
+    if CHECKS.get(key) is _path_errors:
+        return os.path.abspath(value)
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, LocalModel):
+        value = value.module
+    return type(value.inner if isinstance(value, Trained) else value).__name__
 
 
-def kind_of(part: Any) -> str | None:
-    """What two ranks have to agree on of a part of a run: that it is given, and its class."""
-    return None if part is None else type(part).__name__
-
-
-def path_faults(name: str, path: Any) -> list[str]:
-    """Why an argument is no path."""
-    if isinstance(path, str | os.PathLike) and os.fspath(path):
+def _path_errors(name: str, value: Any) -> list[str]:
+    if isinstance(value, os.PathLike) or (isinstance(value, str) and value):
         return []
-    return [f"{name}={path!r} must be a path, a text that is not empty or a pathlib.Path: give one"]
+    return [f"{name}={value!r} must be a path, a text that is not empty or a pathlib.Path: give one"]
 
 
-def size_faults(size_per_shard: Any) -> list[str]:
-    """Why files cannot be of such a size."""
-    is_number = isinstance(size_per_shard, int | float) and not isinstance(size_per_shard, bool)
-    if is_number and size_per_shard > 0:
+def _size_errors(name: str, value: Any) -> list[str]:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return [] if is_number and value > 0 else [f"{name}={value!r} must be a number of MiB, above 0"]
+
+
+def _prefix_errors(name: str, value: Any) -> list[str]:
+    if value is None or (isinstance(value, str) and _PREFIX.fullmatch(value)):
         return []
-    return [f"size_per_shard={size_per_shard!r} must be a number of MiB, above 0"]
+    return [f"{name}={value!r} must be letters, digits, _, - and points: it begins the names of files"]
 
 
-def prefix_faults(prefix: Any, *, shard: bool) -> list[str]:
-    """Why files cannot be named so."""
-    if prefix is None:
+def _gather_errors(name: str, value: Any) -> list[str]:
+    if value is True:
         return []
-    if not isinstance(prefix, str) or _PREFIX.fullmatch(prefix) is None:
-        return [f"prefix={prefix!r} must be letters, digits, _, - and points: it begins the names of files"]
-    if not shard:
-        return [f"prefix={prefix!r} is for the files of a folder: give shard=True, or name the file so"]
-    return []
+    return [f"{name}={value!r}: files hold whole tensors, which no rank gathers to write; leave it out"]
 
 
-def gather_faults(gather_dtensor: Any) -> list[str]:
-    """Why tensors cannot be saved in pieces."""
-    if gather_dtensor is True:
+def _step_errors(name: str, value: Any) -> list[str]:
+    return [] if _is_count(value, least=0) else [f"{name}={value!r} must be a whole number, at least 0"]
+
+
+def _keep_errors(name: str, value: Any) -> list[str]:
+    if value is None or _is_count(value, least=1):
         return []
-    return [
-        f"gather_dtensor={gather_dtensor!r}: files hold whole tensors, which no rank gathers to write; leave it out"
-    ]
+    return [f"{name}={value!r} must be a whole number, at least 1, or None to keep all"]
 
 
-def lr_scheduler_faults(lr_scheduler: Any) -> list[str]:
-    """Why something cannot be saved or loaded as a scheduler."""
-    faults = _part_faults("lr_scheduler", lr_scheduler, "give the scheduler that booster.boost returned")
-    return faults or value_errors(
-        lr_scheduler.state_dict(), f"the state of the {type(lr_scheduler).__name__}"
-    )
+def _resume_errors(name: str, value: Any) -> list[str]:
+    if value in (None, "auto", "must") or _is_count(value, least=0):
+        return []
+    return [f'{name}={value!r} must be "auto", "must", the number of a step, or None']
 
 
-def dataloader_faults(dataloader: Any) -> list[str]:
-    """Why something cannot be saved or loaded as what the data come from."""
-    if isinstance(dataloader, SharedLoader):  # of others it may begin a pass to ask for their position
+def lr_scheduler_errors(name: str, value: Any) -> list[str]:
+    """Errors of a scheduler that cannot be saved or loaded."""
+    errors = _part_errors(name, value, "give the scheduler that booster.boost returned")
+    return errors or value_errors(value.state_dict(), f"the state of the {type(value).__name__}")
+
+
+def _dataloader_errors(name: str, value: Any) -> list[str]:
+    if isinstance(value, SharedLoader):  # of others it may begin a pass to ask for their position
         try:
-            return value_errors(dataloader.state_dict(), "the position in the data")
+            return value_errors(value.state_dict(), "the position in the data")
         except ValueError as error:
             return [str(error)]
-    return _part_faults(
-        "dataloader",
-        dataloader,
+    return _part_errors(
+        name,
+        value,
         "it does not know its position: give one of booster.plugin.prepare_dataloader, or leave it out and keep the "
         "position in `user`",
     )
 
 
-def step_faults(step: Any, keep_last: Any) -> list[str]:
-    """Why no step of such a number can be saved, or not so many kept."""
-    faults = []
-    if not _is_count(step, least=0):
-        faults.append(f"step={step!r} must be a whole number, at least 0")
-    if keep_last is not None and not _is_count(keep_last, least=1):
-        faults.append(f"keep_last={keep_last!r} must be a whole number, at least 1, or None to keep all")
-    return faults
-
-
-def resume_faults(resume: Any) -> list[str]:
-    """Why nothing can be gone on from so."""
-    if resume in (None, "auto", "must") or _is_count(resume, least=0):
-        return []
-    return [f'resume={resume!r} must be "auto", "must", the number of a step, or None']
-
-
-def _part_faults(name: str, part: Any, instead: str) -> list[str]:
+def _part_errors(name: str, part: Any, instead: str) -> list[str]:
     if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
         return []
     shown = repr(part) if part is None or isinstance(part, str | int | float) else f"a {type(part).__name__}"
@@ -145,24 +135,43 @@ def _is_count(number: Any, *, least: int) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number >= least
 
 
+def _unless_none(check: Callable[[str, Any], list[str]]) -> Callable[[str, Any], list[str]]:
+    return lambda name, value: [] if value is None else check(name, value)
+
+
+# Errors of an argument, from its name and its value.
+CHECKS: dict[str, Callable[[str, Any], list[str]]] = {
+    "checkpoint": _path_errors,
+    "directory": _path_errors,
+    "step": _step_errors,
+    "keep_last": _keep_errors,
+    "size_per_shard": _size_errors,
+    "prefix": _prefix_errors,
+    "gather_dtensor": _gather_errors,
+    "resume": _resume_errors,
+    "lr_scheduler": _unless_none(lr_scheduler_errors),
+    "dataloader": _unless_none(_dataloader_errors),
+}
+
+
 def save_faults(model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any) -> list[str]:
     """Reasons why no checkpoint of these could be written, as far as they are known now.
 
     Args:
-        model: whole, or what this rank has of it.
+        model: whole, or this rank's part of it.
         optimizer: its parameter groups are tried, and not its states, which come with its steps.
         lr_scheduler: tried where it is one of torch's.
     """
-    groups = [] if optimizer is None else optimizer.param_groups
+    is_known = isinstance(lr_scheduler, LRScheduler)
     return [
         *config_errors(model),
-        *_state_faults(model),
-        *_option_faults(groups),
-        *(lr_scheduler_faults(lr_scheduler) if isinstance(lr_scheduler, LRScheduler) else []),
+        *_state_errors(model),
+        *_option_errors([] if optimizer is None else optimizer.param_groups),
+        *(lr_scheduler_errors("lr_scheduler", lr_scheduler) if is_known else []),
     ]
 
 
-def _state_faults(model: nn.Module) -> list[str]:
+def _state_errors(model: nn.Module) -> list[str]:
     try:
         state = saved_state(model)
     except ValueError as error:
@@ -170,17 +179,16 @@ def _state_faults(model: nn.Module) -> list[str]:
     return dtype_errors({name: tensor.dtype for name, tensor in state.items()})
 
 
-def _option_faults(groups: list[dict[str, Any]]) -> list[str]:
+def _option_errors(groups: list[dict[str, Any]]) -> list[str]:
     try:
-        saved = [saved_options(group) for group in groups]
+        options = [each for group in groups for each in saved_options(group).items()]
     except Exception as error:  # of a class of the user's, which cannot be copied
         return [f"an option of a parameter group cannot be saved: {type(error).__name__}: {error}"]
-    if not value_errors(saved, "the options"):
+    if not value_errors(options, "the options"):
         return []
-    options = [each for group in saved for each in group.items()]
     found = [
-        fault
+        error
         for name, value in options
-        for fault in value_errors(value, f"the option {name!r} of a parameter group")
+        for error in value_errors(value, f"the option {name!r} of a parameter group")
     ]
     return list(dict.fromkeys(found))

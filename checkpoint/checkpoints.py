@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..cluster.mesh import ParallelMesh
-from . import calls
 from .background import Copies, Save, Saver
+from .calls import lr_scheduler_errors, require_same_call
 from .commit import finish_placing, replace_file, write_together
 from .consent import alike, exchanged, failing_alike, on_all_ranks, on_first_rank
 from .exchange import Offer, offers_of
@@ -73,18 +73,21 @@ class Checkpoints:
         gather_dtensor: bool = True,
     ) -> Save:
         """See `Booster.save_model`."""
-        faults = [*calls.path_faults("checkpoint", checkpoint), *calls.size_faults(size_per_shard)]
-        faults += [*calls.prefix_faults(prefix, shard=shard), *calls.gather_faults(gather_dtensor)]
-        given = {
-            "model": calls.kind_of(model.module),
-            "checkpoint": calls.shown_path(checkpoint),
-            "shard": shard,
-            "size_per_shard": size_per_shard,
-            "use_safetensors": use_safetensors,
-            "use_async": use_async,
-            "prefix": prefix,
-        }
-        with self._called("save_model", given, faults) as group:
+        errors = []
+        if prefix is not None and not shard:
+            errors = [f"prefix={prefix!r} is for the files of a folder: give shard=True, or name the file so"]
+        with self._called(
+            "save_model",
+            errors,
+            model=model,
+            checkpoint=checkpoint,
+            shard=shard,
+            size_per_shard=size_per_shard,
+            use_safetensors=use_safetensors,
+            use_async=use_async,
+            prefix=prefix,
+            gather_dtensor=gather_dtensor,
+        ) as group:
             path = Path(checkpoint).absolute()  # the run may go elsewhere meanwhile
             names = (SAFETENSORS if use_safetensors else TORCH).with_prefix(prefix)
             own = model.names.of_model()
@@ -117,13 +120,8 @@ class Checkpoints:
                 "save_lora_as_pretrained takes a boosted model with adapters: give booster.boost what "
                 "booster.enable_lora returned"
             )
-        faults = calls.path_faults("checkpoint", checkpoint)
-        given = {
-            "model": calls.kind_of(model.module),
-            "checkpoint": calls.shown_path(checkpoint),
-            "use_safetensors": use_safetensors,
-        }
-        with self._called("save_lora_as_pretrained", given, faults) as group:
+        arguments = {"model": model, "checkpoint": checkpoint, "use_safetensors": use_safetensors}
+        with self._called("save_lora_as_pretrained", **arguments) as group:
             path = Path(checkpoint)
             for adapter in model.adapters:
                 tensors = adapter.local(model.tensors)
@@ -142,12 +140,7 @@ class Checkpoints:
     @torch.inference_mode(False)  # else training could not change what is loaded
     def load_model(self, model: LocalModel, checkpoint: str | Path, *, strict: bool) -> None:
         """See `Booster.load_model`."""
-        given = {
-            "model": calls.kind_of(model.module),
-            "checkpoint": calls.shown_path(checkpoint),
-            "strict": strict,
-        }
-        with self._called("load_model", given, calls.path_faults("checkpoint", checkpoint)) as group:
+        with self._called("load_model", model=model, checkpoint=checkpoint, strict=strict) as group:
             path = Path(checkpoint)
             on_first_rank(lambda: finish_placing(path), group)
             stored = alike(lambda: open_pretrained(path, model.module), group)
@@ -164,17 +157,19 @@ class Checkpoints:
         gather_dtensor: bool = True,
     ) -> Save:
         """See `Booster.save_optimizer`."""
-        faults = [*calls.path_faults("checkpoint", checkpoint), *calls.gather_faults(gather_dtensor)]
+        errors = []
         if shard is not True:
-            faults.append(
+            errors = [
                 f"shard={shard!r}: an optimizer is saved as a folder, to which each rank adds; leave it out"
-            )
-        given = {
-            "optimizer": calls.kind_of(trained.inner),
-            "checkpoint": calls.shown_path(checkpoint),
-            "use_async": use_async,
-        }
-        with self._called("save_optimizer", given, faults) as group:
+            ]
+        with self._called(
+            "save_optimizer",
+            errors,
+            optimizer=trained,
+            checkpoint=checkpoint,
+            use_async=use_async,
+            gather_dtensor=gather_dtensor,
+        ) as group:
             path = Path(checkpoint).absolute()  # the run may go elsewhere meanwhile
             tensors, every = exchanged(lambda: local_states(trained), group)
             states = states_to_save(trained, tensors, every)
@@ -189,8 +184,7 @@ class Checkpoints:
     @torch.inference_mode(False)  # else training could not change what is loaded
     def load_optimizer(self, trained: Trained, checkpoint: str | Path) -> None:
         """See `Booster.load_optimizer`."""
-        given = {"optimizer": calls.kind_of(trained.inner), "checkpoint": calls.shown_path(checkpoint)}
-        with self._called("load_optimizer", given, calls.path_faults("checkpoint", checkpoint)) as group:
+        with self._called("load_optimizer", optimizer=trained, checkpoint=checkpoint) as group:
             path = Path(checkpoint)
             on_first_rank(lambda: finish_placing(path), group)
             fit_trained(trained, path, group).load()
@@ -225,17 +219,18 @@ class Checkpoints:
         use_async: bool,
     ) -> Save:
         """See `Booster.save_checkpoint`."""
-        faults = [*calls.path_faults("directory", directory), *calls.step_faults(step, keep_last)]
-        faults += [*calls.size_faults(size_per_shard), *_part_faults(lr_scheduler, dataloader)]
-        given = {
-            "directory": calls.shown_path(directory),
-            "step": step,
-            **_kinds_of(model, trained, lr_scheduler, dataloader),
-            "keep_last": keep_last,
-            "size_per_shard": size_per_shard,
-            "use_async": use_async,
-        }
-        with self._called("save_checkpoint", given, faults):
+        with self._called(
+            "save_checkpoint",
+            directory=directory,
+            step=step,
+            keep_last=keep_last,
+            model=model,
+            optimizer=trained,
+            lr_scheduler=lr_scheduler,
+            dataloader=dataloader,
+            size_per_shard=size_per_shard,
+            use_async=use_async,
+        ):
             path = Path(directory).absolute()  # the run may go elsewhere meanwhile
             training = {
                 "scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(),
@@ -268,15 +263,16 @@ class Checkpoints:
         strict: bool,
     ) -> Resumed | None:
         """See `Booster.load_checkpoint`."""
-        faults = [*calls.path_faults("directory", directory), *calls.resume_faults(resume)]
-        given = {
-            "directory": calls.shown_path(directory),
-            **_kinds_of(model, trained, lr_scheduler, dataloader),
-            "resume": resume,
-            "strict": strict,
-        }
-        faults += _part_faults(lr_scheduler, dataloader)
-        with self._called("load_checkpoint", given, faults) as group:
+        with self._called(
+            "load_checkpoint",
+            directory=directory,
+            model=model,
+            optimizer=trained,
+            lr_scheduler=lr_scheduler,
+            dataloader=dataloader,
+            resume=resume,
+            strict=strict,
+        ) as group:
             path = choose_step(Path(directory), resume, group)
             if path is None:
                 return None
@@ -292,25 +288,21 @@ class Checkpoints:
 
     @contextmanager
     def _called(
-        self, name: str, given: Mapping[str, Any], faults: Sequence[str]
+        self, name: str, errors: Sequence[str] = (), /, **arguments: Any
     ) -> Iterator[dist.ProcessGroup]:
-        """Around what a call does, once the last save has ended and all ranks make this call; see `calls.agree`."""
+        """Do a call once the last save has ended and all ranks make this call; see `require_same_call`."""
         with failing_alike(name):
             self._saver.settle()
             group = self._mesh.side_group()
-            calls.agree(name, given, faults, group)
+            require_same_call(name, arguments, errors, group)
             yield group
 
     @contextmanager
     def _called_with_scheduler(
         self, name: str, lr_scheduler: Any, checkpoint: str | Path
     ) -> Iterator[dist.ProcessGroup]:
-        faults = [*calls.path_faults("checkpoint", checkpoint), *calls.lr_scheduler_faults(lr_scheduler)]
-        given = {
-            "lr_scheduler": calls.kind_of(lr_scheduler),
-            "checkpoint": calls.shown_path(checkpoint),
-        }
-        with self._called(name, given, faults) as group:
+        errors = lr_scheduler_errors("lr_scheduler", lr_scheduler) if lr_scheduler is None else []
+        with self._called(name, errors, checkpoint=checkpoint, lr_scheduler=lr_scheduler) as group:
             yield group
 
     def _every_offer(self, tensors: Mapping[str, LocalTensor]) -> list[dict[str, Offer]]:
@@ -330,20 +322,3 @@ class Checkpoints:
 
 def _write_config(adapter: Adapter, _: torch.dtype, folder: Path) -> None:
     adapter.write_config(folder)
-
-
-def _kinds_of(
-    model: LocalModel, trained: Trained | None, lr_scheduler: Any, dataloader: Any
-) -> dict[str, str | None]:
-    return {
-        "model": calls.kind_of(model.module),
-        "optimizer": None if trained is None else calls.kind_of(trained.inner),
-        "lr_scheduler": calls.kind_of(lr_scheduler),
-        "dataloader": calls.kind_of(dataloader),
-    }
-
-
-def _part_faults(lr_scheduler: Any, dataloader: Any) -> list[str]:
-    """Why parts of a run that may be left out cannot be saved or loaded."""
-    faults = [] if lr_scheduler is None else calls.lr_scheduler_faults(lr_scheduler)
-    return faults if dataloader is None else [*faults, *calls.dataloader_faults(dataloader)]

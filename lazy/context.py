@@ -48,7 +48,7 @@ class LazyInitContext(TorchDispatchMode):
 
     Weights are those of a model that is built on the CPU without it, to the bit, and so is what is drawn next: every
     number is drawn twice, here to be forgotten and once more when it is needed. What `from_pretrained` finds in files
-    is read from there, each rank its own slices; see pretrained.py.
+    is read from there, each rank its own slices; see [Note: from_pretrained].
 
     Example:
         with LazyInitContext():
