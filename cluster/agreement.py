@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .collectives import all_gather_single
 from .faults import current_call, raise_if_in_vain
 from .launch import default_device
 from .rank_failure import SAME_CALLS, UnmatchedCall
-from .renamed import all_gather_single
 
 # The multipliers of SplitMix64's mixing (Steele, Lea, Flood 2014), as signed integers.
 _SPREAD = 0x9E3779B97F4A7C15 - 2**64
-_FEW = 8  # numbers
+_FEW = 16  # numbers: more than any call of a step tells
 _SLICE = timedelta(seconds=1)  # in which a rank that waits looks whether the others still come
 _MIX = 0xBF58476D1CE4E5B9 - 2**64
 _CALLS: dict[int, str] = {}  # that this process has made, by what stands for them in messages

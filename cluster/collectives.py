@@ -14,10 +14,13 @@ section 4.2).
 
 A group of one rank communicates nothing. Every rank of a group must call, in the same order. Gradients of gradients
 raise.
+
+Whatever sums over or gathers from the ranks of a group comes here, on CPUs as on CUDA. Communication in flight is a
+`Handle`; on CUDA it begins behind what the current stream was given, and waiting holds up the stream, not the host.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,8 +28,60 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .read_sums import begin_sum_by_reading
-from .renamed import all_gather_single, reduce_scatter_single
+from . import gloo
+
+# torch 2.13 renamed them and warns of the old names. This can go once 2.13 is the oldest torch allowed.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class Handle(Protocol):
+    """Communication in flight."""
+
+    def wait(self) -> Any:
+        """Return, or on CUDA let the current stream go on, when it is done."""
+        ...
+
+
+class InFlight(NamedTuple):
+    """A tensor, and the communication that fills it."""
+
+    handle: Handle
+    tensor: Tensor
+
+    def wait(self) -> Tensor:
+        """The tensor once it is there."""
+        self.handle.wait()
+        return self.tensor
+
+
+def begin_all_gather(whole: Tensor, piece: Tensor, group: dist.ProcessGroup) -> Handle:
+    """Begin to fill a 1-D buffer with the ranks' 1-D pieces, in their order. One all-gather."""
+    if gloo.takes(whole, group):
+        return gloo.AllGather(whole, piece, group)
+    work: Handle = all_gather_single(whole, piece, group=group, async_op=True)
+    return work
+
+
+def begin_reduce_scatter(piece: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Handle:
+    """Begin to bring this rank's piece of the sum of all 1-D buffers into `piece`. One reduce-scatter."""
+    if gloo.takes(whole, group):
+        return gloo.ReduceScatter(piece, whole, group)
+    work: Handle = reduce_scatter_single(piece, whole, group=group, async_op=True)
+    return work
+
+
+def begin_gather(own: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Begin to gather tensors of one shape; what is returned waits and gives them stacked (T, *shape)."""
+    rows = own.new_empty((group.size(), *own.shape))
+    # Flat: gloo takes rows end to end in dim 0 alone.
+    return InFlight(begin_all_gather(rows.view(-1), own.contiguous().view(-1), group), rows).wait
+
+
+def begin_sum_of_rows(rows: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Begin to sum (T, *shape) over the ranks; what is returned waits and gives this rank's row of the sum."""
+    own = torch.empty_like(rows[0], memory_format=torch.contiguous_format)
+    return InFlight(begin_reduce_scatter(own.view(-1), rows.contiguous().view(-1), group), own).wait
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -36,24 +91,13 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def begin_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     """Begin `all_reduce`; what is returned waits for it (a CUDA stream does, not the host) and gives the sum."""
-    if (under_way := begin_sum_by_reading(x, group)) is not None:
-        return under_way
     total = x.clone(memory_format=torch.contiguous_format)
-    work = dist.all_reduce(total, group=group, async_op=True)
-
-    def end() -> Tensor:
-        work.wait()
-        return total
-
-    return end
+    return InFlight(dist.all_reduce(total, group=group, async_op=True), total).wait
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """The slices of all ranks, of one shape, side by side along `dim`; no gradient."""
-    pieces = x.new_empty((group.size(), *x.shape))
-    # Flat: gloo takes pieces end to end in dim 0 alone.
-    all_gather_single(pieces.view(-1), x.contiguous().view(-1), group=group)
-    return torch.cat(pieces.unbind(0), dim)
+    return torch.cat(begin_gather(x, group)().unbind(0), dim)
 
 
 def own_slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
@@ -65,10 +109,7 @@ def own_slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 def sum_slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """This rank's slice along `dim` of the sum over the group; no gradient."""
-    pieces = torch.stack(x.chunk(group.size(), dim))
-    out = torch.empty_like(pieces[0])
-    reduce_scatter_single(out.view(-1), pieces.view(-1), group=group)
-    return out
+    return begin_sum_of_rows(torch.stack(x.chunk(group.size(), dim)), group)()
 
 
 def exchange_slices(x: Tensor, group: dist.ProcessGroup, split_dim: int, gather_dim: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 Rings = Sequence[dist.ProcessGroup]
 
 # Kinds of messages that are under way between two ranks at a time: what is visited, what visits bring home, single
-# steps. Those of slices.py count from 0, those of read_sums.py from 2**20.
+# steps. Those of gloo.py are others.
 _OUTWARD, _HOMEWARD, _STEP = range(2**21, 2**21 + 3)
 
 

@@ -1,6 +1,8 @@
 """Counting what this rank communicates, by axis and kind. Which memory it holds is not counted here."""
 
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -59,6 +61,7 @@ class Traffic(TorchDispatchMode):
     """
 
     open: ClassVar[list["Traffic"]] = []
+    pauses: ClassVar[bool] = False  # within `one_collective`
 
     def __init__(self, mesh: ParallelMesh) -> None:
         super().__init__()
@@ -68,7 +71,7 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation; count it if it communicates."""
         operation = func._schema.name.split("::")[1] if func.namespace == "c10d" else ""
-        if operation in _KINDS and OneCollective.entered is None:  # barriers and the like move nothing
+        if operation in _KINDS and not Traffic.pauses:  # barriers and the like move nothing
             kind, place = _KINDS[operation]
             nbytes = sum(tensor.nbytes for tensor in _tensors(args[place]))
             self.count(kind, nbytes, _group_of(args))
@@ -93,32 +96,22 @@ class Traffic(TorchDispatchMode):
         count.sent += nbytes * _share_sent(kind, group.size())
 
 
-class OneCollective:
-    """A collective, or message, made of other ones or of reading memory: all inside this context is counted as that.
-
-    It may be entered again, and is counted once.
+@contextmanager
+def one_collective(kind: str, nbytes: int, group: dist.ProcessGroup) -> Iterator[None]:
+    """Count all messages inside as one collective.
 
     Args:
-        kind: what it is called.
+        kind: of the collective.
         nbytes: of the whole tensor that it is about.
-        group: of several ranks, between which it goes.
+        group: of several ranks.
     """
-
-    entered: ClassVar["OneCollective | None"] = None
-
-    def __init__(self, kind: str, nbytes: int, group: dist.ProcessGroup) -> None:
-        self._kind, self._nbytes, self._group = kind, nbytes, group
-        self._is_counted = False
-
-    def __enter__(self) -> None:
-        OneCollective.entered = self
-        if not self._is_counted:
-            for traffic in Traffic.open:
-                traffic.count(self._kind, self._nbytes, self._group)
-        self._is_counted = True
-
-    def __exit__(self, *_: object) -> None:
-        OneCollective.entered = None
+    for traffic in Traffic.open:
+        traffic.count(kind, nbytes, group)
+    Traffic.pauses = True
+    try:
+        yield
+    finally:
+        Traffic.pauses = False
 
 
 def _share_sent(kind: str, size: int) -> float:

@@ -13,7 +13,6 @@ from torch.nn import Parameter
 from ..cluster.agreement import batch_hash, broadcast_object, differing_ranks, gather_integers
 from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom
-from ..cluster.small_numbers import begin_gathering
 from ..pipeline.action import Action, Op, Schedule
 from ..pipeline.communicate import with_communication
 from ..pipeline.microbatch import batch_size, map_tensors, merge, microbatch_lengths, split
@@ -195,7 +194,7 @@ class PipelineEngine:
         samples = batch_size(batch) if has_batch else 0
         replica = self._mesh.rank("dp")
         drawn = self._random.draw(next(iter(self._stages.values())).model) if has_batch else 0
-        found = begin_gathering((int(has_batch), code, samples, replica, drawn, *map(int, own)))()
+        found = gather_integers((int(has_batch), code, samples, replica, drawn, *map(int, own)))
         ended = [rank for rank, (has_batch, *_) in enumerate(found) if not has_batch]
         if len(ended) == len(found):
             raise StopIteration

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..cluster.mesh import ParallelMesh
-from ..cluster.small_numbers import all_reduce_
 from ..pipeline.runner import RunResult
 
 
@@ -108,7 +107,7 @@ def reduced_loss(
             own[1] = torch.stack([weight.float() for weight in result.weights]).sum()
             own[2] = 1
     if is_reduced:
-        all_reduce_(figures_R3, dist.ReduceOp.SUM)
+        dist.all_reduce(figures_R3)
     num_weighted = int(figures_R3[:, 2].sum())
     if num_weighted not in (0, num_replicas):
         raise ValueError(

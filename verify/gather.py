@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..cluster.collectives import all_gather_single
 from ..cluster.mesh import ParallelMesh
 from ..cluster.placement import Placement, Shard
-from ..cluster.renamed import all_gather_single
 
 
 def gather_whole(

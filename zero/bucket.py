@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..cluster.exchange import Waitable
+from ..cluster.collectives import Handle
 from .partition import ManagedParameter, Partition
 
 # In elements: 64 bytes of float32, 32 of a 16-bit format. Parameters and slices begin at multiples of it, so
@@ -231,7 +231,7 @@ class Bucket:
         self._pool = pool
         # Where nothing travels nothing is rounded.
         self._wire_dtype = communication_dtype if partition.group.size() > 1 else torch.float32
-        self._in_flight: tuple[Tensor, Waitable | None] | None = (
+        self._in_flight: tuple[Tensor, Handle | None] | None = (
             None  # while REDUCING: what travels, in that format
         )
         self._previous: Tensor | None = None  # while LOCAL below stage 2: the slice of earlier reductions

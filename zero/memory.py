@@ -19,7 +19,6 @@ class HeldBytes:
         parameters: in the compute precision, frozen ones too.
         gradients: float32; whole ones, or at stage 2 this rank's slices.
         buffers: lent memory for whole gradients, at stage 2.
-        arrivals: on CPUs, memory for the slices of other ranks, see cluster/exchange.py.
         masters: float32 copies, where parameters are in 16 bits.
         states: the inner optimizer's tensors.
         scalars: the inner optimizer's tensors of one entry, such as step counts.
@@ -31,7 +30,6 @@ class HeldBytes:
     parameters: int
     gradients: int
     buffers: int
-    arrivals: int
     masters: int
     states: int
     scalars: int
@@ -51,7 +49,6 @@ def held_bytes(
     optimizer: Optimizer,
     *,
     buffers: int,
-    arrivals: int,
 ) -> HeldBytes:
     """The bytes of buckets, frozen parameters and optimizer states together."""
     tensors = [each for state in optimizer.state.values() for each in _tensors(state)]
@@ -67,7 +64,6 @@ def held_bytes(
             for bucket in buckets
         ),
         buffers=buffers,
-        arrivals=arrivals,
         masters=0 if is_offloaded else masters,
         states=0 if is_offloaded else states,
         scalars=sum(each.nbytes for each in tensors if each.numel() <= 1),

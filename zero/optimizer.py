@@ -303,7 +303,7 @@ class ShardedOptimizer(OptimizerWrapper):
             with torch.enable_grad():
                 loss = closure()
         self._require_steppable()
-        self.publisher.finish()
+        self.publisher.wait()
         self._reduce()
         norm = self._measure()
         if isfinite(norm):
@@ -418,9 +418,7 @@ class ShardedOptimizer(OptimizerWrapper):
         """The memory of parameters, gradients, masters and states on this rank."""
         frozen = [managed.parameter for managed in self._frozen]
         buffers = 0 if self._pool is None else self._pool.nbytes
-        exchanges = {each for partition in self._partitions.values() for each in partition.exchanges}
-        arrivals = sum(exchange.nbytes for exchange in exchanges)
-        return held_bytes(self.buckets, frozen, self.inner, buffers=buffers, arrivals=arrivals)
+        return held_bytes(self.buckets, frozen, self.inner, buffers=buffers)
 
     def state_dict(self) -> dict[str, Any]:
         """`local_state`, where every rank has all of the states.
@@ -448,7 +446,7 @@ class ShardedOptimizer(OptimizerWrapper):
             ValueError: it was saved under another layout.
         """
         with torch.no_grad():
-            self.publisher.finish()
+            self.publisher.wait()
             load_local_state(self.inner, self.buckets, self._scaler, state_dict)
             self.publisher.publish()
         if self._is_offloaded:  # the state may come from a run that was not

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from ..cluster.exchange import Exchange, Waitable, exchange_of
+from ..cluster.collectives import Handle, begin_all_gather, begin_reduce_scatter
 from ..cluster.mesh import ParallelMesh, divisors
 
 # The innermost parts of the data axis that a placement may name.
@@ -67,8 +67,8 @@ class Partition:
     """
 
     group: ProcessGroup
-    slices: Exchange | None
-    copies: Exchange | None
+    slices: ProcessGroup | None
+    copies: ProcessGroup | None
 
     @staticmethod
     def of(
@@ -93,8 +93,8 @@ class Partition:
         across = [each[index::num_slices] for each in replicas for index in range(num_slices)]
         return Partition(
             group=_group(mesh, axis, replicas),
-            slices=exchange_of(mesh, _group(mesh, axis, along)) if num_slices > 1 else None,
-            copies=exchange_of(mesh, _group(mesh, axis, across)) if num_slices < size else None,
+            slices=_group(mesh, axis, along) if num_slices > 1 else None,
+            copies=_group(mesh, axis, across) if num_slices < size else None,
         )
 
     @staticmethod
@@ -106,57 +106,54 @@ class Partition:
     @property
     def num_slices(self) -> int:
         """The number of different slices."""
-        return 1 if self.slices is None else self.slices.group.size()
+        return 1 if self.slices is None else self.slices.size()
 
     @property
     def index(self) -> int:
         """Index of this rank's slice."""
-        return 0 if self.slices is None else self.slices.group.rank()
+        return 0 if self.slices is None else self.slices.rank()
 
     @property
     def counts(self) -> bool:
         """Whether this rank is the one, of those that own its slice, that counts it in a norm."""
-        return self.copies is None or self.copies.group.rank() == 0
-
-    @property
-    def exchanges(self) -> set[Exchange]:
-        """The collectives that it uses; two partitions may have one in common."""
-        return {exchange for exchange in (self.slices, self.copies) if exchange is not None}
+        return self.copies is None or self.copies.rank() == 0
 
     @property
     def ends_together(self) -> bool:
-        """Whether an average that was begun ends only if every rank waits for it."""
-        return self.copies is not None or (self.slices is not None and self.slices.ends_together)
+        """Return True if an average that was begun ends only if every rank waits for it."""
+        return self.slices is not None and self.copies is not None
 
     def own(self, flat: Tensor) -> Tensor:
         """The view of a whole buffer that this rank owns."""
-        return flat if self.slices is None else self.slices.own(flat)
+        return flat if self.slices is None else flat.chunk(self.slices.size())[self.slices.rank()]
 
-    def average_(self, gradients: Tensor) -> Waitable | None:
+    def average_(self, gradients: Tensor) -> Handle | None:
         """Begin to bring the mean over the group into this rank's slice of a whole buffer, in place.
 
-        One all-reduce, or one reduce-scatter that leaves the other slices as they were. Where the slice has
+        One all-reduce, or one reduce-scatter, after which the other slices are of no use. Where the slice has
         several owners an all-reduce of it over them follows, which begins when it is waited for. Returns what to
         wait for, None where there is nothing.
+
+        A mean is a sum that is divided, over gloo as over NCCL: in 16 bits before, since the sum may be too large
+        for them, in float32 afterwards, since a slice is shorter than what was summed up.
         """
+        if self.group.size() == 1:
+            return None
+        divisor = self.group.size()
+        if gradients.dtype.itemsize < 4:
+            gradients.div_(divisor)
+            divisor = 1
+        own = self.own(gradients)
         if self.slices is None:
-            return None if self.copies is None else self.copies.all_reduce_(gradients)
-        work = self.slices.reduce_scatter_(gradients)
-        return work if self.copies is None else _ThenAverage(work, self.own(gradients), self.copies)
+            return _Mean(dist.all_reduce(own, group=self.group, async_op=True), own, None, divisor)
+        return _Mean(begin_reduce_scatter(own, gradients, self.slices), own, self.copies, divisor)
 
-    def gather_(self, flat: Tensor) -> Waitable | None:
-        """Begin to fill a whole buffer, in place, from the slices that its ranks own. One all-gather if sliced."""
-        return None if self.slices is None else self.slices.all_gather_(flat)
+    def gather_(self, flat: Tensor) -> Handle | None:
+        """Begin to fill a whole buffer, in place, from the slices that its ranks own. One all-gather if sliced.
 
-    def gather_later_(self, flat: Tensor) -> Waitable:
-        """`gather_` where there are slices, for which single ranks may wait at any time before `release`."""
-        assert self.slices is not None
-        return self.slices.all_gather_later_(flat)
-
-    def release(self) -> None:
-        """Let the other ranks have what `gather_later_` began, before the next. Every rank calls it."""
-        if self.slices is not None:
-            self.slices.release()
+        Each rank waits for it before it writes to the buffer.
+        """
+        return None if self.slices is None else begin_all_gather(flat, self.own(flat), self.slices)
 
     def gathered(self, slice_: Tensor) -> Tensor:
         """A new whole buffer of the slices that the ranks own. One all-gather if sliced."""
@@ -189,14 +186,21 @@ def _group(mesh: ParallelMesh, axis: str, parts: list[range]) -> ProcessGroup:
     return group
 
 
-class _ThenAverage(NamedTuple):
-    """A reduce-scatter, and the mean of its result over the owners of a slice."""
+class _Mean(NamedTuple):
+    """A sum in flight, which is then summed over the other owners of the slice, and divided.
 
-    first: Waitable
+    Waited for once, as gloo's reduce-scatter must be.
+    """
+
+    handle: Handle
     own: Tensor
-    owners: Exchange
+    owners: ProcessGroup | None
+    divisor: int
 
     def wait(self) -> None:
-        """Have both."""
-        self.first.wait()
-        self.owners.all_reduce_(self.own).wait()
+        """Have the mean. On CUDA the current stream waits, not the host."""
+        self.handle.wait()
+        if self.owners is not None:
+            dist.all_reduce(self.own, group=self.owners)
+        if self.divisor > 1:
+            self.own.div_(self.divisor)

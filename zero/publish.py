@@ -26,7 +26,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..cluster.exchange import Waitable
+from ..cluster.collectives import Handle
 from .bucket import Bucket
 
 # torch.optim's that have a fused kernel on CPUs; a subclass may do something of its own.
@@ -63,13 +63,14 @@ class Publisher:
                 module.__dict__["_parameters"] = AwaitedParameters(module._parameters, own)
 
     def publish(self) -> None:
-        """Gather the parameters, or begin to. One all-gather per bucket if sliced; after `finish`."""
+        """Gather the parameters, or begin to. One all-gather per bucket if sliced; after `wait`."""
         in_flight = []
         for bucket in self._buckets:
             bucket.round_masters()
-            if bucket in self._arrivals:
-                self._arrivals[bucket].expect(bucket.partition.gather_later_(bucket.parameters))
-            elif (gathering := bucket.partition.gather_(bucket.parameters)) is not None:
+            gathering = bucket.partition.gather_(bucket.parameters)
+            if gathering is not None and bucket in self._arrivals:
+                self._arrivals[bucket].expect(gathering)
+            elif gathering is not None:
                 in_flight.append(gathering)
             # So that autograd refuses a graph that was built with the parameters before, as it does in torch.
             increment_version([slot.parameter for slot in bucket.slots])
@@ -82,12 +83,6 @@ class Publisher:
         for arrival in self._arrivals.values():
             arrival.wait()
 
-    def finish(self) -> None:
-        """Have all parameters, and let the other ranks have them: every rank calls it, before masters change."""
-        self.wait()
-        for bucket in self._arrivals:
-            bucket.partition.release()
-
 
 class Arrival:
     """A bucket's parameters, there or in flight; see [Note: parameters in flight]."""
@@ -95,9 +90,9 @@ class Arrival:
     def __init__(self, bucket: Bucket) -> None:
         self._weights = [(slot.parameter, slot.weight) for slot in bucket.slots]
         self._nothing = bucket.parameters.new_empty(0)
-        self._work: Waitable | None = None
+        self._work: Handle | None = None
 
-    def expect(self, work: Waitable) -> None:
+    def expect(self, work: Handle) -> None:
         """Withhold the parameters until this is done."""
         self._work = work
         for parameter, _ in self._weights:

@@ -17,7 +17,6 @@ from torch.autograd.function import once_differentiable
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ...cluster.collectives import all_reduce
-from ...cluster.small_numbers import all_reduce_
 from .embedding import VocabParallelLMHead1D, VocabRange
 from .parallel_module import require_all
 
@@ -32,7 +31,7 @@ class _VocabParallelCrossEntropy(Function):
         scores_NP = logits_NP.to(torch.float32, copy=True)
         scores_NP[:, held.valid :] = -torch.inf
         maximum_N = scores_NP.amax(-1)
-        all_reduce_(maximum_N, dist.ReduceOp.MAX, group)
+        dist.all_reduce(maximum_N, dist.ReduceOp.MAX, group=group)
         scores_NP -= maximum_N.unsqueeze(-1)
 
         here_N = (labels_N >= held.first) & (labels_N < held.first + held.valid)

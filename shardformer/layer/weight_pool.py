@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ...cluster.begun import begin_all_gather, begin_sum_scatter
-from ...cluster.exchange import Waitable
+from ...cluster.collectives import Handle, begin_all_gather, begin_reduce_scatter
 from ...cluster.placement import Shard, placement_of
 from ...pipeline.split_backward import LaterProduct
 from .use_order import Use, UseOrder
@@ -90,7 +89,7 @@ class _Gathering:
     state: tuple[int, int]
     buffer: Tensor
     whole: Tensor
-    work: Waitable | None
+    work: Handle | None
 
     def wait(self) -> None:
         """Have it."""
@@ -111,7 +110,7 @@ class _Mean:
 
     buffer: Tensor
     piece: Tensor
-    work: Waitable
+    work: Handle
 
 
 class WeightPool:
@@ -194,7 +193,7 @@ class WeightPool:
         padded = flat.view(local_rows * size, *gradient.shape[1:])
         padded[:rows].copy_(gradient).mul_(1 / size)  # in the format of the mean, which may be the wider one
         padded[rows:].zero_()
-        mean = _Mean(buffer=buffer, piece=piece, work=begin_sum_scatter(piece.view(-1), flat, self.group))
+        mean = _Mean(buffer=buffer, piece=piece, work=begin_reduce_scatter(piece.view(-1), flat, self.group))
         self._means.append(mean)
 
         def end() -> Tensor:

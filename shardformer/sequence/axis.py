@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...cluster.begun import begin_gather
+from ...cluster.collectives import begin_gather
 from .order import SequenceOrder
 from .rings import DoubleRing
 

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from ...cluster.begun import begin_gather, begin_sum_of_rows
+from ...cluster.collectives import begin_gather, begin_sum_of_rows
 from .axis import SequenceAxis
 
 Style = Literal["gather", "regather", "ring"]

@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad
 
-from ...cluster.begun import begin_gather
+from ...cluster.collectives import begin_gather
 from ...cluster.ring import begin_step
 from ...pipeline.linear import Keep
 from .regions import RegionSequence

@@ -74,41 +74,29 @@ ENCODER = [*one(1), *one(3)]
 
 
 @pytest.mark.parametrize("build, expected", [(llama, LLAMA), (t5, [*DECODER, *ENCODER])], ids=["llama", "t5"])
-@pytest.mark.parametrize("is_read", [True, False], ids=["read", "gloo"])
 def test_products_run_between_beginning_and_end_of_the_sum(
-    pool: Pool, build: Callable[[], nn.Module], expected: list[str], is_read: bool
+    pool: Pool, build: Callable[[], nn.Module], expected: list[str]
 ) -> None:
-    assert pool.run(2, check_order, build, is_read) == [expected] * 2
+    assert pool.run(2, check_order, build) == [expected] * 2
 
 
-def check_order(build: Callable[[], nn.Module], is_read: bool) -> list[str]:
+def check_order(build: Callable[[], nn.Module]) -> list[str]:
     torch.manual_seed(1)
     model = build()
     config = ShardConfig(tensor_parallel_process_group=dist.group.WORLD)
     model, _ = ShardFormer(config).optimize(model)
     ids = torch.arange(6).view(2, 3)
-    model(
-        input_ids=ids, labels=ids
-    ).loss.backward()  # what asks the processes whether they can read comes first
+    model(input_ids=ids, labels=ids).loss.backward()
     expected = {name: each.grad.clone() for name, each in model.named_parameters()}
     model.zero_grad()
     log = Log()
-    with (
-        patch.object(
-            collectives, "begin_sum_by_reading", collectives.begin_sum_by_reading if is_read else no_sum
-        ),
-        patch.object(split_backward._Later, "backward", staticmethod(log.product)),
-    ):
+    with patch.object(split_backward._Later, "backward", staticmethod(log.product)):
         loss = model(input_ids=ids, labels=ids).loss
         with patch.object(collectives, "begin_all_reduce", log.begin):
             loss.backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-6, atol=1e-7)
     return log.events
-
-
-def no_sum(x: Tensor, group: dist.ProcessGroup) -> None:
-    """In the place of what reads memory: it cannot."""
 
 
 @pytest.mark.parametrize("call", ["grad", "backward of inputs"])

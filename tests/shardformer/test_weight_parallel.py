@@ -255,7 +255,7 @@ def transfers(ahead: bool) -> list[str]:
     names = {block.linear: str(index) for index, block in enumerate(model)}
     lengths = {block.linear.weight.numel() * dist.get_world_size(): names[block.linear] for block in model}
     log: list[str] = []
-    gather, scatter = weight_pool.begin_all_gather, weight_pool.begin_sum_scatter
+    gather, scatter = weight_pool.begin_all_gather, weight_pool.begin_reduce_scatter
 
     class Told:
         def __init__(self, work: Any, what: str) -> None:
@@ -276,12 +276,12 @@ def transfers(ahead: bool) -> list[str]:
     for step in range(3):
         if step == 2:
             weight_pool.begin_all_gather = tell(gather, "w", 0)
-            weight_pool.begin_sum_scatter = tell(scatter, "g", 1)
+            weight_pool.begin_reduce_scatter = tell(scatter, "g", 1)
         try:
             x = numbers(B, S, WIDTHS[0]).requires_grad_()
             model(x).sum().backward()
         finally:
-            weight_pool.begin_all_gather, weight_pool.begin_sum_scatter = gather, scatter
+            weight_pool.begin_all_gather, weight_pool.begin_reduce_scatter = gather, scatter
     return log
 
 

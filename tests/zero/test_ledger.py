@@ -86,7 +86,6 @@ def test_stages_cost_what_the_formulas_say(
                 "parameters": width * PSI,
                 "gradients": gradients,
                 "buffers": buffers,
-                "arrivals": 4 * BUCKET * (ranks - 1) // ranks,
                 "masters": masters // share,
                 "states": 8 * PSI // share,
                 "scalars": held["scalars"],

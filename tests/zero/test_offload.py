@@ -93,7 +93,6 @@ def check_memory() -> None:
                 "parameters": width * PSI,
                 "gradients": gradients,
                 "buffers": buffers,
-                "arrivals": 4 * HIDDEN**2 // 2,
                 "masters": 0,
                 "states": 0,
                 "scalars": held.scalars,

@@ -7,14 +7,16 @@ import torch.distributed as dist
 from echelon.cluster.mesh import ParallelMesh
 from echelon.zero.partition import Partition, zero_size_errors
 
+from ..cluster.helpers import SLICES, with_slices
 from ..pool import Pool
 from .helpers import assert_equal, loss_of, shard, small_model, weights_of
 from .test_gradients import mean_gradients
 
 
+@SLICES
 @pytest.mark.parametrize(("num_slices", "owned"), [(1, "0000"), (2, "0101"), (4, "0123")])
-def test_neighbours_share_out_and_all_average(pool: Pool, num_slices: int, owned: str) -> None:
-    found = pool.run(4, average, num_slices)
+def test_neighbours_share_out_and_all_average(pool: Pool, num_slices: int, owned: str, slices: bool) -> None:
+    found = pool.run(4, with_slices, slices, average, num_slices)
     assert "".join(str(index) for index, *_ in found) == owned
     assert [counts for _, counts, *_ in found] == [rank < num_slices for rank in range(4)]
     for index, _, own, whole in found:
@@ -32,6 +34,21 @@ def average(num_slices: int) -> tuple[int, bool, list[float], list[float]]:
     work.wait()
     own = partition.own(gradients)
     return partition.index, partition.counts, own.tolist(), partition.gathered(own).tolist()
+
+
+@SLICES
+@pytest.mark.parametrize("num_slices", [1, 2, 4])
+def test_a_mean_of_16_bits_is_finite_where_the_sum_is_not(pool: Pool, num_slices: int, slices: bool) -> None:
+    pool.run(4, with_slices, slices, average_large, num_slices)
+
+
+def average_large(num_slices: int) -> None:
+    partition = Partition.of(ParallelMesh(), "dp", num_slices)
+    gradients = torch.full((8,), 60000.0, dtype=torch.float16)
+    work = partition.average_(gradients)
+    assert work is not None
+    work.wait()
+    assert partition.own(gradients).eq(60000).all()
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 import copy
 import io
 import pickle
-from contextlib import nullcontext
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.cluster import process_memory
 from echelon.zero.optimizer import ShardedOptimizer
 
+from ..cluster.helpers import SLICES, with_slices
 from ..pool import Pool
 from .helpers import Precision, assert_equal, loss_of, shard, small_model, weights_of
 
@@ -38,36 +36,34 @@ class Peeking(nn.Module):
 def late(
     model: nn.Module,
     *,
-    reads: bool = True,
     stage: int = 1,
     precision: Precision = "fp32",
     **arguments: object,
 ) -> ShardedOptimizer:
-    """An optimizer whose parameters arrive later; on CPUs they are read, or sent."""
-    with nullcontext() if reads else patch.object(process_memory, "_PROCESS_VM_READV", None):
-        optimizer = shard(
-            model, lambda p: torch.optim.AdamW(p, lr=0.1), stage=stage, precision=precision, **arguments
-        )
+    """An optimizer whose parameters arrive later."""
+    optimizer = shard(
+        model, lambda p: torch.optim.AdamW(p, lr=0.1), stage=stage, precision=precision, **arguments
+    )
     optimizer.publisher.overlap_with_forward(model)
     return optimizer
 
 
-@pytest.mark.parametrize("reads", [True, False], ids=["read", "sent"])
+@SLICES
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_steps_are_those_of_parameters_that_arrive_at_once(
-    pool: Pool, ranks: int, stage: int, precision: Precision, reads: bool
+    pool: Pool, ranks: int, stage: int, precision: Precision, slices: bool
 ) -> None:
-    pool.run(ranks, check_steps, stage, precision, reads)
+    pool.run(ranks, with_slices, slices, check_steps, stage, precision)
 
 
-def check_steps(stage: int, precision: Precision, reads: bool) -> None:
+def check_steps(stage: int, precision: Precision) -> None:
     expected, model = Peeking(), Peeking()
     at_once = shard(
         expected, lambda p: torch.optim.AdamW(p, lr=0.1), stage=stage, precision=precision, bucket_size=40
     )
-    optimizer = late(model, reads=reads, stage=stage, precision=precision, bucket_size=40)
+    optimizer = late(model, stage=stage, precision=precision, bucket_size=40)
     assert len(optimizer.buckets) > 2
     for step in range(4):
         for trained, its in ((expected, at_once), (model, optimizer)):
@@ -77,41 +73,41 @@ def check_steps(stage: int, precision: Precision, reads: bool) -> None:
     assert_equal(weights_of(model), weights_of(expected), rtol=0.0, atol=0.0)
 
 
-def stepped(*, reads: bool = True) -> tuple[nn.Sequential, ShardedOptimizer, dict[str, Tensor]]:
+def stepped() -> tuple[nn.Sequential, ShardedOptimizer, dict[str, Tensor]]:
     """A model right after a step, whose parameters are under way, and what they will be."""
     expected, model = small_model(), small_model()
     at_once = shard(expected, lambda p: torch.optim.AdamW(p, lr=0.1))
-    optimizer = late(model, reads=reads)
+    optimizer = late(model)
     for trained, its in ((expected, at_once), (model, optimizer)):
         its.backward(loss_of(trained, dist.get_rank()))
         its.step()
     return model, optimizer, weights_of(expected)
 
 
-@pytest.mark.parametrize("reads", [True, False], ids=["read", "sent"])
-def test_what_a_model_left_under_way_does_not_meet_that_of_the_next(pool: Pool, reads: bool) -> None:
-    pool.run(2, check_the_next_model, reads, timeout=30.0)
+@SLICES
+def test_what_a_model_left_under_way_does_not_meet_that_of_the_next(pool: Pool, slices: bool) -> None:
+    pool.run(2, with_slices, slices, check_the_next_model, timeout=30.0)
 
 
-def check_the_next_model(reads: bool) -> None:
+def check_the_next_model() -> None:
     model = Peeking()
-    optimizer = late(model, reads=reads)
+    optimizer = late(model)
     for step in range(3):
         optimizer.backward(loss_of(model, step))
         optimizer.step()
         optimizer.zero_grad()
     weights_of(model)  # all have what they were sent, and nobody has been told so
     del model, optimizer
-    check_steps(1, "fp32", reads)
+    check_steps(1, "fp32")
 
 
-@pytest.mark.parametrize("reads", [True, False], ids=["read", "sent"])
-def test_one_rank_alone_may_look_and_write_before_the_others(pool: Pool, reads: bool) -> None:
-    pool.run(2, check_alone, reads)
+@SLICES
+def test_one_rank_alone_may_look_and_write_before_the_others(pool: Pool, slices: bool) -> None:
+    pool.run(2, with_slices, slices, check_alone)
 
 
-def check_alone(reads: bool) -> None:
-    model, _, expected = stepped(reads=reads)
+def check_alone() -> None:
+    model, _, expected = stepped()
     for turn in range(2):
         if dist.get_rank() == turn:
             assert_equal(weights_of(model), expected, rtol=0.0, atol=0.0)
@@ -255,23 +251,6 @@ def check_told() -> None:
     shapes = {name: each.shape for name, each in expected.items()}
     assert {name: each.shape for name, each in optimizer.gradients().items()} == shapes
     assert next(iter(vars(model[0])["_parameters"]._arrivals.values()))._work is not None  # still
-
-
-def test_what_is_kept_for_other_ranks_is_counted_until_the_next_step(pool: Pool) -> None:
-    pool.run(2, check_bytes)
-
-
-def check_bytes() -> None:
-    model = small_model()
-    optimizer = late(model)
-    before = optimizer.held_bytes().arrivals
-    optimizer.backward(loss_of(model, 0))
-    optimizer.step()
-    slices = sum(bucket.masters.nbytes for bucket in optimizer.buckets)
-    kept = optimizer.held_bytes().arrivals
-    assert kept >= before + slices
-    optimizer.load_state_dict(optimizer.local_state())
-    assert optimizer.held_bytes().arrivals <= kept
 
 
 def test_a_module_that_keeps_references_to_parameters_is_refused(pool: Pool) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echelon.cluster import begun, ring
+from echelon.cluster import collectives, ring
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.traffic import Traffic
 from echelon.shardformer.sequence import ring_products
@@ -117,20 +117,20 @@ class Log(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[str] = []
-        self._waiting, self._step = begun._waiting, ring.begin_step
+        self._wait, self._step = collectives.InFlight.wait, ring.begin_step
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (name := _NAMES.get(func._schema.name.split("::")[1])) is not None:
             self.events.append(name)
         return func(*args, **(kwargs or {}))
 
-    def waiting(self, work: dist.Work, result: Tensor) -> Callable[[], Tensor]:
-        return self._logged(self._waiting(work, result))
+    def wait(self, in_flight: collectives.InFlight) -> Tensor:
+        self.events.append("wait")
+        return self._wait(in_flight)
 
     def step(self, *args: Any) -> Callable[[], Tensor]:
-        return self._logged(self._step(*args))
+        end = self._step(*args)
 
-    def _logged(self, end: Callable[[], Tensor]) -> Callable[[], Tensor]:
         def logged() -> Tensor:
             self.events.append("wait")
             return end()
@@ -143,7 +143,7 @@ def logged() -> Iterator[Log]:
     """Log what happens inside."""
     with (
         Log() as log,
-        patch.object(begun, "_waiting", log.waiting),
+        patch.object(collectives.InFlight, "wait", lambda in_flight: log.wait(in_flight)),
         patch.object(ring_products, "begin_step", log.step),
     ):
         yield log
