@@ -12,7 +12,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from ..cluster.placement import Placement
-from ..shardformer.partial_state import local_state
+from ..shardformer.refusals import local_state
 from .background import Copies
 from .box import Box, cuts_of, flat_boxes, whole_shape
 

@@ -23,7 +23,7 @@ from ..cluster.dataloader import SharedLoader, shared_loader
 from ..cluster.faults import naming_failures
 from ..cluster.given_loader import sharded_loader
 from ..cluster.mesh import ParallelMesh
-from ..shardformer.given import given_faults, is_taken
+from ..shardformer.refusals import given_faults, is_taken
 from ..zero.optimizer import ShardedOptimizer
 
 Returned = bool | Literal["all_ranks"]

@@ -17,12 +17,11 @@ from ..pipeline.schedules import (
     stage_placement,
     style_errors,
 )
-from ..shardformer.checkpoint_config import PipelineGradientCheckpointConfig
-from ..shardformer.fused import FusedKernels
-from ..shardformer.given import policy_faults
+from ..shardformer.fused import FusedKernels, switch_faults
 from ..shardformer.policy import Policy
+from ..shardformer.recompute import PipelineGradientCheckpointConfig
+from ..shardformer.refusals import policy_faults
 from ..shardformer.sequence.config import WHOLE, SequenceParallelism
-from ..shardformer.switches import switch_faults
 from ..shardformer.table import Table
 from ..shardformer.weight_split import weight_faults
 from ..zero.partition import zero_size_errors

@@ -19,16 +19,15 @@ from ..lazy import materialize
 from ..pipeline.linear import hold_weight_gradients, own_linear_layers
 from ..pipeline.stage import argument, local_stages, refuse_direct_calls, takes, without_cache
 from ..pipeline.stage_manager import PipelineStageManager
-from ..shardformer.checkpoint_config import checkpoint_faults, checkpoint_layers, recomputable_layers
 from ..shardformer.equal_ranks import require_equal_inputs, require_equal_models
-from ..shardformer.expert_width import expert_width_faults
-from ..shardformer.given import mark_taken
 from ..shardformer.layer.batch_norm import RunningStatistics, own_batch_norms
-from ..shardformer.partial_state import refuse_partial_state
+from ..shardformer.recompute import checkpoint_faults, checkpoint_layers, recomputable_layers
+from ..shardformer.refusals import mark_taken, refuse_partial_state
 from ..shardformer.sequence.rings import DoubleRing
 from ..shardformer.shard_config import ShardConfig
 from ..shardformer.shard_former import sharder_or_faults
 from ..shardformer.sharder import ModelSharder
+from ..shardformer.table_policy import expert_width_faults
 from ..shardformer.weight_split import WeightSplit, make_weight_parallel, weight_split_or_faults
 from ..zero.embedding import own_embeddings
 from ..zero.groups import optimizer_options

@@ -26,9 +26,9 @@ from ..cluster.mesh import ParallelMesh
 from ..pipeline.runner import Criterion
 from ..pipeline.schedules import UserSchedule
 from ..pipeline.stage_manager import PipelineStageManager
-from ..shardformer.checkpoint_config import PipelineGradientCheckpointConfig
 from ..shardformer.fused import FusedKernels
 from ..shardformer.policy import Policy
+from ..shardformer.recompute import PipelineGradientCheckpointConfig
 from ..shardformer.sequence.config import SequenceParallelism
 from ..shardformer.sequence.rings import double_ring
 from ..shardformer.table import Table

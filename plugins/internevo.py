@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..cluster.errors import raise_errors
-from ..shardformer.checkpoint_config import PipelineGradientCheckpointConfig
+from ..shardformer.recompute import PipelineGradientCheckpointConfig
 
 _LOG = logging.getLogger("echelon")
 

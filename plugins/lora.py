@@ -18,7 +18,7 @@ from ..checkpoint.local import Adapter
 from ..checkpoint.model import ADAPTER_SAFETENSORS, ADAPTER_TORCH
 from ..cluster.errors import raise_errors
 from ..shardformer.adapted import adapted, is_of_peft
-from ..shardformer.whole_gradients import is_split
+from ..shardformer.gradients import is_split
 
 _PREFIX = "base_model.model."  # of the transformers model, in peft's
 

@@ -33,12 +33,11 @@ from ..cluster.mesh import ParallelMesh, divisors
 from ..cluster.random import ForwardRandom
 from ..cluster.shard_mesh import shard_mesh
 from ..lazy import materialize
-from ..shardformer.checkpoint_config import recomputable_layers
 from ..shardformer.equal_ranks import require_equal_models
-from ..shardformer.given import mark_taken
+from ..shardformer.fused import switch_faults
 from ..shardformer.layer.batch_norm import RunningStatistics, own_batch_norms
-from ..shardformer.partial_state import is_partial, refuse_partial_state
-from ..shardformer.switches import switch_faults
+from ..shardformer.recompute import recomputable_layers
+from ..shardformer.refusals import is_partial, mark_taken, refuse_partial_state
 from ..zero.elementwise import require_elementwise
 from ..zero.groups import PARTIAL_STATE
 from ..zero.precision import DTYPES, default_precision, is_finite_number, precision_faults

@@ -1,11 +1,10 @@
 """Shardformer: tensor-parallel policies, layers and the tables of models. Knows nothing of optimizers."""
 
-from .checkpoint_config import PipelineGradientCheckpointConfig
-from .gradient_norm import clip_grad_norm_
+from .gradients import clip_grad_norm_
 from .policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
+from .recompute import PipelineGradientCheckpointConfig
 from .shard_config import ShardConfig
-from .shard_former import ShardFormer, policy_for
-from .shard_model import shard_model
+from .shard_former import ShardFormer, policy_for, shard_model
 from .sharder import ModelSharder
 from .table import RegionDropout, Table, model_types, register, register_class, table_for
 

@@ -2,22 +2,218 @@
 
 `base_model_tp_plan` says by name how modules are split, `base_model_pp_plan` in which order the parts of the base
 model run. Where gradients are summed those plans leave to their reader. Here a region is the module that holds
-column-split layers and the row-split one that ends it, of which derived_regions.py makes sure.
+column-split layers and the row-split one that ends it, of which `region_faults` makes sure.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
+from torch.nn import Parameter
 
 from ..pipeline.plan import StagePlan, is_within
-from .derived_regions import region_faults, regions_of, whole_modules
-from .derived_styles import Styles, sort_styles
-from .forward_code import returns_tuple, tensor_inputs
+from .forward_code import exit_fault, own_names, returns_tuple, takes_named_inputs, tensor_inputs
 from .layer.embedding import embedding_faults
 from .layer_split import widths
-from .table import RegionDropout, Table, has_submodule
+from .table import RegionDropout, Table, has_submodule, present
+
+# Packed: two projections of equal length side by side.
+_PACKED = 2
+# Nothing is done here: whole modules need no style, parameters are found by their own entries, and activations
+# outside of regions are never split, whatever the plan proposes for norms.
+_IGNORED = ("replicate", "local_params", "sequence_parallel")
+
+
+@dataclass(kw_only=True)
+class Styles:
+    """Names of a layer, by what the plan says of them.
+
+    Args:
+        column, row: linear layers split by outputs or by inputs.
+        gathered: linear layers split by outputs, which are gathered again.
+        scattered: linear layers split by inputs, which arrive whole.
+        partial: whole modules whose gradients are partial.
+        experts: modules that hold experts as parameters and are given routing weights.
+        summed: other modules whose outputs are summed over the ranks.
+        split: parameters, with the dimension that is cut.
+        fused: of `column` and `split`, how many parts each fuses.
+        faults: what of the plan is not known here.
+    """
+
+    column: tuple[str, ...] = ()
+    row: tuple[str, ...] = ()
+    gathered: tuple[str, ...] = ()
+    scattered: tuple[str, ...] = ()
+    partial: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
+    summed: tuple[str, ...] = ()
+    split: dict[str, int] = field(default_factory=dict)
+    fused: dict[str, int] = field(default_factory=dict)
+    faults: tuple[str, ...] = ()
+
+    @property
+    def exits(self) -> tuple[str, ...]:
+        """Modules other than linear layers that end a region."""
+        return (*self.experts, *self.summed)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """All linear layers that are split, and the modules that end regions."""
+        return (*self.column, *self.row, *self.gathered, *self.scattered, *self.exits)
+
+
+# By style the field of `Styles`, for modules.
+_OF_MODULES = {
+    "colwise": "column",
+    "packed_colwise": "column",
+    "rowwise": "row",
+    "colwise_gather_output": "gathered",
+    "colwise_rep": "gathered",
+    "rowwise_split_input": "scattered",
+    "rowwise_rep": "scattered",
+    "replicated_with_grad_allreduce": "partial",
+    "mla_kv_a_proj": "partial",
+    "moe_tp_experts": "experts",
+    "all_reduce": "summed",
+}
+# By style the dimension that is cut, for parameters, and how many dimensions they must have.
+_OF_PARAMETERS = {
+    "colwise": (-2, 1),
+    "packed_colwise": (-2, 2),
+    "rowwise": (-1, 2),
+    "packed_rowwise": (-1, 2),
+}
+
+
+def sort_styles(
+    plan: Mapping[str, str], stack: str, layers: Sequence[nn.Module], *, embedding: str | None
+) -> Styles:
+    """The plan's entries for what these layers hold; an entry for what none of them holds is passed over.
+
+    Args:
+        plan: styles by path from the base model, with `*` for numbers.
+        stack: the path of the list of layers.
+        layers: the layers.
+        embedding: the path of the vocabulary's embedding, which is split whatever the plan says of it.
+    """
+    found = Styles()
+    held: dict[str, nn.Module | Parameter] = {}
+    for layer in layers:
+        held |= {**dict(layer.named_modules()), **dict(layer.named_parameters())}
+    for path, style in plan.items():
+        if not path.startswith(f"{stack}.*."):
+            if path != embedding and style not in _IGNORED:
+                found.faults += (f"transformers' plan splits {path} ({style!r}), which is no layer",)
+            continue
+        for name in _matching(path.removeprefix(f"{stack}.*."), held):
+            _sort(found, name, held[name], style)
+    return found
+
+
+def _matching(pattern: str, names: Iterable[str]) -> list[str]:
+    expression = re.compile(r"\d+".join(re.escape(part) for part in pattern.split("*")))
+    return [name for name in names if expression.fullmatch(name)]
+
+
+def _sort(found: Styles, name: str, thing: nn.Module | Parameter, style: str) -> None:
+    if style in _IGNORED:
+        return
+    if isinstance(thing, Parameter) and style in _OF_PARAMETERS and thing.ndim >= _OF_PARAMETERS[style][1]:
+        found.split[name] = max(thing.ndim + _OF_PARAMETERS[style][0], 0)
+    elif isinstance(thing, nn.Module) and style in _OF_MODULES:
+        kind = _OF_MODULES[style]
+        setattr(found, kind, (*getattr(found, kind), name))
+    else:
+        found.faults += (
+            f"transformers' plan gives {name} ({type(thing).__name__}) the style {style!r}, which is not known here "
+            "for it: write a table",
+        )
+        return
+    if style.startswith("packed"):
+        found.fused[name] = _PACKED
+
+
+# Attributes with counts of heads. Code that computes with one would count the heads of other ranks.
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "n_head", "embed_dim")
+_ADVICE = "write a table for this model type"
+
+
+def regions_of(styles: Styles) -> tuple[str, ...]:
+    """The modules that hold split layers and parameters directly."""
+    owners = (name.rpartition(".")[0] for name in (*styles.column, *styles.split))
+    return tuple(dict.fromkeys((*owners, *styles.exits)))
+
+
+def region_faults(layers: Sequence[nn.Module], styles: Styles) -> list[str]:
+    """Why regions do not start and end where the modules that hold split layers do, each once."""
+    found: dict[str, None] = {}
+    for layer in layers:
+        active = _active(layer, styles)
+        found |= dict.fromkeys(
+            f"{inner} works on split activations within {outer}, which does too: {_ADVICE}"
+            for inner in (*active, *present(layer, (*styles.gathered, *styles.scattered)))
+            for outer in active
+            if inner != outer and is_within(inner, outer)
+        )
+        found |= dict.fromkeys(fault for path in active for fault in _faults(layer, path, styles))
+        found |= dict.fromkeys(
+            f"{row} is split by its inputs, and nothing beside it by its outputs: {_ADVICE}"
+            for row in present(layer, styles.row)
+            if row.rpartition(".")[0] not in active
+        )
+    return list(found)
+
+
+def whole_modules(layers: Sequence[nn.Module], styles: Styles) -> list[str]:
+    """Modules in regions that hold parameters which the plan does not split: their gradients are partial."""
+    found: dict[str, None] = {}
+    for layer in layers:
+        for path in _active(layer, styles):
+            found |= dict.fromkeys(f"{path}.{name}" for name in _whole(layer, path, styles))
+    return list(found)
+
+
+def _faults(layer: nn.Module, path: str, styles: Styles) -> list[str]:
+    module = layer.get_submodule(path)
+    whole = _whole(layer, path, styles)
+    rows = [name for name in present(layer, styles.row) if name.rpartition(".")[0] == path]
+    own = [name for name, _ in module.named_parameters(recurse=False) if f"{path}.{name}" not in styles.split]
+    found = [f"{path}.{name} is whole among split activations: {_ADVICE}" for name in own]
+    further = tensor_inputs(module)
+    if path in styles.exits:
+        found += [f"{path}.{name} is whole among split experts: {_ADVICE}" for name in whole + rows]
+        is_known = len(further) <= (path in styles.experts) and takes_named_inputs(module)
+        return found if is_known else [*found, f"{path} takes {further or 'inputs without names'}: {_ADVICE}"]
+    if further:
+        found.append(f"{path} takes {', '.join(further)} besides hidden states: {_ADVICE}")
+    if counts := sorted(own_names(module) & {*_HEAD_COUNTS}):
+        found.append(f"the code of {path} reads {', '.join(counts)}, of which a rank has a part: {_ADVICE}")
+    if len(rows) != 1:
+        return [*found, f"{path} has split outputs, and {rows or 'no layer'} to end them: {_ADVICE}"]
+    others = [name for name, _ in module.named_children() if f"{path}.{name}" != rows[0]]
+    others = [name for name in others if any(True for _ in module.get_submodule(name).parameters())]
+    fault = exit_fault(
+        module, rows[0].rpartition(".")[2], [*others, *dict(module.named_parameters(recurse=False))]
+    )
+    return [*found, *([f"{path}: {fault}: {_ADVICE}"] if fault else [])]
+
+
+def _active(layer: nn.Module, styles: Styles) -> list[str]:
+    """The regions of which this layer holds something that is split."""
+    held = {*dict(layer.named_modules()), *dict(layer.named_parameters())}
+    owners = (name.rpartition(".")[0] for name in (*styles.column, *styles.split) if name in held)
+    return list(dict.fromkeys(owners))
+
+
+def _whole(layer: nn.Module, path: str, styles: Styles) -> list[str]:
+    """The modules below a region, without itself, that hold parameters which the plan does not split."""
+    known = (*styles.modules, *styles.partial, *styles.split)
+    names = (name for name, _ in layer.get_submodule(path).named_parameters() if "." in name)
+    whole = [name for name in names if not any(is_within(f"{path}.{name}", each) for each in known)]
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in whole))
+
 
 _GROUPS = "num_key_value_groups"
 _KEY_VALUE = ("k_proj", "v_proj")

@@ -1,21 +1,27 @@
-"""Which fused kernels a model is to use, and whether it can. Each kind has a file of its own.
-
-They are in attention.py, fused_norm.py and fused_code.py.
-"""
+"""The fused kernels that a model is to use, and whether it can."""
 
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import attention_xformers
-from .attention import FLASH_ATTENTION_2, FLASH_ATTN_DTYPES, attention_faults, flash_kernel, set_attention
-from .attention_xformers import XFORMERS, register_xformers
+from .attention import (
+    FLASH_ATTENTION_2,
+    FLASH_ATTN_DTYPES,
+    XFORMERS,
+    XFORMERS_DEVICES,
+    attention_faults,
+    flash_kernel,
+    register_xformers,
+    set_attention,
+)
 from .fused_code import compile_elementwise
 from .fused_norm import fuse_norms
 
@@ -80,9 +86,9 @@ class FusedKernels:
                     "enable_xformers=True needs the package xformers: install it (pip install xformers), or leave this "
                     "out"
                 )
-            if device.type not in attention_xformers.DEVICES:
+            if device.type not in XFORMERS_DEVICES:
                 found.append(
-                    f"enable_xformers=True: xFormers computes on {', '.join(attention_xformers.DEVICES)} and not on "
+                    f"enable_xformers=True: xFormers computes on {', '.join(XFORMERS_DEVICES)} and not on "
                     f"{device.type}: use enable_flash_attention=True, which is torch's fused attention there"
                 )
         if self.jit:
@@ -149,3 +155,12 @@ def _tell(line: str) -> None:
     """Log a line, on the first rank alone."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         _LOG.warning(line)
+
+
+def switch_faults(given: Mapping[str, Any]) -> list[str]:
+    """Which of these are neither True nor False."""
+    return [
+        f"{name}={value!r} must be True or False"
+        for name, value in given.items()
+        if not isinstance(value, bool)
+    ]

@@ -16,7 +16,7 @@ from ..cluster.random import SplitRandom
 from ..pipeline.plan import is_within
 from .adapted import adapted, is_lora, plain, plain_path
 from .config_view import ConfigView
-from .head_order import Cut, HeadOrder, Heads
+from .heads import Cut, HeadOrder, Heads
 from .layer.common_input import CommonInput
 from .layer.held_count import HeldCount
 from .layer.key_value import SharedKeyValueLinear1D_Col

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from ..pipeline.stage_manager import PipelineStageManager
-from .fused import FusedKernels
+from .fused import FusedKernels, switch_faults
 from .sequence.config import SequenceParallelism, SequenceSplit
 from .sequence.rings import DoubleRing
-from .switches import switch_faults
 
 _AXES = ("tensor_parallel", "data_parallel")  # of each an argument `_size` and one `_process_group`
 

@@ -1,32 +1,36 @@
 """ShardFormer: a model in, this rank's part of it out, and its data. With pipelines, ZeRO or 16 bits: booster/."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from ..cluster.dataloader import shared_loader
 from ..cluster.launch import default_device, launch_from_torch, torchrun_command
 from ..cluster.mesh import ParallelMesh, divisors
 from ..lazy import materialize
-from . import tables as tables  # registers them
+from ..shardformer import tables as tables
 from .adapted import adapted, is_of_peft
-from .dataset import loader_settings
 from .derived import derived_table
 from .equal_ranks import compare_inputs, raise_alike, require_equal_models
-from .given import given_faults, is_taken, policy_faults
-from .partial_state import refuse_partial_state
+from .gradients import make_gradients_whole
 from .policy import Policy
+from .refusals import given_faults, is_taken, policy_faults, refuse_partial_state, refuse_whole_caches
 from .shard_config import ShardConfig
 from .sharder import ModelSharder
 from .table import Table, table_for, table_for_class
 from .table_policy import TablePolicy
-from .whole_cache import refuse_whole_caches
-from .whole_gradients import make_gradients_whole
 
 
 class ShardFormer:
@@ -285,3 +289,81 @@ def policy_for(model: nn.Module, *, sequences_alone: bool = False) -> Policy:
             if sequences_alone
             else f"no table says how to split {told}, nor does transformers: use tp_size=1 and pp_size=1, {advice}"
         ) from None
+
+
+def shard_model(model: nn.Module, policy: Policy | Table | None = None) -> nn.Module:
+    """Split a model over all processes of torchrun, in place: the world is the tensor axis.
+
+    Starts the process group where nobody has, by `launch_from_torch()`, which seeds all ranks equally; a plain `python
+    script.py` is a world of one. The model comes to this rank's device. Collective over the world.
+
+    Args:
+        model: equal on all ranks, not yet split.
+        policy: how, by a policy or a table; None takes the table of the model's type.
+
+    Raises:
+        ValueError: no policy is known, it cannot do what is asked, or models differ; on every rank alike.
+    """
+    if not dist.is_initialized():
+        launch_from_torch()
+    shard_former = ShardFormer(ShardConfig(tensor_parallel_size=dist.get_world_size()))
+    shard_former.init_distributed()
+    return shard_former.shard_model(model, policy)
+
+
+# Of a DataLoader, besides what is told apart below.
+_KEPT = (
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "prefetch_factor",
+    "persistent_workers",
+    "multiprocessing_context",
+    "in_order",
+)
+
+
+def loader_settings(source: Dataset | DataLoader) -> dict[str, Any]:
+    """The arguments of a dataloader that reads the same in the same way.
+
+    Raises:
+        ValueError: it has no length, or an order of its own that nobody could deal out.
+    """
+    plain = {"batch_size": 1, "shuffle": False, "drop_last": False, "collate_fn": default_collate}
+    if not isinstance(source, DataLoader):
+        _require_length(source)
+        return {"dataset": source, **plain}
+    _require_length(source.dataset)
+    kinds = (SequentialSampler, RandomSampler)
+    sampler = source.sampler
+    is_plain = getattr(sampler, "data_source", None) is source.dataset and not getattr(
+        sampler, "replacement", False
+    )
+    is_whole = getattr(sampler, "_num_samples", None) is None
+    if (
+        type(source.batch_sampler) is not BatchSampler
+        or type(sampler) not in kinds
+        or not (is_plain and is_whole)
+    ):
+        raise ValueError(
+            f"this DataLoader has a {type(source.batch_sampler).__name__} over a {type(source.sampler).__name__}, "
+            "whose choice or order cannot be dealt out: give one with shuffle=True or False and a batch_size, or the "
+            "data set itself"
+        )
+    return {
+        **{name: getattr(source, name) for name in _KEPT},
+        "dataset": source.dataset,
+        "batch_size": source.batch_size,
+        "shuffle": isinstance(source.sampler, RandomSampler),
+        "drop_last": source.drop_last,
+        "collate_fn": source.collate_fn,
+    }
+
+
+def _require_length(dataset: Dataset) -> None:
+    if not isinstance(dataset, Sized):
+        raise ValueError(
+            f"a {type(dataset).__name__} has no length, so its samples cannot be dealt out: give a data set with "
+            "__len__ and __getitem__"
+        )

@@ -24,9 +24,9 @@ from ..lazy.tensor import LazyTensor
 from ..pipeline.stage import cut_stages, local_stages, remember_stages
 from ..pipeline.stage_manager import PipelineStageManager
 from ..pipeline.stand_ins import StandIn
-from .checkpoint_config import recomputable_layers
 from .layer.parallel_module import ParallelModule
 from .policy import Errors, ModulePolicyDescription, Policy, SubModuleReplacementDescription, join
+from .recompute import recomputable_layers
 from .sequence.axis import axis_of
 from .sequence.before_layers import compute_parts_before_layers
 from .sequence.config import WHOLE, SequenceParallelism

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ..pipeline.plan import StagePlan, is_within
-from .head_order import HeadOrder
+from .heads import HeadOrder
 
 
 @dataclass(frozen=True, kw_only=True)

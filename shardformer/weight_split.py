@@ -16,11 +16,11 @@ from torch.nn import Parameter
 
 from ..cluster.mesh import weight_size_faults
 from ..pipeline.plan import layer_drop_errors
-from .checkpoint_config import recomputable_layers
 from .layer.parallel_module import native_faults
 from .layer.weight_parallel import KINDS, WeightParallelLinear
 from .layer.weight_pool import WeightPool
 from .policy import Policy
+from .recompute import recomputable_layers
 from .shard_former import policy_for
 from .table import Table, table_for
 from .table_policy import TablePolicy

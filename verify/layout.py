@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..plugins.hybrid_config import HybridConfig, PipelineConfig
-from ..shardformer.checkpoint_config import PipelineGradientCheckpointConfig
+from ..shardformer.recompute import PipelineGradientCheckpointConfig
 from ..shardformer.sequence.config import SequenceParallelism
 
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from ..attention import FLASH_ATTENTION_2, SDPA
-from ..attention_arguments import BESIDES
+from ..attention import BESIDES, FLASH_ATTENTION_2, SDPA
 from .all_to_all import attend_by_heads
 from .axis import SequenceAxis, axis_of
 from .block_mask import BlockMask, Mask, Seen, block_mask

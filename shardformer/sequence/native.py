@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from ..attention import FLASH_ATTENTION_2, SDPA
-from ..attention_xformers import XFORMERS, register_xformers
+from ..attention import FLASH_ATTENTION_2, SDPA, XFORMERS, register_xformers
 from ..config_view import ConfigView
 
 EAGER = "eager"

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ...pipeline.plan import StagePlan
-from ..head_order import HeadOrder
+from ..heads import HeadOrder
 from ..table import RegionDropout, Table
 
 # Llama and its family: separate projections, grouped-query attention, a gated MLP.

@@ -19,7 +19,7 @@ from echelon import (
     shard_model,
 )
 from echelon.shardformer import Policy
-from echelon.shardformer.given import given_faults
+from echelon.shardformer.refusals import given_faults
 from echelon.shardformer.tables.decoders import GPT2, LLAMA
 from echelon.verify.models import ModelChoice
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from echelon import Booster, PipelineGradientCheckpointConfig, TorchDDPPlugin, TorchFSDPPlugin
-from echelon.shardformer.checkpoint_config import checkpoint_layers, recomputable_layers
+from echelon.shardformer.recompute import checkpoint_layers, recomputable_layers
 from echelon.verify.batch import make_batch
 from echelon.verify.models import ModelChoice
 from echelon.verify.parity import make_optimizer

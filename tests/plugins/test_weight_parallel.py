@@ -21,7 +21,7 @@ from echelon.lazy import LazyInitContext, materialize
 from echelon.pipeline.stage_manager import PipelineStageManager
 from echelon.plugins.ledger import Ledger
 from echelon.plugins.state import ParameterNames, held_tensors, managed_parameters
-from echelon.shardformer.checkpoint_config import recomputable_layers
+from echelon.shardformer.recompute import recomputable_layers
 from echelon.shardformer.weight_split import make_weight_parallel
 from echelon.verify.batch import loss_of as batch_loss
 from echelon.verify.batch import make_batch

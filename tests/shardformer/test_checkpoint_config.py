@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from echelon.shardformer.checkpoint_config import (
+from echelon.shardformer.layer import Linear1D_Row
+from echelon.shardformer.recompute import (
     PipelineGradientCheckpointConfig,
     checkpoint_faults,
     checkpoint_layers,
     recomputable_layers,
 )
-from echelon.shardformer.layer import Linear1D_Row
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 from echelon.verify.parity import Report, parity

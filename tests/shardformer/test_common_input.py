@@ -11,12 +11,12 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from echelon.cluster import collectives
 from echelon.shardformer import ShardConfig, ShardFormer
-from echelon.shardformer.checkpoint_config import (
+from echelon.shardformer.layer.common_input import CommonInput
+from echelon.shardformer.recompute import (
     PipelineGradientCheckpointConfig,
     checkpoint_layers,
     recomputable_layers,
 )
-from echelon.shardformer.layer.common_input import CommonInput
 
 from ..pool import Pool
 

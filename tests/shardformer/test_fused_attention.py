@@ -8,8 +8,14 @@ import transformers
 from torch import Tensor, nn
 
 from echelon.shardformer import ShardConfig, ShardFormer
-from echelon.shardformer.attention import SDPA, attention_faults, set_attention
-from echelon.shardformer.attention_xformers import XFORMERS, register_xformers, xformers_attention
+from echelon.shardformer.attention import (
+    SDPA,
+    XFORMERS,
+    attention_faults,
+    register_xformers,
+    set_attention,
+    xformers_attention,
+)
 from echelon.shardformer.fused import FusedKernels
 from echelon.verify.models import ModelChoice
 

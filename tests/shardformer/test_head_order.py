@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from echelon.pipeline.plan import StagePlan
-from echelon.shardformer.head_order import Cut, HeadOrder, Heads
+from echelon.shardformer.heads import Cut, HeadOrder, Heads
 from echelon.shardformer.layer_split import heads_of
 from echelon.shardformer.table import Table
 

@@ -22,7 +22,7 @@ from echelon import (
     clip_grad_norm_,
     shard_model,
 )
-from echelon.shardformer.checkpoint_config import recomputable_layers
+from echelon.shardformer.recompute import recomputable_layers
 
 from ..pool import Pool
 from .bare_training import departure

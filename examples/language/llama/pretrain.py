@@ -33,7 +33,7 @@ from echelon import (
     PipelineGradientCheckpointConfig,
     TorchDDPPlugin,
 )
-from echelon.shardformer.checkpoint_config import checkpoint_layers, recomputable_layers
+from echelon.shardformer.recompute import checkpoint_layers, recomputable_layers
 
 sys.path.append(str(Path(__file__).parents[2]))  # what all examples share
 import data as texts

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from echelon.cluster.collectives import all_reduce, gather_from, gather_to
 from echelon.cluster.placement import Shard, place
-from echelon.shardformer.head_order import Cut, Heads
+from echelon.shardformer.heads import Cut, Heads
 from echelon.shardformer.layer import Linear1D_Col, key_value
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
@@ -207,7 +207,7 @@ FAULTS = {
         notice=r"^step 1: ",
     ),
     "groups of heads are cut over all ranks": Mutation(
-        target="echelon.shardformer.head_order:Heads.fused_cut",
+        target="echelon.shardformer.heads:Heads.fused_cut",
         wrapper=over_all_ranks,
         row=(
             ModelChoice(
@@ -226,7 +226,7 @@ FAULTS = {
         notice=r"^step 1: ",
     ),
     "heads are padded behind all instead of behind each group": Mutation(
-        target="echelon.shardformer.head_order:Heads.query_cut",
+        target="echelon.shardformer.heads:Heads.query_cut",
         replacement=padded_at_the_end,
         row=(SIX_HEADS, TP4),
         notice=r"^step 1: ",

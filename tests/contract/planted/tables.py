@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from echelon.shardformer.head_order import HeadOrder
+from echelon.shardformer.heads import HeadOrder
 from echelon.shardformer.table import Table
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice

@@ -1,4 +1,4 @@
-"""State dicts of a model of which each rank has a part: refused to users, read by our own checkpoints."""
+"""Refusals of what is no whole model, and of state dicts and caches of a model of which a rank has a part."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -6,10 +6,57 @@ from itertools import chain
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torch.distributed.tensor import DTensor
 
 from ..cluster.placement import Shard, placement_of
+from ..lazy.tensor import LazyTensor
 from ..pipeline.stand_ins import StandIn
+from .gradients import is_split
+from .policy import Policy
+from .table import Table
+
+_TAKEN = "_echelon_taken"
+
+
+def mark_taken(model: nn.Module) -> None:
+    """Remember that a plugin had a model; a copy of it is another one."""
+    vars(model)[_TAKEN] = id(model)
+
+
+def is_taken(model: nn.Module) -> bool:
+    """Whether a plugin or ShardFormer had a model, or one inside of it."""
+    return is_split(model) or any(vars(each).get(_TAKEN) == id(each) for each in model.modules())
+
+
+def given_faults(model: object) -> list[str]:
+    """Why what was given for a model is none that has values; empty when it is."""
+    if not isinstance(model, nn.Module):
+        return [f"a model is a torch.nn.Module, and this is a {type(model).__name__}: give the model itself"]
+    if isinstance(model, OptimizedModule):
+        return [
+            "the model is torch.compile's, whose parameters have other names: give the plain model, and call "
+            "model.compile() on what is returned"
+        ]
+    named = chain(model.named_parameters(), model.named_buffers())
+    empty = [name for name, each in named if each.is_meta and not isinstance(each, LazyTensor)]
+    if not empty:
+        return []
+    several = f"and {len(empty) - 1} more of the model are" if len(empty) > 1 else "of the model is"
+    return [
+        f"{empty[0]} {several} on the meta device, without values: build or "
+        "load the model in a LazyInitContext(), which knows how to make them, or on a device"
+    ]
+
+
+def policy_faults(name: str, policy: object) -> list[str]:
+    """Why what was given by this name for a policy is neither one nor a table; empty where it is, or None."""
+    if policy is None or isinstance(policy, (Policy, Table)):
+        return []
+    is_class = isinstance(policy, type) and issubclass(policy, (Policy, Table))
+    given = f"the class {policy.__name__}" if isinstance(policy, type) else repr(policy)
+    advice = "give an object of it" if is_class else "leave it out for the table of the model's type"
+    return [f"{name} is {given} and must be a shardformer.Policy or a shardformer.Table: {advice}"]
 
 
 def refuse_partial_state(model: nn.Module) -> None:
@@ -110,3 +157,30 @@ def _is_partial(module: nn.Module) -> bool:
     if isinstance(module, StandIn):
         return next(chain(module.native.parameters(), module.native.buffers()), None) is not None
     return any(is_partial(each) for each in chain(module._parameters.values(), module._buffers.values()))
+
+
+def refuse_whole_caches(model: nn.Module) -> None:
+    """Let calls of a split transformers model raise ValueError for a cache that was made beforehand for all heads.
+
+    Otherwise a cache is made at the first call, for the heads that there are.
+    """
+    if hasattr(model, "config"):
+        model.register_forward_pre_hook(_refuse, with_kwargs=True)
+
+
+def _refuse(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    for layer in getattr(kwargs.get("past_key_values"), "layers", ()):
+        is_early = getattr(layer, "is_initialized", False) and not layer.get_seq_length()
+        if is_early and 1 < getattr(layer, "num_heads", 0) == _num_heads(model.config):
+            raise ValueError(
+                f"this cache was made beforehand for all {layer.num_heads} key-value heads, of which a rank of the "
+                "tensor axis has its own alone (generate does so with prefill_chunk_size and a static cache): leave "
+                "prefill_chunk_size out, or hand over a cache that is made at its first use"
+            )
+
+
+def _num_heads(config: Any) -> int:
+    """The key-value heads of the whole model, as transformers makes caches for them."""
+    text = config.get_text_config(decoder=True)
+    found: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return found

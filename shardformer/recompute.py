@@ -1,4 +1,4 @@
-"""Which layers forget their activations in forward and compute them again in backward (arXiv:1604.06174)."""
+"""Layers that forget their activations in forward and compute them again in backward (arXiv:1604.06174)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How the heads of query, key and value lie in projections, and how those are cut between heads, padded if need be."""
+"""Heads of query, key and value in projections: their order, and cuts between them, padded where needed."""
 
 from dataclasses import dataclass
 from enum import Enum
