@@ -144,7 +144,7 @@ def installed(**modules: dict[str, Any]) -> Iterator[None]:
 def installed_xformers() -> Iterator[mock.Mock]:
     """xFormers, on the CPU too; gives what counts the calls of its attention."""
     attention = mock.Mock(wraps=memory_efficient_attention)
-    devices = mock.patch("echelon.shardformer.attention.DEVICES", ("cpu", "cuda"))
+    devices = mock.patch("echelon.shardformer.fused.XFORMERS_DEVICES", ("cpu", "cuda"))
     attributes = {"memory_efficient_attention": attention, "LowerTriangularMask": LowerTriangularMask}
     with installed(xformers__ops=attributes), devices:
         yield attention
