@@ -4,7 +4,6 @@ import html
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -53,18 +52,16 @@ _INK: RGB = (0.1, 0.1, 0.1)
 _FAINT: RGB = (0.4, 0.4, 0.4)
 _PALEST = 0.42  # how near to white a rank's last chunk is
 
-# Lengths are in points, 72 to an inch. Those from _ROW on grow with the figure, so that letters stay legible where a
-# wide one is scaled down to a page.
-_MIN_WIDTH, _MAX_WIDTH = 430.0, 2200.0  # of the time axis
-_MAX_GROWTH = 2.0
-_MIN_NUMBER, _GOOD_NUMBER, _MAX_NUMBER = 4.5, 5.5, 8.0  # sizes of the numbers in boxes
+# Lengths are in points, 72 to an inch, and grow with the figure, so that letters stay legible where a wide one is
+# scaled down to a page.
+_MIN_WIDTH, _MAX_WIDTH, _MAX_SCALE = 430.0, 2200.0, 2.0  # of the time axis
+_MARGINS = 150.0  # beside it
+_ROW, _TITLE, _AXIS_AND_LEGEND = 18.0, 26.0, 50.0
+_TEXT = 8.5
+_MIN_NUMBER, _GOOD_NUMBER, _MAX_NUMBER = 4.5, 5.5, 8.0  # sizes of the numbers in boxes, on any figure
+_DIGIT = 0.64  # how wide a digit is, as a share of its size
 _NUMBER_MARGIN = 1.5
-_ROW = 18.0
 _GAP = 0.1  # of a row, between boxes of neighbours
-_COLUMN = 48.0  # of the figures beside a rank
-_TITLE, _AXIS, _LEGEND, _EDGE = 30.0, 30.0, 20.0, 8.0
-_TEXT, _SMALL = 8.5, 7.0
-_LETTER, _DIGIT = 0.56, 0.64  # how wide letters are on average, as a share of their size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,70 +84,6 @@ class Box(NamedTuple):
     rank: int
     chunk: int
     span: Span
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Layout:
-    """Sizes that follow from what is drawn, in points."""
-
-    panels: Sequence[Panel]
-
-    @cached_property
-    def end(self) -> float:
-        """Of the time axis, which all panels share."""
-        return max(panel.timeline.end for panel in self.panels)
-
-    @cached_property
-    def width(self) -> float:
-        """Of the time axis: wide enough for numbers in the narrowest kind of box, within bounds."""
-        wanted = self.end / self._narrowest * (self.number_width(_GOOD_NUMBER) + _NUMBER_MARGIN)
-        return min(max(wanted, _MIN_WIDTH), _MAX_WIDTH)
-
-    @cached_property
-    def growth(self) -> float:
-        """By how much letters are larger than on the narrowest figure."""
-        return min((self.width / _MIN_WIDTH) ** 0.5, _MAX_GROWTH)
-
-    @cached_property
-    def number(self) -> float:
-        """The size of the numbers in boxes, one for the whole figure."""
-        room = self._narrowest / self.end * self.width - _NUMBER_MARGIN
-        return min(max(room / self.number_width(1.0), _MIN_NUMBER), _MAX_NUMBER)
-
-    def number_width(self, size: float) -> float:
-        """Of the longest number."""
-        return _DIGIT * size * len(str(max(span.action.microbatch for span in self._spans)))
-
-    @cached_property
-    def label_width(self) -> float:
-        """Of what stands before the rows."""
-        labels = [label for panel in self.panels for label in row_labels(panel.timeline)]
-        return self.growth * (_EDGE + 4 + _TEXT * _LETTER * max(map(len, labels)))
-
-    @cached_property
-    def size(self) -> tuple[float, float]:
-        """Width and height of the figure."""
-        width = self.label_width + self.width + self.growth * (2 * _COLUMN + _EDGE)
-        return width, sum(map(self.height, self.panels)) + self.growth * (_AXIS + _LEGEND)
-
-    def height(self, panel: Panel) -> float:
-        """Of a panel with its title."""
-        return self.growth * _TITLE + self.rows(panel)
-
-    def rows(self, panel: Panel) -> float:
-        """The height of a panel's rows together."""
-        return self.growth * _ROW * len(panel.timeline.spans)
-
-    @cached_property
-    def _spans(self) -> list[Span]:
-        return [span for panel in self.panels for spans in panel.timeline.spans for span in spans]
-
-    @cached_property
-    def _narrowest(self) -> float:
-        lengths: dict[Op, list[float]] = {}
-        for span in self._spans:
-            lengths.setdefault(span.action.op, []).append(span.end - span.start)
-        return min(map(median, lengths.values()))
 
 
 def save_timelines(panels: Sequence[Panel], path: Path, *, unit: str) -> None:
@@ -239,25 +172,39 @@ def draw(panels: Sequence[Panel], *, unit: str) -> "Figure":
     require_matplotlib()
     from matplotlib.figure import Figure
 
-    layout = _Layout(panels=panels)
-    width, height = layout.size
-    figure = Figure(figsize=(width / 72, height / 72))
-    top = height
-    for index, panel in enumerate(panels):
-        top -= layout.height(panel)
-        axes = figure.add_axes(
-            (
-                layout.label_width / width,
-                top / height,
-                layout.width / width,
-                layout.rows(panel) / height,
-            )
-        )
-        _set_axes(axes, panel, layout, unit=unit if index == len(panels) - 1 else None)
-        _draw_boxes(axes, index, panel.timeline, layout)
-        _write_margins(axes, panel, layout)
-    _draw_legend(figure, panels, size=layout.growth * _TEXT)
+    end = max(panel.timeline.end for panel in panels)
+    rows = [len(panel.timeline.spans) for panel in panels]
+    shortest, digits = _shortest_box(panels)
+    wanted = end / shortest * (digits * _DIGIT * _GOOD_NUMBER + _NUMBER_MARGIN)
+    width = min(max(wanted, _MIN_WIDTH), _MAX_WIDTH)
+    scale = min((width / _MIN_WIDTH) ** 0.5, _MAX_SCALE)
+    height = scale * (_ROW * sum(rows) + _TITLE * len(rows) + _AXIS_AND_LEGEND)
+    figure = Figure(figsize=((width + scale * _MARGINS) / 72, height / 72), layout="constrained")
+    all_axes = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=rows)[:, 0]
+    for index, (axes, panel) in enumerate(zip(all_axes, panels, strict=True)):
+        _draw_boxes(axes, index, panel.timeline)
+        _write_beside(axes, panel, scale)
+    axes.set_xlim(0, end)
+    axes.set_xlabel(f"time ({unit})", fontsize=scale * _TEXT)
+    _draw_legend(figure, panels, size=scale * _TEXT)
+    figure.draw_without_rendering()  # lays the figure out, on which the size of the numbers depends
+    figure.set_layout_engine("none")
+    points_per_time = axes.get_window_extent().width * 72 / figure.dpi / end
+    size = (shortest * points_per_time - _NUMBER_MARGIN) / (digits * _DIGIT)
+    size = min(max(size, _MIN_NUMBER), _MAX_NUMBER)
+    for axes, panel in zip(all_axes, panels, strict=True):
+        _write_numbers(axes, panel.timeline, size=size, shortest=digits * _DIGIT * size / points_per_time)
     return figure
+
+
+def _shortest_box(panels: Sequence[Panel]) -> tuple[float, int]:
+    """The usual length of the shortest kind of computation, and the digits of the longest number."""
+    lengths: dict[Op, list[float]] = {}
+    last = 0
+    for action, start, end in (span for panel in panels for spans in panel.timeline.spans for span in spans):
+        lengths.setdefault(action.op, []).append(end - start)
+        last = max(last, action.microbatch)
+    return min(map(median, lengths.values())), len(str(last))
 
 
 def require_matplotlib() -> None:
@@ -309,137 +256,83 @@ def _paler(colour: RGB, chunk: int, num_chunks: int) -> RGB:
     return red, green, blue
 
 
-def _ink_on(colour: RGB) -> RGB:
-    red, green, blue = colour
-    return (1.0, 1.0, 1.0) if 0.3 * red + 0.59 * green + 0.11 * blue < 0.55 else _INK
-
-
 def _num_chunks(timeline: Timeline) -> int:
     return max(len(stages_of(spans)) for spans in timeline.spans)
 
 
-def _set_axes(axes: "Axes", panel: Panel, layout: _Layout, *, unit: str | None) -> None:
-    """Bounds, rows and their labels, and the time axis, which is written on the last panel alone."""
-    num_ranks, growth = len(panel.timeline.spans), layout.growth
-    axes.set_xlim(0, layout.end)
-    axes.set_ylim(num_ranks - 0.5, -0.5)
-    axes.set_yticks(range(num_ranks), row_labels(panel.timeline))
-    axes.tick_params(axis="y", length=0, pad=4 * growth, labelsize=_TEXT * growth)
-    axes.tick_params(
-        axis="x",
-        labelbottom=unit is not None,
-        labelsize=_TEXT * growth,
-        width=0.6 * growth,
-        length=3 * growth,
-    )
-    for side in ("left", "right", "top"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_linewidth(0.6 * growth)
-    if unit is not None:
-        axes.set_xlabel(f"time ({unit})", fontsize=_TEXT * growth, labelpad=2 * growth)
-
-
-def _draw_boxes(axes: "Axes", index: int, timeline: Timeline, layout: _Layout) -> None:
+def _draw_boxes(axes: "Axes", index: int, timeline: Timeline) -> None:
     from matplotlib.patches import Rectangle
 
     height = 1 - _GAP
-    num_chunks = _num_chunks(timeline)
     for rank in range(len(timeline.spans)):
         axes.add_artist(
             Rectangle((0, rank - height / 2), timeline.end, height, facecolor=WAITING, linewidth=0)
         )
     for gid, rank, chunk, (action, start, end) in boxes(index, timeline):
-        length = (end - start) / layout.end * layout.width
-        colour = shade(action.op, chunk, num_chunks)
-        axes.add_artist(
-            Rectangle(
-                (start, rank - height / 2),
-                end - start,
-                height,
-                facecolor=colour,
-                edgecolor="white",
-                linewidth=min(0.5, length / 10),
-                gid=gid,
-            )
-        )
-        number = str(action.microbatch)
-        if length >= layout.number_width(layout.number):
+        box = Rectangle((start, rank - height / 2), end - start, height, gid=gid)
+        box.set(facecolor=shade(action.op, chunk, _num_chunks(timeline)), edgecolor="white", linewidth=0.3)
+        axes.add_artist(box)
+    axes.set_ylim(len(timeline.spans) - 0.5, -0.5)
+
+
+def _write_numbers(axes: "Axes", timeline: Timeline, *, size: float, shortest: float) -> None:
+    """Write the microbatch into every box that is long enough."""
+    for _, rank, chunk, (action, start, end) in boxes(0, timeline):
+        if end - start >= shortest:
+            red, green, blue = shade(action.op, chunk, _num_chunks(timeline))
+            is_dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.55
             axes.text(
                 (start + end) / 2,
                 rank,
-                number,
-                fontsize=layout.number,
-                color=_ink_on(colour),
+                str(action.microbatch),
+                fontsize=size,
+                color="white" if is_dark else _INK,
                 ha="center",
                 va="center_baseline",
             )
 
 
-def _write_margins(axes: "Axes", panel: Panel, layout: _Layout) -> None:
-    """The title above, and beside each rank its figures."""
-    timeline, growth = panel.timeline, layout.growth
+def _write_beside(axes: "Axes", panel: Panel, scale: float) -> None:
+    """Write the title above, before each row its label, and after it the rank's figures."""
+    timeline, rows = panel.timeline, range(len(panel.timeline.spans))
     title = f"{panel.title}: bubble {timeline.bubble:.1%} of the work"
-    _write_above(axes, title, 0, 7 * growth, size=growth * (_TEXT + 1), weight="bold")
-    columns = {
-        "bubble": [f"{rank_bubble(timeline, rank):.1%}" for rank in range(len(timeline.spans))],
-        "peak\nactivations": [f"{peak:.3g}" for peak in timeline.peak_shares],
-    }
-    for number, (heading, figures) in enumerate(columns.items(), start=1):
-        right = 1 + growth * number * _COLUMN / layout.width
-        _write_above(axes, heading, right, 3 * growth, size=growth * _SMALL, color=_FAINT, ha="right")
-        for rank, text in enumerate(figures):
-            axes.text(
-                right,
-                rank,
-                text,
-                transform=axes.get_yaxis_transform(),
-                fontsize=growth * (_SMALL + 0.5),
-                color=_INK,
-                ha="right",
-                va="center_baseline",
-            )
-
-
-def _write_above(axes: "Axes", text: str, x: float, above: float, *, size: float, **style: Any) -> None:
-    """Write at a share x of the width, so many points above the first row."""
-    axes.annotate(
-        text,
-        (x, 1),
-        xycoords="axes fraction",
-        xytext=(0, above),
-        textcoords="offset points",
-        fontsize=size,
-        **style,
+    axes.set_title(title, loc="left", fontsize=scale * (_TEXT + 1), weight="bold")
+    axes.set_yticks(rows, row_labels(timeline))
+    right = axes.secondary_yaxis("right")
+    peaks = timeline.peak_shares
+    right.set_yticks(
+        rows, [f"bubble {rank_bubble(timeline, rank):.1%}, peak {peaks[rank]:.3g}" for rank in rows]
     )
+    for each in (axes, right):
+        each.tick_params(axis="y", length=0, labelsize=scale * _TEXT)
+        each.spines[:].set_visible(False)
+    axes.spines["bottom"].set_visible(True)
+    axes.tick_params(axis="x", labelsize=scale * _TEXT)
 
 
 def _draw_legend(figure: "Figure", panels: Sequence[Panel], *, size: float) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
-    num_chunks = max(_num_chunks(panel.timeline) for panel in panels)
+    chunks = range(max(_num_chunks(panel.timeline) for panel in panels))
     used = {span.action.op for panel in panels for spans in panel.timeline.spans for span in spans}
-    chunks = range(num_chunks)
     entries = {
-        name: tuple(Patch(facecolor=shade(op, chunk, num_chunks)) for chunk in chunks)
+        name: tuple(Patch(facecolor=shade(op, chunk, len(chunks))) for chunk in chunks)
         for op, name in NAMES.items()
         if op in used
     }
     entries["waiting"] = (Patch(facecolor=WAITING),)
-    if num_chunks > 1:
-        grey = [Patch(facecolor=_paler(_FAINT, chunk, num_chunks)) for chunk in chunks]
-        entries[f"chunks {', '.join(map(str, chunks))} of a rank"] = tuple(grey)
+    if len(chunks) > 1:
+        grey = tuple(Patch(facecolor=_paler(_FAINT, chunk, len(chunks))) for chunk in chunks)
+        entries[f"chunks {', '.join(map(str, chunks))} of a rank"] = grey
     figure.legend(
         list(entries.values()),
         list(entries),
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0.0)},
-        loc="lower center",
+        loc="outside lower center",
         ncols=len(entries),
         frameon=False,
         fontsize=size,
-        handlelength=1.0 + 0.6 * (num_chunks - 1),
+        handlelength=1.0 + 0.6 * (len(chunks) - 1),
         handleheight=1.0,
-        handletextpad=0.5,
-        columnspacing=1.6,
-        borderaxespad=0.4,
     )
