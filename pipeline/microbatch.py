@@ -1,4 +1,4 @@
-"""Batches and outputs as trees of tensors: cutting a batch into microbatches, joining what came of them.
+"""Batches and outputs as trees of tensors: cut into microbatches, merged over them.
 
 A tree is a tensor, or a dict, tuple or list of trees. Mappings of other types (transformers' BatchEncoding)
 come back as plain dicts; dataclasses that are mappings (transformers' ModelOutput) and named tuples keep
@@ -50,8 +50,8 @@ def batch_size(batch: Any) -> int:
             "give a tensor, or a dict, tuple or list of tensors whose dim 0 counts the samples"
         )
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{path or 'the batch'} has {length}" for path, length in lengths.items())
-        raise ValueError(f"the tensors of a batch must be equally long along dim 0, the samples: {told}")
+        each = ", ".join(f"{path or 'the batch'} has {length}" for path, length in lengths.items())
+        raise ValueError(f"the tensors of a batch must be equally long along dim 0, the samples: {each}")
     return next(iter(lengths.values()))
 
 
@@ -73,7 +73,7 @@ def merge(outputs: Sequence[Any]) -> Any:
 
 
 def signature(batch: Any) -> Hashable:
-    """What decides the shapes in a forward pass: names, shapes and dtypes."""
+    """Names, shapes and dtypes of a batch, which decide the shapes in a forward pass."""
     return tuple((path, tuple(tensor.shape), tensor.dtype) for path, tensor in _named_tensors(batch))
 
 
@@ -135,33 +135,32 @@ def _named_tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def _merge(trees: list[Any], path: str) -> Any:
     first = trees[0]
-    if any(type(tree) is not type(first) for tree in trees):
-        kinds = sorted({type(tree).__name__ for tree in trees})
-        raise ValueError(f"{_place(path)} differs in type between microbatches: {', '.join(kinds)}")
+    if len(structures := dict.fromkeys(map(_structure, trees))) > 1:
+        raise ValueError(f"{_place(path)} differs between microbatches: {'; '.join(structures)}")
     if isinstance(first, Tensor):
         return _merge_tensors(trees, path)
     if isinstance(first, Mapping):
-        if any(tree.keys() != first.keys() for tree in trees):
-            raise ValueError(
-                f"{_place(path)} differs in its keys between microbatches: {[list(t) for t in trees]}"
-            )
         return _rebuild_mapping(
             first, {key: _merge([tree[key] for tree in trees], f"{path}.{key}") for key in first}
         )
     if isinstance(first, (tuple, list)):
-        if any(len(tree) != len(first) for tree in trees):
-            raise ValueError(
-                f"{_place(path)} differs in length between microbatches: {[len(t) for t in trees]}"
-            )
-        values = [list(column) for column in zip(*trees, strict=True)]
-        return _rebuild_sequence(first, [_merge(column, f"{path}.{i}") for i, column in enumerate(values)])
+        columns = enumerate(zip(*trees, strict=True))
+        return _rebuild_sequence(first, [_merge(list(column), f"{path}.{i}") for i, column in columns])
     return first if all(tree is first or bool(tree == first) for tree in trees) else trees
+
+
+def _structure(tree: Any) -> str:
+    """The type of a tree, and its keys or its length."""
+    name = type(tree).__name__
+    if isinstance(tree, Mapping):
+        return f"{name} of {', '.join(map(str, tree))}"
+    return f"{name} of {len(tree)}" if isinstance(tree, (tuple, list)) else name
 
 
 def _merge_tensors(tensors: list[Tensor], path: str) -> Tensor:
     if len({(tensor.dtype, tuple(tensor.shape[1:]), tensor.dim()) for tensor in tensors}) > 1:
-        told = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
-        raise ValueError(f"{_place(path)} cannot be concatenated along dim 0 over the microbatches: {told}")
+        each = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
+        raise ValueError(f"{_place(path)} cannot be concatenated along dim 0 over the microbatches: {each}")
     if tensors[0].dim():
         return torch.cat(tensors)
     stacked = torch.stack(tensors)

@@ -44,7 +44,7 @@ class StagePlan:
         are_entries_reckoned: whether the first layer is not given what the entries return in shape and kind; later
             stages then find out on the meta device what they would return.
         collecting: attributes of classes of models that read the outputs of layers of all stages, as backbones do;
-            then all outputs travel from stage to stage.
+            then all outputs are sent from stage to stage.
         module: path of the module that is called to run the layers; needed for an encoder and its decoder.
         encoder: the plan of the encoder, which returns transformers' `BaseModelOutput`, and whose output the
             decoder and its layers take as `encoder_hidden_states`. What else is in its `module` runs after its
@@ -159,7 +159,7 @@ class StagePlan:
         return len(self.layer_paths(model))
 
     def path_errors(self, model: nn.Module) -> list[str]:
-        """What the model does not have of what the plan names; empty when it has all of it."""
+        """Names of the plan that the model does not have; empty when it has all of them."""
         found = [] if self.encoder is None else self.encoder.path_errors(model)
         names = {name for name, _ in model.named_modules(remove_duplicate=False)}
         found += [
@@ -186,7 +186,7 @@ class StagePlan:
 
     @property
     def before(self) -> tuple[str, ...]:
-        """What lives on the stage of the first layer."""
+        """Paths of what lives on the stage of the first layer."""
         return (*self.entry, *self.leading)
 
     def kept_paths(self, model: nn.Module) -> list[str]:
@@ -319,7 +319,7 @@ def settings_of(model: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def setting_errors(settings: Mapping[str, Any], source: str) -> list[str]:
-    """Why these settings (a batch, a config) would give other results under a pipeline; empty when none do."""
+    """Settings (of a batch, a config) that would give other results under a pipeline; empty when none do."""
     found = [
         f"{name}={settings[name]!r} in {source} collects over all layers, and a pipeline stage sees its own alone: "
         f"leave it out or use pp_size=1"
@@ -332,7 +332,7 @@ def setting_errors(settings: Mapping[str, Any], source: str) -> list[str]:
 
 
 def layer_drop_errors(settings: Mapping[str, Any], source: str, *, who: str, instead: str) -> list[str]:
-    """Why these settings would let ranks that must run the same layers run others; empty when they do not."""
+    """Settings that would let ranks that must run the same layers run others; empty when none do."""
     return [
         f"{name}={value!r} in {source} leaves out layers at random, and {who} would not leave out the same: set it to "
         f"0 or {instead}"

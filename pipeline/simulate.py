@@ -90,11 +90,6 @@ class Timeline:
         """How long a rank did nothing until the last one was done."""
         return self.end - self._work(rank)
 
-    def own_idle(self, rank: int) -> float:
-        """How long a rank did nothing between its own first and last computation."""
-        spans = self.spans[rank]
-        return spans[-1].end - spans[0].start - self._work(rank) if spans else 0.0
-
     def _work(self, rank: int) -> float:
         return sum(span.end - span.start for span in self.spans[rank])
 

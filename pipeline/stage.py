@@ -49,7 +49,6 @@ the cache that it makes, so that its masks are those of `model(**batch)` without
 
 import dataclasses
 import inspect
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -179,21 +178,17 @@ def cut_stages(
 
     Returns:
         The stages by index. `local_stages` finds them again.
-
-    Raises:
-        ValueError: there are no such stages, or the bounds are not those of the model's layers.
     """
     paths = plan.layer_paths(model)
-    _check_stages(stages, bounds, len(paths))
     roles = {stage: stage_roles(model, plan, bounds[stage], bounds[stage + 1]) for stage in stages}
     casting = _Casting(model)
-    for path, role in _held_nowhere(list(roles.values())).items():
+    for path, role in _on_no_stage(list(roles.values())).items():
         model.set_submodule(path, casting.stand_in(path, role))
     borrowed = {stage: _borrow(model, plan, bounds[stage], bounds[stage + 1]) for stage in stages}
     _release([*casting.native.values()], kept=set(model.modules()))
     if plan.collects(model):
         note_returns(model, casting.inbox, plan.entry[0], paths)
-    held = {
+    local = {
         stage: Stage(
             model,
             index=stage,
@@ -206,8 +201,8 @@ def cut_stages(
         )
         for stage in sorted(stages)
     }
-    remember_stages(model, held)
-    return held
+    remember_stages(model, local)
+    return local
 
 
 def local_stages(model: nn.Module) -> dict[int, Stage]:
@@ -230,9 +225,9 @@ def refuse_direct_calls(model: nn.Module) -> None:
 def _refuse_direct_call(model: nn.Module, args: tuple) -> None:
     stages = local_stages(model)
     if not any(stage.is_computing for stage in stages.values()):
-        held, in_all = list(stages), next(iter(stages.values())).num_stages
+        local, in_all = list(stages), next(iter(stages.values())).num_stages
         raise RuntimeError(
-            f"this {type(model).__name__} holds stages {held} of {in_all} and was called by itself, or by generate(): "
+            f"this {type(model).__name__} holds stages {local} of {in_all} and was called by itself, or by generate(): "
             "call booster.execute_pipeline, under torch.no_grad() to evaluate; to generate, save it by "
             "booster.save_model and load it at pp_size=1"
         )
@@ -257,8 +252,8 @@ def _borrow(model: nn.Module, plan: StagePlan, start: int, stop: int) -> list[Bo
     return borrowed
 
 
-def _held_nowhere(all_roles: Sequence[Roles]) -> Roles:
-    """The places where every stage has a stand-in, or one around them; with the role of one. Runs hold the layer."""
+def _on_no_stage(all_roles: Sequence[Roles]) -> Roles:
+    """Places where every stage has a stand-in, or one around them; with the role of one. Runs hold the layer."""
     found: Roles = {}
     all_roles = [{path: role for path, role in roles.items() if role.kind is not Runs} for roles in all_roles]
     places = [place for roles in all_roles for place in roles.items()]
@@ -292,11 +287,11 @@ class _Casting:
         native = self.native.setdefault(path, self._model.get_submodule(path))
         key = (path, role)
         if key not in self._stand_ins:
-            self._stand_ins[key] = role.kind(native, self.inbox, self._device, *role[1:])
+            self._stand_ins[key] = role.kind(native, self.inbox, self._device, role)
         return self._stand_ins[key]
 
     def seats(self, roles: Roles) -> list[Seat]:
-        """Where a stage's stand-ins are not what is there at rest."""
+        """Places of a stage's stand-ins that others have at rest."""
         seats = []
         for path, role in roles.items():
             stand_in = self.stand_in(path, role)
@@ -312,19 +307,6 @@ def as_arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
-
-
-def _check_stages(stages: Sequence[int], bounds: Sequence[int], num_layers: int) -> None:
-    num_stages = len(bounds) - 1
-    if not stages or len(set(stages)) < len(stages) or not set(stages) <= set(range(num_stages)):
-        raise ValueError(
-            f"the stages {list(stages)} are to be kept of {num_stages}: give some of 0 to {num_stages - 1}, each once"
-        )
-    if bounds[0] != 0 or bounds[-1] != num_layers or any(a >= b for a, b in itertools.pairwise(bounds)):
-        raise ValueError(
-            f"the stage bounds {list(bounds)} must rise from 0 to the model's {num_layers} layers, each stage with a "
-            "layer of its own"
-        )
 
 
 def takes(model: nn.Module, argument: str) -> bool:

@@ -1,6 +1,7 @@
 """Layers on stages and stages on ranks: how many layers a stage gets, and which stages this rank has."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch.distributed as dist
 
@@ -9,13 +10,12 @@ from .plan import StageSize
 
 
 class PipelineStageManager:
-    """Which stages this rank holds, of how many, and which layers.
+    """The stages of this rank, and their layers.
 
     Args:
         mesh: the mesh whose axis pp the stages lie along.
         placement: the rank of every stage; None gives each rank one, in order. A schedule says which it needs.
-        num_layers_per_stage: how many layers each stage gets; None deals them out by
-            their sizes, see `deal_layers`.
+        num_layers_per_stage: layers of each stage; None deals them out by their sizes, see `deal_layers`.
 
     Raises:
         ValueError: a rank of the placement does not exist, or one has no stage.
@@ -44,7 +44,7 @@ class PipelineStageManager:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the axis pp has."""
+        """The number of ranks on the axis pp."""
         return self._mesh.size("pp")
 
     @property
@@ -54,7 +54,7 @@ class PipelineStageManager:
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are on all ranks together."""
+        """The number of stages on all ranks together."""
         return len(self.placement)
 
     @property
@@ -75,11 +75,11 @@ class PipelineStageManager:
         return sorted({self.placement[stage] for stage in stages})
 
     def distribute_layers(self, num_layers: int, stage_size: StageSize | None = None) -> list[int]:
-        """How many layers each stage gets; `stage_size` says what is large (see `StagePlan.stage_size`)."""
+        """The number of layers of each stage; `stage_size` as in `StagePlan.stage_size`."""
         return self.num_layers_per_stage or deal_layers(num_layers, self.num_stages, stage_size)
 
     def bounds(self, num_layers: int, stage_size: StageSize | None = None) -> list[int]:
-        """Where each stage's layers begin and the last one's stop."""
+        """The first layer of each stage, and the end of the last one."""
         return layer_bounds(self.distribute_layers(num_layers, stage_size))
 
     def get_stage_index(self, layers_per_stage: Sequence[int], stage: int | None = None) -> tuple[int, int]:
@@ -97,7 +97,7 @@ class PipelineStageManager:
 
 
 def deal_layers(num_layers: int, num_stages: int, stage_size: StageSize | None = None) -> list[int]:
-    """How many layers each stage gets: equal where they divide, else so that the largest stage is smallest.
+    """Deal layers out to stages: equal where they divide, else so that the largest stage is smallest.
 
     Among such the most even counts, then fewer layers at both ends, then fewer early: an early stage keeps the
     activations of more microbatches.
@@ -151,11 +151,8 @@ def _stages_within(num_layers: int, size: StageSize, limit: int) -> int:
 
 
 def layer_bounds(counts: Sequence[int]) -> list[int]:
-    """Where each stage's layers begin, and at the end where the last one's stop: [2, 3] gives [0, 2, 5]."""
-    bounds = [0]
-    for count in counts:
-        bounds.append(bounds[-1] + count)
-    return bounds
+    """The first layer of each stage, and the end of the last one: [2, 3] gives [0, 2, 5]."""
+    return [0, *accumulate(counts)]
 
 
 def layer_errors(

@@ -1,7 +1,7 @@
 """Stand-ins for modules that a stage does not hold, and which of them takes whose place; see [Note: whole forward].
 
-[Note: collecting] What every earlier layer returned travels with what the stage's own layers return, and stands in for
-them: an earlier layer is a Recalled, which returns what it did return. So whatever a model or transformers collects on
+[Note: collecting] The outputs of every earlier layer are sent along with those of the stage's own layers, and stand
+in for them: an earlier layer is a Recalled, which returns its output. So whatever a model or transformers collects on
 the way, from what layers return or by hooks on them, is complete on the last stage. Hooks are registered by the class
 of a module, so these stand-ins give the class of what they stand for, and share its hooks: a rank of several stages
 has them all, whichever stage runs first.
@@ -34,7 +34,7 @@ class StageExit(Exception):
 
 
 class Inbox:
-    """What the stage before sent for the microbatch that is being computed; one per cut model."""
+    """Tensors from the stage before, for the microbatch that is being computed; one per cut model."""
 
     def __init__(self) -> None:
         self.received: tuple[Tensor, ...] = ()
@@ -54,6 +54,26 @@ class Inbox:
         return self.received
 
 
+class Role(NamedTuple):
+    """The part of a stand-in, in one place for one stage.
+
+    Args:
+        kind: its class.
+        arity: of a layer, what it would return (see `StagePlan.arity`).
+        own_runs: of a layer that runs several times, the first of its runs that is the stage's and the one after
+            the last.
+        arrives_as: of a layer that is recalled, which of the tensors that arrive is its output.
+    """
+
+    kind: "type[StandIn]"
+    arity: int = 0
+    own_runs: tuple[int, int] = (0, 0)
+    arrives_as: int = 0
+
+
+Roles = dict[str, Role]  # by path; elsewhere stands what the stage holds
+
+
 class StandIn(nn.Module):
     """In the place of a module that another stage holds: no parameters, its attributes readable.
 
@@ -61,24 +81,9 @@ class StandIn(nn.Module):
     it, it has no memory.
     """
 
-    def __init__(
-        self,
-        native: nn.Module,
-        inbox: Inbox,
-        device: torch.device,
-        arity: int = 0,
-        own_runs: tuple[int, int] = (0, 0),
-        arrives_as: int = 0,
-    ) -> None:
+    def __init__(self, native: nn.Module, inbox: Inbox, device: torch.device, role: Role) -> None:
         super().__init__()
-        self.__dict__.update(
-            native=native,
-            inbox=inbox,
-            device=device,
-            arity=arity,
-            own_runs=own_runs,
-            arrives_as=arrives_as,
-        )
+        self.__dict__.update(native=native, inbox=inbox, device=device, role=role)
         self.train(native.training)
 
     def __getattr__(self, name: str) -> Any:
@@ -92,10 +97,10 @@ class StandIn(nn.Module):
         name, _, below = path.partition(".")
         module = self.__dict__["native"].get_submodule(name)
         if below:
-            held = self._modules.get(name) or Absent(module, self.inbox, self.device)
-            assert isinstance(held, StandIn)
-            held.adopt(below)
-            module = held
+            inner = self._modules.get(name) or Absent(module, self.inbox, self.device, Role(Absent))
+            assert isinstance(inner, StandIn)
+            inner.adopt(below)
+            module = inner
         self._modules[name] = module
 
     def extra_repr(self) -> str:
@@ -125,8 +130,8 @@ class Outline(StandIn):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        held = dict(chain(self.native.named_parameters(), self.native.named_buffers()))
-        inputs = tree_map_only(Tensor, _without_memory, (held, args, kwargs))
+        state = dict(chain(self.native.named_parameters(), self.native.named_buffers()))
+        inputs = tree_map_only(Tensor, _without_memory, (state, args, kwargs))
         with torch.no_grad():
             outputs = functional_call(self.native, *inputs)
         return tree_map_only(Tensor, self._unread, outputs)
@@ -144,7 +149,7 @@ class Passing(StandIn):
         return self._as_layer(hidden)
 
     def _as_layer(self, hidden: Tensor) -> Tensor | tuple:
-        return (hidden, *(None,) * (self.arity - 1)) if self.arity else hidden
+        return (hidden, *(None,) * (self.role.arity - 1)) if self.role.arity else hidden
 
 
 class Arriving(Passing):
@@ -166,7 +171,7 @@ class Runs(Passing):
             self.__dict__[kind] = native.__dict__[kind]
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        first, end = self.own_runs
+        first, end = self.role.own_runs
         run = self.inbox.runs[self]
         self.inbox.runs[self] += 1
         if run < first:
@@ -257,7 +262,7 @@ _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always
 
 
 class _Hooked(StandIn):
-    """Is hooked as what it stands for."""
+    """Has the hooks of what it stands for."""
 
     def __init__(self, native: nn.Module, *args: Any) -> None:
         super().__init__(native, *args)
@@ -280,14 +285,14 @@ class RecalledEntry(Outline):
 
 
 class Recalled(_Hooked, Passing):
-    """For a layer of an earlier stage, or the entry: what it returned."""
+    """For a layer of an earlier stage, or the entry: its output."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple:
-        return self._as_layer(self.inbox.take()[self.arrives_as])
+        return self._as_layer(self.inbox.take()[self.role.arrives_as])
 
 
 class LeavingWithAll(_Hooked):
-    """For the layer right after the stage's last: what all layers returned goes along, the last one's as it is here."""
+    """For the layer right after the stage's last: the outputs of all layers go along, the last one's as it is here."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         before = [self.inbox.returned[index] for index in sorted(self.inbox.returned)]
@@ -315,28 +320,8 @@ def _note(inbox: Inbox, index: int) -> Any:
     return note
 
 
-class Role(NamedTuple):
-    """What stands in a place for one stage.
-
-    Args:
-        kind: its class.
-        arity: what a layer there would return (see `StagePlan.arity`).
-        own_runs: of a layer that runs several times, the first of its runs that is the stage's and the one after
-            the last.
-        arrives_as: of a layer that is recalled, which of the tensors that arrive is its output.
-    """
-
-    kind: type[StandIn]
-    arity: int = 0
-    own_runs: tuple[int, int] = (0, 0)
-    arrives_as: int = 0
-
-
-Roles = dict[str, Role]  # by path; elsewhere stands what the stage holds
-
-
 def stage_roles(model: nn.Module, plan: StagePlan, start: int, stop: int) -> Roles:
-    """What takes whose place for the stage of these layers; see [Note: whole forward]."""
+    """The stand-ins of the stage of these layers; see [Note: whole forward]."""
     roles: Roles = {}
     stacks = plan.stacks(model)
     for stack in stacks:
@@ -360,7 +345,7 @@ def stage_roles(model: nn.Module, plan: StagePlan, start: int, stop: int) -> Rol
 
 
 def _roles_outside(model: nn.Module, stack: Stack, module: type[StandIn]) -> Roles:
-    """Of a stack that the stage has no layer of."""
+    """Roles in a stack that the stage has no layer of."""
     path = stack.plan.module
     before = (
         _before_roles(model, stack) if module is Encoded else dict.fromkeys(stack.plan.before, Role(Absent))
@@ -369,7 +354,7 @@ def _roles_outside(model: nn.Module, stack: Stack, module: type[StandIn]) -> Rol
 
 
 def _before_roles(model: nn.Module, stack: Stack) -> Roles:
-    """Of what runs before the first layer, on stages that do not hold it; a list of layers is meant one by one."""
+    """Roles of what runs before the first layer, on stages that do not hold it; lists of layers one by one."""
     singles: list[str] = []
     for path in stack.plan.leading:
         module = model.get_submodule(path)
@@ -380,7 +365,7 @@ def _before_roles(model: nn.Module, stack: Stack) -> Roles:
 
 
 def _layer_roles(model: nn.Module, stack: Stack, start: int, stop: int, leaving: type[StandIn]) -> Roles:
-    """Of a stack that the stage has some layers of, counted within the stack."""
+    """Roles in a stack that the stage has some layers of, counted within the stack."""
     roles: Roles = {}
     for path, (first, end) in stack.runs.items():
         arity = 0 if stack.changes_shape(path) else stack.plan.arity
@@ -398,7 +383,7 @@ def _layer_roles(model: nn.Module, stack: Stack, start: int, stop: int, leaving:
 
 
 def _collecting_roles(stack: Stack, start: int, stop: int) -> Roles:
-    """Of the only stack, where the model reads the outputs of all layers."""
+    """Roles in the only stack, where the model reads the outputs of all layers."""
     roles: Roles = {}
     for index, path in enumerate(stack.paths):
         if index < start:

@@ -224,22 +224,6 @@ def test_an_uncut_model_is_one_stage() -> None:
     assert stage.parameters() == list(model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("stages", "bounds", "message"),
-    [
-        ([], [0, 2, 5], r"the stages \[\] are to be kept of 2: give some of 0 to 1"),
-        ([0, 0], [0, 2, 5], r"the stages \[0, 0\] .* each once"),
-        ([2], [0, 2, 5], r"the stages \[2\] are to be kept of 2"),
-        ([0], [0, 2, 4], r"bounds \[0, 2, 4\] must rise from 0 to the model's 5 layers"),
-        ([0], [0, 2, 2, 5], r"each stage with a layer of its own"),
-    ],
-)
-def test_stages_that_are_none_are_refused(stages: list[int], bounds: list[int], message: str) -> None:
-    model = build("LlamaModel")
-    with pytest.raises(ValueError, match=message):
-        cut_stages(model, plan_of(model), stages=stages, bounds=bounds)
-
-
 def test_a_stand_in_answers_attributes_but_holds_no_parameters() -> None:
     model = T.LlamaForCausalLM(T.LlamaConfig(**SMALL))
     plan = StagePlan(layers="model.layers", entry=("model.embed_tokens",))

@@ -149,10 +149,10 @@ def test_values_that_differ_become_a_list() -> None:
     "outputs, fault",
     [
         ([], "no outputs"),
-        ([{"a": rows(1)}, {"b": rows(1)}], "differs in its keys"),
-        ([{"a": rows(1)}, {"a": None}], "output a differs in type between microbatches: NoneType, Tensor"),
+        ([{"a": rows(1)}, {"b": rows(1)}], "the output differs between microbatches: dict of a; dict of b"),
+        ([{"a": rows(1)}, {"a": None}], "output a differs between microbatches: Tensor; NoneType"),
         ([{"a": rows(1)}, {"a": torch.zeros(1, 3)}], r"output a cannot be concatenated .*\(1, 2\).*\(1, 3\)"),
-        ([(rows(1),), (rows(1), rows(1))], "the output differs in length"),
+        ([(rows(1),), (rows(1), rows(1))], "the output differs between microbatches: tuple of 1; tuple of 2"),
     ],
 )
 def test_outputs_that_do_not_match_are_refused(outputs: list, fault: str) -> None:
