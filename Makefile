@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 # What `make test-older` is about: the oldest release that pyproject.toml allows, or another one.
 OLDER ?= transformers==5.0.0
 # The tests that a release of transformers can touch.
-OLDER_TESTS := $(addprefix tests/,models shardformer verify pipeline plugins cli)
+OLDER_TESTS := $(addprefix tests/,contract models shardformer verify pipeline plugins cli)
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -1,4 +1,4 @@
-"""What the matrix of models, heads, layouts and features proved when it last ran. Running it is tests/models."""
+"""What the matrix of models, heads, layouts and features proved when it last ran. Running it is tests/contract."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -20,6 +20,8 @@ from ..pool import Pool
 from .matrix_rows import ARE_PLANS_OLDER
 from .models import NARROW_EXPERTS
 
+NOTHING = "nothing was refused"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
@@ -55,7 +57,7 @@ class Refusal:
             Booster(plugin=plugin).boost(model, make_optimizer(model))
         except ValueError as error:
             return str(error)
-        return "nothing was refused"
+        return NOTHING
 
 
 def chatglm(**settings: Any) -> nn.Module:
@@ -132,6 +134,12 @@ REFUSALS = {
         needles=("num_multi_query_groups_per_partition=3 neither divides tp_size=2 nor is divided by it",),
         **at(tp=2),
     ),
+    "the width of a head that ranks share": Refusal(
+        model=chatglm,
+        settings={"kv_channels": 6, "multi_query_group_num": 1},
+        needles=("4 ranks would share a key-value head of width 6, which is not divisible by 4",),
+        **at(tp=4),
+    ),
     # Settings of models.
     "products with parts of weights": Refusal(
         model="bloom",
@@ -143,6 +151,18 @@ REFUSALS = {
         model="opt",
         settings={"layerdrop": 0.1},
         needles=("layerdrop=0.1 in the model's config leaves out layers at random",),
+        **at(pp=2),
+    ),
+    "products with parts of weights go with a pipeline": Refusal(
+        model="bloom", settings={"slow_but_exact": True}, needles=(NOTHING,), **at(pp=2)
+    ),
+    "layers left out at random go with tensor parallelism": Refusal(
+        model="opt", settings={"layerdrop": 0.1}, needles=(NOTHING,), **at(tp=2)
+    ),
+    "layers of a decoder left out at random": Refusal(
+        model="whisper",
+        settings={"decoder_layerdrop": 0.1},
+        needles=("decoder_layerdrop=0.1 in the model's config leaves out layers at random",),
         **at(pp=2),
     ),
     "a head over all layers in a pipeline": Refusal(
@@ -157,6 +177,13 @@ REFUSALS = {
         settings={"vision_config": {"output_hidden_states": True}},
         needles=("output_hidden_states=True in the model's config, vision_config collects over all layers",),
         **at(pp=2),
+    ),
+    "a head over all layers of parts of a sequence": Refusal(
+        model="whisper",
+        head="audio_classification",
+        settings={"use_weighted_layer_sum": True},
+        needles=("sequence_parallelism_mode='split_gather'", "collects what layers compute"),
+        **at(tp=2, sequence="split_gather"),
     ),
     "outputs of all layers of parts of a sequence": Refusal(
         model="blip-2",
@@ -193,13 +220,36 @@ REFUSALS = {
         needles=("no table says how to split language_model of this Blip2ForConditionalGeneration",),
         **at(tp=2),
     ),
-    "a plan without a pipeline": Refusal(model="olmoe", needles=("has no base_model_pp_plan",), **at(pp=2)),
+    "no table and no plan, of another release": Refusal(
+        model="hrm_text", needles=("no table says how to split", "nor does transformers"), **at(tp=2)
+    ),
+    "no plan of tensor parallelism": Refusal(
+        model="gpt_oss", needles=("has no base_model_tp_plan",), **at(tp=2)
+    ),
+    "no plan of a pipeline": Refusal(model="olmoe", needles=("has no base_model_pp_plan",), **at(pp=2)),
     "a plan that leaves a module whole": Refusal(
-        model="doge", needles=("self_attn.A is whole among split",), **at(tp=2)
+        model="doge",
+        needles=("self_attn.A is whole among split", "'self_attn.dt_proj', 'self_attn.o_proj'"),
+        **at(tp=2),
+    ),
+    "a plan with an unknown word": Refusal(
+        model="longcat_flash", needles=("'moe_identity_expert', which is not known",), **at(tp=2)
+    ),
+    "layers that hand on more than hidden states": Refusal(
+        model="glm_moe_dsa",
+        needles=("hands on more than hidden states", "takes prev_topk_indices"),
+        **at(pp=2),
+    ),
+    "a module of no known place": Refusal(
+        model="phi4_multimodal", needles=("does not say when embed_tokens_extend runs",), **at(pp=2)
     ),
 }
 # What older releases say of these models is something else.
-NEWER = ("experts too narrow for torch's product", "a plan that leaves a module whole")
+NEWER = (
+    *("experts too narrow for torch's product", "a plan that leaves a module whole"),
+    *("a plan with an unknown word", "no plan of a pipeline", "no plan of tensor parallelism"),
+    *("layers that hand on more than hidden states", "a module of no known place"),
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Which layers are recomputed. That gradients stay the same is tests/verify, but where transformers' own call asks."""
+"""Which layers are recomputed. That gradients stay is tests/contract, but where the call of transformers asks."""
 
 from collections import Counter
 from typing import Any

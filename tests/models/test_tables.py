@@ -1,0 +1,131 @@
+"""Tables of models: those derived from plans of transformers, those of parts, and the modes that they advise."""
+
+import re
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from echelon.pipeline.plan import StagePlan
+from echelon.shardformer import policy_for, table_for
+from echelon.shardformer.derived import derived_table
+from echelon.shardformer.layer.held_count import HeldCount
+from echelon.shardformer.sequence.config import MODES, SequenceParallelism
+from echelon.shardformer.sharder import split_errors
+from echelon.shardformer.table_policy import TablePolicy
+from echelon.verify.models import ModelChoice
+
+from ..contract.matrix_rows import ARE_PLANS_OLDER
+
+BLIP2, SAM = ModelChoice(model_type="blip-2"), ModelChoice(model_type="sam")
+# What of a type with a table must be derived alike.
+WRITTEN = ("gemma2", "granite", "llama", "mistral", "mixtral", "qwen2", "qwen3")
+
+
+@pytest.mark.parametrize("model_type", WRITTEN)
+def test_the_derived_table_of_a_type_is_the_written_one(model_type: str) -> None:
+    derived = derived_table(ModelChoice(model_type=model_type).build_on_meta())
+    written = table_for(model_type)
+    assert written is not None
+    if ARE_PLANS_OLDER and model_type in ("granite", "mixtral"):
+        pytest.skip(f"transformers {transformers.__version__} has an older plan or layer for {model_type}")
+    # A plan is for a whole family, so all that it names may be missing somewhere.
+    assert replace(derived, optional=written.optional) == written
+
+
+def test_a_class_without_a_part_that_a_pipeline_cuts_is_refused() -> None:
+    with torch.device("meta"):
+        model = transformers.Blip2TextModelWithProjection(BLIP2.config())
+    del model.qformer
+    (fault,) = split_errors(model, policy_for(model), tp_size=2)
+    assert "has none of the parts ['language_model', 'vision_model', 'qformer']" in fault
+
+
+def test_what_stands_around_the_layers_is_on_every_stage_and_counted_on_each() -> None:
+    model = SAM.build_on_meta()
+    plan = policy_of(model).stage_plan()
+    assert plan.stages_of(model, "vision_encoder.pos_embed", [0, 1, 4]) == [0, 1]
+    assert plan.stages_of(model, "shared_image_embedding.positional_embedding", [0, 1, 4]) == [0, 1]
+    assert plan.stages_of(model, "vision_encoder.patch_embed.projection.weight", [0, 1, 4]) == [0]
+    assert plan.stages_of(model, "vision_encoder.neck.conv1.weight", [0, 1, 4]) == [1]
+    encoder = StagePlan(layers="encoder.layers", module="encoder", entry=())
+    both = StagePlan(layers="decoder.layers", module="decoder", entry=(), encoder=encoder)
+    assert both.layers_of(Twins(), "encoder.scale") == [0, 1]
+    assert both.layers_of(Twins(), "scale") == [0, 1, 2]
+
+
+class Twins(nn.Module):
+    """Parameters of an encoder and of a model, around their layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Module(), nn.Module()
+        self.encoder.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        self.decoder.layers = nn.ModuleList([nn.Linear(2, 2)])
+        self.encoder.scale = nn.Parameter(torch.ones(2))
+        self.scale = nn.Parameter(torch.ones(2))
+
+
+def policy_of(model: Any) -> TablePolicy:
+    table = table_for(model.config.model_type)
+    assert table is not None
+    policy = TablePolicy(table)
+    policy.set_model(model)
+    return policy
+
+
+def test_a_table_of_parts_with_names_of_its_own_is_refused() -> None:
+    table = table_for("sam")
+    assert table is not None
+    with pytest.raises(ValueError, match=r"stage names the part 'neck'.*\nrow names modules of layers"):
+        replace(table, stage=(replace(table.stage[0], part="neck"),), row=("proj",))  # type: ignore[index]
+
+
+def test_a_held_count_divides_by_the_whole_and_counts_what_is_held() -> None:
+    for heads in (HeldCount(2, 8), deepcopy(HeldCount(2, 8))):
+        assert (heads, 32 // heads) == (2, 4)
+        assert Tensor.reshape(torch.zeros(2, 4), heads, 32 // heads).shape == (2, 4)
+
+
+def sequence_faults(model_type: str, mode: str, **settings: object) -> list[str]:
+    table = table_for(model_type)
+    assert table is not None
+    policy = TablePolicy(table)
+    policy.set_model(ModelChoice(model_type=model_type, settings=tuple(settings.items())).build_on_meta())
+    return policy.sequence_faults(SequenceParallelism(mode=mode), tp_size=2, sp_size=2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("model_type", "settings"), [("gpt2", {"add_cross_attention": True}), ("beit", {})])
+def test_nobody_is_sent_to_a_mode_that_is_refused_too(
+    model_type: str, settings: dict[str, object], mode: str
+) -> None:
+    taking = {each for each in MODES if not sequence_faults(model_type, each, **settings)}
+    for told in sequence_faults(model_type, mode, **settings):
+        assert ("no other mode takes this model" in told) == (not taking), told
+        assert set(re.findall(r"'(\w+)'", told.partition("use sequence_parallelism_mode=")[2])) <= taking, (
+            told
+        )
+        assert taking or "on the sequence axis" not in told
+    # BEiT's layers of older releases take a part of the sequence.
+    assert not taking or (model_type == "beit" and taking == {"split_gather", "ring"})
+
+
+@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
+def test_layers_of_another_attention_are_refused_in_one_sentence(mode: str) -> None:
+    policy = TablePolicy(derived_table(ModelChoice(model_type="minimax").build_on_meta()))
+    policy.set_model(ModelChoice(model_type="minimax").build_on_meta())
+    (found,) = policy.sequence_faults(SequenceParallelism(mode=mode), tp_size=1, sp_size=2)
+    assert found == (
+        f"sequence_parallelism_mode='{mode}': MiniMaxDecoderLayer mixes positions by MiniMaxLightningAttention, which "
+        "sees those of one rank alone: leave enable_sequence_parallelism out, for no other mode takes this model either"
+    )
+
+
+def test_a_mode_that_is_not_refused_is_advised() -> None:
+    found = sequence_faults("bloom", "ring_attn")
+    assert found and all("use sequence_parallelism_mode='split_gather' or 'ring'" in each for each in found)
