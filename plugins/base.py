@@ -23,7 +23,7 @@ from ..cluster.dataloader import SharedLoader, shared_loader
 from ..cluster.faults import naming_failures
 from ..cluster.given_loader import sharded_loader
 from ..cluster.mesh import ParallelMesh
-from ..shardformer.refusals import given_faults, is_taken
+from ..shardformer.refusals import given_errors, is_taken
 from ..zero.optimizer import ShardedOptimizer
 
 Returned = bool | Literal["all_ranks"]
@@ -254,7 +254,7 @@ def model_faults(model: nn.Module) -> list[str]:
     ShardFormer's hooks sum and average gradients, which an optimizer of ours would do once more; so do a plugin's.
     Other checks would stumble over these. Empty when it can.
     """
-    if faults := given_faults(model):
+    if faults := given_errors(model):
         return faults
     if is_taken(model):
         return [

@@ -17,10 +17,10 @@ from ..pipeline.schedules import (
     stage_placement,
     style_errors,
 )
-from ..shardformer.fused import FusedKernels, switch_faults
+from ..shardformer.fused import FusedKernels, switch_errors
 from ..shardformer.policy import Policy
 from ..shardformer.recompute import PipelineGradientCheckpointConfig
-from ..shardformer.refusals import policy_faults
+from ..shardformer.refusals import policy_errors
 from ..shardformer.sequence.config import WHOLE, SequenceParallelism
 from ..shardformer.table import Table
 from ..shardformer.weight_split import weight_faults
@@ -66,7 +66,7 @@ class PipelineConfig:
         num_stages = None  # not known where the schedule is not
         if not found and not style:
             num_stages = len(self.placement(pp_size))
-        found += [*style, *switch_faults({"overlap_p2p": self.overlap_p2p})]
+        found += [*style, *switch_errors({"overlap_p2p": self.overlap_p2p})]
         return found + self._layer_faults(num_stages) + self._checkpoint_faults(num_stages)
 
     def _style_faults(self, pp_size: int) -> list[str]:
@@ -234,7 +234,7 @@ class HybridConfig:
             *("overlap_communication", "overlap_allgather", "cpu_offload"),
             *("wp_overlap", "wp_memory_pool"),
         )
-        found += switch_faults({name: getattr(self, name) for name in switches})
+        found += switch_errors({name: getattr(self, name) for name in switches})
         found += self._fused_faults()
         found += self.sequence.faults(tp_size=self.tp, sp_size=self.sp)
         if self.overlap_allgather is True and self.zero_stage == 0:
@@ -252,7 +252,7 @@ class HybridConfig:
             )
         if self.gradient_accumulation_steps < 1:
             found.append(f"gradient_accumulation_steps={self.gradient_accumulation_steps} must be at least 1")
-        found += policy_faults("custom_policy", self.custom_policy)
+        found += policy_errors("custom_policy", self.custom_policy)
         pipeline_faults = self.pipeline.faults(self.pp) if self.pp >= 1 else []
         return found + pipeline_faults + precision_faults(**self.precision_settings)
 
@@ -265,7 +265,7 @@ class HybridConfig:
             "enable_jit_fused": fused.jit,
         }
         dtype = DTYPES.get(str(self.precision_settings.get("precision")))
-        return switch_faults(options) or fused.faults(default_device(), dtype)
+        return switch_errors(options) or fused.faults(default_device(), dtype)
 
 
 def whole_number_faults(given: Mapping[str, Any]) -> list[str]:

@@ -21,13 +21,13 @@ from ..pipeline.stage import argument, local_stages, refuse_direct_calls, takes,
 from ..pipeline.stage_manager import PipelineStageManager
 from ..shardformer.equal_ranks import require_equal_inputs, require_equal_models
 from ..shardformer.layer.batch_norm import RunningStatistics, own_batch_norms
-from ..shardformer.recompute import checkpoint_faults, checkpoint_layers, recomputable_layers
+from ..shardformer.recompute import checkpoint_layers, recomputable_layers, recompute_errors
 from ..shardformer.refusals import mark_taken, refuse_partial_state
 from ..shardformer.sequence.rings import DoubleRing
 from ..shardformer.shard_config import ShardConfig
-from ..shardformer.shard_former import sharder_or_faults
+from ..shardformer.shard_former import sharder_or_errors
 from ..shardformer.sharder import ModelSharder
-from ..shardformer.table_policy import expert_width_faults
+from ..shardformer.table_policy import expert_width_errors
 from ..shardformer.weight_split import WeightSplit, make_weight_parallel, weight_split_or_faults
 from ..zero.embedding import own_embeddings
 from ..zero.groups import optimizer_options
@@ -186,14 +186,14 @@ def _checked_splits(
             enable_sequence_overlap=config.sequence.overlaps,
             enable_sequence_regather=config.sequence.regathers,
         )
-        sharder = sharder_or_faults(model, config.custom_policy, shard_config, faults)
+        sharder = sharder_or_errors(model, config.custom_policy, shard_config, faults)
         if config.custom_policy is None:  # which may leave experts whole
             tp_size = mesh.size("tp")
-            faults += expert_width_faults(model, tp_size=tp_size, dtype=config.precision.dtype)
+            faults += expert_width_errors(model, tp_size=tp_size, dtype=config.precision.dtype)
     checkpoint = config.pipeline.checkpoint
     if checkpoint is not None and not faults:
         layers = {0: recomputable_layers(model)} if sharder is None else sharder.layers_by_stage()
-        faults += checkpoint_faults(layers, checkpoint)
+        faults += recompute_errors(layers, checkpoint)
         if not faults:
             checkpoint_layers(layers, checkpoint)
     raise_errors(faults)

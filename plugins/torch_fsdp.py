@@ -34,7 +34,7 @@ from ..cluster.random import ForwardRandom
 from ..cluster.shard_mesh import shard_mesh
 from ..lazy import materialize
 from ..shardformer.equal_ranks import require_equal_models
-from ..shardformer.fused import switch_faults
+from ..shardformer.fused import switch_errors
 from ..shardformer.layer.batch_norm import RunningStatistics, own_batch_norms
 from ..shardformer.recompute import recomputable_layers
 from ..shardformer.refusals import is_partial, mark_taken, refuse_partial_state
@@ -81,7 +81,7 @@ class FSDPConfig:
         ]
         if self.shard_size is not None:
             found += _shard_size_faults(self.shard_size, world_size)
-        found += switch_faults({"cpu_offload": self.cpu_offload})
+        found += switch_errors({"cpu_offload": self.cpu_offload})
         if not (self.reshard_after_forward is None or isinstance(self.reshard_after_forward, bool)):
             found.append(f"reshard_after_forward={self.reshard_after_forward!r} must be True, False or None")
         return found

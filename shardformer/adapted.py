@@ -1,4 +1,4 @@
-"""What peft has put into a model, known by its classes. peft is optional, so nothing here imports it."""
+"""Modules of peft in a model, known by their classes. peft is optional, so nothing here imports it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,12 +9,12 @@ _LORA = ("peft.tuners.lora.layer", "Linear")
 
 
 def is_of_peft(module: nn.Module) -> bool:
-    """Whether a module is of one of peft's classes, or of one made from them."""
+    """Return True where a module is of one of peft's classes, or of one made from them."""
     return any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__)
 
 
 def is_lora(module: nn.Module) -> bool:
-    """Whether a module is LoRA around a linear layer, as peft puts it around nn.Linear and transformers' Conv1D."""
+    """Return True for LoRA around a linear layer, as peft puts it around nn.Linear and transformers' Conv1D."""
     return (type(module).__module__, type(module).__name__) == _LORA
 
 

@@ -99,7 +99,7 @@ def xformers_attention(
 def _bias(
     query: Tensor, num_keys: int, mask: Tensor | None, position_bias: Tensor | None, *, is_causal: bool
 ) -> Tensor:
-    """What is added to the scores: (B, N, Q, K) in the queries' format, with rows aligned as the kernels need them."""
+    """Bias of the scores: (B, N, Q, K) in the queries' format, with rows aligned as the kernels need them."""
     least = torch.finfo(query.dtype).min  # finite, so that a query that sees nothing gets numbers
     batch, heads, num_queries, _ = query.shape
     if mask is None and is_causal:
@@ -132,7 +132,7 @@ _WHOLE_STATES = ("vision-encoder-decoder", "whisper")
 
 
 def flash_kernel(device: torch.device) -> str:
-    """What flash attention is on a device, by transformers' name."""
+    """Kernel of flash attention on a device, by transformers' name."""
     return FLASH_ATTENTION_2 if device.type == "cuda" else SDPA
 
 
@@ -153,7 +153,7 @@ def attention_faults(model: nn.Module, kernel: str, option: str) -> list[str]:
     return [
         f"{option}: {type(part).__name__}{f' ({path})' if path else ''} {reason}"
         for path, part in parts.items()
-        for reason in _part_faults(part, kernel, option)
+        for reason in _part_errors(part, kernel, option)
     ]
 
 
@@ -191,7 +191,7 @@ def _fixed_classes(part: PreTrainedModel) -> list[Mapping[str, type[nn.Module]]]
     ]
 
 
-def _part_faults(part: PreTrainedModel, kernel: str, option: str) -> list[str]:
+def _part_errors(part: PreTrainedModel, kernel: str, option: str) -> list[str]:
     words, _ = _KERNELS[kernel]
     found = [_choice_fault(part, kernel, option)]
     caps = [
@@ -216,7 +216,7 @@ def _part_faults(part: PreTrainedModel, kernel: str, option: str) -> list[str]:
 
 
 def _lost_mask(part: PreTrainedModel) -> str | None:
-    """What transformers makes of a part's masks with flash-attn, where that is not what they say."""
+    """Describe the mask of a part that transformers drops with flash-attn; None where it drops none."""
     kind = part.config.model_type
     if kind in _BOTH_WAYS:
         return "lets the tokens of an image see those behind them, which transformers drops with flash-attn"

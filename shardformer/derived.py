@@ -2,7 +2,7 @@
 
 `base_model_tp_plan` says by name how modules are split, `base_model_pp_plan` in which order the parts of the base
 model run. Where gradients are summed those plans leave to their reader. Here a region is the module that holds
-column-split layers and the row-split one that ends it, of which `region_faults` makes sure.
+column-split layers and the row-split one that ends it, of which `region_errors` makes sure.
 """
 
 import re
@@ -39,7 +39,7 @@ class Styles:
         summed: other modules whose outputs are summed over the ranks.
         split: parameters, with the dimension that is cut.
         fused: of `column` and `split`, how many parts each fuses.
-        faults: what of the plan is not known here.
+        errors: what of the plan is not known here.
     """
 
     column: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class Styles:
     summed: tuple[str, ...] = ()
     split: dict[str, int] = field(default_factory=dict)
     fused: dict[str, int] = field(default_factory=dict)
-    faults: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
 
     @property
     def exits(self) -> tuple[str, ...]:
@@ -105,7 +105,7 @@ def sort_styles(
     for path, style in plan.items():
         if not path.startswith(f"{stack}.*."):
             if path != embedding and style not in _IGNORED:
-                found.faults += (f"transformers' plan splits {path} ({style!r}), which is no layer",)
+                found.errors += (f"transformers' plan splits {path} ({style!r}), which is no layer",)
             continue
         for name in _matching(path.removeprefix(f"{stack}.*."), held):
             _sort(found, name, held[name], style)
@@ -126,7 +126,7 @@ def _sort(found: Styles, name: str, thing: nn.Module | Parameter, style: str) ->
         kind = _OF_MODULES[style]
         setattr(found, kind, (*getattr(found, kind), name))
     else:
-        found.faults += (
+        found.errors += (
             f"transformers' plan gives {name} ({type(thing).__name__}) the style {style!r}, which is not known here "
             "for it: write a table",
         )
@@ -146,7 +146,7 @@ def regions_of(styles: Styles) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*owners, *styles.exits)))
 
 
-def region_faults(layers: Sequence[nn.Module], styles: Styles) -> list[str]:
+def region_errors(layers: Sequence[nn.Module], styles: Styles) -> list[str]:
     """Why regions do not start and end where the modules that hold split layers do, each once."""
     found: dict[str, None] = {}
     for layer in layers:
@@ -157,7 +157,7 @@ def region_faults(layers: Sequence[nn.Module], styles: Styles) -> list[str]:
             for outer in active
             if inner != outer and is_within(inner, outer)
         )
-        found |= dict.fromkeys(fault for path in active for fault in _faults(layer, path, styles))
+        found |= dict.fromkeys(error for path in active for error in _errors(layer, path, styles))
         found |= dict.fromkeys(
             f"{row} is split by its inputs, and nothing beside it by its outputs: {_ADVICE}"
             for row in present(layer, styles.row)
@@ -175,7 +175,7 @@ def whole_modules(layers: Sequence[nn.Module], styles: Styles) -> list[str]:
     return list(found)
 
 
-def _faults(layer: nn.Module, path: str, styles: Styles) -> list[str]:
+def _errors(layer: nn.Module, path: str, styles: Styles) -> list[str]:
     module = layer.get_submodule(path)
     whole = _whole(layer, path, styles)
     rows = [name for name in present(layer, styles.row) if name.rpartition(".")[0] == path]
@@ -194,10 +194,10 @@ def _faults(layer: nn.Module, path: str, styles: Styles) -> list[str]:
         return [*found, f"{path} has split outputs, and {rows or 'no layer'} to end them: {_ADVICE}"]
     others = [name for name, _ in module.named_children() if f"{path}.{name}" != rows[0]]
     others = [name for name in others if any(True for _ in module.get_submodule(name).parameters())]
-    fault = exit_fault(
+    error = exit_fault(
         module, rows[0].rpartition(".")[2], [*others, *dict(module.named_parameters(recurse=False))]
     )
-    return [*found, *([f"{path}: {fault}: {_ADVICE}"] if fault else [])]
+    return [*found, *([f"{path}: {error}: {_ADVICE}"] if error else [])]
 
 
 def _active(layer: nn.Module, styles: Styles) -> list[str]:
@@ -223,7 +223,7 @@ _DROPOUT = "attention_dropout"
 def derived_table(model: nn.Module) -> Table:
     """A table from the plans of a transformers model's config.
 
-    What cannot be split or cannot be cut is told by the table's own faults, so that the other can still be done.
+    Reasons against the tensor axis and against stages stand in the table apart, so that the other can still be done.
 
     Args:
         model: whole; may be without memory.
@@ -256,7 +256,7 @@ def derived_table(model: nn.Module) -> Table:
         stage=StagePlan(
             layers=stack, entry=tuple(order)[: list(order).index(stack)] if stack in order else ()
         ),
-        pipeline_faults=tuple(_pipeline_faults(base, layers[0], stack, order)),
+        pipeline_faults=tuple(_pipeline_errors(base, layers[0], stack, order)),
         regions=(),
         column=(),
         row=(),
@@ -265,10 +265,10 @@ def derived_table(model: nn.Module) -> Table:
         heads=() if head is None else (head,),
     )
     styles = sort_styles(splits, stack, layers, embedding=embedding)
-    faults = [*styles.faults, *region_faults(layers, styles)]
+    errors = [*styles.errors, *region_errors(layers, styles)]
     if not splits:
-        faults = ["transformers has no base_model_tp_plan for this model: use tp_size=1"]
-    return replace(plain, tensor_faults=tuple(faults)) if faults else _split(plain, layers, styles, config)
+        errors = ["transformers has no base_model_tp_plan for this model: use tp_size=1"]
+    return replace(plain, tensor_faults=tuple(errors)) if errors else _split(plain, layers, styles, config)
 
 
 def _split(plain: Table, layers: Sequence[nn.Module], styles: Styles, config: Any) -> Table:
@@ -330,7 +330,7 @@ def _stacks(base: nn.Module, splits: Mapping[str, str], order: Mapping[str, Any]
     ]
 
 
-def _pipeline_faults(base: nn.Module, layer: nn.Module, stack: str, order: Mapping[str, Any]) -> list[str]:
+def _pipeline_errors(base: nn.Module, layer: nn.Module, stack: str, order: Mapping[str, Any]) -> list[str]:
     if not order:
         return ["transformers has no base_model_pp_plan for this model: use pp_size=1"]
     found = [
@@ -390,7 +390,7 @@ def _is_tied(model: nn.Module) -> bool:
 
 
 def _called(model: Any, method: str) -> nn.Module | None:
-    """What a method of transformers' models returns; None where a model has none of what it is about."""
+    """Result of a method of transformers' models; None where a model has nothing for it."""
     try:
         return getattr(model, method)()
     except (AttributeError, NotImplementedError):

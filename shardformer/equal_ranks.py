@@ -1,4 +1,4 @@
-"""What has to be equal on several ranks, compared: models before they are split, inputs at each call."""
+"""Comparison of models before they are split, and of inputs at each call, over the ranks that must have them alike."""
 
 from typing import Any
 
@@ -43,24 +43,24 @@ def require_equal_models(model: nn.Module, *groups: ProcessGroup) -> None:
         )
 
 
-def raise_alike(faults: list[str], *groups: ProcessGroup) -> None:
-    """Raise where this rank found faults or another one did, which would leave this one waiting. All-gather over each.
+def raise_alike(errors: list[str], *groups: ProcessGroup) -> None:
+    """Raise where this rank found errors or another one did, which would leave this one waiting. All-gather over each.
 
     Args:
-        faults: of this rank.
+        errors: of this rank.
         groups: axes of a grid.
 
     Raises:
         ValueError: on every rank of the grid.
     """
-    is_faulty = bool(faults)
+    is_faulty = bool(errors)
     for group in groups:
         is_faulty = any(flag for (flag,) in gather_integers((int(is_faulty),), group))
-    if faults:
-        raise ValueError("\n".join(faults))
+    if errors:
+        raise ValueError("\n".join(errors))
     if is_faulty:
         raise ValueError(
-            "another rank found faults that this one does not have, and tells them: give all ranks alike"
+            "another rank found errors that this one does not have, and reports them: give all ranks alike"
         )
 
 
@@ -149,7 +149,7 @@ def _sample(tensor: Tensor) -> Tensor | int:
 
 
 def _drops(model: nn.Module) -> bool:
-    """Whether a model may drop at random in training: by a module, or by a number of its config or of a module."""
+    """Return True where a model may drop at random in training, by a module or by a number of one or of its config."""
     config = getattr(model, "config", None)
     settings: list[Any] = [*(vars(module) for module in model.modules()), vars(config) if config else {}]
     return any(

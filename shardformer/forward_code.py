@@ -1,4 +1,4 @@
-"""What a forward does with what one of its sub-modules returns, as its code says. It is read, not run.
+"""Reading the code of a forward: the use of a sub-module's result, inputs, and what is returned. Nothing is run.
 
 Only plain code is understood: what is written in another way is told as not understood, never taken as harmless.
 """
@@ -50,7 +50,7 @@ def exit_fault(module: nn.Module, name: str, others: Collection[str]) -> str | N
 
 
 def scales_alone(model: nn.Module, head: str) -> bool:
-    """Whether all that a model's forward does with its head's result is to scale or cap it, for loss and outputs.
+    """Return True where a model's forward only scales or caps its head's result, for loss and outputs.
 
     Then each rank may do it with its own columns of logits. A head further in must be what the modules around
     it return.
@@ -91,18 +91,18 @@ def tensor_inputs(module: nn.Module) -> list[str]:
 
 
 def takes_named_inputs(module: nn.Module) -> bool:
-    """Whether the signature of a module's forward says what it takes."""
+    """Return True where the signature of a module's forward says what it takes."""
     inputs = inspect.signature(module.forward).parameters.values()
     return all(each.kind is not each.VAR_POSITIONAL for each in inputs)
 
 
 def returns_tuple(module: nn.Module) -> bool:
-    """Whether a module's forward returns a tuple, or something that its code does not tell to be none."""
+    """Return True where a module's forward returns a tuple, or something that its code does not tell to be none."""
     return not _returned(_statements(module)) or says_tuple(module)
 
 
 def says_tuple(module: nn.Module) -> bool:
-    """Whether the code of a module's forward says that it returns a tuple."""
+    """Return True where the code of a module's forward says that it returns a tuple."""
     statements = _statements(module)
     returned = _returned(statements)
     names = {value.id for value in returned if isinstance(value, ast.Name)}
@@ -123,12 +123,12 @@ def own_names(module: nn.Module, *, behind_loops: bool = False) -> set[str]:
 
 
 def is_readable(module: nn.Module) -> bool:
-    """Whether the code of a module's forward is understood."""
+    """Return True where the code of a module's forward is understood."""
     return bool(_statements(module))
 
 
 def slices(module: nn.Module) -> bool:
-    """Whether a module's forward takes slices of several dimensions, as of a tensor."""
+    """Return True where a module's forward takes slices of several dimensions, as of a tensor."""
     nodes = (node for statement in _statements(module) for node in _nodes(statement))
     taken = (node.slice for node in nodes if isinstance(node, ast.Subscript))
     return any(isinstance(each, ast.Tuple) and any(map(_is_slice, each.elts)) for each in taken)
@@ -139,12 +139,12 @@ def _is_slice(node: ast.expr) -> bool:
 
 
 def _returned(statements: list[ast.stmt]) -> list[ast.expr]:
-    """What these statements return."""
+    """Values that these statements return."""
     return [each.value for each in statements if isinstance(each, ast.Return) and each.value is not None]
 
 
 def _hands_on(statement: ast.stmt, value: ast.AST, result: str) -> bool:
-    """Whether this only gives the result to the loss, to a class of outputs (`SomeOutput(...)`) or to the caller."""
+    """Return True where this only hands the result to the loss, to a class of outputs (`SomeOutput(...)`) or back."""
     if isinstance(value, ast.BinOp):  # older outputs: (logits,) + outputs[1:]
         return isinstance(value.op, ast.Add) and isinstance(value.left, ast.Tuple)
     if not isinstance(value, ast.Call):
@@ -156,7 +156,7 @@ def _hands_on(statement: ast.stmt, value: ast.AST, result: str) -> bool:
 
 
 def _is_scaled(value: ast.AST, result: str, head: str) -> bool:
-    """Whether this is the result, multiplied, divided, capped by tanh or in float32."""
+    """Return True where this is the result, multiplied, divided, capped by tanh or in float32."""
     if _is_call(value, head):
         return True
     if isinstance(value, ast.Name):
@@ -182,7 +182,7 @@ def _statements(module: nn.Module) -> list[ast.stmt]:
 
 
 def _values(statement: ast.stmt) -> list[ast.expr]:
-    """What a statement itself evaluates; of a tuple that it returns each entry on its own."""
+    """Expressions that a statement itself evaluates; of a tuple that it returns each entry on its own."""
     if isinstance(statement, ast.Return) and isinstance(statement.value, ast.Tuple):
         return statement.value.elts
     targets = _targets(statement)
@@ -216,12 +216,12 @@ def _loaded(nodes: Iterable[Any]) -> set[str]:
 
 
 def _is_call(node: ast.AST, name: str) -> bool:
-    """Whether this is `self.name(...)`."""
+    """Return True where this is `self.name(...)`."""
     return isinstance(node, ast.Call) and _is_own(node.func, (name,))
 
 
 def _is_own(node: Any, names: Collection[str]) -> bool:
-    """Whether this is one of these attributes of `self`."""
+    """Return True where this is one of these attributes of `self`."""
     return (
         isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)

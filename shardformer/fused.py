@@ -30,7 +30,7 @@ _LOG = logging.getLogger("echelon")
 
 @dataclass(frozen=True, kw_only=True)
 class FusedKernels:
-    """What was asked for.
+    """Kernels that were asked for.
 
     Args:
         flash_attention: attention by the flash-attn package on CUDA, elsewhere by torch's fused kernels.
@@ -48,7 +48,7 @@ class FusedKernels:
     def asked(
         cls, *, flash_attention: bool, xformers: bool, normalization: bool, jit: bool, everything: bool
     ) -> "FusedKernels":
-        """What single options and the one for everything ask for together; xFormers is only ever asked for by name."""
+        """Combine single options with the one for everything; xFormers is only ever asked for by name."""
         return cls(
             flash_attention=flash_attention or everything,
             xformers=xformers,
@@ -57,7 +57,7 @@ class FusedKernels:
         )
 
     def faults(self, device: torch.device, dtype: torch.dtype | None) -> list[str]:
-        """What is missing on this machine, or contradicts itself, each with what would work. No communication.
+        """List what this machine lacks or what contradicts itself, each with what would work. No communication.
 
         Args:
             device: where the model will compute.
@@ -92,7 +92,7 @@ class FusedKernels:
                     f"{device.type}: use enable_flash_attention=True, which is torch's fused attention there"
                 )
         if self.jit:
-            found += _compiler_faults(device)
+            found += _compiler_errors(device)
         return found
 
     def model_faults(self, model: nn.Module, device: torch.device) -> list[str]:
@@ -105,7 +105,7 @@ class FusedKernels:
         return found
 
     def choose_attention(self, model: nn.Module, device: torch.device) -> None:
-        """Set the attention, of a whole model that has no faults."""
+        """Set the attention, of a whole model that has no errors."""
         if self.flash_attention:
             set_attention(model, flash_kernel(device))
         if self.xformers:
@@ -133,7 +133,7 @@ class FusedKernels:
             )
 
 
-def _compiler_faults(device: torch.device) -> list[str]:
+def _compiler_errors(device: torch.device) -> list[str]:
     if device.type == "cuda" and find_spec("triton") is None:
         return [
             "enable_jit_fused=True needs the package triton on CUDA: install it (pip install triton), or leave this out"
@@ -157,8 +157,8 @@ def _tell(line: str) -> None:
         _LOG.warning(line)
 
 
-def switch_faults(given: Mapping[str, Any]) -> list[str]:
-    """Which of these are neither True nor False."""
+def switch_errors(given: Mapping[str, Any]) -> list[str]:
+    """Errors of settings that are neither True nor False."""
     return [
         f"{name}={value!r} must be True or False"
         for name, value in given.items()

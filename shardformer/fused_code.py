@@ -57,7 +57,7 @@ def compile_elementwise(model: nn.Module) -> dict[str, int]:
 
 
 def _has_fusible_code(module: nn.Module) -> bool:
-    """Whether a module's own code does either, and all that has weights in it is a child that can be opaque."""
+    """Return True where a module's own code does either, and only children that can be opaque have weights."""
     children = list(module.children())
     if (
         not children
@@ -81,7 +81,7 @@ def _biased(module: nn.Module) -> dict[str, str]:
 
 
 def _leaves_bias(module: nn.Module | None) -> bool:
-    """Whether this is a linear layer that adds its bias last, to the outputs that this rank holds."""
+    """Return True where this is a linear layer that adds its bias last, to the outputs that this rank holds."""
     if not isinstance(module, (nn.Linear, Conv1D, Linear1D_Col)) or isinstance(
         module, SharedKeyValueLinear1D_Col
     ):
@@ -93,13 +93,13 @@ def _leaves_bias(module: nn.Module | None) -> bool:
 
 
 def _has_own_bias(module: nn.Module) -> bool:
-    """Whether a layer has a bias of its own, and nobody sees what it returns."""
+    """Return True where a layer has a bias of its own, and nobody sees what it returns."""
     is_watched = "forward" in vars(module) or module._forward_hooks or module._backward_hooks
     return not is_watched and module._parameters.get("bias") is not None
 
 
 def _is_activation(module: nn.Module | None) -> bool:
-    """Whether a module computes each entry of its output from the same entry of its input: tried on numbers."""
+    """Return True where a module computes each entry of its output from that of its input: tried on numbers."""
     if module is None or isinstance(module, (_DropoutNd, StandIn)):
         return False
     if any(True for _ in (*module.parameters(), *module.buffers(), *module.children())):
@@ -124,7 +124,7 @@ class _Opaque(nn.Module):
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the child returns."""
+        """Call the child."""
         return vars(self)["_owner"]._modules[vars(self)["_name"]](*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -182,12 +182,12 @@ def _shadow_of(module: nn.Module) -> nn.Module:
 
 
 def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module and its shadow have in common."""
+    """Attributes that a module and its shadow have in common."""
     return {name: value for name, value in vars(module).items() if name not in _OF_ONE}
 
 
 def _is_as_compiled(module: nn.Module, shadow: nn.Module) -> bool:
-    """Whether nobody has changed a module since: its attributes and children, and hooks of what was compiled."""
+    """Return True where a module is unchanged since: its attributes and children, and hooks of what was compiled."""
     own, other = _own_attributes(module), _own_attributes(shadow)
     natives = vars(shadow)["_natives"]
     if own.keys() != other.keys() or any(own[name] is not other[name] for name in own):
@@ -255,7 +255,7 @@ def _inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., A
 
 
 def adds_dropout(kind: type[nn.Module]) -> bool:
-    """Whether a class's forward adds something to what a dropout returned, and calls no methods of its own.
+    """Return True where a class's forward adds something to what a dropout returned, and calls no methods of its own.
 
     Such methods rearrange (Swin's windows), which takes a compiler minutes and saves nothing.
     """

@@ -39,7 +39,7 @@ class Kernels:
 
 @dataclass(frozen=True, kw_only=True)
 class NormReport:
-    """What became of a model's norms, by the names of their classes.
+    """Report on a model's norms, by the names of their classes.
 
     Args:
         library: whose kernels compute them.
@@ -221,7 +221,7 @@ def _nearest(trial: Any, forms: list[Kernel], x: Tensor) -> Kernel | None:
 
 @torch.enable_grad()
 def _tried(norm: Callable[[Tensor], Tensor], x: Tensor, parameters: list[Tensor]) -> list[Tensor]:
-    """What a norm returns for x, and for one gradient of that the gradients of x and of the parameters, in float64."""
+    """Result of a norm for x and, for one gradient of it, the gradients of x and of the parameters, in float64."""
     x = x.detach().requires_grad_()
     out = norm(x)
     gradient = torch.arange(out.shape[-1], device=out.device).cos().to(out.dtype).expand_as(out)
@@ -230,7 +230,7 @@ def _tried(norm: Callable[[Tensor], Tensor], x: Tensor, parameters: list[Tensor]
 
 
 def _distance(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> float:
-    """How far results are from what is expected, in shares of what rounding and sums in another order may do."""
+    """Distance of results from the expected ones, in shares of the effect of rounding and of sums in another order."""
     is_wide = dtype is torch.float32
     shares = []
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):

@@ -43,7 +43,7 @@ def axes_of(model: nn.Module) -> Axes | None:
 
 
 def is_split(model: nn.Module) -> bool:
-    """Whether a plugin or ShardFormer had the model: it holds pieces, or hooks that make its gradients whole."""
+    """Return True where a plugin or ShardFormer had the model: it has pieces, or hooks for its gradients."""
     return axes_of(model) is not None or any(placement_of(each) is not None for each in model.parameters())
 
 
@@ -117,7 +117,7 @@ class DataAverage:
                 gradient.copy_(piece.view_as(gradient))
 
     def _present(self) -> list[bool]:
-        """Which parameters have a gradient on any rank. All-gather."""
+        """Flags of the parameters that have a gradient on any rank. All-gather."""
         has_gradient = [parameter.grad is not None for parameter in self._parameters]
         words = [
             sum(flag << place for place, flag in enumerate(has_gradient[first : first + _FLAGS]))
@@ -131,7 +131,7 @@ class DataAverage:
 
 
 def _num_parts(parameter: Parameter) -> int:
-    """How many neighbouring ranks of the tensor axis have a part each of a parameter's gradient."""
+    """Number of neighbouring ranks of the tensor axis that have a part each of a parameter's gradient."""
     placement = placement_of(parameter)
     if isinstance(placement, Shared):
         return placement.size

@@ -22,7 +22,7 @@ class HeadOrder(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How the features of a projection are cut, see `Shard` for what the numbers are."""
+    """Cut of the features of a projection; see `Shard` for the numbers."""
 
     blocks: tuple[int, ...]
     padded: tuple[int, ...]
@@ -63,34 +63,34 @@ class Heads:
 
     @property
     def group(self) -> int:
-        """How many query heads share a key-value head."""
+        """Number of query heads that share a key-value head."""
         return self.query // self.key_value
 
     @property
     def padded_key_value(self) -> int:
-        """How many key-value heads there are with those of zeros."""
+        """Number of key-value heads, padded ones included."""
         if self.key_value > self.ranks or self.group == 1:
             return _rounded_up(self.key_value, self.ranks)
         return next(count for count in range(self.key_value, self.ranks + 1) if self.ranks % count == 0)
 
     @property
     def padded_group(self) -> int:
-        """How many query heads share a key-value head, with those of zeros."""
+        """Number of query heads that share a key-value head, padded ones included."""
         return _rounded_up(self.group, self.copies)
 
     @property
     def padded_query(self) -> int:
-        """How many query heads there are with those of zeros."""
+        """Number of query heads, padded ones included."""
         return self.padded_key_value * self.padded_group
 
     @property
     def are_padded(self) -> bool:
-        """Whether there are heads of zeros."""
+        """True where heads are padded."""
         return (self.padded_query, self.padded_key_value) != (self.query, self.key_value)
 
     @property
     def copies(self) -> int:
-        """How many neighbouring ranks share a key-value head."""
+        """Number of neighbouring ranks that share a key-value head."""
         return max(self.ranks // self.padded_key_value, 1)
 
     def held_by(self, rank: int) -> list[int]:
@@ -99,7 +99,7 @@ class Heads:
         return (shard.local(torch.arange(1, self.query + 1), rank) - 1).clamp(min=0).tolist()
 
     def query_cut(self, features: int, *, num_blocks: int = 1) -> Cut:
-        """How so many features of the query heads are cut, or of several such blocks side by side."""
+        """Cut of so many features of the query heads, or of several such blocks side by side."""
         width = features // num_blocks // self.query
         if self.padded_group == self.group:
             blocks, padded = (self.query * width,), (self.padded_query * width,)
@@ -111,12 +111,12 @@ class Heads:
         )
 
     def key_value_cut(self, features: int) -> Cut:
-        """How so many features of the key-value heads are cut."""
+        """Cut of so many features of the key-value heads."""
         width = features // self.key_value
         return Cut(blocks=(features,), padded=(self.padded_key_value * width,), copies=self.copies)
 
     def fused_cut(self, order: HeadOrder, features: int) -> Cut:
-        """How a projection of query, key and value is cut.
+        """Cut of a projection of query, key and value.
 
         Raises:
             ValueError: it cannot be cut so between these heads.

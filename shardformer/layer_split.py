@@ -47,7 +47,7 @@ Replacement = SubModuleReplacementDescription
 
 
 class LayerSplit:
-    """How one layer is split.
+    """Split of one layer.
 
     Args:
         table: what is split how.
@@ -77,7 +77,7 @@ class LayerSplit:
         self._path, self._errors = path, errors
 
     def replacements(self) -> list[Replacement]:
-        """What takes the places of its sub-modules, or is done to them, in this order; the path "" is the layer.
+        """Replacements and changes of its sub-modules, in this order; the path "" is the layer.
 
         Raises:
             ValueError: the layer lacks what the table names, or holds what it should name and does not.
@@ -129,7 +129,7 @@ class LayerSplit:
         return values
 
     def _held_count(self, path: str, whole: int) -> int:
-        """What this rank holds of so many, counted with the padded heads where they are counts of heads."""
+        """Local count of so many, with the padded heads where they are counts of heads."""
         if self._table.region_of(path) in self._table.attention:
             whole = whole * self.heads.padded_query // self.heads.query
         require_divisible(path, whole, self._group.size())
@@ -212,7 +212,7 @@ class LayerSplit:
         return [*inside, *adapters]
 
     def _marks(self) -> list[Replacement]:
-        """What is marked as it is: exits, partial gradients, and norms over all heads."""
+        """Marks on exits, partial gradients, and norms over all heads."""
         table = self._table
         return [
             *self._put(table.exits, lambda name: RegionExit),
@@ -255,7 +255,7 @@ class LayerSplit:
         return {} if name is None else {"second_input": name, "common_input": self._common_input}
 
     def _parts(self) -> list[Replacement]:
-        """What is done to modules that compute on parts of sequences, and to those among them that do not."""
+        """Changes of modules that compute on parts of sequences, and of those among them that do not."""
         if self._sequence is None:
             return []
         wholes = whole_paths(self._table, self.layer)
@@ -274,7 +274,7 @@ class LayerSplit:
         return [*partial, *around, *common, Replacement(suffix="", target_module=PartRandom)]
 
     def _sequence_of(self, name: str) -> RegionSequence | None:
-        """How sequences are spread around a module of the layer."""
+        """Sequence sharding around a module of the layer; None where its sequences are whole."""
         is_whole = is_any_within(name, whole_paths(self._table, self.layer))
         return None if is_whole else self._sequence
 
@@ -334,7 +334,7 @@ class LayerSplit:
         return {"copies": self._copies(name), **({} if cut is None else _sizes(cut(weight.shape[0])))}
 
     def _cut_of(self, name: str) -> Callable[[int], Cut] | None:
-        """How what has entries for heads is cut between them, from their number; None where none are added."""
+        """Cut between heads, from the number of entries; None where no heads are padded."""
         table = self._table
         if table.region_of(name) not in table.attention and not (table.attention and name in table.biases):
             return None
@@ -346,7 +346,7 @@ class LayerSplit:
         return partial(self.heads.query_cut, num_blocks=fused)
 
     def _copies(self, name: str) -> int:
-        """How many neighbouring ranks hold the same piece."""
+        """Number of neighbouring ranks that hold the same piece."""
         return self.heads.copies if name in self._table.key_value else 1
 
     def _by_head(self, region: str) -> dict[str, Any]:
@@ -360,7 +360,7 @@ class LayerSplit:
 
     @property
     def heads(self) -> Heads:
-        """Those of its attention."""
+        """Heads of its attention."""
         heads, table = heads_of(self._config, self.layer, self._table, self._group.size()), self._table
         if not table.attention and heads.key_value % heads.ranks and heads.ranks % heads.key_value:
             name = (table.key_value_heads or "num_key_value_heads").rpartition(".")[2]
@@ -482,7 +482,7 @@ def native_class(projection: nn.Module, table: Table) -> type[nn.Module] | None:
 
 
 def _held(layer: nn.Module, attributes: Iterable[str]) -> list[str]:
-    """Those attributes whose modules the layer has."""
+    """List the attributes whose modules the layer has."""
     return [path for path in attributes if has_submodule(layer, path.rpartition(".")[0])]
 
 

@@ -1,4 +1,4 @@
-"""What a policy says about a model; sharder.py carries it out, table_policy.py writes one from a table."""
+"""Policies: descriptions of a model's split. sharder.py carries one out, table_policy.py makes one from a table."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ class SubModuleReplacementDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class ModulePolicyDescription:
-    """What becomes of every module of one class.
+    """Changes of every module of one class.
 
     Args:
         attribute_replacement: path of an attribute from the module, and its new value.
@@ -110,7 +110,7 @@ def join(*paths: str) -> str:
 
 
 class Policy(ABC):
-    """How one kind of model is split. A table (table.py) is the shorter way; this is the general one.
+    """Split of one kind of model. A table (table.py) is the shorter way; this is the general one.
 
     `ShardFormer.optimize` calls `set_model` and `set_shard_config`, then `faults` and `preprocess`, cuts the
     model by `stage_plan`, applies `module_policy` to what is held, and calls `postprocess`. All of it is called
@@ -166,17 +166,17 @@ class Policy(ABC):
         """
         if settings.mode is None:
             return []
-        found = self._mode_faults(settings, tp_size=tp_size, sp_size=sp_size)
+        found = self._mode_errors(settings, tp_size=tp_size, sp_size=sp_size)
         other = SequenceParallelism(mode="all_to_all" if settings.is_on_tensor_axis else "split_gather")
-        # Over one rank each, for what the sizes are at fault for others may not be.
-        if found and self._mode_faults(other, tp_size=1, sp_size=1):
+        # Over one rank each: a mode that these sizes forbid may go with others.
+        if found and self._mode_errors(other, tp_size=1, sp_size=1):
             found = [
-                fault.replace(TENSOR_INSTEAD, _NO_OTHER).replace(SEQUENCE_INSTEAD, _NO_OTHER)
-                for fault in found
+                error.replace(TENSOR_INSTEAD, _NO_OTHER).replace(SEQUENCE_INSTEAD, _NO_OTHER)
+                for error in found
             ]
         return found
 
-    def _mode_faults(self, settings: SequenceParallelism, *, tp_size: int, sp_size: int) -> list[str]:
+    def _mode_errors(self, settings: SequenceParallelism, *, tp_size: int, sp_size: int) -> list[str]:
         """Why this model's sequences cannot be spread in this one mode."""
         found = spread_faults(self.model, self.stage_plan(), settings, tp_size=tp_size, sp_size=sp_size)
         return found or (self.region_faults(settings) if settings.is_on_tensor_axis else [])
@@ -194,7 +194,7 @@ class Policy(ABC):
 
     @abstractmethod
     def module_policy(self) -> dict[type[nn.Module] | str, ModulePolicyDescription]:
-        """What becomes of the modules, by class or by the name of the class."""
+        """Changes of modules, by class or by the name of the class."""
 
     def postprocess(self) -> nn.Module:
         """Change the model after it is cut and split."""

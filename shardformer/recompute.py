@@ -11,7 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineGradientCheckpointConfig:
-    """How many layers of each pipeline stage are recomputed: its first ones. Give one of the two.
+    """Number of layers of each pipeline stage that are recomputed: its first ones. Give one of the two.
 
     Args:
         gradient_checkpointing_ratio: the share of each stage's layers, from 0 to 1, rounded down.
@@ -46,7 +46,7 @@ class PipelineGradientCheckpointConfig:
         ]
 
     def num_layers(self, stage: int, num_layers: int) -> int:
-        """How many of a stage's layers are recomputed."""
+        """Number of a stage's layers that are recomputed."""
         if self.num_ckpt_layers_per_stage is not None:
             return self.num_ckpt_layers_per_stage[stage]
         assert self.gradient_checkpointing_ratio is not None
@@ -58,7 +58,7 @@ def recomputable_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def checkpoint_faults(
+def recompute_errors(
     layers: Mapping[int, Sequence[nn.Module]], config: PipelineGradientCheckpointConfig
 ) -> list[str]:
     """Why the layers of some stages cannot be recomputed as asked for; empty when they can.

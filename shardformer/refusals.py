@@ -25,11 +25,11 @@ def mark_taken(model: nn.Module) -> None:
 
 
 def is_taken(model: nn.Module) -> bool:
-    """Whether a plugin or ShardFormer had a model, or one inside of it."""
+    """Return True where a plugin or ShardFormer had a model, or one inside of it."""
     return is_split(model) or any(vars(each).get(_TAKEN) == id(each) for each in model.modules())
 
 
-def given_faults(model: object) -> list[str]:
+def given_errors(model: object) -> list[str]:
     """Why what was given for a model is none that has values; empty when it is."""
     if not isinstance(model, nn.Module):
         return [f"a model is a torch.nn.Module, and this is a {type(model).__name__}: give the model itself"]
@@ -49,7 +49,7 @@ def given_faults(model: object) -> list[str]:
     ]
 
 
-def policy_faults(name: str, policy: object) -> list[str]:
+def policy_errors(name: str, policy: object) -> list[str]:
     """Why what was given by this name for a policy is neither one nor a table; empty where it is, or None."""
     if policy is None or isinstance(policy, (Policy, Table)):
         return []
@@ -86,7 +86,7 @@ def refuse_partial_state(model: nn.Module) -> None:
 
 
 def local_state(model: nn.Module) -> dict[str, Tensor]:
-    """What this rank has of a model's parameters and persistent buffers, by name; the tensors themselves."""
+    """Local parameters and persistent buffers of a model by name; the tensors themselves."""
     hooks = [hook for module in model.modules() for hook in module._state_dict_pre_hooks.values()]
     with ExitStack() as lifted:
         for refusal in {hook for hook in hooks if isinstance(hook, PartialState)}:

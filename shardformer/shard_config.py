@@ -1,11 +1,11 @@
-"""What ShardFormer is asked to do. How it is done is policy.py and sharder.py."""
+"""Configuration of ShardFormer. policy.py and sharder.py carry it out."""
 
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from ..pipeline.stage_manager import PipelineStageManager
-from .fused import FusedKernels, switch_faults
+from .fused import FusedKernels, switch_errors
 from .sequence.config import SequenceParallelism, SequenceSplit
 from .sequence.rings import DoubleRing
 
@@ -14,7 +14,7 @@ _AXES = ("tensor_parallel", "data_parallel")  # of each an argument `_size` and 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardConfig:
-    """How a model is to be split.
+    """Axes and options of a model's split.
 
     Sizes and groups that are left out follow from each other: after the constructor every size is a number.
 
@@ -72,12 +72,12 @@ class ShardConfig:
     enable_all_optimization: bool = False
 
     def __post_init__(self) -> None:
-        if wrong := self._type_faults():
+        if wrong := self._type_errors():
             raise ValueError("\n".join(wrong))
-        faults = [*self._axis_faults(), *self._switch_faults()]
-        faults += [] if faults else self._sequence_faults()
-        if faults:
-            raise ValueError("\n".join(faults))
+        errors = [*self._axis_errors(), *self._switch_errors()]
+        errors += [] if errors else self._sequence_errors()
+        if errors:
+            raise ValueError("\n".join(errors))
         gathers = self.parallel_output is False if self.gather_output is None else self.gather_output
         resolved = {
             **{f"{axis}_size": self._size(axis) for axis in _AXES},
@@ -100,7 +100,7 @@ class ShardConfig:
 
     @property
     def sequence(self) -> SequenceParallelism:
-        """How sequences are to be spread."""
+        """Sequence parallelism that is asked for."""
         return SequenceParallelism.asked(
             enable=self.enable_sequence_parallelism,
             mode=self.sequence_parallelism_mode,
@@ -120,12 +120,12 @@ class ShardConfig:
 
     @property
     def num_stages(self) -> int:
-        """How many stages the pipeline has."""
+        """Number of pipeline stages."""
         return self.pipeline_stage_manager.num_stages if self.pipeline_stage_manager is not None else 1
 
     @property
     def has_groups(self) -> bool:
-        """Whether no size above 1 still lacks its group, which `ShardFormer.init_distributed` makes."""
+        """True where every size above 1 has its group, which `ShardFormer.init_distributed` makes."""
         return all(self._size(axis) == 1 or self._group(axis) is not None for axis in _AXES)
 
     @property
@@ -149,12 +149,12 @@ class ShardConfig:
         return None if is_ignored else getattr(self, f"{axis}_process_group")
 
     def _size(self, axis: str) -> int:
-        """How many ranks an axis has."""
+        """Number of ranks of an axis."""
         group = self._group(axis)
         return group.size() if group is not None else getattr(self, f"{axis}_size") or 1
 
-    def _type_faults(self) -> list[str]:
-        """What is of another type; the other checks would stumble over it."""
+    def _type_errors(self) -> list[str]:
+        """Errors of types, over which the other checks would stumble."""
         given = vars(self)
         groups = {name: each for name, each in given.items() if name.endswith("_group") and each is not None}
         switches = {name: each for name, each in given.items() if isinstance(type(self).__dict__[name], bool)}
@@ -169,12 +169,12 @@ class ShardConfig:
                 for name, group in groups.items()
                 if not callable(getattr(group, "size", None))
             ),
-            *switch_faults(switches | outputs),
+            *switch_errors(switches | outputs),
             *([] if is_whole else [f"make_vocab_size_divisible_by={multiple!r} must be a whole number"]),
         ]
 
-    def _axis_faults(self) -> list[str]:
-        """What is wrong with sizes and groups."""
+    def _axis_errors(self) -> list[str]:
+        """Errors of sizes and groups."""
         given = {axis: getattr(self, f"{axis}_size") for axis in _AXES}
         found = [
             f"{axis}_size={size!r} must be a whole number of at least 1, or None for what the group says"
@@ -211,18 +211,18 @@ class ShardConfig:
 
     @property
     def sequence_parallel_size(self) -> int:
-        """How many ranks the sequence axis has."""
+        """Number of ranks of the sequence axis."""
         group = self.sequence_parallel_process_group
         return 1 if group is None else group.size()
 
-    def _sequence_faults(self) -> list[str]:
-        """What is wrong with how sequences are to be spread."""
+    def _sequence_errors(self) -> list[str]:
+        """Errors of sequence parallelism."""
         return self.sequence.faults(
             tp_size=self._size("tensor_parallel"), sp_size=self.sequence_parallel_size
         )
 
-    def _switch_faults(self) -> list[str]:
-        """What contradicts each other, and numbers out of their range."""
+    def _switch_errors(self) -> list[str]:
+        """Options that contradict each other, and numbers out of their range."""
         found = []
         if self.make_vocab_size_divisible_by < 1:
             found.append(

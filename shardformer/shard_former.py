@@ -26,7 +26,7 @@ from .derived import derived_table
 from .equal_ranks import compare_inputs, raise_alike, require_equal_models
 from .gradients import make_gradients_whole
 from .policy import Policy
-from .refusals import given_faults, is_taken, policy_faults, refuse_partial_state, refuse_whole_caches
+from .refusals import given_errors, is_taken, policy_errors, refuse_partial_state, refuse_whole_caches
 from .shard_config import ShardConfig
 from .sharder import ModelSharder
 from .table import Table, table_for, table_for_class
@@ -72,8 +72,8 @@ class ShardFormer:
             launch_from_torch()
         if config.tensor_parallel_process_group is not None or config.data_parallel_process_group is not None:
             return
-        if faults := _world_faults(config, dist.get_world_size()):
-            raise ValueError("\n".join(faults))
+        if errors := _world_errors(config, dist.get_world_size()):
+            raise ValueError("\n".join(errors))
         mesh = ParallelMesh(tp=config.tensor_parallel_size, dp=config.data_parallel_size)
         self.shard_config = replace(
             config,
@@ -83,8 +83,8 @@ class ShardFormer:
 
     def shard_model(self, model: nn.Module, policy: Policy | Table | None = None) -> nn.Module:
         """`optimize`, after the model was brought to this rank's device; returns the model alone."""
-        if faults := given_faults(model):
-            raise ValueError("\n".join(faults))
+        if errors := given_errors(model):
+            raise ValueError("\n".join(errors))
         return self.optimize(model.to(default_device()), policy)[0]
 
     def optimize(
@@ -107,15 +107,15 @@ class ShardFormer:
             ValueError: no policy is known, it cannot do what is asked, or models differ; on every rank alike.
         """
         config = self.shard_config
-        if faults := _split_faults(model, config):
-            raise ValueError("\n".join(faults))
+        if errors := _split_errors(model, config):
+            raise ValueError("\n".join(errors))
         fused, device, dtype = config.fused, *_computing(model)
-        faults = fused.faults(device, dtype) + fused.model_faults(model, device)
+        errors = fused.faults(device, dtype) + fused.model_faults(model, device)
         sharder = None
         if policy is not None or config.tensor_parallel_size * config.num_stages > 1:
-            sharder = sharder_or_faults(model, policy, config, faults)
+            sharder = sharder_or_errors(model, policy, config, errors)
         groups = [each for each in (config.split_group, config.replica_group) if each is not None]
-        raise_alike(faults, *groups)
+        raise_alike(errors, *groups)
         if groups:
             require_equal_models(model, *groups)
         fused.choose_attention(model, device)
@@ -185,7 +185,7 @@ _NO_GROUPS = (
 )
 
 
-def _world_faults(config: ShardConfig, world_size: int) -> list[str]:
+def _world_errors(config: ShardConfig, world_size: int) -> list[str]:
     """Why the axes of a config are not those of a world of this size."""
     tensor, data = config.tensor_parallel_size, config.data_parallel_size
     found = []
@@ -208,7 +208,7 @@ def _world_faults(config: ShardConfig, world_size: int) -> list[str]:
     return found
 
 
-def _split_faults(model: nn.Module, config: ShardConfig) -> list[str]:
+def _split_errors(model: nn.Module, config: ShardConfig) -> list[str]:
     """Why a model cannot be split by a config, whatever its policy."""
     if not config.has_groups:
         return [_NO_GROUPS]
@@ -217,8 +217,8 @@ def _split_faults(model: nn.Module, config: ShardConfig) -> list[str]:
             f"sequence_parallelism_mode={config.sequence.mode!r} without a booster, where nobody takes the mean of "
             "gradients over the sequence axis: use HybridParallelPlugin, or 'split_gather' or 'ring'"
         ]
-    if faults := given_faults(model):
-        return faults
+    if errors := given_errors(model):
+        return errors
     if is_taken(model):
         return ["the model is already split, or boosted: give the plain model, once"]
     if is_of_peft(model):
@@ -235,26 +235,26 @@ def _computing(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     return default_device() if first.is_meta else first.device, first.dtype
 
 
-def sharder_or_faults(
-    model: nn.Module, policy: Policy | Table | None, config: ShardConfig, faults: list[str]
+def sharder_or_errors(
+    model: nn.Module, policy: Policy | Table | None, config: ShardConfig, errors: list[str]
 ) -> ModelSharder | None:
-    """What will split a model by a policy, by None that of its type; None where it cannot, and why, to `faults`."""
-    if found := policy_faults("policy", policy):
-        faults += found
+    """Plan the split of a model by a policy, or by that of its type; None where it cannot be, why in `errors`."""
+    if found := policy_errors("policy", policy):
+        errors += found
         return None
     if isinstance(policy, Table):
         policy = TablePolicy(policy)
     try:
         alone = config.tensor_parallel_size == config.num_stages == 1
         policy = policy or policy_for(model, sequences_alone=alone)
-        faults += _adapter_faults(model, policy, config)
+        errors += _adapter_errors(model, policy, config)
         return ModelSharder(model, policy, config)
     except ValueError as error:
-        faults += str(error).split("\n")
+        errors += str(error).split("\n")
         return None
 
 
-def _adapter_faults(model: nn.Module, policy: Policy, config: ShardConfig) -> list[str]:
+def _adapter_errors(model: nn.Module, policy: Policy, config: ShardConfig) -> list[str]:
     """Adapters that nobody would split."""
     path = next((path for path, _ in adapted(model)), None)
     if path is None or isinstance(policy, TablePolicy) or config.tensor_parallel_size == 1:

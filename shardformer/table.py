@@ -45,7 +45,7 @@ class PartStages:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """How the layers of one family of models are split.
+    """Names of the modules and parameters of one family of models, by how they are split.
 
     Args:
         stage: where the layers are, seen from the base model: lists of them, or a module that is one layer. For a
@@ -150,8 +150,8 @@ class Table:
     pipeline_faults: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if faults := self._faults():
-            raise ValueError("\n".join(faults))
+        if errors := self._errors():
+            raise ValueError("\n".join(errors))
 
     def region_of(self, name: str) -> str | None:
         """The innermost region that a path of the layer lies in, or None."""
@@ -159,7 +159,7 @@ class Table:
 
     @property
     def has_key_value_heads(self) -> bool:
-        """Whether what is split knows key-value heads from query heads."""
+        """True where key-value heads differ from query heads in what is split."""
         return bool(self.key_value) or any(isinstance(order, HeadOrder) for order in self.fused.values())
 
     @property
@@ -170,16 +170,16 @@ class Table:
         inside = (*self.exits, *self.partial, *self.norms, *self.whole)
         return tuple(dict.fromkeys((*self.regions, *linear, *inside, *owners)))
 
-    def _faults(self) -> list[str]:
+    def _errors(self) -> list[str]:
         return [
-            *self._region_faults(),
-            *self._subset_faults(),
-            *self._bias_faults(),
-            *self._optional_faults(),
-            *self._part_faults(),
+            *self._region_errors(),
+            *self._subset_errors(),
+            *self._bias_errors(),
+            *self._optional_errors(),
+            *self._part_errors(),
         ]
 
-    def _region_faults(self) -> list[str]:
+    def _region_errors(self) -> list[str]:
         """Names that lie inside a region and must not, or the other way round."""
         inside = (
             (kind, name)
@@ -205,7 +205,7 @@ class Table:
         ]
         return found
 
-    def _subset_faults(self) -> list[str]:
+    def _subset_errors(self) -> list[str]:
         """Names that another entry of the table must name too, and does not."""
         subsets = {
             "fused": (self.fused, "column and split", (*self.column, *self.split)),
@@ -231,7 +231,7 @@ class Table:
             if name not in allowed
         ]
 
-    def _bias_faults(self) -> list[str]:
+    def _bias_errors(self) -> list[str]:
         """Values per head in the wrong place."""
         return [
             f"biases {name!r} lies in the region {self.region_of(name)!r}: put it in split"
@@ -239,7 +239,7 @@ class Table:
             if self.region_of(name) is not None
         ]
 
-    def _optional_faults(self) -> list[str]:
+    def _optional_errors(self) -> list[str]:
         """Optional names that stand for nothing."""
         return [
             f"optional {path!r} is no module or parameter that the table names, and none of those lies below it"
@@ -247,8 +247,8 @@ class Table:
             if not any(is_within(name, path) for name in (*self.modules, *self.split))
         ]
 
-    def _part_faults(self) -> list[str]:
-        """What a table of parts names wrongly."""
+    def _part_errors(self) -> list[str]:
+        """Errors of a table of parts."""
         if isinstance(self.stage, StagePlan):
             return []
         found = [
@@ -302,7 +302,7 @@ def model_types() -> list[str]:
 
 
 def has_submodule(model: nn.Module, name: str) -> bool:
-    """Whether a module has a sub-module of this path."""
+    """Return True where a module has a sub-module of this path."""
     module: object = model
     for each in filter(None, name.split(".")):
         module = getattr(module, each, None)
@@ -312,13 +312,13 @@ def has_submodule(model: nn.Module, name: str) -> bool:
 
 
 def has_parameter(module: nn.Module, name: str) -> bool:
-    """Whether a module has a parameter of this path."""
+    """Return True where a module has a parameter of this path."""
     owner, _, own_name = name.rpartition(".")
     return has_submodule(module, owner) and own_name in module.get_submodule(owner)._parameters
 
 
 def present(root: nn.Module, names: Iterable[str]) -> list[str]:
-    """Those names that are sub-modules, in their order."""
+    """List the names that are sub-modules, in their order."""
     return [name for name in names if has_submodule(root, name)]
 
 

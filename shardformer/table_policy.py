@@ -87,7 +87,7 @@ class TablePolicy(Policy):
         option = f"sequence_parallelism_mode={settings.mode!r}"
         layers = layers_of(self.model, self._stacks())
         parts = [
-            f"{option}: {fault}" for each in layers.values() for fault in layer_part_faults(self.table, each)
+            f"{option}: {error}" for each in layers.values() for error in layer_part_faults(self.table, each)
         ]
         return [*dict.fromkeys(parts), *_dropout_errors(layers, option)]
 
@@ -113,7 +113,7 @@ class TablePolicy(Policy):
         )
 
     def module_policy(self) -> dict[type[nn.Module] | str, ModulePolicyDescription]:
-        """What becomes of layers, embedding and head."""
+        """Changes of layers, embedding and head."""
         if self.shard_config.tensor_parallel_size == 1:
             return {}
         described = self._described()
@@ -134,7 +134,7 @@ class TablePolicy(Policy):
         }
 
     def _described(self) -> dict[str, ModulePolicyDescription]:
-        """What becomes of the model itself and of each part that is held, by its path."""
+        """Changes of the model itself and of each local part, by its path."""
         found = {"": self._own_policy()}
         for path, part in self._parts.items():
             if _is_held(self.model, path):
@@ -142,7 +142,7 @@ class TablePolicy(Policy):
         return found
 
     def _own_policy(self) -> ModulePolicyDescription:
-        """What becomes of the model's own layers, embedding and head, without those of its parts."""
+        """Changes of the model's own layers, embedding and head, without those of its parts."""
         self._require_settings()
         vocabulary = {"make_vocab_size_divisible_by": self.shard_config.make_vocab_size_divisible_by}
         attributes: dict[str, Any] = {}
@@ -290,7 +290,7 @@ class TablePolicy(Policy):
         )
 
     def _sequence_around(self, layer: nn.Module) -> RegionSequence | None:
-        """How the regions of a layer gather the sequences that are spread around them, None where they are whole."""
+        """Gathering of sequence-sharded inputs by the regions of a layer; None where sequences are whole."""
         axis, settings = axis_of(layer), self.shard_config.sequence
         if axis is None or not settings.is_on_tensor_axis:
             return None
@@ -328,7 +328,7 @@ class TablePolicy(Policy):
 
 
 def _is_held(model: nn.Module, path: str) -> bool:
-    """Whether what is at a path, or above it, is on a stage of this rank: no stand-in is."""
+    """Return True where the module at a path is on a stage of this rank, and no stand-in nor inside of one."""
     module = model
     for name in path.split("."):
         module = module.get_submodule(name)
@@ -392,7 +392,7 @@ _GROUPED = "grouped_mm"  # transformers' name for it
 _ROW = 16  # rows are multiples of so many bytes
 
 
-def expert_width_faults(model: nn.Module, *, tp_size: int, dtype: torch.dtype) -> list[str]:
+def expert_width_errors(model: nn.Module, *, tp_size: int, dtype: torch.dtype) -> list[str]:
     """Why torch's grouped product cannot compute with a rank's part of experts; empty when it can.
 
     Args:

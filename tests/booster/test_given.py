@@ -19,7 +19,7 @@ from echelon import (
     shard_model,
 )
 from echelon.shardformer import Policy
-from echelon.shardformer.refusals import given_faults
+from echelon.shardformer.refusals import given_errors
 from echelon.shardformer.tables.decoders import GPT2, LLAMA
 from echelon.verify.models import ModelChoice
 
@@ -157,5 +157,5 @@ def test_a_config_of_other_types_is_refused(settings: dict[str, Any], told: str)
 
 
 def test_a_module_without_values_is_told_by_name() -> None:
-    (told,) = given_faults(nn.Linear(2, 2, bias=False, device="meta"))
+    (told,) = given_errors(nn.Linear(2, 2, bias=False, device="meta"))
     assert told.startswith("weight of the model is on the meta device")

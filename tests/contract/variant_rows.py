@@ -67,7 +67,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object], Layout]] = {
     "phi3 with grouped heads": ("phi3", {"num_key_value_heads": 2}, MIXED),
     "phi3, keys shared": ("phi3", {"num_key_value_heads": 2}, TP4),
     "phi3, one key for all": ("phi3", {"num_key_value_heads": 1}, MIXED),
-    # Heads that the ranks do not divide: heads of zeros are added, see head_order.py.
+    # Heads that the ranks do not divide are padded, see heads.py.
     "cohere, 6 heads, 3 keys": ("cohere", heads(6, 3), TP2),
     "cohere, 3 normed heads": ("cohere", heads(3, 3, hidden_size=24, use_qk_norm=True), MIXED),
     "cohere, 9 normed heads, 3 keys on 4 ranks": (

@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from echelon.shardformer.layer import Linear1D_Row
 from echelon.shardformer.recompute import (
     PipelineGradientCheckpointConfig,
-    checkpoint_faults,
     checkpoint_layers,
     recomputable_layers,
+    recompute_errors,
 )
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
@@ -89,9 +89,9 @@ def test_bad_settings_are_told(config: dict[str, Any], fault: str) -> None:
 def test_what_the_model_cannot_do_is_told() -> None:
     config = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[3, 1])
     layers = recomputable_layers(small_llama(4))
-    (found,) = checkpoint_faults({0: layers[:2], 1: layers[2:]}, config)
+    (found,) = recompute_errors({0: layers[:2], 1: layers[2:]}, config)
     assert "asks for 3 layers of stage 0, which has 2" in found
-    (found,) = checkpoint_faults({0: [nn.Linear(2, 2)] * 3, 1: [nn.Linear(2, 2)]}, config)  # told once
+    (found,) = recompute_errors({0: [nn.Linear(2, 2)] * 3, 1: [nn.Linear(2, 2)]}, config)  # told once
     assert "Linear cannot be recomputed" in found
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from echelon.shardformer import ShardConfig, ShardFormer, policy_for
 from echelon.shardformer.policy import ModulePolicyDescription, Policy
 from echelon.shardformer.sequence.config import SequenceParallelism
-from echelon.shardformer.shard_former import sharder_or_faults
+from echelon.shardformer.shard_former import sharder_or_errors
 from echelon.shardformer.sharder import split_errors
 
 from ..pool import Pool
@@ -149,7 +149,7 @@ def refuse_own_policy() -> list[str]:
     group = dist.group.WORLD
     found: list[str] = []
     model = adapted(lora={"target_modules": ["q_proj"]})
-    sharder_or_faults(model, OwnPolicy(), ShardConfig(tensor_parallel_process_group=group), found)
+    sharder_or_errors(model, OwnPolicy(), ShardConfig(tensor_parallel_process_group=group), found)
     wrapped = in_peft(lora={"target_modules": ["q_proj"]})
     with pytest.raises(ValueError) as error:
         ShardFormer(ShardConfig(tensor_parallel_process_group=group)).optimize(wrapped)
