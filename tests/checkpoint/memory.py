@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .forked import run_ranks
+from .failures import run_ranks
 from .runs import Run, config_of
 
 MEBI = 2**20

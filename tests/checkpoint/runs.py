@@ -139,3 +139,12 @@ def save_mixtral(path: Path) -> Tensor:
     with torch.no_grad():
         logits = model(torch.arange(12).view(1, 12)).logits
     return logits.gather() if hasattr(logits, "gather") and hasattr(logits, "local") else logits
+
+
+TINY = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 16}
+SHARD = 0.01  # MiB, so that there are several files, and both ranks write some
+
+
+def small_run(seed: int = 0) -> Run:
+    """A run whose ranks shard the optimizer's states."""
+    return Run(config_of(**TINY), seed=seed, zero_stage=1)

@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 
 from ..pool import Pool
-from .crashes import SHARD, small_run
-from .runs import Run
-from .write_points import write_points
+from .failures import at_every_write
+from .runs import SHARD, Run, small_run
 
 
 def save_two_beside_training(directory: Path) -> None:
@@ -19,7 +18,7 @@ def save_two_beside_training(directory: Path) -> None:
         group["lr"] = torch.tensor(group["lr"])  # which its scheduler changes in place
     may_write = threading.Event()
     saved, rates, saves = [], [], []
-    with write_points(directory, lambda number, what: may_write.wait(30) and None):
+    with at_every_write(directory, lambda number, what: may_write.wait(30) and None):
         for step in (1, 2):
             run.step(step)
             saved.append(run.whole())

@@ -12,8 +12,7 @@ from transformers import LlamaForCausalLM
 from echelon.checkpoint.tensor_file import digest_of
 
 from ..pool import Pool
-from .crashes import SHARD, small_run
-from .runs import Run
+from .runs import SHARD, Run, small_run
 
 Call = Callable[[Run, Path], Any]
 

@@ -1,24 +1,223 @@
 """Processes killed at any call that writes leave the checkpoint that was complete last, bit for bit."""
 
+import json
+import os
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
-from . import crashes
-from .forked import in_warm_process
+from echelon.checkpoint.model import DESCRIBED
+
+from .failures import KILLED, at_every_write, in_warm_process, kill_rank_at, run_ranks
+from .runs import SHARD, Run, small_run
+
+Kind = Literal["new", "replacing", "asynchronous", "model", "optimizer", "file"]
+Wholes = tuple[Mapping[str, Tensor], ...]
+PLACES = {"model": "m", "optimizer": "o", "file": "m.safetensors"}
+COMMITTED = {
+    "new": "step-00000003",
+    "asynchronous": "step-00000003",
+    "replacing": "step-00000002",
+    "model": ".complete",
+    "optimizer": ".complete",
+    "file": "m.safetensors",
+}
+
+
+class Death(NamedTuple):
+    """Where processes are killed: at a call of one rank, by its number."""
+
+    rank: int
+    number: int
+
+
+def explore(folder: Path, kind: Kind, chosen: Literal["all", "quick"]) -> None:
+    """Kill a save at its calls that write, and look at what is left; `folder/found.json` says what was killed.
+
+    To be called in a process that may be forked.
+
+    Raises:
+        AssertionError: something else was left than what was complete last.
+    """
+    assert run_ranks(2, prepare, folder, kind) == [0, 0]
+    calls = [json.loads((folder / f"calls-{rank}.json").read_text()) for rank in range(2)]
+    committed = 1 + max(index for index, call in enumerate(calls[0]) if is_commit(call, kind))
+    for own in (calls[0][:committed], calls[1]):
+        require_on_disk(own)
+    deaths = [Death(rank, 1 + index) for rank in range(2) for index in range(len(calls[rank]))]
+    if chosen == "quick":
+        near = [Death(0, committed + by) for by in (-1, 0, 1)]
+        deaths = [Death(1, len(calls[1]) // 2), *(death for death in near if death in deaths)]
+    for death in deaths:
+        shutil.copytree(folder / "base", place_of(folder, death))
+        ends = run_ranks(2, doomed, place_of(folder, death), kind, death)
+        # The other one may have ended before, where the last one cleans up.
+        assert ends[death.rank] == KILLED and set(ends) <= {KILLED, 0}, f"{kind}, {death}: {ends}"
+    survived = {death: death.rank == 0 and death.number > committed for death in deaths}
+    assert run_ranks(1, look, folder, kind, survived, seconds=280) == [0]
+    (folder / "found.json").write_text(json.dumps([calls[death.rank][death.number - 1] for death in deaths]))
+
+
+def prepare(folder: Path, kind: Kind) -> None:
+    """Make the older save, the tensors of both in whole, and list the calls of a save that is let be."""
+    run = small_run()
+    run.step(0)
+    base = folder / "base"
+    for step in (1, 2):
+        run.booster.save_checkpoint(base, step, **run.everything, size_per_shard=SHARD)
+    for part in ("model", "optimizer", "file"):
+        save(run, base, part)
+    keep(run, folder / "old.pt")
+    run.step(1)
+    keep(run, folder / "new.pt")
+    whole = folder / "whole"
+    if dist.get_rank() == 0:
+        shutil.copytree(base, whole)
+    dist.barrier()
+    with at_every_write(whole, lambda number, what: None) as calls:
+        save(run, whole, kind)
+    (folder / f"calls-{dist.get_rank()}.json").write_text(json.dumps(calls))
+
+
+def doomed(place: Path, kind: Kind, death: Death) -> None:
+    """The same save, whose processes are killed."""
+    run = small_run()
+    run.step(0)
+    run.step(1)
+
+    with at_every_write(place, kill_rank_at(*death, with_others=True)):
+        save(run, place, kind)
+
+
+def look(folder: Path, kind: Kind, survived: Mapping[Death, bool]) -> None:
+    """Load what each death left, in one process; then save the same once more, which removes what was left."""
+    disable_progress_bar()
+    run = small_run(seed=7)
+    old, new = torch.load(folder / "old.pt"), torch.load(folder / "new.pt")
+    assert not torch.equal(old["model.norm.weight"], new["model.norm.weight"])
+    for death, is_new in survived.items():
+        place = place_of(folder, death)
+        expected = new if is_new else old
+        told = f"{kind}, {death}, {'new' if is_new else 'old'}"
+        found = loaded(run, place, kind, (old, new), step_of(kind) if is_new else 2, told)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items()), told
+        save(run, place, kind)
+        inside = place / PLACES[kind] if kind in ("model", "optimizer") else place
+        assert [name for name in os.listdir(inside) if name.startswith(".")] == [], told
+        again = loaded(run, place, kind, (expected,), step_of(kind), told)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in again.items()), told
+
+
+def save(run: Run, place: Path, kind: Kind) -> None:
+    """The save of a kind, to its end."""
+    path = place / PLACES.get(kind, "")
+    if kind == "model":
+        run.booster.save_model(run.model, path, shard=True, size_per_shard=SHARD)
+    elif kind == "file":
+        run.booster.save_model(run.model, path)
+    elif kind == "optimizer":
+        run.booster.save_optimizer(run.optimizer, path)
+    else:
+        last = 1 if kind == "replacing" else 2
+        handle = run.booster.save_checkpoint(
+            place,
+            step_of(kind),
+            **run.everything,
+            keep_last=last,
+            size_per_shard=SHARD,
+            use_async=kind == "asynchronous",
+        )
+        handle.wait()
+
+
+def step_of(kind: Kind) -> int:
+    """The number of the step that is saved."""
+    return 2 if kind == "replacing" else 3
+
+
+def loaded(run: Run, place: Path, kind: Kind, wholes: Wholes, step: int, told: str) -> dict[str, Tensor]:
+    """What loading finds, of the tensors that the kind saves; from this step, where it saves steps."""
+    path = place / PLACES.get(kind, "")
+    if kind == "model":
+        _require_no_mixture(path, wholes, told)
+    if kind in ("model", "file"):
+        run.booster.load_model(run.model, path)
+        return {name: tensor for name, tensor in run.whole().items() if "/" not in name}
+    if kind == "optimizer":
+        run.booster.load_optimizer(run.optimizer, path)
+        return {name: tensor for name, tensor in run.whole().items() if name.startswith("exp")}
+    resumed = run.booster.load_checkpoint(place, **run.everything)
+    assert resumed is not None and resumed.step == step, f"{told}: {resumed}"
+    return run.whole()
+
+
+def _require_no_mixture(path: Path, wholes: Wholes, told: str) -> None:
+    """transformers itself finds one of the two or nothing."""
+    try:
+        model = LlamaForCausalLM.from_pretrained(path)
+    except OSError:
+        return
+    weights = dict(model.named_parameters())
+    assert any(all(torch.equal(each, whole[name]) for name, each in weights.items()) for whole in wholes), (
+        told
+    )
+
+
+def keep(run: Run, path: Path) -> None:
+    """Everything whole, in a file."""
+    whole = run.whole()
+    if dist.get_rank() == 0:
+        torch.save(whole, path)
+
+
+def place_of(folder: Path, death: Death) -> Path:
+    """Where the save that ends so is made."""
+    return folder / f"rank-{death.rank}-call-{death.number}"
+
+
+def is_commit(call: str, kind: Kind) -> bool:
+    """Whether the save holds from this call on."""
+    words = call.split()
+    return words[0] in ("rename", "replace") and Path(words[-1]).name == COMMITTED[kind]
+
+
+def require_on_disk(calls: list[str]) -> None:
+    """Whether every file that was written was brought to the disk after its last write; a crash of power needs it.
+
+    Not those that are written anew in their place, and are gone then.
+    """
+    last = {}
+    for call in calls:
+        what, path = call.split()[:2]
+        if Path(path).parent.name != DESCRIBED and what in ("open", "write", "fsync"):
+            last[path] = what
+    late = [path for path, what in last.items() if what != "fsync"]
+    assert late == [], f"written and not on the disk when the save holds: {late}"
+
+
+def deaths_told(folder: Path) -> list[Any]:
+    """The calls at which processes were killed."""
+    return json.loads((folder / "found.json").read_text())
 
 
 def test_a_save_that_is_killed_leaves_what_was_complete(tmp_path: Path) -> None:
-    in_warm_process(crashes.explore, tmp_path, "replacing", "quick", seconds=60)
-    assert len(crashes.deaths_told(tmp_path)) == 4
+    in_warm_process(explore, tmp_path, "replacing", "quick", seconds=60)
+    assert len(deaths_told(tmp_path)) == 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", get_args(crashes.Kind))
-def test_a_save_that_is_killed_anywhere_leaves_what_was_complete(tmp_path: Path, kind: crashes.Kind) -> None:
-    in_warm_process(crashes.explore, tmp_path, kind, "all", seconds=270)
-    calls = crashes.deaths_told(tmp_path)
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_a_save_that_is_killed_anywhere_leaves_what_was_complete(tmp_path: Path, kind: Kind) -> None:
+    in_warm_process(explore, tmp_path, kind, "all", seconds=270)
+    calls = deaths_told(tmp_path)
     print(f"{kind}: killed at {len(calls)} calls")
     assert len(calls) >= (50 if kind in ("new", "replacing", "asynchronous") else 10)
     kinds = {call.split()[0] for call in calls}

@@ -1,31 +1,164 @@
 """A disk that is full, or a rank that dies, ends neither training nor what was saved before."""
 
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from echelon.checkpoint.background import Save
+from echelon.cluster.rank_failure import RankFailure
 
 from ..pool import Pool, RankDied
-from . import full_disks
+from .failures import at_every_write, full_disk_at, kill_rank_at, logged
+from .runs import SHARD, Run, small_run
+
+SAVING = "echelon.checkpoint.background"
+
+
+def files_too_large(directory: Path, where: int, use_async: bool) -> None:
+    """On one rank the system itself refuses what is longer than a kilobyte."""
+    run = _first_saved(directory)
+    limit = small_files() if dist.get_rank() == where else nullcontext()
+    _require_told_and_survived(run, directory, limit, use_async, "File too large")
+
+
+def full_at_every_call(directory: Path, where: int, use_async: bool) -> int:
+    """On one rank the disk is full, from the first, the second, … the last call that writes; how many these are."""
+    run = _first_saved(directory)
+    number = 0
+    while True:
+        number += 1
+        calls: list[str] = []
+        with (
+            at_every_write(directory, full_disk_at(number))
+            if dist.get_rank() == where
+            else nullcontext() as listed
+        ):
+            save = _begin(run, directory, use_async)
+            loss = run.step(3)
+            _wait(save)
+            calls = listed or []
+        assert loss == loss
+        refused = torch.tensor(float(save.failure is not None))
+        dist.all_reduce(refused)
+        assert int(refused) in (0, dist.get_world_size()), "it failed on some ranks alone"
+        _require_sound(run, directory)
+        numbers = torch.tensor(len(calls))
+        dist.all_reduce(numbers)
+        if not refused:
+            assert int(numbers) < number, "a call found no room, and nothing was told"
+            return int(numbers)
+
+
+def rank_dies_while_saving(directory: Path, number: int) -> None:
+    """The second rank is killed in the middle of a save beside training; the first has to notice, twice."""
+    run = _first_saved(directory)
+
+    with at_every_write(directory, kill_rank_at(1, number)) if dist.get_rank() == 1 else nullcontext():
+        save = _begin(run, directory, use_async=True)
+        try:
+            for step in range(3, 10**6):
+                run.step(step)
+        except RankFailure as failure:
+            assert "rank 1" in str(failure)
+        except RuntimeError as error:  # of the all-reduce that is the test's own
+            assert "Connection" in str(error)
+        _wait(save)
+    assert save.failure is not None
+
+
+def still_there(directory: Path) -> int:
+    """The step that is gone on from, and the next save works."""
+    run = small_run(seed=7)
+    resumed = run.booster.load_checkpoint(directory, **run.everything)
+    assert resumed is not None
+    _begin(run, directory, use_async=False).wait()
+    assert [name for name in os.listdir(directory) if name.startswith(".")] == []
+    return resumed.step
+
+
+@contextmanager
+def small_files() -> Iterator[None]:
+    """Files of this process can have a kilobyte (EFBIG; Python ignores the signal)."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def _require_told_and_survived(
+    run: Run, directory: Path, trouble: AbstractContextManager[object], use_async: bool, why: str
+) -> None:
+    before = run.whole()
+    with trouble, logged(SAVING) as lines:
+        save = _begin(run, directory, use_async)
+        _wait(save)
+    assert isinstance(save.failure, OSError) and why in str(save.failure), save.failure
+    assert len(lines) == (dist.get_rank() == 0) and all(why in line for line in lines)
+    dist.barrier()  # the first rank removes what it began
+    assert os.listdir(directory) == ["step-00000001"]
+    run.step(3)
+    run.booster.load_checkpoint(directory, **run.everything)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in run.whole().items())
+    _begin(run, directory, use_async).wait()
+    assert sorted(os.listdir(directory)) == ["step-00000001", "step-00000002"]
+
+
+def _first_saved(directory: Path) -> Run:
+    run = small_run()
+    run.step(1)
+    run.booster.save_checkpoint(directory, 1, **run.everything, size_per_shard=SHARD).wait()
+    return run
+
+
+def _begin(run: Run, directory: Path, use_async: bool) -> Save:
+    return run.booster.save_checkpoint(
+        directory, 2, **run.everything, size_per_shard=SHARD, use_async=use_async
+    )
+
+
+def _wait(save: Save) -> None:
+    try:
+        save.wait()
+    except Exception as error:
+        assert error is save.failure
+
+
+def _require_sound(run: Run, directory: Path) -> None:
+    """Nothing unfinished is left, and the newest step can be loaded."""
+    dist.barrier()  # the first rank removes what it began
+    names = sorted(os.listdir(directory))
+    assert names in (["step-00000001"], ["step-00000001", "step-00000002"]), names
+    dist.barrier()
+    resumed = run.booster.load_checkpoint(directory, **run.everything)
+    assert resumed is not None and resumed.path.name == names[-1]
 
 
 @pytest.mark.parametrize(("where", "use_async"), [pytest.param(0, False, marks=pytest.mark.slow), (1, True)])
 def test_a_full_disk_is_told_and_training_goes_on(
     pool: Pool, tmp_path: Path, where: int, use_async: bool
 ) -> None:
-    pool.run(2, full_disks.files_too_large, tmp_path, where, use_async)
+    pool.run(2, files_too_large, tmp_path, where, use_async)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("use_async", [False, True])
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_disk_that_is_full_at_any_call(pool: Pool, tmp_path: Path, where: int, use_async: bool) -> None:
-    calls = pool.run(2, full_disks.full_at_every_call, tmp_path, where, use_async, timeout=250)[0]
+    calls = pool.run(2, full_at_every_call, tmp_path, where, use_async, timeout=250)[0]
     assert calls >= (30 if where == 0 else 10)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 4, 9])
 def test_a_rank_that_dies_while_saving_is_noticed(pool: Pool, tmp_path: Path, number: int) -> None:
-    first, second = pool.run_failing(2, full_disks.rank_dies_while_saving, tmp_path, number)
+    first, second = pool.run_failing(2, rank_dies_while_saving, tmp_path, number)
     assert first is None and isinstance(second, RankDied)
-    assert pool.run(2, full_disks.still_there, tmp_path) == [1, 1]
+    assert pool.run(2, still_there, tmp_path) == [1, 1]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from . import memory
-from .forked import in_warm_process
+from .failures import in_warm_process
 
 # Beside tensors: pages that are counted whole, pickled plans, threads' stacks.
 SLACK = 4 * memory.MEBI

@@ -16,8 +16,8 @@ from echelon.checkpoint.local import local_piece
 from echelon.checkpoint.model import SAFETENSORS, Records, _Output, describing, plan_model
 
 from ..pool import Pool
-from .crashes import small_run
 from .handmade import small_config
+from .runs import small_run
 
 NAMES = ("a", "b", "c", "d", "e")  # each a file; the second rank has the last one
 CONFIG = "config.json"

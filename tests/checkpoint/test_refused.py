@@ -18,7 +18,7 @@ from echelon.checkpoint.steps import begin_step, commit_step
 from echelon.checkpoint.tensor_file import saved_bytes
 
 from ..pool import Pool
-from .crashes import small_run
+from .runs import small_run
 
 MAKERS: dict[str, Any] = {
     "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=4),

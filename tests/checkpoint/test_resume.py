@@ -9,7 +9,7 @@ from echelon.verify.models import ModelChoice
 
 from ..plugins.training import hybrid
 from ..pool import Pool
-from .harm import told
+from .failures import logged
 
 LLAMA = ModelChoice(model_type="llama", num_layers=2)
 
@@ -18,7 +18,7 @@ def look_for_none(folder: Path) -> dict[str, Any]:
     booster = hybrid()
     model = LLAMA.build()
     boosted, *_ = booster.boost(model)
-    with told("echelon.checkpoint") as lines:
+    with logged("echelon.checkpoint") as lines:
         found: dict[str, Any] = {
             "auto": [booster.load_checkpoint(each, model=boosted) for each in (folder, folder / "typo")]
         }

@@ -11,8 +11,7 @@ from torch import nn
 from echelon import Booster, HybridParallelPlugin, TorchDDPPlugin
 
 from ..pool import Pool
-from .crashes import SHARD, small_run
-from .runs import Run
+from .runs import SHARD, Run, small_run
 
 
 def weights_differ(run: Run, place: Path, name: str, before: dict[str, torch.Tensor]) -> bool:

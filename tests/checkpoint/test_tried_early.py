@@ -18,7 +18,7 @@ from echelon.verify.parity import make_optimizer
 
 from ..plugins.training import Numbers, hybrid, share
 from ..pool import Pool
-from .harm import told
+from .failures import logged
 
 LLAMA = ModelChoice(model_type="llama", num_layers=2)
 PLUGINS: dict[str, Callable[[], Any]] = {
@@ -121,7 +121,7 @@ def spoil_a_config(folder: Path) -> tuple[str, list[str], int]:
     parts = {"model": model, "optimizer": optimizer}
     booster.save_checkpoint(folder, 1, **parts).wait()
     model.unwrap().config.table = torch.zeros(2)
-    with told("echelon.checkpoint.background") as lines:
+    with logged("echelon.checkpoint.background") as lines:
         save = booster.save_checkpoint(folder, 2, **parts)
     del model.unwrap().config.table
     resumed = booster.load_checkpoint(folder, **parts)

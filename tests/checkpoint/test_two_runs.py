@@ -18,8 +18,8 @@ from echelon.checkpoint import commit as module
 from echelon.checkpoint.commit import finish_placing, locked
 from echelon.checkpoint.steps import begin_step, commit_step, recover, steps_in
 
-from .crashes import small_run
-from .forked import in_warm_process, run_ranks
+from .failures import in_warm_process, run_ranks
+from .runs import small_run
 
 SAVES = 12
 RUNS = (1, 2)

@@ -1,0 +1,285 @@
+"""Failures on purpose: killed processes, full disks and flipped bits, at every place where there can be one.
+
+`at_every_write` counts the calls by which a process changes files. A point makes one of them fail (`full_disk_at`), or
+be the last (`kill_rank_at`). `flip_every_file` flips bits. `run_ranks` forks ranks that may be killed, from a process
+that has imported all, since a killed worker of the pool is dear.
+"""
+
+import builtins
+import errno
+import io
+import json
+import logging
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from ..pool import PRELOADED
+
+KILLED = -signal.SIGKILL
+Point = Callable[[int, str], None]
+Harm = Callable[[Path], object]
+_ON_PATHS = ("mkdir", "rename", "replace", "unlink", "remove", "rmdir")
+
+
+@contextmanager
+def at_every_write(folder: Path, point: Point) -> Iterator[list[str]]:
+    """Call `point` before each call that changes files, and in the middle of each write.
+
+    Args:
+        folder: calls about files elsewhere are left alone.
+        point: gets the number of the call, from 1, and what it does. It may raise what the call then raises.
+
+    Returns:
+        What was called, in its order.
+    """
+    calls: list[str] = []
+    lock = threading.Lock()
+
+    def note(what: str) -> None:
+        with lock:
+            calls.append(what)
+            number = len(calls)
+        point(number, what)
+
+    with ExitStack() as patches:
+        for name in _ON_PATHS:
+            patches.enter_context(patch.object(os, name, _on_path(getattr(os, name), name, folder, note)))
+        patches.enter_context(patch.object(os, "fsync", _fsync(folder, note)))
+        for module in (builtins, io):
+            patches.enter_context(patch.object(module, "open", _open(folder, note)))
+        yield calls
+
+
+def full_disk_at(number: int) -> Point:
+    """From this call on nothing can be made or written."""
+
+    def point(called: int, what: str) -> None:
+        if called >= number and what.split()[0] in ("open", "write", "fsync", "mkdir"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), what.split()[-1])
+
+    return point
+
+
+def kill_rank_at(rank: int, number: int, *, with_others: bool = False) -> Point:
+    """This call is the last of a rank, and of those that were forked with it."""
+
+    def point(called: int, what: str) -> None:
+        if (dist.get_rank(), called) == (rank, number):
+            os.killpg(0, signal.SIGKILL) if with_others else os.kill(os.getpid(), signal.SIGKILL)
+
+    return point
+
+
+def flip_every_file(folder: Path, positions: int) -> Iterator[tuple[Path, str]]:
+    """Flip one bit of every file at some positions each; it is flipped while the caller looks. Collective.
+
+    Yields:
+        The file, and the tensor that the bit belongs to, "the header" or "damaged".
+    """
+    draw = random.Random(1)
+    files = [(path, path.stat().st_size) for path in sorted(folder.rglob("*")) if path.is_file()]
+    _barrier()
+    for path, size in files:
+        for at in sorted({draw.randrange(size) for _ in range(positions)}):
+            part = _part_at(path, at)
+            with harmed(path, lambda path, at=at: _flip(path, at)):  # type: ignore[misc]
+                yield path, part
+
+
+@contextmanager
+def harmed(path: Path, harm: Harm) -> Iterator[None]:
+    """The first rank harms a file, and gives it back."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    sound = path.parent.parent / f".{path.name}.sound"
+    _barrier()
+    if is_first:
+        shutil.copy(path, sound)
+        harm(path)
+    _barrier()
+    yield
+    _barrier()
+    if is_first:
+        sound.replace(path)
+    _barrier()
+
+
+def cut(path: Path) -> None:
+    """Lose the last byte."""
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1 << random.Random(at).randrange(8)
+    path.write_bytes(content)
+
+
+def _part_at(path: Path, at: int) -> str:
+    if path.suffix != ".safetensors":
+        return "damaged"
+    content = path.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    if at < header:
+        return "the header"
+    places = json.loads(content[8:header])
+    places.pop("__metadata__")
+    return next(
+        name
+        for name, each in places.items()
+        if each["data_offsets"][0] <= at - header < each["data_offsets"][1]
+    )
+
+
+@contextmanager
+def logged(logger: str) -> Iterator[list[str]]:
+    """The lines that are logged within it."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger(logger).removeHandler(handler)
+
+
+def in_warm_process(function: Callable[..., None], *args: Any, seconds: float) -> None:
+    """Call a function of a module in a new process that runs no threads, from which ranks can be forked.
+
+    Raises:
+        AssertionError: it failed, or took longer.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    process = context.Process(target=function, args=args)
+    process.start()
+    process.join(seconds)
+    if process.is_alive():
+        process.terminate()
+        process.join()
+    assert process.exitcode == 0, f"{function.__name__} ended with {process.exitcode}; its output says why"
+
+
+def run_ranks(world: int, function: Callable[..., None], *args: Any, seconds: float = 60.0) -> list[int]:
+    """Fork the ranks of a gloo group, which are a process group of the system's too, and wait for them.
+
+    Returns:
+        How each ended: 0, 1 where it raised, a signal's number below 0.
+
+    Raises:
+        AssertionError: they did not end in time, and were killed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        pids: list[int] = []
+        for rank in range(world):
+            if (pid := os.fork()) == 0:
+                _be(rank, world, pids[0] if pids else 0, Path(folder), function, args)
+            os.setpgid(pid, pids[0] if pids else pid)
+            pids.append(pid)
+        return _ends(pids, seconds)
+
+
+def _be(rank: int, world: int, leader: int, folder: Path, function: Callable[..., None], args: Any) -> None:
+    status = 1
+    try:
+        os.setpgid(0, leader)
+        store = dist.FileStore(str(folder / "store"), world)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30)
+        )
+        function(*args)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _ends(pids: list[int], seconds: float) -> list[int]:
+    ends: dict[int, int] = {}
+    deadline = time.monotonic() + seconds
+    while len(ends) < len(pids):
+        for pid in set(pids) - set(ends):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                ends[pid] = os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            os.killpg(pids[0], signal.SIGKILL)
+            raise AssertionError(f"of {len(pids)} ranks {len(ends)} ended within {seconds:g} s")
+        time.sleep(0.002)
+    return [ends[pid] for pid in pids]
+
+
+class _Raw(io.FileIO):
+    """Is interrupted in the middle of each write."""
+
+    note: Callable[[str], None]
+
+    def write(self, content: Any) -> int:
+        half = len(content) // 2
+        done = super().write(memoryview(content)[:half]) if half else 0
+        self.note(f"write {self.name}")
+        return done + super().write(memoryview(content)[half:])
+
+
+def _open(folder: Path, note: Callable[[str], None]) -> Callable[..., Any]:
+    original = builtins.open
+
+    def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if isinstance(file, int) or not set(mode) & set("wax+") or not _is_below(file, folder):
+            return original(file, mode, *args, **kwargs)
+        note(f"open {file}")
+        raw = _Raw(file, mode.replace("b", "").replace("t", ""))
+        raw.note = note
+        return io.BufferedWriter(raw) if "b" in mode else io.TextIOWrapper(io.BufferedWriter(raw), "utf-8")
+
+    return opened
+
+
+def _on_path(
+    original: Callable[..., Any], name: str, folder: Path, note: Callable[[str], None]
+) -> Callable[..., Any]:
+    def called(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dir_fd") is not None or _is_below(path, folder):
+            note(" ".join([name, str(path), *map(str, args[: name in ("rename", "replace")])]))
+        return original(path, *args, **kwargs)
+
+    return called
+
+
+def _fsync(folder: Path, note: Callable[[str], None]) -> Callable[[int], None]:
+    original = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if _is_below(path, folder):
+            note(f"fsync {path}")
+        original(descriptor)
+
+    return fsync
+
+
+def _is_below(path: Any, folder: Path) -> bool:
+    return str(os.path.abspath(os.fspath(path))).startswith(str(folder))
