@@ -12,7 +12,7 @@ on the CPU under every precision, and so is a copy of the slice's gradients, mad
 
 [Note: gradient sharding] At stage 2 the whole gradients have no memory of their own. A bucket borrows some when a
 backward brings its first gradient, and gives it back once they were averaged into the slice, which adds them up
-over backwards.
+over backwards. Two buffers are enough: one bucket is in flight while the next gets its gradients.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..cluster.buffers import BufferPool
 from ..cluster.collectives import Handle
 from .partition import ManagedParameter, Partition
 
@@ -77,39 +78,6 @@ class ShardedGradient(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedGradient({self.parameter_name!r}, shape={tuple(self.shape)})"
-
-
-class BufferPool:
-    """Float32 buffers as long as the longest bucket, lent for whole gradients at stage 2 and used again.
-
-    A backward needs two of them: the averages of one bucket are in flight while the next gets its gradients.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[int, Tensor] = {}  # by address
-        self._free: list[Tensor] = []
-        self._length = 0
-
-    def reserve(self, length: int) -> None:
-        """Make buffers at least so long; called before the first loan."""
-        self._length = max(self._length, length)
-
-    def take(self, length: int, device: torch.device) -> Tensor:
-        """Lend so many elements, of any value."""
-        if not self._free:
-            made = torch.empty(self._length, dtype=torch.float32, device=device)
-            self._made[made.data_ptr()] = made
-            self._free.append(made)
-        return self._free.pop()[:length]
-
-    def give_back(self, lent: Tensor) -> None:
-        """Take back a buffer, which only what is in the current stream already may still use."""
-        self._free.append(self._made[lent.data_ptr()])
-
-    @property
-    def nbytes(self) -> int:
-        """The memory of all buffers."""
-        return sum(made.nbytes for made in self._made.values())
 
 
 @dataclass(kw_only=True, eq=False)
@@ -296,7 +264,7 @@ class Bucket:
         if self.gradients is not None:
             return
         assert self._pool is not None
-        self.gradients = self._pool.take(self.parameters.numel(), self.parameters.device)
+        self.gradients = self._pool.take(len(self.parameters), torch.float32, self.parameters.device)
         for slot in self.slots:
             slot.gradient = slot.view(self.gradients)
         for start, stop in self._padding:  # of a bucket that had the memory before, anything

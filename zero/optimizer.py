@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..cluster.buffers import BufferPool
 from ..cluster.equal_settings import require_equal_settings, settings_hash
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
-from .bucket import Bucket, BufferPool, make_buckets
+from .bucket import Bucket, make_buckets
 from .clipping import ReducedGradients, require_clip_norm, require_clip_value, require_finite_norm
 from .elementwise import require_elementwise
 from .groups import (
