@@ -56,7 +56,66 @@ def one_rank_departing(step: Callable[[Any], None]) -> Callable[[Any], None]:
     return stepped
 
 
+def launched_at_the_first(note: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """A bucket is averaged once one of its parameters has its gradient."""
+
+    def noted(self: Any, parameter: Any) -> None:
+        awaited = self._awaited.get(self._places[parameter][1])
+        if awaited is not None:
+            awaited.clear()
+        note(self, parameter)
+
+    return noted
+
+
+def no_axes(placement: object) -> tuple[str, ...]:
+    return ()
+
+
+def twice(call: Callable[..., None]) -> Callable[..., None]:
+    def called(*args: Any) -> None:
+        call(*args)
+        call(*args)
+
+    return called
+
+
+def counted_on_every_rank(manage: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    def managed(*args: Any, **kwargs: Any) -> list[Any]:
+        return [replace(each, counts=True) for each in manage(*args, **kwargs)]
+
+    return managed
+
+
+def kept_after_the_step(drop: Callable[..., None]) -> Callable[..., None]:
+    """Slices keep their gradients, to which the next backward adds."""
+
+    def dropped(self: Any, *, to_zeros: bool) -> None:
+        before = self.own_gradients.clone()
+        drop(self, to_zeros=to_zeros)
+        self.own_gradients.copy_(before)
+
+    return dropped
+
+
+def only_the_slice(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """Parameters are not gathered: whoever waits for them has what was there before."""
+
+    class Nothing:
+        def wait(self) -> None:
+            return None
+
+    def gathered(self: Any, flat: Any) -> Any:
+        work = gather(self, flat.clone())
+        if work is not None:
+            work.wait()
+        return Nothing()
+
+    return gathered
+
+
 OPTIMIZER = "echelon.zero.optimizer:ShardedOptimizer"
+BUCKET = "echelon.zero.bucket:Bucket"
 
 FAULTS = {
     "one gradient is scaled": Mutation(
@@ -100,5 +159,76 @@ FAULTS = {
         wrapper=one_rank_departing,
         row=(replace(OCCASIONAL), Layout(tp=2)),
         notice=r"^step 1: copy of model.norm.weight ",
+    ),
+    "a bucket is averaged before its last gradient": Mutation(
+        target="echelon.zero.reducer:Reducer.note",
+        wrapper=launched_at_the_first,
+        row=(LLAMA, Layout(dp=2, zero=1)),
+        notice="adds to gradients that are being averaged|^step 1: gradient of ",
+    ),
+    "tied gradients are summed twice": Mutation(
+        target="echelon.zero.reducer:_sum_over_groups",
+        wrapper=twice,
+        row=(ModelChoice(model_type="gpt2", tied=True), Layout(pp=2)),
+        notice=r"^step 1: gradient of ",
+    ),
+    "replicated parameters count on every rank in the norm": Mutation(
+        target="echelon.plugins.hybrid_model:managed_parameters",
+        wrapper=counted_on_every_rank,
+        row=(LLAMA, Layout(tp=2, max_norm=0.1)),
+        notice=r"^step 1: (norm|weight of )",
+    ),
+    "masters do not reach the parameters": Mutation(
+        target=f"{BUCKET}.round_masters",
+        replacement=do_nothing,
+        row=(LLAMA, Layout(dp=2, zero=1, precision="bf16")),
+        num_steps=2,
+        notice=r"^step [12]: ",
+    ),
+    "offloaded masters do not come back": Mutation(
+        target=f"{BUCKET}.round_masters",
+        replacement=do_nothing,
+        row=(LLAMA, Layout(dp=2, zero=1, options=("cpu_offload",))),
+        num_steps=2,
+        notice=r"^step [12]: ",
+    ),
+    "offloaded gradients are those of the step before": Mutation(
+        target=f"{BUCKET}.send_gradients",
+        replacement=do_nothing,
+        row=(LLAMA, Layout(dp=2, zero=1, options=("cpu_offload",))),
+        notice=r"^step 1: weight of ",
+    ),
+    "updated parameters are not gathered": Mutation(
+        target="echelon.zero.partition:Partition.gather_",
+        wrapper=only_the_slice,
+        row=(LLAMA, Layout(dp=2, zero=1)),
+        num_steps=2,
+        notice=r"^step [12]: ",
+    ),
+    "nobody waits for parameters in flight": Mutation(
+        target="echelon.zero.publish:Arrival.wait",
+        replacement=do_nothing,
+        row=(LLAMA, Layout(dp=2, zero=1, overlap_allgather=True)),
+        num_steps=2,
+    ),
+    "gradients stay after zero_grad": Mutation(
+        target=f"{BUCKET}.drop",
+        wrapper=kept_after_the_step,
+        row=(LLAMA, Layout(dp=2, zero=2)),
+        num_steps=2,
+        notice=r"^step 2: gradient of ",
+    ),
+    "gradients of a skipped step stay": Mutation(
+        target=f"{BUCKET}.drop",
+        wrapper=kept_after_the_step,
+        row=(OCCASIONAL, Layout(dp=2, zero=2)),
+        training=OVERFLOW,
+        num_steps=3,
+        notice=r"^step [23]: ",
+    ),
+    "parameters over the weight axis are averaged over all ranks": Mutation(
+        target="echelon.plugins.state:_data_axes",
+        replacement=no_axes,
+        row=(LLAMA, Layout(dp=2, zero=1, wp=2)),
     ),
 }
