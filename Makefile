@@ -5,14 +5,17 @@ PYTHON ?= python3
 # make test TORCH="torch==2.12.0 --index-url URL"
 TORCH ?= torch==2.13.0
 
-# What `make test-older` is about: the oldest release that pyproject.toml allows, or another one.
+# `make test-older` tries the oldest releases that pyproject.toml allows: of transformers, and of torch beside a later
+# transformers. One environment for each.
 OLDER ?= transformers==5.0.0
-# The tests that a release of transformers can touch.
+OLDEST_TORCH ?= torch==2.11.0
+BESIDE_IT ?= transformers==5.17.0
+# The tests that a release can touch.
 OLDER_TESTS := $(addprefix tests/,contract models shardformer verify pipeline plugins cli)
 
 VENV := .venv
 BIN := $(VENV)/bin
-OLDER_VENV := .venv-older
+OLDER_VENV := .venv-older-$(subst ==,-,$(OLDER))
 # Written once everything is installed, and says with what.
 READY := $(VENV)/.installed
 OLDER_READY := $(OLDER_VENV)/.installed
@@ -22,22 +25,25 @@ OLDER_SETTINGS := $(SETTINGS) $(OLDER)
 # Several pytest processes, each with workers of its own: a distributed test waits more than it computes.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal
 
+# The part of `make test-all`, of how many: one of eight takes at most 40 minutes on 2 cores.
+PART ?= 1/1
+
 FINETUNE := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 \
 	examples/language/bert/finetune.py --plugin hybrid_parallel --model_type bert
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help finetune test test-all test-older lint format install clean always
+.PHONY: help finetune test test-all test-older test-one-older lint format install clean always
 
 help:
 	@echo "make finetune   fine-tune BERT on 4 processes: tensor and pipeline parallelism, then ZeRO"
 	@echo "make test       lint, type check and the quick tests"
-	@echo "make test-all   the same with every test"
-	@echo "make test-older the quick tests with $(OLDER), in $(OLDER_VENV)"
+	@echo "make test-all   the same with every test; PART=3/8 for the third of eight parts, each with its results"
+	@echo "make test-older quick tests with $(OLDER), then with $(OLDEST_TORCH) and $(BESIDE_IT)"
 	@echo "make lint       lint and type check"
 	@echo "make format     rewrite the sources in the house format"
 	@echo "make install    only set up $(VENV)"
-	@echo "make clean      remove $(VENV), $(OLDER_VENV) and everything else that was made here"
+	@echo "make clean      remove $(VENV), those of older releases and everything else that was made here"
 
 finetune: $(READY)
 	$(FINETUNE) --target_f1 0.86
@@ -47,11 +53,14 @@ test: lint
 	$(PYTEST) -q -m "not slow"
 
 test-all: lint
-	KEEP_MATRIX=verify/matrix.json $(BIN)/pytest -q
-	$(BIN)/echelon models --markdown > docs/models.md
+	KEEP_RESULTS=tests/results PART=$(PART) $(PYTEST) -q
+	$(BIN)/python -m tests.matrix
 
-test-older: $(OLDER_READY)
-	$(OLDER_VENV)/bin/pytest -q -m "not slow" $(OLDER_TESTS)
+test-older: test-one-older
+	$(MAKE) test-one-older TORCH="$(OLDEST_TORCH)" OLDER="$(BESIDE_IT)"
+
+test-one-older: $(OLDER_READY)
+	$(subst $(BIN),$(OLDER_VENV)/bin,$(PYTEST)) -q -m "not slow" $(OLDER_TESTS)
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -87,5 +96,5 @@ $(READY) $(OLDER_READY): setup.py pyproject.toml
 	echo "$(SETTINGS)" > $@
 
 clean:
-	rm -rf $(VENV) $(OLDER_VENV) .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf $(VENV) .venv-older-* .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

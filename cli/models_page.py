@@ -48,7 +48,8 @@ def page(kept: dict[str, Any]) -> str:
     reasons = [
         f"- {feature}: {', '.join(types)}: {reason}." for (feature, reason), types in refusals(rows).items()
     ]
-    return "\n".join([*lines, *(["", "## Reasons", ""] if reasons else []), *reasons]) + "\n"
+    lines += ["", "## Reasons", "", *reasons] if reasons else []
+    return "\n".join([*lines, *_older_lines(kept)]) + "\n"
 
 
 def _spread_lines(rows: Sequence[ModelRow]) -> list[str]:
@@ -100,5 +101,16 @@ def _spread_cell(row: ModelRow, by: str) -> str:
 
 
 def versions(kept: dict[str, Any]) -> str:
-    """The releases that the results are of."""
-    return f"torch {kept['torch']}, transformers {kept['transformers']}"
+    """The commit and the releases that the results are of."""
+    commit = f", commit {kept['commit']}" if "commit" in kept else ""
+    return f"torch {kept['torch']}, transformers {kept['transformers']}{commit}"
+
+
+def _older_lines(kept: dict[str, Any]) -> list[str]:
+    """The cells whose results are of an earlier commit, by commit."""
+    by_commit: dict[str, list[str]] = {}
+    for cell, commit in kept.get("older", {}).items():
+        by_commit.setdefault(commit, []).append(cell)
+    heading = ["", "## Older results", "", "Not tried again at the commit above:", ""]
+    lines = [f"- {commit}: {'; '.join(sorted(cells))}." for commit, cells in sorted(by_commit.items())]
+    return [*heading, *lines] if lines else []

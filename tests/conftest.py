@@ -10,10 +10,10 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or torch reports each n
 
 import pytest
 
-from .matrix import pytest_runtest_makereport, pytest_sessionfinish
+from .matrix import pytest_collection_modifyitems, pytest_configure, pytest_runtest_makereport
 from .pool import Pool
 
-__all__ = ["pool", "pytest_runtest_makereport", "pytest_sessionfinish"]
+__all__ = ["pool", "pytest_collection_modifyitems", "pytest_configure", "pytest_runtest_makereport"]
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,17 @@
-"""Keeping what rows of the matrix found, in the file that `echelon models` and docs/models.md are made from.
+"""Results of `make test-all`, in parts: each part keeps its own, and all parts of one commit make docs/models.md.
 
-    KEEP_MATRIX=verify/matrix.json pytest tests
+    PART=3/8 KEEP_RESULTS=tests/results pytest tests     # every eighth test, from the third on
+    python -m tests.matrix                               # tests/results → verify/matrix.json → docs/models.md
 
 A test is a row by its parameters: a `ModelChoice` and a `Layout`, or a `FeatureCase`. Of a feature that is refused it
-says `record_property("refused", reason)`, and passes. Rows that were run take the places of those before; the others
-stay.
+says `record_property("refused", reason)`, and passes. A row that no part ran stays, with the commit that it is of.
 """
 
 import json
 import os
-from collections.abc import Generator
+import subprocess
+import sys
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +19,98 @@ import pytest
 import torch
 import transformers
 
+from echelon.cli.models_page import page
 from echelon.shardformer import model_types
 from echelon.shardformer.table import class_libraries
 from echelon.verify.layout import Layout
 from echelon.verify.matrix import FAILED, PASSED, REFUSED, FeatureCase
 from echelon.verify.models import ModelChoice
 
-_ROWS = pytest.StashKey[list[tuple[ModelChoice, Layout, bool]]]()
-_FEATURES = pytest.StashKey[list[tuple[FeatureCase, str]]]()
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "tests" / "results"
+MATRIX = ROOT / "verify" / "matrix.json"
+PAGE = ROOT / "docs" / "models.md"
+# Made from results: a commit that changes nothing else is no other commit.
+MADE = (RESULTS, MATRIX, PAGE)
+
+
+def part_of_environment() -> tuple[int, int]:
+    """The part of the tests that PART=k/n asks for; (1, 1) without it."""
+    number, _, count = os.environ.get("PART", "1/1").partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise pytest.UsageError(
+            f"PART={os.environ['PART']!r} is no part: write PART=3/8 for the third of eight"
+        )
+    return int(number), int(count)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the tests of other parts out. Neighbours, which take about as long, go to different parts."""
+    number, count = part_of_environment()
+    if count > 1:
+        chosen = items[number - 1 :: count]
+        del items[number - 1 :: count]
+        config.hook.pytest_deselected(items=items[:])
+        items[:] = chosen
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Put the row that a test is into its report, which travels from a process of pytest-xdist to the first."""
     report = yield
     callspec = getattr(item, "callspec", None)  # of parametrized tests
     given = [] if callspec is None else list(callspec.params.values())
-    if report.when == "call" and not report.skipped:
-        if [type(each) for each in given] == [ModelChoice, Layout]:
-            item.config.stash.setdefault(_ROWS, []).append((*given, report.passed))
-        if [type(each) for each in given] == [FeatureCase]:
-            item.config.stash.setdefault(_FEATURES, []).append((*given, _outcome(report)))
+    if [type(each) for each in given] == [ModelChoice, Layout]:
+        choice, layout = given
+        report.user_properties.append(
+            ("matrix", ["rows", choice.model_type, choice.described_head, str(layout)])
+        )
+    if [type(each) for each in given] == [FeatureCase]:
+        report.user_properties.append(("matrix", ["features", given[0].model_type, given[0].feature]))
     return report
+
+
+class Keeper:
+    """Collects the rows of a run and writes them into a file of its own at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.found: dict[str, Any] = {"rows": {}, "features": {}}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take the outcome of a test that is a row."""
+        if report.when != "call" or report.skipped:
+            return
+        for name, place in report.user_properties:
+            if name == "matrix":
+                kind, *path, last = place  # type: ignore[misc]
+                cells = self.found[kind]
+                for key in path:
+                    cells = cells.setdefault(key, {})
+                cells[last] = report.passed if kind == "rows" else _outcome(report)
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Write the file of this part; a run that was interrupted writes none."""
+        if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            return
+        number, count = part_of_environment()
+        kept = self.found | {
+            "part": [number, count],
+            "commit": current_commit(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "tables": types_with_a_table(),
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _write(self.folder / f"{number}-of-{count}.json", kept)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep results where KEEP_RESULTS names a folder, in the first process only."""
+    if "KEEP_RESULTS" in os.environ and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Keeper(Path(os.environ["KEEP_RESULTS"])), "results of the matrix")
 
 
 def types_with_a_table() -> list[str]:
@@ -47,21 +118,70 @@ def types_with_a_table() -> list[str]:
     return sorted({*model_types(), *class_libraries()} - {"tests"})
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    rows = session.config.stash.get(_ROWS, [])
-    features = session.config.stash.get(_FEATURES, [])
-    if not (rows or features) or "KEEP_MATRIX" not in os.environ:
+def current_commit() -> str:
+    """The last commit that changed anything but results; "+" behind it where files differ from it."""
+    paths = [".", *(f":!{path.relative_to(ROOT)}" for path in MADE)]
+    commit = _git("log", "-1", "--format=%h", "--", *paths)
+    return commit + "+" * bool(_git("status", "--porcelain", "--", *paths))
+
+
+def complete_parts(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """All parts of one commit, releases and number of parts; none where parts are missing."""
+    groups: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}
+    for part in parts:
+        number, count = part["part"]
+        key = (part["commit"], part["torch"], part["transformers"], count)
+        groups.setdefault(key, {})[number] = part
+    return next((list(group.values()) for (*_, count), group in groups.items() if len(group) == count), [])
+
+
+def merged(before: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The matrix of all parts of one commit. A cell that none of them has stays, and is listed under "older"."""
+    first = parts[0]
+    old = {path: value for kind in ("rows", "features") for path, value in _cells(before.get(kind, {}), kind)}
+    new = {
+        path: value
+        for part in parts
+        for kind in ("rows", "features")
+        for path, value in _cells(part[kind], kind)
+    }
+    older = before.get("older", {})
+    kept: dict[str, Any] = {key: first[key] for key in ("commit", "torch", "transformers", "tables")}
+    kept |= {"rows": {}, "features": {}, "older": {}}
+    for path, value in (old | new).items():
+        *folders, last = path
+        cells = kept
+        for key in folders:
+            cells = cells.setdefault(key, {})
+        cells[last] = value
+        if path not in new:
+            name = " ".join(path[1:])
+            kept["older"][name] = older.get(name, before.get("commit", "an unknown commit"))
+    return kept
+
+
+def make_page(results: Path = RESULTS, matrix: Path = MATRIX, document: Path = PAGE) -> str:
+    """Merge the parts, if all are there, make the page, and remove them. Return what was done."""
+    files = {path: json.loads(path.read_text()) for path in sorted(results.glob("*-of-*.json"))}
+    parts = complete_parts(list(files.values()))
+    if not parts:
+        there = ", ".join(f"{path.stem} ({part['commit']})" for path, part in files.items()) or "none"
+        return f"{document.name} stays as it is until all parts of one commit are there: {there}"
+    kept = merged(json.loads(matrix.read_text()) if matrix.exists() else {}, parts)
+    _write(matrix, kept)
+    document.write_text(page(kept))
+    for path, part in files.items():
+        if part in parts:
+            path.unlink()
+    return f"{document.name} is made from {len(parts)} parts of commit {kept['commit']}"
+
+
+def _cells(cells: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not isinstance(cells, Mapping):
+        yield path, cells
         return
-    path = Path(os.environ["KEEP_MATRIX"])
-    kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": {}}
-    for choice, layout, passed in rows:
-        of_head = kept["rows"].setdefault(choice.model_type, {}).setdefault(choice.described_head, {})
-        of_head[str(layout)] = passed
-    for case, outcome in features:
-        kept.setdefault("features", {}).setdefault(case.model_type, {})[case.feature] = outcome
-    kept["tables"] = types_with_a_table()
-    kept |= {"torch": torch.__version__, "transformers": transformers.__version__}
-    path.write_text(json.dumps(kept, indent=1, ensure_ascii=False, sort_keys=True) + "\n")
+    for key, value in cells.items():
+        yield from _cells(value, *path, key)
 
 
 def _outcome(report: pytest.TestReport) -> str:
@@ -69,3 +189,16 @@ def _outcome(report: pytest.TestReport) -> str:
     if not report.passed:
         return FAILED
     return f"{REFUSED}{refused[0]}" if refused else PASSED
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def _write(path: Path, kept: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(kept, indent=1, ensure_ascii=False, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{make_page()}\n")

@@ -1,6 +1,7 @@
 """`echelon models`: the matrix of the last results, and the page that is made from it."""
 
 import fcntl
+import json
 import os
 import pty
 import struct
@@ -9,6 +10,7 @@ import sys
 import termios
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -20,7 +22,7 @@ from echelon.shardformer import model_types
 from echelon.verify.matrix import FEATURES, kept_matrix, layouts_of, rows_of
 
 from ..contract.matrix_rows import LAYOUTS, choices
-from ..matrix import types_with_a_table
+from ..matrix import complete_parts, make_page, types_with_a_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 # Of another library: the matrix is of transformers' own types.
@@ -156,6 +158,75 @@ def test_a_type_is_shown_by_name_and_others_by_how_they_begin() -> None:
         "gpt_neo, split by a table",
         "gpt_neox, split by a table",
     ]
+
+
+def part(number: int, count: int, commit: str = "abc", **rows: bool) -> dict[str, Any]:
+    """The results of one part: an outcome by layout, all of one model and head."""
+    return {
+        "part": [number, count],
+        "commit": commit,
+        "torch": "1",
+        "transformers": "2",
+        "tables": ["llama"],
+        "rows": {"llama": {"causal": rows}},
+        "features": {},
+    }
+
+
+def test_parts_are_complete_only_where_all_are_of_one_commit() -> None:
+    first, second = part(1, 2), part(2, 2)
+    assert complete_parts([first]) == []
+    assert complete_parts([first, part(2, 2, "abd"), part(2, 3)]) == []
+    assert complete_parts([part(1, 2, "abd"), first, second, part(2, 3)]) == [first, second]
+
+
+def test_the_page_is_made_once_all_parts_are_there_and_says_which_cells_are_older(tmp_path: Path) -> None:
+    results, matrix, document = tmp_path / "results", tmp_path / "matrix.json", tmp_path / "models.md"
+    results.mkdir()
+    before = {"rows": {"llama": {"causal": {"tp2": False, "pp2": True, "tp4": True}}}, "commit": "aaa"}
+    matrix.write_text(json.dumps(before | {"older": {"llama causal tp4": "000"}}))
+    document.write_text("before")
+    (results / "1-of-2.json").write_text(json.dumps(part(1, 2, tp2=True)))
+    assert "until all parts of one commit are there: 1-of-2 (abc)" in make_page(results, matrix, document)
+    assert document.read_text() == "before"
+    (results / "2-of-2.json").write_text(json.dumps(part(2, 2, dp2=False)))
+    assert "is made from 2 parts of commit abc" in make_page(results, matrix, document)
+    assert list(results.iterdir()) == []
+    kept = json.loads(matrix.read_text())
+    assert kept["rows"] == {"llama": {"causal": {"tp2": True, "pp2": True, "tp4": True, "dp2": False}}}
+    assert kept["older"] == {"llama causal pp2": "aaa", "llama causal tp4": "000"}
+    assert document.read_text() == page(kept)
+    assert document.read_text().endswith("- 000: llama causal tp4.\n- aaa: llama causal pp2.\n")
+    assert "torch 1, transformers 2, commit abc." in document.read_text()
+
+
+KEPT_ROWS = """
+import pytest
+from echelon.verify.layout import Layout
+from echelon.verify.models import ModelChoice
+
+LLAMA, BERT = ModelChoice(model_type="llama"), ModelChoice(model_type="bert")
+
+@pytest.mark.parametrize(("choice", "layout"), [(LLAMA, Layout(tp=2)), (LLAMA, Layout(pp=2)), (BERT, Layout(tp=2))])
+def test_a_row(choice, layout):
+    assert choice.model_type == "llama" and layout.pp == 1
+
+def test_no_row():
+    pass
+"""
+
+
+def test_a_part_of_a_run_keeps_the_rows_that_it_ran_in_other_processes(tmp_path: Path) -> None:
+    (tmp_path / "test_rows.py").write_text(KEPT_ROWS)
+    (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", str(tmp_path)]
+    environment = os.environ | {"PART": "2/2", "KEEP_RESULTS": str(tmp_path / "results")}
+    done = subprocess.run(command, env=environment, cwd=PAGE.parents[1], capture_output=True, text=True)
+    assert "1 failed, 1 passed" in done.stdout, done.stdout
+    (path,) = (tmp_path / "results").iterdir()
+    kept = json.loads(path.read_text())
+    assert (path.name, kept["part"]) == ("2-of-2.json", [2, 2])
+    assert kept["rows"] == {"llama": {"causal": {"pp2·fp32": False}}}
 
 
 def test_an_unknown_name_and_a_page_of_one_type_are_refused() -> None:
