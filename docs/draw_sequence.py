@@ -77,19 +77,6 @@ def part_and_passing(rank: int) -> list[Patch]:
     return [Patch(alpha=0.22), *part(rank)]
 
 
-def arriving(rank: int) -> list[Patch]:
-    """The whole sequence, numbered by the step of the ring in which each stretch is there."""
-    return [
-        Patch(
-            top=owner / NUM_RANKS,
-            height=1 / NUM_RANKS,
-            alpha=1.0 if owner == rank else 0.22,
-            text=str((rank - owner) % NUM_RANKS),
-        )
-        for owner in range(NUM_RANKS)
-    ]
-
-
 def stretches(rank: int) -> tuple[int, int]:
     """Those that a rank holds in zigzag order."""
     return rank, NUM_STRETCHES - 1 - rank
@@ -151,12 +138,6 @@ PICTURES: dict[str, tuple[Panel, ...]] = {
         Panel(title="region's input", holds=part_and_passing, sent="all-gather,\nin backward\nagain"),
         Panel(title="in the region", holds=own_features),
         Panel(title="norm, residual", holds=part, sent="reduce-\nscatter"),
-    ),
-    "ring": (
-        Panel(title="norm, residual", holds=part),
-        Panel(title="region's input, by step", holds=arriving, sent="T−1 steps"),
-        Panel(title="in the region", holds=own_features),
-        Panel(title="norm, residual", holds=part, sent="T−1 steps"),
     ),
     "all_to_all": (
         Panel(title="norm; q, k, v", holds=part),

@@ -13,8 +13,8 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from .action import COMPUTES, Action, Op
 from .microbatch import map_tensors, signature
 from .simulate import Span
-from .split_backward import WeightGradients
 from .transport import Arrival, Transport, takes_gradient
+from .weight_gradients import WeightGradients
 
 Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
 _Place = tuple[int, int]  # stage, microbatch
@@ -237,7 +237,7 @@ class ScheduleRun:
         if self.weight_gradients is None:
             self._backward(action)
             return
-        with self.weight_gradients.holding(action.place):
+        with self.weight_gradients.deferring(action.place):
             self._backward(action)
 
     def _backward_weight(self, action: Action) -> None:

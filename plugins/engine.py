@@ -20,11 +20,11 @@ from ..pipeline.plan import setting_errors
 from ..pipeline.runner import Criterion, RunResult, ScheduleRun, Trace
 from ..pipeline.schedules import forward_only
 from ..pipeline.simulate import Span
-from ..pipeline.split_backward import WeightGradients
 from ..pipeline.stage import Stage
 from ..pipeline.transport import Transport
-from ..shardformer.layer.batch_norm import has_sync_batch_norm
-from ..shardformer.layer.loss import VocabParallelLogits
+from ..pipeline.weight_gradients import WeightGradients
+from ..shardformer.layers.batch_norm import has_sync_batch_norm
+from ..shardformer.layers.loss import VocabParallelLogits
 from ..shardformer.sequence.loss import SequenceParallelLogits
 from ..zero.optimizer import ShardedOptimizer
 from .base import Returned

@@ -152,7 +152,7 @@ class HybridConfig:
         tp, pp, sp: sizes of the tensor, pipeline and sequence axes.
         sequence: how sequences are spread over the tensor or the sequence axis.
         wp: over how many neighbours on the data axis the weights of linear layers are shared out.
-        wp_overlap, wp_memory_pool: see `shardformer.layer.weight_pool.WeightPool`.
+        wp_overlap, wp_memory_pool: see `shardformer.layers.weight_pool.WeightPool`.
         dp: size of the data axis; None is what the world size leaves.
         zero_stage: 0 plain data parallelism, 1 optimizer states split over it, 2 gradients too.
         zero_size: over how many replicas they are split; -1 or 0 is all of them.

@@ -11,25 +11,24 @@ from ..checkpoint.local import Adapter, saved_state
 from ..cluster.equal_settings import require_equal_settings
 from ..cluster.errors import raise_errors
 from ..cluster.faults import meet_all_ranks, naming_failures
-from ..cluster.gradient_owner import give_gradients_to
 from ..cluster.hooks import own
 from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom
+from ..cluster.ring import Rings
 from ..lazy import materialize
-from ..pipeline.linear import hold_weight_gradients, own_linear_layers
 from ..pipeline.stage import argument, local_stages, refuse_direct_calls, takes, without_cache
 from ..pipeline.stage_manager import PipelineStageManager
 from ..shardformer.equal_ranks import require_equal_inputs, require_equal_models
-from ..shardformer.layer.batch_norm import RunningStatistics, own_batch_norms
+from ..shardformer.layers.batch_norm import RunningStatistics, own_batch_norms
+from ..shardformer.layers.embedding import own_embeddings
+from ..shardformer.layers.weight_gradient import defer_weight_gradients, give_gradients_to, own_linear_layers
 from ..shardformer.recompute import checkpoint_layers, recomputable_layers, recompute_errors
 from ..shardformer.refusals import mark_taken, refuse_partial_state
-from ..shardformer.sequence.rings import DoubleRing
 from ..shardformer.shard_config import ShardConfig
 from ..shardformer.shard_former import sharder_or_errors
 from ..shardformer.sharder import ModelSharder
 from ..shardformer.table_policy import expert_width_errors
 from ..shardformer.weight_split import WeightSplit, make_weight_parallel, weight_split_or_faults
-from ..zero.embedding import own_embeddings
 from ..zero.groups import optimizer_options
 from ..zero.optimizer import ShardedOptimizer
 from .base import BoostedModule, model_faults, optimizer_faults
@@ -46,7 +45,7 @@ def boost(
     config: HybridConfig,
     mesh: ParallelMesh,
     stage_manager: PipelineStageManager,
-    rings: DoubleRing | None,
+    rings: Rings | None,
 ) -> "HybridParallelModule":
     """Parallelize a model in place and wrap its optimizer, which the returned module holds. Collective over the world.
 
@@ -158,7 +157,7 @@ def _checked_splits(
     config: HybridConfig,
     mesh: ParallelMesh,
     stage_manager: PipelineStageManager,
-    rings: DoubleRing | None,
+    rings: Rings | None,
 ) -> tuple[ModelSharder | None, WeightSplit | None]:
     """What will cut and split the model, and share out its weights, once nothing speaks against boosting it.
 
@@ -250,7 +249,7 @@ class HybridParallelModule(BoostedModule):
             config,
             placement=stage_manager.placement,
             random=self.random,
-            weight_gradients=hold_weight_gradients(module) if splits_backward else None,
+            weight_gradients=defer_weight_gradients(module) if splits_backward else None,
         )
 
     @property

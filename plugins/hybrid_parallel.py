@@ -29,8 +29,7 @@ from ..pipeline.stage_manager import PipelineStageManager
 from ..shardformer.fused import FusedKernels
 from ..shardformer.policy import Policy
 from ..shardformer.recompute import PipelineGradientCheckpointConfig
-from ..shardformer.sequence.config import SequenceParallelism
-from ..shardformer.sequence.rings import double_ring
+from ..shardformer.sequence.config import SequenceParallelism, double_ring
 from ..shardformer.table import Table
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.precision import default_precision

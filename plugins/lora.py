@@ -17,8 +17,9 @@ from transformers.models.auto import modeling_auto
 from ..checkpoint.local import Adapter
 from ..checkpoint.model import ADAPTER_SAFETENSORS, ADAPTER_TORCH
 from ..cluster.errors import raise_errors
-from ..shardformer.adapted import adapted, is_of_peft
 from ..shardformer.gradients import is_split
+from ..shardformer.layers.lora import adapted
+from ..shardformer.layers.parallel_module import is_of_peft
 
 _PREFIX = "base_model.model."  # of the transformers model, in peft's
 

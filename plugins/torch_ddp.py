@@ -19,7 +19,7 @@ from ..cluster.faults import meet_all_ranks, naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom
 from ..lazy import materialize
-from ..shardformer.layer.batch_norm import RunningStatistics, own_batch_norms
+from ..shardformer.layers.batch_norm import RunningStatistics, own_batch_norms
 from ..shardformer.refusals import mark_taken
 from ..zero.precision import DTYPES, default_precision
 from .base import Boosted, BoostedModule, Plugin, Returned, model_faults, require_process_group

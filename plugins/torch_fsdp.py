@@ -35,7 +35,7 @@ from ..cluster.shard_mesh import shard_mesh
 from ..lazy import materialize
 from ..shardformer.equal_ranks import require_equal_models
 from ..shardformer.fused import switch_errors
-from ..shardformer.layer.batch_norm import RunningStatistics, own_batch_norms
+from ..shardformer.layers.batch_norm import RunningStatistics, own_batch_norms
 from ..shardformer.recompute import recomputable_layers
 from ..shardformer.refusals import is_partial, mark_taken, refuse_partial_state
 from ..zero.elementwise import require_elementwise

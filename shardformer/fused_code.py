@@ -25,9 +25,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..pipeline.stand_ins import StandIn
-from .layer.key_value import SharedKeyValueLinear1D_Col
-from .layer.linear import Linear1D_Col
-from .layer.parallel_module import AROUND_FORWARD, ParallelModule
+from .layers.linear import Linear1D_Col, SharedKeyValueLinear1D_Col
+from .layers.parallel_module import AROUND_FORWARD, ParallelModule
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _OF_ONE = ("_modules", "_natives", "_shadow", "training")  # attributes of a module or its shadow alone
@@ -86,7 +85,7 @@ def _leaves_bias(module: nn.Module | None) -> bool:
         module, SharedKeyValueLinear1D_Col
     ):
         return False
-    # Only ours have `weight_gradients`, see split_backward.py.
+    # Only ours have `weight_gradients`, see layers/weight_gradient.py.
     is_known = type(module) in (nn.Linear, Conv1D) or hasattr(module, "weight_gradients")
     is_gathered = getattr(module, "gather_output", False)
     return is_known and not is_gathered and _has_own_bias(module)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..pipeline.stand_ins import StandIn
-from .layer.norm import epsilon_of
-from .layer.parallel_module import ParallelModule
+from .layers.norm import epsilon_of
+from .layers.parallel_module import ParallelModule
 
 # From x (..., H), weight (H) or None, bias (H) or None and epsilon, by these names, to the normed x in the format of x.
 Kernel = Callable[..., Tensor]

@@ -14,33 +14,31 @@ from transformers.pytorch_utils import Conv1D
 from ..cluster.mesh import divisors
 from ..cluster.random import SplitRandom
 from ..pipeline.plan import is_within
-from .adapted import adapted, is_lora, plain, plain_path
 from .config_view import ConfigView
 from .heads import Cut, HeadOrder, Heads
-from .layer.common_input import CommonInput
-from .layer.held_count import HeldCount
-from .layer.key_value import SharedKeyValueLinear1D_Col
-from .layer.linear import (
+from .layers.linear import (
     GPT2FusedLinearConv1D_Col,
     GPT2FusedLinearConv1D_Row,
     Linear1D_Col,
     Linear1D_Row,
+    SharedKeyValueLinear1D_Col,
 )
-from .layer.lora import LoraSplit
-from .layer.norm import SplitRMSNorm
-from .layer.region import (
+from .layers.lora import LoraSplit, adapted, is_lora, plain, plain_path
+from .layers.norm import SplitRMSNorm
+from .layers.region import (
+    CommonInput,
     JoinedEntry,
     JoinedRegion,
+    LocalCount,
     PartialGradient,
     Region,
     RegionExit,
     SplitParameter,
 )
+from .layers.sequence_axis import CommonRandom, PartRandom, draws, samplewise
+from .layers.split_gather import RegionSequence, WholeSequence
 from .policy import Errors, SubModuleReplacementDescription, join
-from .sequence.around import WholeSequence
 from .sequence.layer_parts import is_any_within, parameters_of_parts, whole_paths
-from .sequence.part_random import CommonRandom, PartRandom, draws, samplewise
-from .sequence.regions import RegionSequence
 from .table import Table, active_regions, has_parameter, has_submodule, present
 
 Replacement = SubModuleReplacementDescription
@@ -112,7 +110,7 @@ class LayerSplit:
             with self._at():
                 whole = attribute(layer, path)
                 held = self._held_count(path, whole)
-                values[path] = HeldCount(held, whole) if path in table.divisors else held
+                values[path] = LocalCount(held, whole) if path in table.divisors else held
         attends = not table.key_value or present(layer, table.key_value)  # some layers attend otherwise
         if table.groups is not None and attends:
             heads = self.heads

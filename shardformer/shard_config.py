@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from ..cluster.ring import Rings
 from ..pipeline.stage_manager import PipelineStageManager
 from .fused import FusedKernels, switch_errors
 from .sequence.config import SequenceParallelism, SequenceSplit
-from .sequence.rings import DoubleRing
 
 _AXES = ("tensor_parallel", "data_parallel")  # of each an argument `_size` and one `_process_group`
 
@@ -38,7 +38,7 @@ class ShardConfig:
         sequence_parallel_process_group: that axis.
         enable_sequence_overlap: of "split_gather" and "ring", gather in backward while gradients are computed.
         enable_sequence_regather: of "split_gather", keep a part of what is gathered and gather it again in backward.
-        sequence_parallel_rings: of "ring_attn", those of a double ring (`sequence.rings`); None is one ring.
+        sequence_parallel_rings: of "ring_attn", those of a double ring (`double_ring`); None is one ring.
         enable_flash_attention: attention by flash-attn on CUDA, elsewhere by torch's fused kernels; see docs/fused.md.
         enable_xformers: attention by xFormers.
         enable_fused_normalization: norms by apex or Liger where installed on CUDA, else by torch's fused kernels.
@@ -64,7 +64,7 @@ class ShardConfig:
     sequence_parallel_process_group: dist.ProcessGroup | None = None
     enable_sequence_overlap: bool = False
     enable_sequence_regather: bool = False
-    sequence_parallel_rings: DoubleRing | None = None
+    sequence_parallel_rings: Rings | None = None
     enable_flash_attention: bool = False
     enable_xformers: bool = False
     enable_fused_normalization: bool = False

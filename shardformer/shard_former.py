@@ -20,11 +20,12 @@ from ..cluster.dataloader import shared_loader
 from ..cluster.launch import default_device, launch_from_torch, torchrun_command
 from ..cluster.mesh import ParallelMesh, divisors
 from ..lazy import materialize
-from ..shardformer import tables as tables
-from .adapted import adapted, is_of_peft
+from . import tables as tables  # registers them
 from .derived import derived_table
 from .equal_ranks import compare_inputs, raise_alike, require_equal_models
 from .gradients import make_gradients_whole
+from .layers.lora import adapted
+from .layers.parallel_module import is_of_peft
 from .policy import Policy
 from .refusals import given_errors, is_taken, policy_errors, refuse_partial_state, refuse_whole_caches
 from .shard_config import ShardConfig

@@ -24,10 +24,10 @@ from ..lazy.tensor import LazyTensor
 from ..pipeline.stage import cut_stages, local_stages, remember_stages
 from ..pipeline.stage_manager import PipelineStageManager
 from ..pipeline.stand_ins import StandIn
-from .layer.parallel_module import ParallelModule
+from .layers.parallel_module import ParallelModule
+from .layers.sequence_axis import axis_of
 from .policy import Errors, ModulePolicyDescription, Policy, SubModuleReplacementDescription, join
 from .recompute import recomputable_layers
-from .sequence.axis import axis_of
 from .sequence.before_layers import compute_parts_before_layers
 from .sequence.config import WHOLE, SequenceParallelism
 from .sequence.loss import keep_spread, stays_spread

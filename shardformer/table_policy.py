@@ -9,17 +9,17 @@ from torch import Tensor, nn
 
 from ..pipeline.plan import StagePlan
 from ..pipeline.stand_ins import StandIn
-from .adapted import adapted
 from .forward_code import says_tuple, scales_alone
-from .layer.common_input import CommonInput
-from .layer.embedding import VocabParallelEmbedding1D, VocabParallelLMHead1D
-from .layer.loss import reads_weights, route_loss
 from .layer_split import LayerSplit, require_divisible, setting, split_parameter
+from .layers.embedding import VocabParallelEmbedding1D, VocabParallelLMHead1D
+from .layers.lora import adapted
+from .layers.loss import reads_weights, route_loss
+from .layers.region import CommonInput
+from .layers.sequence_axis import axis_of
+from .layers.split_gather import RegionSequence
 from .policy import Errors, ModulePolicyDescription, Policy, SubModuleReplacementDescription, join
-from .sequence.axis import axis_of
 from .sequence.config import SequenceParallelism
 from .sequence.layer_parts import layer_part_faults
-from .sequence.regions import RegionSequence, Style
 from .shard_config import ShardConfig
 from .table import PartStages, Table, has_submodule, layers_of, present, table_for
 
@@ -294,8 +294,7 @@ class TablePolicy(Policy):
         axis, settings = axis_of(layer), self.shard_config.sequence
         if axis is None or not settings.is_on_tensor_axis:
             return None
-        style: Style = "ring" if settings.mode == "ring" else "regather" if settings.regathers else "gather"
-        return RegionSequence(axis=axis, style=style, overlap=settings.overlaps)
+        return RegionSequence(axis=axis, regathers=settings.regathers, overlap=settings.overlaps)
 
     def _base_prefix(self) -> str:
         base = getattr(self.model, "base_model", self.model)

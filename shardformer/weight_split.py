@@ -1,4 +1,4 @@
-"""Which layers of a model share out their weights over the weight axis. Such a layer is layer/weight_parallel.py.
+"""Which layers of a model share out their weights over the weight axis. Such a layer is layers/weight_parallel.py.
 
 [Note: layers that stay whole] The weights of plain linear layers are shared out, inside the model's layers alone: heads
 and embeddings stay whole, biases and norms too. A subclass of nn.Linear may compute something else and stays whole,
@@ -16,9 +16,9 @@ from torch.nn import Parameter
 
 from ..cluster.mesh import weight_size_faults
 from ..pipeline.plan import layer_drop_errors
-from .layer.parallel_module import native_faults
-from .layer.weight_parallel import KINDS, WeightParallelLinear
-from .layer.weight_pool import WeightPool
+from .layers.parallel_module import native_faults
+from .layers.weight_parallel import KINDS, WeightParallelLinear
+from .layers.weight_pool import WeightPool
 from .policy import Policy
 from .recompute import recomputable_layers
 from .shard_former import policy_for

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from ...cluster.collectives import all_to_all
 from ...cluster.random import SplitRandom
-from .axis import SequenceAxis
+from ..layers.sequence_axis import SequenceAxis
 from .native import AttentionView
 
 # Called as transformers calls attention; returns (B, Q, N, D) and the weights or None.

@@ -15,8 +15,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..attention import BESIDES, FLASH_ATTENTION_2, SDPA
+from ..layers.sequence_axis import SequenceAxis, axis_of
 from .all_to_all import attend_by_heads
-from .axis import SequenceAxis, axis_of
 from .block_mask import BlockMask, Mask, Seen, block_mask
 from .native import EAGER, KERNELS, kernel_of, mask_of
 from .ring import ring_attention
@@ -157,7 +157,6 @@ def ring_attention_of(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap=softcap,
         dropout=dropout,
-        inner=axis.rings,
     )
     return out, None
 

@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...pipeline.plan import StagePlan, is_within
-from ...zero.embedding import needs_all_uses
-from ..layer.embedding import VocabParallelEmbedding1D
-from ..layer.parallel_module import require_all
-from ..layer.scaled_embedding import is_scaled
-from .axis import SequenceAxis, axis_of
+from ..layers.embedding import VocabParallelEmbedding1D, is_scaled, needs_all_uses
+from ..layers.parallel_module import require_all
+from ..layers.sequence_axis import SequenceAxis, axis_of
 from .part_tensor import DIM, PartTensor
 
 # Frequencies that do not follow from the longest position that a call is given.

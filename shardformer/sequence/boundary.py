@@ -3,25 +3,24 @@
 All that a model computes around its layers it computes on whole sequences, as ever: embeddings, masks, positions,
 pooling, losses; but for what before_layers.py knows to go by position. What the layers do with a part of one is the
 regions' business, or attention's.
-
-[Note: gradients over the sequence axis] Each of its ranks differentiates the same loss, and the optimizer takes the
-mean of what they accumulate. Behind the last layer all of them compute the same, and so is the mean. In front of it a
-rank accumulates what its own part adds, so there gradients are multiplied by the number of ranks, where the sequence
-was put together. On the tensor axis nobody takes a mean: what is whole has whole gradients on every rank.
 """
 
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
-from .axis import SequenceAxis
-from .part_random import CommonRandom, PartRandom, draws, samplewise
+from ..layers.sequence_axis import (
+    CommonRandom,
+    PartRandom,
+    SequenceAxis,
+    draws,
+    gather_sequence,
+    samplewise,
+    shard_sequence,
+)
 from .part_tensor import PartTensor
 
 _DIM = 1  # of the sequence in hidden states (B, S, H)
@@ -58,7 +57,7 @@ class Boundary:
                 if is_held and hidden.part is not None:
                     return put(hidden.part)
                 hidden = hidden.whole()
-            return put(take_apart(hidden, self.axis, is_data=self._is_data) if is_held else hidden)
+            return put(shard_sequence(hidden, self.axis, is_data=self._is_data) if is_held else hidden)
 
         first.register_forward_pre_hook(begin, with_kwargs=True)
 
@@ -69,7 +68,7 @@ class Boundary:
             if not self.axis.ends_whole:
                 return output
             hidden = output[0] if isinstance(output, tuple) else output
-            whole = put_together(hidden, self.axis, self.axis.length, is_data=self._is_data)
+            whole = gather_sequence(hidden, self.axis, self.axis.length, is_data=self._is_data)
             return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
         last.register_forward_hook(end)
@@ -123,66 +122,3 @@ def _hidden(
         return args[0], lambda hidden: ((hidden, *args[1:]), dict(kwargs))
     name = next(name for name, value in kwargs.items() if isinstance(value, Tensor))
     return kwargs[name], lambda hidden: ((), {**kwargs, name: hidden})
-
-
-class _Scatter(Function):
-    """A whole sequence in, this rank's part out; backward see [Note: gradients over the sequence axis]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: SequenceAxis, is_data: bool) -> Tensor:
-        ctx.axis, ctx.is_data, ctx.length = axis, is_data, axis.length
-        missing = axis.order.padded(axis.length) - axis.length
-        # Not zeros: a norm of a constant divides by its epsilon, which in 16 bits is infinite, and 0 times that is nan.
-        padding = x[:, -1:].expand(-1, missing, -1)
-        return axis.own(torch.cat([x, padding], _DIM) if missing else x, _DIM)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if not ctx.is_data:
-            return ctx.axis.gathered(gradient, _DIM, ctx.length), None, None
-        nothing = torch.zeros_like(gradient)
-        parts = [gradient if rank == ctx.axis.rank else nothing for rank in range(ctx.axis.order.size)]
-        return ctx.axis.order.whole(parts, _DIM, ctx.length), None, None
-
-
-class _Gather(Function):
-    """This rank's part in, the whole sequence out; the adjoint of `_Scatter`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: SequenceAxis, length: int, is_data: bool) -> Tensor:
-        ctx.axis, ctx.is_data = axis, is_data
-        return axis.gathered(x, _DIM, length)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        own = ctx.axis.own(gradient, _DIM)
-        return own * ctx.axis.order.size if ctx.is_data else own, None, None, None
-
-
-def take_apart(whole: Tensor, axis: SequenceAxis, *, is_data: bool) -> Tensor:
-    """This rank's part of the sequence that is being computed, (B, S, …), padded with its last position.
-
-    Nothing in forward; backward an all-gather, where `is_data` nothing: see [Note: gradients over the sequence axis].
-
-    Args:
-        whole: equal on all ranks.
-        axis: of the ranks.
-        is_data: whether it is the sequence axis.
-    """
-    part: Tensor = _Scatter.apply(whole, axis, is_data)
-    return part
-
-
-def put_together(part: Tensor, axis: SequenceAxis, length: int, *, is_data: bool) -> Tensor:
-    """The whole sequence, (B, S, …), from the parts of all ranks. One all-gather, none in backward.
-
-    Args:
-        part: this rank's.
-        axis: of the ranks.
-        length: of the sequence.
-        is_data: see [Note: gradients over the sequence axis].
-    """
-    whole: Tensor = _Gather.apply(part, axis, length, is_data)
-    return whole

@@ -1,15 +1,17 @@
-"""How sequences are spread, as it is asked for. How it is done is spread.py."""
+"""The settings of sequence parallelism, and the process groups that they need."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from .rings import DoubleRing
+from ...cluster.mesh import ParallelMesh
+from ...cluster.ring import Rings
 
-# On the tensor axis: whole inside of the regions, where heads and features are split, and spread between them.
+# On the tensor axis: whole inside of the regions, where heads and features are split, and sharded between them. The
+# second is ColossalAI's name for the first, with collectives cut into steps: the same numbers and bytes.
 TENSOR_MODES = ("split_gather", "ring")
-# On an axis of their own: spread in the whole layer, attention sees all of it.
+# On an axis of their own: sharded in the whole layer, attention sees all of it.
 SEQUENCE_MODES = ("all_to_all", "ring_attn")
 MODES = (*TENSOR_MODES, *SEQUENCE_MODES)
 
@@ -19,10 +21,9 @@ class SequenceParallelism:
     """What is asked for.
 
     Args:
-        mode: "split_gather" (arXiv:2205.05198) and "ring", its collectives cut into steps between the products, on the
-            tensor axis; "all_to_all" (arXiv:2309.14509) and "ring_attn" (arXiv:2310.01889) on the sequence axis. None
-            spreads nothing.
-        regathers: of "split_gather", keep each rank's part for backward and gather it again there.
+        mode: "split_gather" (arXiv:2205.05198), or "ring", another name of it, on the tensor axis; "all_to_all"
+            (arXiv:2309.14509) and "ring_attn" (arXiv:2310.01889) on the sequence axis. None shards nothing.
+        regathers: on the tensor axis, keep each rank's part for backward and gather it again there.
         overlaps: gather in backward while gradients are computed.
         inner_ring_size: of "ring_attn", ranks of the inner one of two rings; None is one ring.
         misuse: what `asked` found wrong with the switch.
@@ -128,7 +129,7 @@ class SequenceParallelism:
             )
             if not isinstance(value, bool)
         ]
-        if self.regathers and self.mode != "split_gather":
+        if self.regathers and not self.is_on_tensor_axis:
             found.append(
                 f"enable_sequence_regather=True with sequence_parallelism_mode={self.mode!r}: only 'split_gather' "
                 "keeps inputs that could be gathered again"
@@ -168,4 +169,24 @@ class SequenceSplit:
 
     settings: SequenceParallelism
     group: dist.ProcessGroup
-    rings: DoubleRing | None = None
+    rings: Rings | None = None
+
+
+def double_ring(mesh: ParallelMesh, inner_ring_size: int | None) -> Rings | None:
+    """Axis sp as rings within a ring (see cluster/ring.py), None where it is a single one. Collective over the world.
+
+    Args:
+        mesh: whose axis.
+        inner_ring_size: ranks of an inner ring of neighbours, which divide those of the axis; None is a single ring.
+    """
+    size = mesh.size("sp")
+    if inner_ring_size in (None, 1, size):
+        return None
+    assert inner_ring_size is not None
+    if size % inner_ring_size:
+        raise AssertionError(f"inner rings of {inner_ring_size} on {size} ranks")
+    neighbours = [range(each, each + inner_ring_size) for each in range(0, size, inner_ring_size)]
+    inner = mesh.subgroup("sp", neighbours)
+    outer = mesh.subgroup("sp", [range(each, size, inner_ring_size) for each in range(inner_ring_size)])
+    assert inner is not None and outer is not None
+    return outer, inner

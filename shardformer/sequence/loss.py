@@ -17,9 +17,8 @@ from torch.autograd.function import once_differentiable
 from ...cluster.collectives import all_reduce
 from ...pipeline.plan import StagePlan, is_within
 from ..forward_code import scales_alone
-from ..layer.loss import VocabParallelLogits, has_causal_loss, shifted, with_logits
-from .axis import SequenceAxis
-from .boundary import put_together
+from ..layers.loss import VocabParallelLogits, has_causal_loss, shifted, with_logits
+from ..layers.sequence_axis import SequenceAxis, gather_sequence
 from .layer_parts import is_by_position, is_by_position_behind_loops
 
 _SPREAD_LOGITS = (
@@ -43,7 +42,7 @@ class SequenceParallelLogits:
     def gather(self) -> Tensor:
         """All logits, (B, S, V), with gradients. All-gather over the sequence axis, and the tensor axis if split."""
         part = self.part.gather() if isinstance(self.part, VocabParallelLogits) else self.part
-        return put_together(part, self.axis, self.length, is_data=True)
+        return gather_sequence(part, self.axis, self.length, is_data=True)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"outputs.logits.{name}: {_SPREAD_LOGITS}")

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..layers.sequence_axis import SequenceOrder
 from .block_mask import Mask, Seen
-from .order import SequenceOrder
 
 
 class Piece(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from .axis import SequenceAxis, axis_of
+from ..layers.sequence_axis import SequenceAxis, axis_of
 
 
 class RememberingLength:

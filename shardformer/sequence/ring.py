@@ -17,13 +17,11 @@ from torch.autograd.function import once_differentiable
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ...cluster.ring import Rings, round_trip, travel
-from .axis import SequenceAxis
+from ..layers.sequence_axis import SequenceAxis, SequenceOrder
 from .block_mask import BlockMask, GivenMask, Mask, Seen
 from .kernels import View, is_fused, look, look_back
 from .online_softmax import OnlineSoftmax
-from .order import SequenceOrder
 from .pieces import Piece, pieces
-from .rings import DoubleRing
 
 # B batch, S a rank's part of the sequence with padding, N query heads, M key and value heads, D head dim
 
@@ -42,7 +40,6 @@ def ring_attention(
     scale: float,
     softcap: float | None = None,
     dropout: float = 0.0,
-    inner: DoubleRing | None = None,
 ) -> Tensor:
     """Attention of this rank's queries to the whole sequence. Every rank of the axis must call, forward and backward.
 
@@ -59,7 +56,6 @@ def ring_attention(
         scale: by which scores are multiplied.
         softcap: what they then come near to and never pass; no fused kernel takes it.
         dropout: the probability with which a key is left out; the random numbers differ from rank to rank.
-        inner: the rings of a double ring; None is a single one.
 
     Returns:
         (B, S, N, D).
@@ -73,7 +69,7 @@ def ring_attention(
         order=axis.order,
         length=axis.length,
         rank=axis.rank,
-        rings=(axis.group,) if inner is None else (inner.outer, inner.inner),
+        rings=axis.rings,
         scale=scale,
         softcap=softcap,
         dropout=dropout,

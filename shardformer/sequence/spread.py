@@ -12,13 +12,12 @@ from ...pipeline.plan import COLLECTING, Stack, StagePlan, settings_of
 from ...pipeline.stage import argument, depends_on_cache, drop_cache, local_stages, takes, without_cache
 from ...pipeline.stand_ins import StandIn
 from ..attention import FLASH_ATTENTION_2
+from ..layers.sequence_axis import SequenceAxis, SequenceOrder
 from .all_to_all import heads_faults
 from .attention import ALL_TO_ALL, RING, attention_kernels, set_sequence_attention
 from .attention_faults import sequence_attention_faults
-from .axis import SequenceAxis
 from .boundary import Boundary
 from .config import SequenceParallelism, SequenceSplit
-from .order import SequenceOrder
 from .recompute import remember_lengths
 
 

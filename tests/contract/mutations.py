@@ -8,7 +8,7 @@ the original's place as a function at the top level of the file (the worker pool
 
     FAULTS = {
         "label logits are not summed": Mutation(
-            target="echelon.shardformer.layer.loss:all_reduce",
+            target="echelon.shardformer.layers.loss:all_reduce",
             replacement=unsummed,
             row=(ModelChoice(model_type="llama"), Layout(tp=2)),
         ),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from echelon import Booster, HybridParallelPlugin, ShardConfig, ShardFormer, shard_model
 from echelon.cluster.placement import Shard, Shared, placement_of
-from echelon.shardformer.layer import Linear1D_Col, VocabParallelLMHead1D
+from echelon.shardformer.layers import Linear1D_Col, VocabParallelLMHead1D
 
 from ..pool import Pool
 from ..shardformer.bare_training import causal_batch, departure

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from echelon.shardformer.sequence.order import SequenceOrder
+from echelon.shardformer.layers.sequence_axis import SequenceOrder
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "sequence.md").read_text()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from echelon.pipeline.plan import StagePlan
 from echelon.shardformer import policy_for, table_for
 from echelon.shardformer.derived import derived_table
-from echelon.shardformer.layer.held_count import HeldCount
+from echelon.shardformer.layers.region import LocalCount
 from echelon.shardformer.sequence.config import MODES, SequenceParallelism
 from echelon.shardformer.sharder import split_errors
 from echelon.shardformer.table_policy import TablePolicy
@@ -86,7 +86,7 @@ def test_a_table_of_parts_with_names_of_its_own_is_refused() -> None:
 
 
 def test_a_held_count_divides_by_the_whole_and_counts_what_is_held() -> None:
-    for heads in (HeldCount(2, 8), deepcopy(HeldCount(2, 8))):
+    for heads in (LocalCount(2, 8), deepcopy(LocalCount(2, 8))):
         assert (heads, 32 // heads) == (2, 4)
         assert Tensor.reshape(torch.zeros(2, 4), heads, 32 // heads).shape == (2, 4)
 

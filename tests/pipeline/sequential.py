@@ -13,11 +13,11 @@ from echelon.cluster.mesh import ParallelMesh
 from echelon.pipeline import transport
 from echelon.pipeline.action import Schedule
 from echelon.pipeline.communicate import with_communication
-from echelon.pipeline.linear import hold_weight_gradients
 from echelon.pipeline.microbatch import split
 from echelon.pipeline.runner import RunResult, ScheduleRun, StageLike
 from echelon.pipeline.schedules import UserSchedule, build_schedule, forward_only, stage_placement
 from echelon.pipeline.transport import Transport
+from echelon.shardformer.layers.weight_gradient import defer_weight_gradients
 
 # B batch, W width
 WIDTH = 6
@@ -155,7 +155,7 @@ class Pipeline:
             for stage, rank in enumerate(self.placement)
             if rank == self.rank
         }
-        self.weight_gradients = hold_weight_gradients(nn.ModuleList(self.layers))
+        self.weight_gradients = defer_weight_gradients(nn.ModuleList(self.layers))
 
     @property
     def stage(self) -> StageLike:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from echelon.shardformer.layer import Linear1D_Row
+from echelon.shardformer.layers import Linear1D_Row
 from echelon.shardformer.recompute import (
     PipelineGradientCheckpointConfig,
     checkpoint_layers,

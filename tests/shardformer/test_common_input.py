@@ -11,7 +11,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from echelon.cluster import collectives
 from echelon.shardformer import ShardConfig, ShardFormer
-from echelon.shardformer.layer.common_input import CommonInput
+from echelon.shardformer.layers.region import CommonInput
 from echelon.shardformer.recompute import (
     PipelineGradientCheckpointConfig,
     checkpoint_layers,

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.cluster.placement import placement_of
-from echelon.shardformer.layer import VocabParallelEmbedding1D, VocabParallelLMHead1D
-from echelon.shardformer.layer.embedding import vocab_range, vocab_shard
+from echelon.shardformer.layers import VocabParallelEmbedding1D, VocabParallelLMHead1D
+from echelon.shardformer.layers.embedding import vocab_range, vocab_shard
 
 from ..pool import Pool
 from .compare import named, numbers, require_equal_on_ranks, require_same_gradients

@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 
 from echelon.cluster import collectives
 from echelon.cluster.placement import Shard, placement_of
-from echelon.pipeline import split_backward
-from echelon.pipeline.linear import linear
 from echelon.shardformer import ShardConfig, ShardFormer
+from echelon.shardformer.layers import weight_gradient
+from echelon.shardformer.layers.weight_gradient import linear
 
 from ..pool import Pool
 
@@ -24,7 +24,7 @@ class Log:
 
     def __init__(self) -> None:
         self.events: list[str] = []
-        self._begin, self._product = collectives.begin_all_reduce, split_backward._Later.backward
+        self._begin, self._product = collectives.begin_all_reduce, weight_gradient._Later.backward
 
     def begin(self, x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
         end = self._begin(x, group)
@@ -90,7 +90,7 @@ def check_order(build: Callable[[], nn.Module]) -> list[str]:
     expected = {name: each.grad.clone() for name, each in model.named_parameters()}
     model.zero_grad()
     log = Log()
-    with patch.object(split_backward._Later, "backward", staticmethod(log.product)):
+    with patch.object(weight_gradient._Later, "backward", staticmethod(log.product)):
         loss = model(input_ids=ids, labels=ids).loss
         with patch.object(collectives, "begin_all_reduce", log.begin):
             loss.backward()
@@ -170,13 +170,13 @@ def check_uses() -> None:
     """The second call of a layer in one region is not announced, and its product is added all the same."""
     weight = nn.Parameter(torch.randn(3, 2))
     x, y = torch.randn(2, 4, 2).unbind(0)
-    later = split_backward.LaterProduct(weight)
-    unused = split_backward.LaterProduct(nn.Parameter(torch.randn(3, 2)))
-    first = linear(x, weight, None, weight_gradients=None, later=later)
-    second = linear(y, weight, None, weight_gradients=None)
+    later = weight_gradient.LaterProduct(weight)
+    unused = weight_gradient.LaterProduct(nn.Parameter(torch.randn(3, 2)))
+    first = linear(x, weight, None, later=later)
+    second = linear(y, weight, None)
     (first.square().sum() + second.square().sum()).backward()
     expected = torch.autograd.grad(
         sum(nn.functional.linear(each, weight).square().sum() for each in (x, y)), [weight]
     )
     torch.testing.assert_close(weight.grad, expected[0])
-    assert not unused.held
+    assert not unused.deferred

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from echelon.pipeline.linear import hold_weight_gradients
 from echelon.shardformer import fused_code
 from echelon.shardformer.fused import FusedKernels
 from echelon.shardformer.fused_code import compile_elementwise
+from echelon.shardformer.layers.weight_gradient import defer_weight_gradients
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 from echelon.verify.parity import parity
@@ -149,10 +149,10 @@ def test_training_and_evaluation_are_told_apart(kind: type[nn.Module], graphs: l
 def test_weight_gradients_are_still_held_back() -> None:
     model = Model()
     expected = train(model)
-    store = hold_weight_gradients(model)
+    store = defer_weight_gradients(model)
     assert compile_elementwise(model)
     weights = {"mlp.first.weight", "mlp.second.weight", "output.dense.weight"}
-    with store.holding((0, 0)):
+    with store.deferring((0, 0)):
         held = train(model)
     assert expected.keys() - held.keys() == weights  # the biases have theirs
     store.compute((0, 0))

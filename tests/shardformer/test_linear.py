@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from echelon.cluster.placement import Shard
-from echelon.shardformer.layer import (
+from echelon.shardformer.layers import (
     FusedLinear1D_Col,
     GPT2FusedLinearConv1D_Col,
     GPT2FusedLinearConv1D_Row,
@@ -197,3 +197,11 @@ def test_a_fused_projection_needs_its_blocks() -> None:
 def test_an_output_width_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="length 7 along dim 0 does not divide by 2"):
         Linear1D_Col.from_native_module(nn.Linear(4, 7), Group())  # type: ignore[arg-type]
+
+
+def test_the_layers_are_found_under_colossalai_s_name_too() -> None:
+    from echelon.shardformer import layer, layers
+
+    assert {name: getattr(layer, name) for name in layers.__all__} == {
+        name: getattr(layers, name) for name in layers.__all__
+    }

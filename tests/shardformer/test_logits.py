@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.shardformer.layer import VocabParallelLogits
+from echelon.shardformer.layers import VocabParallelLogits
 
 from ..pool import Pool
 from .compare import (

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from echelon.cluster.placement import Shard
-from echelon.shardformer.layer import VocabParallelLMHead1D, vocab_parallel_cross_entropy
-from echelon.shardformer.layer.embedding import vocab_range, vocab_shard
-from echelon.shardformer.layer.loss import _causal_lm_loss
+from echelon.shardformer.layers import VocabParallelLMHead1D, vocab_parallel_cross_entropy
+from echelon.shardformer.layers.embedding import vocab_range, vocab_shard
+from echelon.shardformer.layers.loss import _causal_lm_loss
 
 from ..pool import Pool
 from .compare import named, numbers, require_equal_on_ranks

@@ -12,9 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from echelon.cluster.placement import Shard, placement_of
-from echelon.shardformer.layer.embedding import embedding_faults
-from echelon.shardformer.layer.norm import SplitRMSNorm, norm_faults
-from echelon.shardformer.layer.scaled_embedding import is_scaled
+from echelon.shardformer.layers.embedding import embedding_faults, is_scaled
+from echelon.shardformer.layers.norm import SplitRMSNorm, norm_faults
 
 from ..pool import Pool
 

@@ -18,7 +18,7 @@ from echelon.shardformer import (
     ShardFormer,
     SubModuleReplacementDescription,
 )
-from echelon.shardformer.layer import Linear1D_Col, Linear1D_Row
+from echelon.shardformer.layers import Linear1D_Col, Linear1D_Row
 
 from ..pool import Pool
 from .compare import build, numbers, require_same_gradients

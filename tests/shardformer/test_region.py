@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.shardformer.layer import region
+from echelon.shardformer.layers import region
 
 
 class Attention(nn.Module):

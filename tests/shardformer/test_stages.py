@@ -24,7 +24,7 @@ from echelon.shardformer import (
     SubModuleReplacementDescription,
     policy_for,
 )
-from echelon.shardformer.layer import VocabParallelEmbedding1D, VocabParallelLMHead1D
+from echelon.shardformer.layers import VocabParallelEmbedding1D, VocabParallelLMHead1D
 from echelon.shardformer.table import table_for
 from echelon.shardformer.table_policy import TablePolicy
 

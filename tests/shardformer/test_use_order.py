@@ -1,6 +1,6 @@
 """Foretelling what is used next, from what was."""
 
-from echelon.shardformer.layer.use_order import Use, UseOrder
+from echelon.shardformer.layers.use_order import Use, UseOrder
 
 
 def follow(order: UseOrder[str], uses: str) -> list[str | None]:

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-import echelon.shardformer.layer.weight_pool as weight_pool
+import echelon.shardformer.layers.weight_pool as weight_pool
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.placement import Shard, placement_of
 from echelon.cluster.traffic import Traffic
-from echelon.pipeline.linear import hold_weight_gradients
-from echelon.shardformer.layer.weight_parallel import WeightParallelLinear
-from echelon.shardformer.layer.weight_pool import WeightPool
+from echelon.shardformer.layers.weight_gradient import defer_weight_gradients
+from echelon.shardformer.layers.weight_parallel import WeightParallelLinear
+from echelon.shardformer.layers.weight_pool import WeightPool
 from echelon.shardformer.weight_split import make_weight_parallel, weight_faults, weight_model_faults
 
 from ..pool import Pool
@@ -160,11 +160,11 @@ def recomputed() -> None:
 
 def held_back() -> None:
     model, pool = make_parallel()
-    store = hold_weight_gradients(model)
+    store = defer_weight_gradients(model)
     for step in range(3):
         before = {name: each.grad for name, each in model.named_parameters() if placement_of(each)}
         before = {name: None if each is None else each.clone() for name, each in before.items()}
-        with store.holding((0, 0)):
+        with store.deferring((0, 0)):
             loss_of(model, dist.get_rank()).backward()
         for name, parameter in model.named_parameters():
             if name in before and before[name] is None:

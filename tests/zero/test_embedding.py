@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.cluster.gradient_owner import give_gradients_to
+from echelon.shardformer.layers.embedding import own_embeddings, summed_by_row
+from echelon.shardformer.layers.weight_gradient import give_gradients_to
 from echelon.zero.bucket import GradientState
-from echelon.zero.embedding import own_embeddings, summed_by_row
 from echelon.zero.optimizer import ShardedOptimizer
 
 from ..pool import Pool

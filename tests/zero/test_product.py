@@ -9,8 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from echelon.cluster.gradient_owner import give_gradients_to
-from echelon.pipeline.linear import hold_weight_gradients, own_linear_layers
+from echelon.shardformer.layers.weight_gradient import (
+    defer_weight_gradients,
+    give_gradients_to,
+    own_linear_layers,
+)
 from echelon.zero import reducer
 from echelon.zero.bucket import GradientState
 from echelon.zero.optimizer import ShardedOptimizer
@@ -100,7 +103,7 @@ def test_products_that_were_held_back_start_their_bucket(pool: Pool) -> None:
 
 def check_held() -> list[bool]:
     model, expected, rank = layers(), layers(), dist.get_rank()
-    store = hold_weight_gradients(model)
+    store = defer_weight_gradients(model)
     optimizer = sharded(model, bucket_size=1)
     shapes, started = count_products(optimizer), []
     for seed in range(4):
@@ -108,7 +111,7 @@ def check_held() -> list[bool]:
     for last in (False, True):
         reducer = optimizer.reducer
         context = reducer.last_backward if last else reducer.every_backward
-        with store.holding(PLACE), optimizer.no_sync():
+        with store.deferring(PLACE), optimizer.no_sync():
             optimizer.backward(loss_of(model, 2 * last + rank))
         with context(list(model.parameters())):
             store.compute(PLACE)
@@ -146,13 +149,13 @@ def check_twice(holds: bool) -> None:
     model, native, rank = Shared.of(), Shared.of(), dist.get_rank()
     for seed in range(4):
         (loss_of(native, seed) / 2).backward()
-    store = hold_weight_gradients(model)
+    store = defer_weight_gradients(model)
     optimizer = sharded(model, bucket_size=1)
     shapes = count_products(optimizer)
     with optimizer.no_sync():
         optimizer.backward(loss_of(model, rank))
     if holds:
-        with store.holding(PLACE), optimizer.no_sync():
+        with store.deferring(PLACE), optimizer.no_sync():
             optimizer.backward(loss_of(model, 2 + rank))
         with optimizer.reducer.last_backward(list(model.parameters())):
             store.compute(PLACE)

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from echelon.cluster.collectives import all_reduce, gather_from, gather_to
 from echelon.cluster.placement import Shard, place
 from echelon.shardformer.heads import Cut, Heads
-from echelon.shardformer.layer import Linear1D_Col, key_value
+from echelon.shardformer.layers import Linear1D_Col, linear
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 
 from ...shardformer.compare import batch_for, build, require_same_training
 from ..mutations import Mutation
 
-LAYERS = "echelon.shardformer.layer"
+LAYERS = "echelon.shardformer.layers"
 TP2, TP4 = Layout(tp=2), Layout(tp=4)
 LLAMA, BLOOM, T5 = (ModelChoice(model_type=name, num_layers=2) for name in ("llama", "bloom", "t5"))
 MIXTRAL, QWEN3, WHISPER, SAM = (
@@ -87,7 +87,7 @@ def attending_with_the_first_head(
 ) -> Callable[[Any, Tensor], Tensor]:
     def first(self: Any, x: Tensor) -> Tensor:
         group, self.group = self.group, _First(self.group)
-        with patch.object(key_value, "gather_to", lambda parts, own, dim: gather_to(parts, own.group, dim)):
+        with patch.object(linear, "gather_to", lambda parts, own, dim: gather_to(parts, own.group, dim)):
             out = forward(self, x)
         self.group = group
         return out
@@ -195,13 +195,13 @@ FAULTS = {
         notice=r"^step 1: ",
     ),
     "gradients of shared keys lack the other ranks'": Mutation(
-        target=f"{LAYERS}.key_value:gather_to",
+        target=f"{LAYERS}.linear:gather_to",
         replacement=gather_from,
         row=(ModelChoice(model_type="falcon", num_layers=2), TP2),
         notice=r"^step 1: ",
     ),
     "every rank attends with the first key-value head": Mutation(
-        target=f"{LAYERS}.key_value:SharedKeyValueLinear1D_Col.forward",
+        target=f"{LAYERS}.linear:SharedKeyValueLinear1D_Col.forward",
         wrapper=attending_with_the_first_head,
         row=(ModelChoice(model_type="phi3", num_layers=2, settings=(("num_key_value_heads", 2),)), TP4),
         notice=r"^step 1: ",

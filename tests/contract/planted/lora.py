@@ -12,7 +12,7 @@ from ...booster.adapters import GPT2, LLAMA
 from ..mutations import Mutation
 
 TP2 = Layout(tp=2)
-LORA = "echelon.shardformer.layer.lora"
+LORA = "echelon.shardformer.layers.lora"
 
 
 def unplaced(parameter: nn.Parameter, placement: Any, rank: int) -> None:

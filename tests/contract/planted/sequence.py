@@ -68,11 +68,13 @@ FAULTS = {
         notice=r"^step 1: ",
         quick=True,
     ),
-    "gradients of norms are not summed round the ring": Mutation(
+    "gradients of norms are not summed under ring, another name of split_gather": Mutation(
         target=PARTS, replacement=no_parts, row=(BERT, Layout(tp=2, sequence="ring"))
     ),
     "a part counts once": Mutation(
-        target=f"{SEQUENCE}.boundary:_Gather.backward", replacement=of_one_part, row=(GPT2, ULYSSES)
+        target="echelon.shardformer.layers.sequence_axis:_Gather.backward",
+        replacement=of_one_part,
+        row=(GPT2, ULYSSES),
     ),
     "a share of the loss counts once": Mutation(
         target=f"{SEQUENCE}.loss:_SumOfShares.backward", replacement=of_one_share, row=(LLAMA, RING_ATTENTION)
@@ -84,7 +86,7 @@ FAULTS = {
         target=OWN, wrapper=tokens_of_the_first, row=(LLAMA, RING_ATTENTION)
     ),
     "labels are cut before they are shifted": Mutation(
-        target=f"{SEQUENCE}.axis:SequenceAxis.own",
+        target="echelon.shardformer.layers.sequence_axis:SequenceAxis.own",
         wrapper=labels_cut_before_they_are_shifted,
         row=(LLAMA, ULYSSES),
     ),

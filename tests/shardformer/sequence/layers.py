@@ -30,9 +30,8 @@ from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
 from echelon.cluster.collectives import all_gather
 from echelon.shardformer.layer_split import LayerSplit
-from echelon.shardformer.sequence.axis import SequenceAxis
-from echelon.shardformer.sequence.order import SequenceOrder
-from echelon.shardformer.sequence.regions import RegionSequence
+from echelon.shardformer.layers.sequence_axis import SequenceAxis, SequenceOrder
+from echelon.shardformer.layers.split_gather import RegionSequence
 from echelon.shardformer.table import Table
 from echelon.shardformer.tables.decoders import DEEPSEEK_V3, GPT2, LLAMA, MIXTRAL, OPT
 from echelon.shardformer.tables.encoders import ALBERT, BERT
@@ -185,7 +184,7 @@ def spread(built: Built, sequence: RegionSequence | None) -> nn.Module:
 def world_sequence(style: Any, *, overlap: bool = False) -> RegionSequence:
     """The regions of a model over the world."""
     axis = SequenceAxis(dist.group.WORLD, SequenceOrder(size=dist.get_world_size()))  # type: ignore[arg-type]
-    return RegionSequence(axis, style, overlap)
+    return RegionSequence(axis, regathers=style == "regather", overlap=overlap)
 
 
 def whole(part: Tensor, sequence: RegionSequence) -> Tensor:

@@ -13,15 +13,13 @@ from transformers import AttentionInterface, LlamaConfig, LlamaModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function
 
+from echelon.shardformer.layers.sequence_axis import SequenceAxis, SequenceOrder
 from echelon.shardformer.sequence.attention import (
     all_to_all_attention,
     ring_attention_of,
     set_sequence_attention,
 )
-from echelon.shardformer.sequence.axis import SequenceAxis
 from echelon.shardformer.sequence.block_mask import block_mask
-from echelon.shardformer.sequence.order import SequenceOrder
-from echelon.shardformer.sequence.rings import DoubleRing
 
 from ...pool import Pool
 
@@ -217,23 +215,3 @@ def test_whole_sequences_are_attended_to_as_ever(given: dict[str, Any], plain: T
     torch.testing.assert_close(found, expected)
     found, _ = all_to_all_attention("sdpa", module, q, k, v, plain, scaling=0.3)
     assert torch.equal(found, expected)
-
-
-def attend_with_rings() -> None:
-    """What ring attention is called with."""
-    group = dist.group.WORLD
-    assert group is not None
-    rings = DoubleRing(group, group)
-    axis = SequenceAxis(group, SequenceOrder(size=2), rings)
-    axis.length = LENGTH
-    module = Attention()
-    axis.note(module)
-    with patch("echelon.shardformer.sequence.attention.ring_attention") as called:
-        ring_attention_of(module, *tensors(4), None)
-    assert called.call_args.kwargs["inner"] is rings
-    assert called.call_args.kwargs["is_causal"] is True
-    assert called.call_args.kwargs["scale"] == 8**-0.5
-
-
-def test_the_axis_says_in_which_rings(pool: Pool) -> None:
-    pool.run(2, attend_with_rings)

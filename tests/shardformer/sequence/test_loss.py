@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from echelon import Booster, HybridParallelPlugin, ShardConfig, ShardFormer
 from echelon.cluster.mesh import ParallelMesh
 from echelon.shardformer import policy_for
-from echelon.shardformer.sequence.axis import axis_of
+from echelon.shardformer.layers.sequence_axis import axis_of
 from echelon.shardformer.sequence.loss import SequenceParallelLogits, stays_spread
 
 from ...pool import Pool
@@ -143,7 +143,7 @@ def spread_over_two_rings() -> None:
     model = boosted(build("LlamaForCausalLM"), sp=4, inner_ring_size=2)
     axis = axis_of(model.unwrap().model.layers[0])
     assert axis is not None and axis.rings is not None
-    assert (axis.rings.inner.size(), axis.rings.outer.size()) == (2, 2)
+    assert [ring.size() for ring in axis.rings] == [2, 2]
 
 
 def leave_whole() -> None:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from echelon.shardformer.sequence.order import SequenceOrder
+from echelon.shardformer.layers.sequence_axis import SequenceOrder
 
 
 @pytest.mark.parametrize("is_zigzag", [False, True])

@@ -1,6 +1,6 @@
 """What spreading sequences between regions sends and keeps, and what is computed while something is under way."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echelon.cluster import collectives, ring
+from echelon.cluster import collectives
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.traffic import Traffic
-from echelon.shardformer.sequence import ring_products
 
 from ...pool import Pool
 from ..compare import numbers
@@ -24,7 +23,7 @@ LENGTH = 24  # divides by the ranks of all tests here
 WHOLE = BATCH * LENGTH * HIDDEN * 4  # bytes of the hidden states of a whole sequence
 # Whole sequences that a rank sends, by style, as the factor of (T-1)/T: each of two regions has an entry and an end,
 # forward and backward; an all-reduce sends as much as a gather and a reduce-scatter.
-SENT = {None: 8, "gather": 8, "ring": 8, "regather": 10}
+SENT = {None: 8, "gather": 8, "regather": 10}
 
 
 def made(name: str, style: Any, *, overlap: bool = False) -> tuple[nn.Module, Tensor, dict[str, Any]]:
@@ -92,20 +91,19 @@ def kept(style: Any) -> tuple[int, int]:
 def test_between_regions_a_rank_keeps_its_part_alone_and_regathering_keeps_no_whole_input(
     pool: Pool, ranks: int
 ) -> None:
-    plain, gathered, regathered, ring = (
-        set(pool.run(ranks, kept, style)) for style in (None, "gather", "regather", "ring")
+    plain, gathered, regathered = (
+        set(pool.run(ranks, kept, style)) for style in (None, "gather", "regather")
     )
     ((plain_between, plain_within),) = plain
     ((between, within),) = gathered
     assert between * ranks == plain_between
-    assert (within, ring) == (plain_within, gathered)
+    assert within == plain_within
     assert regathered == {(between, within - 2 * (WHOLE - WHOLE // ranks))}
 
 
 _NAMES = {
     "_allgather_base_": "gather",
     "_reduce_scatter_base_": "sum",
-    "send": "send",
     "mm": "mm",
     "addmm": "mm",
 }
@@ -117,7 +115,7 @@ class Log(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[str] = []
-        self._wait, self._step = collectives.InFlight.wait, ring.begin_step
+        self._wait = collectives.InFlight.wait
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (name := _NAMES.get(func._schema.name.split("::")[1])) is not None:
@@ -128,15 +126,6 @@ class Log(TorchDispatchMode):
         self.events.append("wait")
         return self._wait(in_flight)
 
-    def step(self, *args: Any) -> Callable[[], Tensor]:
-        end = self._step(*args)
-
-        def logged() -> Tensor:
-            self.events.append("wait")
-            return end()
-
-        return logged
-
 
 @contextmanager
 def logged() -> Iterator[Log]:
@@ -144,7 +133,6 @@ def logged() -> Iterator[Log]:
     with (
         Log() as log,
         patch.object(collectives.InFlight, "wait", lambda in_flight: log.wait(in_flight)),
-        patch.object(ring_products, "begin_step", log.step),
     ):
         yield log
 
@@ -163,11 +151,7 @@ def order(style: Any, overlap: bool) -> tuple[list[str], list[str]]:
 # Backward, from the end: the gradient of the output and two products with it (of the input, of the weight); then the
 # input gradients of gate and up, the sum of both under way beside the products of the two weights.
 PRODUCTS = ["mm", "mm"]
-FORWARD = {
-    "gather": ["gather", "wait", "mm", "mm", "mm", "sum", "wait"],
-    # The gate's part, then its other one; the product for the other rank, then this one's.
-    "ring": ["send", "mm", "wait", "mm", "mm", "mm", "send", "mm", "wait"],
-}
+FORWARD = ["gather", "wait", "mm", "mm", "mm", "sum", "wait"]
 BACKWARD = {
     ("gather", False): ["gather", "wait", "mm", "mm", *PRODUCTS, "sum", *PRODUCTS, "wait"],
     ("gather", True): ["gather", "mm", "wait", "mm", "mm", "mm", *PRODUCTS, "sum", *PRODUCTS, "wait"],
@@ -187,12 +171,11 @@ BACKWARD = {
         *("gather", "mm", "wait", "mm", "mm", "mm"),
         *("gather", *PRODUCTS, "sum", "wait", *PRODUCTS, "wait"),
     ],
-    ("ring", False): ["send", "mm", "wait", "mm", "mm", *PRODUCTS, "sum", *PRODUCTS, "wait"],
 }
 
 
 @pytest.mark.parametrize(("style", "overlap"), BACKWARD)
 def test_products_are_computed_while_something_is_under_way(pool: Pool, style: Any, overlap: bool) -> None:
     for forward, backward in pool.run(2, order, style, overlap):
-        assert forward == FORWARD.get(style, FORWARD["gather"])
+        assert forward == FORWARD
         assert backward == BACKWARD[style, overlap]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from echelon.shardformer.sequence.part_random import CommonRandom, PartRandom
+from echelon.shardformer.layers.sequence_axis import CommonRandom, PartRandom
 
 from ...pool import Pool
 from ..compare import named, numbers, pieces, require_equal_on_ranks

@@ -17,12 +17,11 @@ from transformers.masking_utils import causal_mask_function
 
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.traffic import Traffic
+from echelon.shardformer.layers.sequence_axis import SequenceAxis, SequenceOrder
 from echelon.shardformer.sequence import kernels, ring
-from echelon.shardformer.sequence.axis import SequenceAxis
 from echelon.shardformer.sequence.block_mask import BlockMask, Mask, Seen
-from echelon.shardformer.sequence.order import SequenceOrder
+from echelon.shardformer.sequence.config import double_ring
 from echelon.shardformer.sequence.pieces import Piece, pieces
-from echelon.shardformer.sequence.rings import double_ring
 
 from ...pool import Pool
 from .masks import BATCH, KINDS, in_blocks, whole
@@ -80,8 +79,8 @@ def check(
         close(found, axis.own(full, 2), msg=lambda text, name=name: f"gradient of {name}: {text}")
 
 
-def axis_on(mesh: ParallelMesh, *, is_zigzag: bool) -> SequenceAxis:
-    return SequenceAxis(mesh.group("sp"), SequenceOrder(size=mesh.size("sp"), is_zigzag=is_zigzag))
+def axis_on(mesh: ParallelMesh, *, is_zigzag: bool, rings: Any = None) -> SequenceAxis:
+    return SequenceAxis(mesh.group("sp"), SequenceOrder(size=mesh.size("sp"), is_zigzag=is_zigzag), rings)
 
 
 @contextmanager
@@ -158,10 +157,10 @@ def check_double() -> None:
     rings = double_ring(mesh, 2)
     assert rings is not None and double_ring(mesh, 4) is double_ring(mesh, 1) is None
     for is_zigzag in (True, False):
-        axis = axis_on(mesh, is_zigzag=is_zigzag)
-        check(axis, None, causal(27), random_qkv(27), is_causal=True, inner=rings)
+        axis = axis_on(mesh, is_zigzag=is_zigzag, rings=rings)
+        check(axis, None, causal(27), random_qkv(27), is_causal=True)
         with tiles_of(3):
-            check(axis, in_blocks("padded", 27), whole("padded", 27), random_qkv(27), inner=rings)
+            check(axis, in_blocks("padded", 27), whole("padded", 27), random_qkv(27))
 
 
 def test_values_may_be_of_another_width(pool: Pool) -> None:
@@ -269,13 +268,12 @@ def test_bytes_are_those_of_the_formula(pool: Pool, ranks: int) -> None:
 def sent(length: int, kv_heads: int, width: int, is_double: bool) -> list[dict[tuple[str, str], float]]:
     """Bytes that this rank sends, forward and backward."""
     mesh = ParallelMesh(sp=torch.distributed.get_world_size())
-    axis = axis_on(mesh, is_zigzag=True)
+    axis = axis_on(mesh, is_zigzag=True, rings=double_ring(mesh, 2) if is_double else None)
     axis.length = length
-    rings = double_ring(mesh, 2) if is_double else None
     own = [axis.own(each, 2).requires_grad_() for each in random_qkv(length, groups=2, width=width)]
     assert own[1].shape[1] == kv_heads
     with Traffic(mesh) as forward:
-        out = ring.ring_attention(*own, axis, mask=None, is_causal=True, scale=SCALE, inner=rings)
+        out = ring.ring_attention(*own, axis, mask=None, is_causal=True, scale=SCALE)
     with Traffic(mesh) as backward:
         out.sum().backward()
     return [

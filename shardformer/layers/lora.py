@@ -12,6 +12,7 @@ In front of A, dropout draws the same numbers on all ranks where the input is wh
 
 # R rank of the adapter, I input features, O output features: A is (R, I), B is (O, R)
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -20,8 +21,35 @@ from torch.nn import Parameter
 
 from ...cluster.placement import Shard, Shared, place, placement_of
 from ...cluster.random import SplitRandom
-from .key_value import SharedKeyValueLinear1D_Col
-from .linear import Linear1D_Col, Linear1D_Row
+from .linear import Linear1D_Col, Linear1D_Row, SharedKeyValueLinear1D_Col
+from .parallel_module import is_of_peft
+
+# peft is optional, so nothing here imports it: its classes are known by their names.
+_LORA = ("peft.tuners.lora.layer", "Linear")
+
+
+def is_lora(module: nn.Module) -> bool:
+    """Whether a module is LoRA around a linear layer, as peft puts it around nn.Linear and transformers' Conv1D."""
+    return (type(module).__module__, type(module).__name__) == _LORA
+
+
+def plain(module: nn.Module) -> Any:
+    """The linear layer inside of LoRA, or the module itself."""
+    return module.base_layer if is_lora(module) else module
+
+
+def plain_path(root: nn.Module, path: str) -> str:
+    """Where the linear layer at a path is, which may be inside of LoRA."""
+    return f"{path}.base_layer" if is_lora(root.get_submodule(path)) else path
+
+
+def adapted(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All that peft has put around modules, with the paths; not what lies in another of peft's."""
+    within = ""
+    for path, module in root.named_modules():
+        if is_of_peft(module) and not (within and path.startswith(within)):
+            within = f"{path}."
+            yield path, module
 
 
 class LoraSplit:

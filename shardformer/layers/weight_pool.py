@@ -20,8 +20,8 @@ from torch.nn import Parameter
 
 from ...cluster.collectives import Handle, begin_all_gather, begin_reduce_scatter
 from ...cluster.placement import Shard, placement_of
-from ...pipeline.split_backward import LaterProduct
 from .use_order import Use, UseOrder
+from .weight_gradient import LaterProduct
 
 # The means of gradients that may be on their way: that of a layer while the next one computes its own.
 _MAX_MEANS = 2

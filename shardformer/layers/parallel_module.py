@@ -12,7 +12,6 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from ...lazy.tensor import LazyTensor
-from ..adapted import is_of_peft
 
 # Where a module keeps what runs around its forward; accelerate puts a forward of its own on the instance.
 AROUND_FORWARD = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -36,6 +35,11 @@ class ParallelModule(nn.Module, ABC):
     @abstractmethod
     def from_native_module(module: nn.Module, process_group: dist.ProcessGroup, **kwargs: Any) -> nn.Module:
         """The parallel module that takes the native one's place. Communicates nothing."""
+
+
+def is_of_peft(module: nn.Module) -> bool:
+    """Whether a module is of one of peft's classes, or of one made from them."""
+    return any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__)
 
 
 def native_faults(module: nn.Module, *kinds: type[nn.Module]) -> list[str]:

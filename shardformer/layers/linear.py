@@ -1,10 +1,12 @@
 """Linear layers split over the tensor axis, by columns and by rows, also fused ones and transformers' Conv1D."""
 
-# B batch, S sequence, I input features, O output features, T size of the group
+# B batch, S sequence, I input features, O output features, T size of the group, D width of a head
+# Q widths of a rank's query heads, K key-value heads in all, C ranks that share one: T = K × C
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -12,18 +14,117 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers.pytorch_utils import Conv1D
 
-from ...cluster.collectives import gather_from, reduce_from, scatter_to
+from ...cluster.collectives import copy_beside, gather_from, gather_to, reduce_from, scatter_to
 from ...cluster.placement import Shard, Shared, place
 from ...cluster.random import SplitRandom
-from ...pipeline.linear import Keep
-from ..sequence.regions import RegionSequence, leave
-from ..sequence.ring_products import row_product
-from .entry import ProductLayer, enter
-from .parallel_module import require_native
+from ...pipeline.weight_gradients import Owner, WeightGradients
+from .parallel_module import ParallelModule, require_native
+from .split_gather import Regather, RegionSequence, enter_beside, leave, row_product
+from .weight_gradient import LaterProduct, linear
+
+
+class _Kept(NamedTuple):
+    """The part of a region's input that is kept for backward, and the gathered tensor that it stands for."""
+
+    whole: ref[Tensor]
+    version: int
+    part: Tensor
+    again: Regather
+
+    def is_of(self, x: Tensor) -> bool:
+        """Whether this is the gathered tensor, as it was; the region's own code may hand a layer another one."""
+        return self.whole() is x and self.version == x._version
+
+
+class _NextCall:
+    """Deferrals that a region's entry hands to a layer for its next call; no nn.Module, whose attributes cost time."""
+
+    __slots__ = ("kept", "later")
+
+    def __init__(self) -> None:
+        self.later: LaterProduct | None = None
+        self.kept: _Kept | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_NextCall":
+        return _NextCall()
+
+    def __reduce__(self) -> tuple[type["_NextCall"], tuple[()]]:
+        return _NextCall, ()
+
+
+class ProductLayer(ParallelModule):
+    """A parallel layer that multiplies by its weight, whose gradient may be deferred."""
+
+    group: dist.ProcessGroup
+    weight: Parameter
+    bias: Parameter | None
+    output_dim = 0  # nn.Linear holds (O, I)
+    weight_gradients: WeightGradients | None = None  # queue of the schedule
+    gradient_owner: Owner | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.next_call = _NextCall()
+
+    def defer_within_backward(self) -> None:
+        """Of the next call: let autograd compute the weight's gradient after all that is computed from here on."""
+        is_needed = torch.is_grad_enabled() and self.weight.is_leaf and self.weight.requires_grad
+        self.next_call.later = LaterProduct(self.weight) if is_needed else None
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        call = self.next_call
+        later, kept = call.later, call.kept
+        call.later = call.kept = None
+        return linear(
+            x,
+            self.weight,
+            bias,
+            is_transposed=self.output_dim == 1,
+            store=self.weight_gradients,
+            owner=self.gradient_owner,
+            later=later,
+            kept=(kept.part, kept.again) if kept is not None and kept.is_of(x) else None,
+        )
+
+
+def enter(
+    xs: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    layers: Sequence[ProductLayer],
+    sequence: RegionSequence | None = None,
+) -> list[Tensor]:
+    """Let inputs pass `copy_to`: nothing in forward, an all-reduce in backward.
+
+    While that is in flight backward computes the weight gradients of the layers (arXiv:1909.08053, section 3, has the
+    all-reduce alone).
+
+    Args:
+        xs: replicated inputs.
+        group: the tensor axis.
+        layers: those that multiply with them.
+        sequence: the first input is a part of a sequence, which is gathered: an all-gather in forward, a
+            reduce-scatter in backward.
+    """
+
+    def defer() -> None:
+        for layer in layers:
+            layer.defer_within_backward()
+
+    if sequence is None:
+        return copy_beside(xs, group, defer)
+    others: list[Tensor] = []
+    first = enter_beside(xs[0], sequence, lambda: others.extend(copy_beside(xs[1:], group, defer)))
+    if sequence.regathers:
+        part, axis = xs[0].detach(), sequence.axis
+        by_sample = part if part.ndim > 2 else part.unflatten(0, (-1, axis.part_length))
+        kept = _Kept(ref(first), first._version, by_sample, Regather(sequence, axis.length))
+        for layer in layers:
+            layer.next_call.kept = kept
+    return [first, *others]
 
 
 class _SplitLinear(ProductLayer):
-    """What the linear layers share: the native module's parameters."""
+    """The base of the split linear layers: takes over the native module's parameters."""
 
     native_class: type[nn.Module] = nn.Linear
 
@@ -109,6 +210,46 @@ class Linear1D_Col(_SplitLinear):
         return gather_from(out_BSO, self.group, -1) if self.gather_output else out_BSO
 
 
+class SharedKeyValueLinear1D_Col(Linear1D_Col):
+    """A fused projection whose ranks hold whole query heads of their own, and a part each of a key-value head.
+
+    The ranks that share a key-value head gather its key and value. So each weight lies on one rank alone, as those of
+    the query heads beside them do, and no gradient has to be summed.
+
+    Args:
+        native: the projection; the outputs of each stretch are query heads, keys and values, side by side.
+        process_group: the tensor axis, of size T.
+        num_key_value_heads: K, a divisor of T; padded heads included.
+        kwargs: of `Linear1D_Col`.
+    """
+
+    def __init__(
+        self, native: nn.Module, process_group: dist.ProcessGroup, *, num_key_value_heads: int, **kwargs: Any
+    ) -> None:
+        super().__init__(native, process_group, **kwargs)
+        self.num_key_value_heads = num_key_value_heads
+        sizes = kwargs.get("padded_sizes") or kwargs["split_sizes"]
+        self.part_width = sizes[-1] * kwargs.get("stretches", 1) // process_group.size()
+
+    @staticmethod
+    def from_native_module(
+        module: nn.Module, process_group: dist.ProcessGroup, **kwargs: Any
+    ) -> "SharedKeyValueLinear1D_Col":
+        """See the class for the arguments; takes an nn.Linear."""
+        return SharedKeyValueLinear1D_Col(module, process_group, **kwargs)
+
+    def forward(self, x_BSI: Tensor) -> Tensor:
+        """(B, S, I) in, equal on all ranks; (B, S, Q + 2D) out. Forward all-gather, backward reduce-scatter."""
+        out = super().forward(x_BSI)
+        query_BSQ, parts = out.tensor_split([-2 * self.part_width], -1)
+        ranks_per_head = self.group.size() // self.num_key_value_heads
+        gathered_KC2 = gather_to(parts, self.group, -1).unflatten(
+            -1, (self.num_key_value_heads, ranks_per_head, 2, self.part_width)
+        )
+        own_C2 = gathered_KC2.select(-4, self.group.rank() // ranks_per_head)
+        return torch.cat([query_BSQ, own_C2.transpose(-3, -2).flatten(-3)], -1)
+
+
 class FusedLinear1D_Col(Linear1D_Col):
     """A column-split linear layer whose outputs are several projections side by side (`split_sizes` says which)."""
 
@@ -133,7 +274,7 @@ class Linear1D_Row(_SplitLinear):
         split_input: inputs arrive whole, and each rank takes its own (backward all-gather).
         split_sizes, padded_sizes, stretches: of the input features, see `Linear1D_Col`. What comes in as a feature that
             was added is dropped, so the zeros that it is multiplied with get no gradient.
-        sequence: how whole outputs are spread: this rank's part comes out (forward reduce-scatter). The bias is added
+        sequence: how whole outputs are sharded: this rank's part comes out (forward reduce-scatter). The bias is added
             to that, so its gradient is a part of a sum.
     """
 
@@ -194,15 +335,9 @@ class Linear1D_Row(_SplitLinear):
         sequence = self.sequence
         if sequence is None:
             return reduce_from(self._product(x_BSI, None), self.group)
-        has_steps = sequence.style == "ring" or sequence.overlap
-        if has_steps and self.weight.is_leaf and not torch.is_autocast_enabled(x_BSI.device.type):
-            keep = Keep(
-                parameter=self.weight,
-                is_transposed=self.output_dim == 1,
-                store=self.weight_gradients,
-                owner=self.gradient_owner,
-            )
-            return row_product(x_BSI, self.weight, sequence, keep)
+        if sequence.overlap and self.weight.is_leaf and not torch.is_autocast_enabled(x_BSI.device.type):
+            deferral = self.weight, self.weight_gradients, self.gradient_owner, None
+            return row_product(x_BSI, sequence, self.output_dim == 1, deferral)
         return leave(self._product(x_BSI, None), sequence)
 
 

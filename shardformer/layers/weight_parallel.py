@@ -18,9 +18,9 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from ...cluster.placement import Shard, place
-from ...pipeline.linear import weight_gradient
-from ...pipeline.split_backward import HeldGradient, LaterProduct, WeightGradients
+from ...pipeline.weight_gradients import DeferredGradient, WeightGradients
 from .parallel_module import ParallelModule, require_native
+from .weight_gradient import LaterProduct, weight_gradient
 from .weight_pool import WeightPool
 
 KINDS: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)
@@ -40,7 +40,9 @@ class WeightParallelLinear(ParallelModule):
         pool: gathers for all layers of the group; None is one of its own, which gathers nothing ahead.
     """
 
-    weight_gradients: WeightGradients | None = None  # where backward holds them back, see split_backward.py
+    weight_gradients: WeightGradients | None = (
+        None  # where backward holds them back, see pipeline/weight_gradients.py
+    )
 
     def __init__(
         self,
@@ -162,8 +164,8 @@ def _begin_weight_gradient(
             layer, weight_gradient(x_NI, gradient_NO, is_transposed=layer.is_transposed)
         )
 
-    held = HeldGradient(layer.weight, begin, torch._C._current_graph_task_id())
-    if layer.weight_gradients is not None and layer.weight_gradients.takes(held):
+    held = DeferredGradient(layer.weight, begin, torch._C._current_graph_task_id())
+    if layer.weight_gradients is not None and layer.weight_gradients.defer(held):
         return None
     return begin()
 
@@ -176,5 +178,5 @@ def _ended(
         return None
     if later is None:
         return begun()
-    later.put(HeldGradient(layer.weight, lambda: begun, torch._C._current_graph_task_id()))
+    later.put(DeferredGradient(layer.weight, lambda: begun, torch._C._current_graph_task_id()))
     return None

@@ -5,7 +5,7 @@ that ends it (linear.py). So q, k and v together cost one reduction in backward.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,59 @@ from torch import Tensor, nn
 from ...cluster.collectives import reduce_from
 from ...cluster.placement import Shard, Shared, place
 from ...cluster.random import SplitRandom
-from ..adapted import plain
-from ..sequence.regions import RegionSequence
-from .common_input import CommonInput
-from .entry import ProductLayer, enter
-from .linear import Linear1D_Col
+from .linear import Linear1D_Col, ProductLayer, enter
+from .lora import plain
+from .split_gather import RegionSequence
+
+
+class CommonInput:
+    """A tensor that regions of several layers take beside their first input, as encoder states in cross attention.
+
+    It enters once in a forward, so that its regions share one reduction in backward.
+
+    It is kept from the first of the regions to the last; where a forward does not come to all of them (a stage of a
+    pipeline has some), until another tensor enters.
+    """
+
+    def __init__(self) -> None:
+        self.num_regions = 0
+        self._given: Tensor | None = None
+        self._version = 0
+        self._entered: Tensor | None = None
+        self._left = 0  # regions that have not come yet
+
+    def enter(self, xs: Sequence[Tensor], enter: Callable[[Sequence[Tensor]], list[Tensor]]) -> list[Tensor]:
+        """Let tensors enter a region: its first input, and of the others those that did not enter before."""
+        first, *others = xs
+        known = [self.known(x) for x in others]
+        coming = [x for x, before in zip(others, known, strict=True) if before is None]
+        entered, *came = enter([first, *coming])
+        for x, whole in zip(coming, came, strict=True):
+            self.keep(x, whole)
+        left = iter(came)
+        return [entered, *(next(left) if before is None else before for before in known)]
+
+    def known(self, x: Tensor) -> Tensor | None:
+        """The entered tensor for this one; None where it is to enter now."""
+        is_same = self._given is x and self._version == x._version
+        if not is_same or _is_in_backward() or not torch.is_grad_enabled():
+            return None
+        entered = self._entered
+        self._left -= 1
+        if self._left == 0:
+            self._given = self._entered = None
+        return entered
+
+    def keep(self, x: Tensor, entered: Tensor) -> None:
+        """Keep the entered tensor for the regions to come, where there is a gradient to reduce."""
+        if self.num_regions > 1 and entered.requires_grad and not _is_in_backward():
+            self._given, self._version, self._entered = x, x._version, entered
+            self._left = self.num_regions - 1
+
+
+def _is_in_backward() -> bool:
+    """Whether a layer is being recomputed, one by one: what it makes then has no part in the sum of gradients."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class Region:
@@ -226,3 +274,28 @@ class SplitParameter:
         )
         place(module.get_parameter(name), shard, process_group.rank())
         return module
+
+
+class LocalCount(int):
+    """A local count of something; a width divided by it is divided by the count of all ranks.
+
+    For attention that takes the heads of its split projections from `num_heads`, and the width of a head from
+    whole inputs: `inputs.shape[-1] // num_heads`.
+
+    Args:
+        local: the count of this rank.
+        whole: the count of all ranks together.
+    """
+
+    whole: int
+
+    def __new__(cls, local: int, whole: int) -> "LocalCount":
+        count = super().__new__(cls, local)
+        count.whole = whole
+        return count
+
+    def __rfloordiv__(self, width: int) -> int:
+        return width // self.whole
+
+    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]  # for copies and pickles
+        return int(self), self.whole

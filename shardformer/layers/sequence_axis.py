@@ -1,0 +1,255 @@
+"""The axis over which sequences are sharded: positions of each rank, the current length, random numbers per shard.
+
+[Note: gradients over the sequence axis] Each rank of the sequence axis differentiates the same loss, and the optimizer
+takes the mean of what they accumulate. Behind the last layer all of them compute the same, and so is the mean. In front
+of it a rank accumulates what its own part adds, so there gradients are multiplied by the number of ranks, where the
+sequence was gathered. On the tensor axis nobody takes a mean: replicated parameters have whole gradients on every rank.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from ...cluster.collectives import begin_gather
+from ...cluster.random import SplitRandom, common_seed, seed_torch, split_seed
+from ...cluster.ring import Rings
+
+# B batch, S sequence
+
+_DIM = 1  # of the sequence in hidden states (B, S, H)
+_ATTRIBUTE = "_echelon_sequence_axis"
+# Parts of the names under which layers and configs keep probabilities and widths of random draws.
+_CHANCES = ("drop", "jitter")
+# The modules that drop whole samples, which have parts on all ranks.
+_BY_SAMPLE = "DropPath"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceOrder:
+    """Equal parts of a sequence, padded at its end where it does not divide.
+
+    Args:
+        size: ranks of the axis.
+        is_zigzag: rank r holds the stretches r and 2·size−1−r of 2·size equal ones, so that under a causal mask every
+            rank has as much attention to compute (the load balancing of Llama 3, arXiv:2407.21783, section 3.3.2).
+            Otherwise rank r holds the r-th of `size`.
+    """
+
+    size: int
+    is_zigzag: bool = False
+
+    def padded(self, length: int) -> int:
+        """The length of a sequence with its padding."""
+        return -(-length // self._num_stretches) * self._num_stretches
+
+    def stretches(self, rank: int, length: int) -> tuple[range, ...]:
+        """The positions that a rank holds, in its order; those from `length` on are padding."""
+        width = self.padded(length) // self._num_stretches
+        return tuple(range(width * each, width * (each + 1)) for each in self._local(rank))
+
+    def own(self, x: Tensor, dim: int, rank: int, *, padding: int = 0) -> Tensor:
+        """A rank's part of a whole sequence that lies along `dim`, contiguous."""
+        dim %= x.ndim
+        missing = self.padded(x.shape[dim]) - x.shape[dim]
+        padded = pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing), value=padding) if missing else x
+        pieces = padded.chunk(self._num_stretches, dim)
+        return torch.cat([pieces[each] for each in self._local(rank)], dim).contiguous()
+
+    def whole(self, parts: Sequence[Tensor], dim: int, length: int) -> Tensor:
+        """The sequence from the parts of all ranks in their order, without its padding."""
+        pieces: list[Tensor] = [parts[0]] * self._num_stretches
+        for rank, part in enumerate(parts):
+            for each, piece in zip(self._local(rank), part.chunk(len(self._local(rank)), dim), strict=True):
+                pieces[each] = piece
+        return torch.cat(pieces, dim).narrow(dim, 0, length)
+
+    @property
+    def _num_stretches(self) -> int:
+        return 2 * self.size if self.is_zigzag else self.size
+
+    def _local(self, rank: int) -> tuple[int, ...]:
+        return (rank, 2 * self.size - 1 - rank) if self.is_zigzag else (rank,)
+
+
+class SequenceAxis:
+    """The ranks over which the sequences of one stack of layers are spread.
+
+    Args:
+        group: the ranks.
+        order: which positions each of them holds.
+        rings: the same ranks as rings for ring attention, see cluster/ring.py; None is a single one.
+
+    Attributes:
+        length: of the sequence that is being computed, without padding; 0 before the first.
+        ends_whole: whether the last layer gathers it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, order: SequenceOrder, rings: Rings | None = None) -> None:
+        if order.size != group.size():
+            raise AssertionError(f"an order for {order.size} ranks and a group of {group.size()}")
+        self.group, self.order, self.length = group, order, 0
+        self.rings: Rings = rings or (group,)
+        self.ends_whole = True
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return self.group.rank()
+
+    @property
+    def part_length(self) -> int:
+        """The length of a rank's part of the sequence that is being computed, with padding."""
+        return self.order.padded(self.length) // self.order.size
+
+    def own(self, x: Tensor, dim: int, *, padding: int = 0) -> Tensor:
+        """This rank's part of a whole sequence."""
+        return self.order.own(x, dim, self.rank, padding=padding)
+
+    def gathered(self, part: Tensor, dim: int, length: int) -> Tensor:
+        """The whole sequence of this length, contiguous, from the parts of all ranks. One all-gather; no gradient."""
+        parts = begin_gather(part, self.group)()
+        return self.order.whole(parts.unbind(0), dim, length).contiguous()
+
+    @contextmanager
+    def computing(self, length: int) -> Iterator[None]:
+        """Inside, sequences are of this length: for layers that backward recomputes."""
+        before, self.length = self.length, length
+        try:
+            yield
+        finally:
+            self.length = before
+
+    def note(self, module: nn.Module) -> None:
+        """Mark a layer, and all modules in it, as computing on a part of the sequence; see `axis_of`."""
+        for each in module.modules():
+            setattr(each, _ATTRIBUTE, self)
+
+
+def axis_of(module: Any) -> SequenceAxis | None:
+    """The axis over which a module's sequences are spread, None where it sees whole ones."""
+    return getattr(module, _ATTRIBUTE, None)
+
+
+class _Scatter(Function):
+    """See `shard_sequence`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: SequenceAxis, is_data: bool) -> Tensor:
+        ctx.axis, ctx.is_data, ctx.length = axis, is_data, axis.length
+        missing = axis.order.padded(axis.length) - axis.length
+        # Not zeros: a norm of a constant divides by its epsilon, which in 16 bits is infinite, and 0 times that is nan.
+        padding = x[:, -1:].expand(-1, missing, -1)
+        return axis.own(torch.cat([x, padding], _DIM) if missing else x, _DIM)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if not ctx.is_data:
+            return ctx.axis.gathered(gradient, _DIM, ctx.length), None, None
+        nothing = torch.zeros_like(gradient)
+        parts = [gradient if rank == ctx.axis.rank else nothing for rank in range(ctx.axis.order.size)]
+        return ctx.axis.order.whole(parts, _DIM, ctx.length), None, None
+
+
+class _Gather(Function):
+    """The adjoint of `_Scatter`; see `gather_sequence`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: SequenceAxis, length: int, is_data: bool) -> Tensor:
+        ctx.axis, ctx.is_data = axis, is_data
+        return axis.gathered(x, _DIM, length)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        own = ctx.axis.own(gradient, _DIM)
+        return own * ctx.axis.order.size if ctx.is_data else own, None, None, None
+
+
+def shard_sequence(whole: Tensor, axis: SequenceAxis, *, is_data: bool) -> Tensor:
+    """This rank's part of the sequence that is being computed, (B, S, …), padded with its last position.
+
+    Nothing in forward; backward an all-gather, where `is_data` nothing: see [Note: gradients over the sequence axis].
+
+    Args:
+        whole: equal on all ranks.
+        axis: of the ranks.
+        is_data: whether it is the sequence axis.
+    """
+    part: Tensor = _Scatter.apply(whole, axis, is_data)
+    return part
+
+
+def gather_sequence(part: Tensor, axis: SequenceAxis, length: int, *, is_data: bool) -> Tensor:
+    """The whole sequence, (B, S, …), from the parts of all ranks. One all-gather, none in backward.
+
+    Args:
+        part: this rank's.
+        axis: of the ranks.
+        length: of the sequence.
+        is_data: see [Note: gradients over the sequence axis].
+    """
+    whole: Tensor = _Gather.apply(part, axis, length, is_data)
+    return whole
+
+
+def draws(layer: nn.Module) -> bool:
+    """Whether a layer may draw random numbers in training."""
+    held: list[Any] = [vars(module) for module in layer.modules()]
+    held += [vars(own["config"]) for own in held if hasattr(own.get("config"), "__dict__")]
+    return any(
+        isinstance(value, float) and value > 0
+        for own in held
+        for name, value in (*own.items(), ("dropout", own.get("p")))
+        if any(part in name for part in _CHANCES)
+    )
+
+
+def samplewise(layer: nn.Module) -> list[str]:
+    """The paths of modules that draw once for a whole sample, so that all ranks have to draw the same."""
+    return [name for name, module in layer.named_modules() if type(module).__name__.endswith(_BY_SAMPLE)]
+
+
+class PartRandom:
+    """Marks a layer whose random numbers differ from rank to rank, by hooks."""
+
+    @staticmethod
+    def from_native_module(module: nn.Module, process_group: dist.ProcessGroup) -> nn.Module:
+        """Switch random states around the layer; see `SplitRandom`."""
+        SplitRandom(process_group.rank(), next(module.parameters()).device).around(module)
+        return module
+
+
+class CommonRandom:
+    """Marks a module inside of a `PartRandom` that draws the same on every rank, by hooks.
+
+    The state that the ranks have in common follows from this rank's own one, and behind the module this rank's from
+    that, so that nothing has to be remembered: computing the layer again draws the same numbers again.
+    """
+
+    @staticmethod
+    def from_native_module(
+        module: nn.Module, process_group: dist.ProcessGroup, *, layer: nn.Module
+    ) -> nn.Module:
+        """Switch random states around the module while `layer`, a `PartRandom`, trains."""
+        rank, device = process_group.rank(), next(layer.parameters()).device
+
+        def enter(module: nn.Module, args: tuple) -> None:
+            if layer.training:
+                seed_torch(common_seed(torch.initial_seed(), rank), device)
+
+        def leave(module: nn.Module, args: tuple, output: Any) -> None:
+            if layer.training:
+                seed_torch(split_seed(int(torch.randint(0, 2**62, (), device="cpu")), rank), device)
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+        return module

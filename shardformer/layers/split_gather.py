@@ -1,0 +1,286 @@
+"""Sequences sharded over the tensor axis: gathered at a region's entry, summed and scattered at its end.
+
+Between regions each rank holds a part of the sequence, inside them all of it with a part of the features
+(arXiv:2205.05198, section 4.2.2). Layers that regions alone cannot shard compute on whole sequences.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear, pad
+
+from ...cluster.collectives import begin_gather, begin_sum_of_rows
+from .sequence_axis import SequenceAxis, gather_sequence, shard_sequence
+from .weight_gradient import Deferral, gradient_or_deferred
+
+# B batch, S true sequence, s part of a rank with padding, H hidden, I input features, O output features,
+# N rows of all samples, T size of the group
+
+
+@dataclass(frozen=True)
+class RegionSequence:
+    """How the regions of a model go between parts of sequences and whole ones.
+
+    Args:
+        axis: over which the sequences are sharded; the tensor axis, one stretch per rank.
+        regathers: keep a rank's part for backward instead of the gathered sequence, and gather it again.
+        overlap: in backward gather while gradients are computed.
+    """
+
+    axis: SequenceAxis
+    regathers: bool = False
+    overlap: bool = False
+
+    def __post_init__(self) -> None:
+        if self.axis.order.is_zigzag:
+            raise AssertionError("regions gather sequences whose parts are of one stretch")
+
+    def begin_whole(self, part_BsH: Tensor, length: int) -> Callable[[], Tensor]:
+        """Begin to gather a sequence of this length; the returned function gives (B, S, H). One all-gather."""
+        rows = begin_gather(part_BsH, self.axis.group)
+        return lambda: rows().transpose(0, 1).flatten(1, 2)[:, :length].contiguous()
+
+    def begin_own_sum(self, partial_BSH: Tensor) -> Callable[[], Tensor]:
+        """Begin to sum over the ranks; the returned function gives this rank's part (B, s, H). One reduce-scatter."""
+        return begin_sum_of_rows(self.rows(partial_BSH), self.axis.group)
+
+    def rows(self, whole_BSH: Tensor) -> Tensor:
+        """The parts of all ranks (T, B, s, H) of a whole sequence; padding is zeros."""
+        order, length = self.axis.order, whole_BSH.shape[1]
+        padded = pad(whole_BSH, (0, 0, 0, order.padded(length) - length))
+        return padded.unflatten(1, (order.size, -1)).transpose(0, 1)
+
+    def length_of(self, part_BsH: Tensor) -> int:
+        """The length of the sequence that a part is of.
+
+        Raises:
+            ValueError: it is none of the sequence that is being computed.
+        """
+        if part_BsH.ndim != 3 or part_BsH.shape[1] != self.axis.part_length:
+            raise ValueError(
+                f"a layer's region is given {tuple(part_BsH.shape)}, where a rank's part of a sequence of "
+                f"{self.axis.length} is (batch, {self.axis.part_length}, width): train this model without "
+                "enable_sequence_parallelism"
+            )
+        return self.axis.length
+
+
+def enter_beside(part_BsH: Tensor, sequence: RegionSequence, beside: Callable[[], None]) -> Tensor:
+    """Gather a region's input; backward sums and scatters, beside the backward of what `beside` computes.
+
+    As `copy_beside` does with an all-reduce: of the nodes that are ready autograd runs the one that was made last.
+
+    Args:
+        part_BsH: this rank's part; or (B·s, H), and what is returned is (B·S, H).
+        sequence: says of what.
+        beside: makes nodes whose backward waits for nothing of this one.
+
+    Returns:
+        (B, S, H), equal on all ranks; its gradient is a part of a sum on each.
+    """
+    if part_BsH.ndim == 2:  # the tokens of all samples in one row
+        by_sample = part_BsH.unflatten(0, (-1, sequence.axis.part_length))
+        return enter_beside(by_sample, sequence, beside).flatten(0, 1)
+    length = sequence.length_of(part_BsH)
+    in_flight: list[Callable[[], Tensor]] = []
+    ended = _EndSum.apply(part_BsH, in_flight)
+    beside()
+    whole_BSH: Tensor = _GatherBeginSum.apply(ended, sequence, length, in_flight)
+    return whole_BSH
+
+
+def leave(partial_BSH: Tensor, sequence: RegionSequence) -> Tensor:
+    """This rank's part (B, s, H) of the sum of what a region ends with, or (B·s, H) of (B·S, H); backward gathers."""
+    if partial_BSH.ndim == 2:
+        return leave(partial_BSH.unflatten(0, (-1, sequence.axis.length)), sequence).flatten(0, 1)
+    part_BsH: Tensor = _SumScatter.apply(partial_BSH, sequence)
+    return part_BsH
+
+
+def row_product(x_BSI: Tensor, sequence: RegionSequence, is_transposed: bool, deferral: Deferral) -> Tensor:
+    """The product of the layer that ends a region, summed and scattered; backward gathers beside its own product.
+
+    Args:
+        x_BSI: this rank's input features; or (B·S, I).
+        sequence: how the result is sharded. One reduce-scatter; backward one all-gather.
+        is_transposed: the weight is (I, O).
+        deferral: the weight, and how its gradient may be deferred.
+
+    Returns:
+        (B, s, O), or (B·s, O).
+    """
+    if x_BSI.ndim == 2:
+        by_sample = x_BSI.unflatten(0, (-1, sequence.axis.length))
+        return row_product(by_sample, sequence, is_transposed, deferral).flatten(0, 1)
+    out: Tensor = _RowProduct.apply(x_BSI, deferral[0], sequence, is_transposed, deferral)
+    return out
+
+
+class _RowProduct(Function):
+    """In backward a rank multiplies the gradient of its own part while those of the others are gathered."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_BSI: Tensor,
+        weight: Tensor,
+        sequence: RegionSequence,
+        is_transposed: bool,
+        deferral: Deferral,
+    ) -> Tensor:
+        ctx.save_for_backward(x_BSI, weight)
+        ctx.sequence, ctx.is_transposed, ctx.deferral = sequence, is_transposed, deferral
+        return sequence.begin_own_sum(linear(x_BSI, weight.T if is_transposed else weight))()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_BsO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        x_BSI, weight = ctx.saved_tensors
+        axis, length = ctx.sequence.axis, x_BSI.shape[1]
+        needs_input, needs_weight, *_ = ctx.needs_input_grad
+        end = ctx.sequence.begin_whole(gradient_BsO, length)
+        start = min(axis.rank * gradient_BsO.shape[1], length)
+        own = slice(start, min(start + gradient_BsO.shape[1], length))
+        of_input = None
+        weight_IO = weight if ctx.is_transposed else weight.T
+        if needs_input:
+            of_input = torch.empty_like(x_BSI)
+            of_input[:, own] = linear(gradient_BsO[:, : own.stop - own.start], weight_IO)
+        gradient_BSO = end()
+        if of_input is not None:
+            for others in (slice(0, own.start), slice(own.stop, length)):
+                of_input[:, others] = linear(gradient_BSO[:, others], weight_IO)
+        of_weight = None
+        if needs_weight:
+            pair = gradient_BSO.flatten(0, 1).T, x_BSI.flatten(0, 1)
+            factors = (pair[1].T, pair[0].T) if ctx.is_transposed else pair
+            of_weight = gradient_or_deferred(lambda: factors, *ctx.deferral)
+        return of_input, of_weight, None, None, None
+
+
+class _EndSum(Function):
+    """The part of a region's entry whose backward waits for the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, in_flight: list[Callable[[], Tensor]]) -> Tensor:
+        ctx.in_flight = in_flight
+        return part.view_as(part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.in_flight.pop()(), None
+
+
+class _GatherBeginSum(Function):
+    """The part of a region's entry that gathers, and whose backward begins the sum: it returns zeros for it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        part: Tensor,
+        sequence: RegionSequence,
+        length: int,
+        in_flight: list[Callable[[], Tensor]],
+    ) -> Tensor:
+        ctx.sequence, ctx.in_flight, ctx.shape = sequence, in_flight, part.shape
+        return sequence.begin_whole(part, length)()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.in_flight.append(ctx.sequence.begin_own_sum(gradient))
+        return gradient.new_zeros(()).expand(ctx.shape), None, None, None
+
+
+class _SumScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, sequence: RegionSequence) -> Tensor:
+        ctx.sequence, ctx.length = sequence, partial.shape[1]
+        return sequence.begin_own_sum(partial)()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.sequence.begin_whole(gradient, ctx.length)(), None
+
+
+class Regather:
+    """Gathers what entered a region again, once for all layers that multiply with it.
+
+    Args:
+        sequence: how it is sharded; with `overlap` the gather begins where the first of them is reached in backward.
+        length: of the sequence.
+    """
+
+    def __init__(self, sequence: RegionSequence, length: int) -> None:
+        self._sequence, self._length = sequence, length
+        self._num_users = self._num_asked = 0
+        self._in_flight: Callable[[], Tensor] | None = None
+        self._whole_NI: Tensor | None = None
+
+    def use(self) -> None:
+        """Count one more layer that will ask for it."""
+        self._num_users += 1
+
+    def begin(self, kept: Tensor) -> None:
+        """Begin to gather, if that may overlap. One all-gather."""
+        if self._sequence.overlap and self._in_flight is None and self._whole_NI is None:
+            self._in_flight = self._sequence.begin_whole(kept, self._length)
+
+    def rows(self, kept: Tensor) -> Tensor:
+        """The input (N, I). One all-gather, where it has not begun; the last layer that asks has it forgotten."""
+        if self._whole_NI is None:
+            end = self._in_flight or self._sequence.begin_whole(kept, self._length)
+            self._in_flight, self._whole_NI = None, end().flatten(0, 1)
+        whole_NI = self._whole_NI
+        self._num_asked += 1
+        if self._num_asked == self._num_users:
+            self._whole_NI, self._num_asked = None, 0
+        return whole_NI
+
+
+class WholeSequence:
+    """Marks a module that is given whole sequences, the same on every rank, and of whose output each keeps its part.
+
+    For modules that regions alone cannot shard: experts, which take tokens without their places, and modules that use
+    their input whole besides. Forward gathers at the entry, backward at the end: 2·(T−1)/T·B·S·H more than regions.
+    """
+
+    @staticmethod
+    def from_native_module(
+        module: nn.Module, process_group: dist.ProcessGroup, *, sequence: RegionSequence
+    ) -> nn.Module:
+        """Gather its first tensor, scatter what it returns (of a tuple the first), by hooks.
+
+        Args:
+            module: called with parts (B, s, H), by hooks with (B, S, H).
+            process_group: the tensor axis.
+            sequence: how it is sharded.
+        """
+        inputs, axis = list(inspect.signature(module.forward).parameters), sequence.axis
+
+        def whole_of(part: Tensor) -> Tensor:
+            return gather_sequence(part, axis, sequence.length_of(part), is_data=False)
+
+        def gather(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            if args:
+                return (whole_of(args[0]), *args[1:]), kwargs
+            name = next(name for name in inputs if isinstance(kwargs.get(name), Tensor))
+            return args, {**kwargs, name: whole_of(kwargs[name])}
+
+        def scatter(module: nn.Module, args: tuple, output: Any) -> Any:
+            if isinstance(output, tuple):
+                return (shard_sequence(output[0], axis, is_data=False), *output[1:])
+            return shard_sequence(output, axis, is_data=False)
+
+        module.register_forward_pre_hook(gather, with_kwargs=True)
+        module.register_forward_hook(scatter)
+        return module
