@@ -4,8 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from echelon.pipeline.action import Op
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 
@@ -34,6 +36,27 @@ def with_entries_like_layers(after: Callable[..., Any]) -> Callable[..., Any]:
         return replace(after(self, **before), are_entries_reckoned=False)
 
     return unreckoned
+
+
+def do_nothing(self: object, *args: object) -> None:
+    return None
+
+
+def nothing(*args: object) -> list[object]:
+    return []
+
+
+def detached_inputs(self: Any, action: Any) -> tuple[Tensor, ...]:
+    """The stages' inputs have no graph, as in evaluation."""
+    arrival = self._arriving.pop(action._replace(op=Op.RECV_FORWARD))
+    return arrival.wait()
+
+
+def of_the_first_tensor_alone(send: Callable[..., None]) -> Callable[..., None]:
+    def sent(self: Any, action: Any, tensors: tuple[Tensor, ...]) -> None:
+        send(self, action, (tensors[0], *map(torch.zeros_like, tensors[1:])))
+
+    return sent
 
 
 LAYERS_OF = "echelon.pipeline.plan:StagePlan.layers_of"
@@ -71,5 +94,34 @@ FAULTS = {
         wrapper=with_entries_like_layers,
         row=(ModelChoice(model_type="gemma3"), PP2),
         notice="normalized_shape",
+    ),
+    "deferred weight gradients are forgotten": Mutation(
+        target="echelon.pipeline.runner:WeightGradients.compute",
+        replacement=do_nothing,
+        row=(ModelChoice(model_type="llama"), Layout(pp=2, schedule="zbh1")),
+        notice=r"^step 1: (gradient|norm) ",
+        quick=True,
+    ),
+    "a stage's inputs have no graph": Mutation(
+        target="echelon.pipeline.runner:ScheduleRun._take_inputs",
+        replacement=detached_inputs,
+        row=(ModelChoice(model_type="llama"), PP2),
+        notice=r"^step 1: (gradient|norm) ",
+    ),
+    "the encoder's output has no gradient from later stages": Mutation(
+        target="echelon.pipeline.transport:Transport.send_gradients",
+        wrapper=of_the_first_tensor_alone,
+        row=(ModelChoice(model_type="t5"), Layout(pp=2, schedule="interleaved", chunks=2)),
+        notice=r"^step 1: (gradient|norm) ",
+    ),
+    "the position bias is not borrowed": Mutation(
+        target="echelon.pipeline.stage:_borrow",
+        replacement=nothing,
+        row=(ModelChoice(model_type="t5"), Layout(pp=2, schedule="interleaved", chunks=2)),
+    ),
+    "stages of one rank do not exchange their stand-ins": Mutation(
+        target="echelon.pipeline.stage:_Casting.seats",
+        replacement=nothing,
+        row=(ModelChoice(model_type="llama"), Layout(pp=2, schedule="zbv")),
     ),
 }
