@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.pipeline.plan import StagePlan
-from echelon.pipeline.stage import Stage, cut_stages
+from echelon.pipeline.stage import Stage, as_arguments, cut_stages
 from echelon.shardformer import policy_for
 
 
@@ -66,12 +66,47 @@ def train(stages: Sequence[Stage], batch: Any, criterion: Callable[[Any], Tensor
     return loss
 
 
-def gradients(parts: Sequence[nn.Module]) -> dict[str, Tensor | None]:
-    """The gradients by name, summed over the ranks that hold a parameter."""
+def require_same(
+    model: nn.Module,
+    ranks: Ranks,
+    batch: Any,
+    *,
+    tolerance: float = 0.0,
+    criterion: Callable[[Any], Tensor] = scalar,
+) -> None:
+    """The stages have the loss and every gradient of the whole model, and every parameter stands somewhere.
+
+    Args:
+        model: the whole model; it is left without gradients.
+        tolerance: of the loss, and of gradients as a share of the largest one.
+    """
+    whole = copy.deepcopy(model)
+    args, kwargs = as_arguments(batch)
+    expected = criterion(whole(*args, **kwargs))
+    expected.backward()
+    loss = train(ranks.stages, batch, criterion)
+    assert abs(loss.item() - expected.item()) <= tolerance * max(1.0, abs(expected.item()))
+    found = summed_gradients(whole, ranks)
+    largest = max(p.grad.abs().max().item() for p in whole.parameters() if p.grad is not None)
+    for name, parameter in whole.named_parameters():
+        gradient = found[name]
+        assert (gradient is None) == (parameter.grad is None), name
+        if gradient is not None and parameter.grad is not None:
+            departure = (gradient - parameter.grad).abs().max().item()
+            assert departure <= tolerance * largest, f"{name} departs by {departure / largest:.1e}"
+
+
+def summed_gradients(whole: nn.Module, ranks: Ranks) -> dict[str, Tensor | None]:
+    """By a parameter's first name, the gradients of all its replicas summed, each rank's counted once."""
+    first = {parameter: name for name, parameter in whole.named_parameters()}
+    names = {name: first[parameter] for name, parameter in whole.named_parameters(remove_duplicate=False)}
+    by_rank = [
+        {names[name]: parameter.grad for name, parameter in part.named_parameters(remove_duplicate=False)}
+        for part in ranks.parts
+    ]
+    assert set().union(*by_rank) == set(first.values())
     found: dict[str, Tensor | None] = {}
-    for part in parts:
-        for name, parameter in part.named_parameters(remove_duplicate=False):
-            before, gradient = found.get(name), parameter.grad
-            both = before is not None and gradient is not None
-            found[name] = before + gradient if both else gradient if before is None else before  # type: ignore[operator]
+    for name in first.values():
+        gradients = [grads[name] for grads in by_rank if grads.get(name) is not None]
+        found[name] = sum(gradients[1:], gradients[0]) if gradients else None  # type: ignore[arg-type, assignment]
     return found

@@ -8,7 +8,7 @@ from torch import nn
 from echelon.pipeline.plan import StagePlan
 from echelon.pipeline.stage import cut_stages, local_stages
 
-from .stages import Ranks, cut, gradients, plan_of, scalar, train
+from .stages import cut, plan_of, require_same
 
 SMALL = dict(
     vocab_size=100,
@@ -99,48 +99,12 @@ def build(name: str, **settings: object) -> nn.Module:
     return getattr(T, class_name)(type(config)(**{**config.to_dict(), **settings})).train()
 
 
-def whole_gradients(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, dict]:
-    """The loss of the uncut model and its gradients by name; leaves none on it."""
-    loss = scalar(model(**batch))
-    loss.backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
-    model.zero_grad()
-    return loss.item(), found
-
-
-def require_bitwise(model: nn.Module, ranks: Ranks, batch: dict[str, torch.Tensor]) -> None:
-    """The stages have the loss and every gradient of the whole model, and every parameter stands somewhere."""
-    expected_loss, expected = whole_gradients(model, batch)
-    assert train(ranks.stages, batch).item() == expected_loss
-    found = _summed_over_ties(model, ranks)
-    assert set(found) == set(expected)
-    for name, gradient in expected.items():
-        if gradient is None:
-            assert found[name] is None, name
-        else:
-            assert torch.equal(found[name], gradient), name
-
-
-def _summed_over_ties(model: nn.Module, ranks: Ranks) -> dict:
-    """Gradients by name. One tied between ranks is the sum of theirs; a rank has one for all its names."""
-    by_rank = [gradients([part]) for part in ranks.parts]
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    found = {}
-    for tied in names.values():
-        parts = [next(held[name] for name in tied if name in held) for held in by_rank if {*tied} & {*held}]
-        total = None if parts[0] is None else sum(parts[1:], parts[0])
-        found |= dict.fromkeys(tied, total)
-    return found
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_stages_give_the_whole_models_loss_and_gradients_bit_for_bit(name: str) -> None:
     model = build(name)
     plan, bounds = plan_of(model), [0, 1, 3, 5]
     ranks = cut(model, plan, (0, 1, 2), bounds)
-    require_bitwise(model, ranks, batch_for(model))
+    require_same(model, ranks, batch_for(model))
     for stage, part in zip(ranks.stages, ranks.parts, strict=True):
         for key, _ in part.named_parameters():
             assert plan.stages_of(model, key, bounds) == [stage.index], key
@@ -168,7 +132,7 @@ def test_several_stages_of_a_rank_give_the_whole_models_gradients_bit_for_bit(
     assert sorted(names) == sorted(key for key, _ in model.named_parameters(remove_duplicate=False))
     for part in ranks.parts:
         assert part.state_dict().keys() <= model.state_dict().keys()
-    require_bitwise(model, ranks, batch_for(model))
+    require_same(model, ranks, batch_for(model))
     at_rest = [dict(part.named_parameters()) for part in ranks.parts]
     assert [len(held) for held in at_rest] == [len(list(part.parameters())) for part in ranks.parts]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from echelon.pipeline.plan import StagePlan
 from echelon.pipeline.stage_manager import deal_layers, layer_bounds
 
-from .stages import Ranks, cut, gradients, plan_of, scalar, train
+from .stages import Ranks, cut, plan_of, require_same
 
 LABELS = 3
 VOCABULARY = 100
@@ -74,39 +74,8 @@ def batch_for(model: nn.Module) -> dict[str, Tensor]:
     return batch
 
 
-def require_same_training(model: nn.Module, ranks: Ranks) -> None:
-    """Loss and gradients of the whole model.
-
-    Tolerance: gradients of the encoder's output and of the position bias are summed in another order; 1e-6 of the
-    largest entry of all gradients.
-    """
-    batch = batch_for(model)
-    expected_loss = scalar(model(**batch))
-    expected_loss.backward()
-    loss = train(ranks.stages, batch)
-    assert abs(loss.item() - expected_loss.item()) <= 1e-6 * max(1.0, abs(expected_loss.item()))
-    largest = max(p.grad.abs().max().item() for p in model.parameters() if p.grad is not None)
-    found = gradients_by_parameter(model, ranks)
-    for name, parameter in model.named_parameters():
-        if parameter.grad is None:
-            assert found[name] is None, f"{name} has a gradient"
-        else:
-            assert found[name] is not None, f"{name} has no gradient"
-            departure = (found[name] - parameter.grad).abs().max().item()
-            assert departure <= 1e-6 * largest, f"{name} departs by {departure / largest:.1e}"
-
-
-def gradients_by_parameter(model: nn.Module, ranks: Ranks) -> dict[str, Any]:
-    """By a parameter's first name, the gradients of all its copies summed, each rank's counted once."""
-    first = {parameter: name for name, parameter in model.named_parameters()}
-    names = {name: first[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
-    found: dict[str, Any] = dict.fromkeys(first.values())
-    for part in ranks.parts:
-        held = {names[name]: gradient for name, gradient in gradients([part]).items()}
-        for name, gradient in held.items():
-            if gradient is not None:
-                found[name] = gradient if found[name] is None else found[name] + gradient
-    return found
+# Gradients of the encoder's output and of the position bias are summed in another order.
+TOLERANCE = 1e-6
 
 
 def require_names(model: nn.Module, ranks: Ranks, plan: StagePlan, bounds: list[int]) -> None:
@@ -151,7 +120,7 @@ def test_stages_have_loss_and_gradients_of_the_whole_model_and_its_names(
     bounds = layer_bounds(deal_layers(8, num_stages))
     ranks = cut(model, plan, placement_of(num_stages, per_rank), bounds)
     require_names(model, ranks, plan, bounds)
-    require_same_training(model, ranks)
+    require_same(model, ranks, batch_for(model), tolerance=TOLERANCE)
 
 
 @pytest.mark.parametrize("placement", [(0, 1, 1, 0), (0, 0, 0, 0), (1, 0, 1, 1)])
@@ -163,7 +132,7 @@ def test_a_stage_may_end_anywhere_and_a_rank_hold_any_of_them(
     plan = plan_of(model)
     ranks = cut(model, plan, placement, bounds)
     require_names(model, ranks, plan, bounds)
-    require_same_training(model, ranks)
+    require_same(model, ranks, batch_for(model), tolerance=TOLERANCE)
 
 
 def test_stages_of_the_decoder_send_two_tensors_and_those_of_the_encoder_one() -> None:
@@ -195,7 +164,7 @@ def test_a_position_bias_is_one_parameter_on_every_stage_of_its_stack() -> None:
     larger = build("T5ForConditionalGeneration")
     for parameter in larger.parameters():
         parameter.data.mul_(1.25)
-    require_same_training(larger, ranks)
+    require_same(larger, ranks, batch_for(larger), tolerance=TOLERANCE)
 
 
 def test_another_module_in_the_place_of_a_borrowed_one_is_called() -> None:
