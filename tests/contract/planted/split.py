@@ -1,0 +1,79 @@
+"""Faults in the dry run: constraints that nobody enforces, and a plan that changes the model."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from echelon.shardformer import policy_for
+from echelon.shardformer.sharder import split_errors
+
+from ...shardformer.compare import build
+from ...shardformer.test_refusals import ROWS, departure
+from ..mutations import Mutation
+
+SPLIT = "echelon.shardformer.layer_split"
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Enforce nothing."""
+
+
+def no_errors(*args: Any) -> list[str]:
+    return []
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def shared(containers: Any) -> Any:
+    return containers
+
+
+def refused(name: str) -> str | None:
+    """Return the departure from a row of refusals; None where the model is refused as the row says."""
+    return departure(ROWS[name])
+
+
+def unchanged() -> str | None:
+    """Return the first tensor or hook that a dry run changed."""
+    model = build("LlamaForCausalLM")
+    before = _state(model)
+    split_errors(model, policy_for(model), tp_size=2)
+    after = _state(model)
+    return next((name for name, each in before.items() if after[name] != each), None)
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    hooks = {path: len(module._forward_pre_hooks) for path, module in model.named_modules()}
+    return {name: each.shape for name, each in model.named_parameters()} | hooks
+
+
+def _row(target: str, name: str, replacement: Any = no_errors, *, quick: bool = False) -> Mutation:
+    return Mutation(
+        target=target, replacement=replacement, check=refused, args=(name,), num_ranks=1, quick=quick
+    )
+
+
+FAULTS = {
+    "ties are not looked for": _row(
+        "echelon.shardformer.sharder:_report_ties", "a second head", nothing, quick=True
+    ),
+    "whole parameters among split ones are let be": _row(f"{SPLIT}:LayerSplit._unnamed", "whole among split"),
+    "names that match nothing are passed over": _row(f"{SPLIT}:LayerSplit._missing", "a module is missing"),
+    "inputs are not looked at": _row(f"{SPLIT}:LayerSplit._require_input", "another second input", nothing),
+    "counts need not be divisible": _row(f"{SPLIT}:require_divisible", "heads of a part", nothing),
+    "kinds of tensors are not told apart": _row(
+        "echelon.shardformer.sharder:_meta_tensor", "a special tensor", nn.Parameter
+    ),
+    "the copy has the model's parameters": Mutation(
+        target="echelon.shardformer.sharder:_meta_tensor", replacement=as_it_is, check=unchanged, num_ranks=1
+    ),
+    "the copy has the model's hooks": Mutation(
+        target="echelon.shardformer.sharder:_own_container",
+        replacement=shared,
+        check=unchanged,
+        num_ranks=1,
+        quick=True,
+    ),
+}
