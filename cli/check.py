@@ -9,7 +9,7 @@ from torch import nn
 from ..shardformer.sequence.config import WHOLE, SequenceParallelism
 from ..shardformer.shard_former import policy_for
 from ..shardformer.sharder import split_errors
-from ..shardformer.weight_split import weight_split_or_faults
+from ..shardformer.weight_sharding import plan_weight_sharding
 from ..verify.compare import Measure
 from ..verify.layout import Layout
 from ..verify.models import ModelChoice
@@ -88,7 +88,7 @@ def split_faults(
     model = choice.build_on_meta()
     found = list[str]()
     if wp > 1:
-        weight_split_or_faults(model, found)
+        plan_weight_sharding(model, found)
     if tp > 1 or num_stages > 1 or sequence.mode is not None:
         found += _policy_faults(model, tp=tp, num_stages=num_stages, sp=sp, sequence=sequence)
     return found

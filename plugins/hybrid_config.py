@@ -23,7 +23,7 @@ from ..shardformer.recompute import PipelineGradientCheckpointConfig
 from ..shardformer.refusals import policy_errors
 from ..shardformer.sequence.config import WHOLE, SequenceParallelism
 from ..shardformer.table import Table
-from ..shardformer.weight_split import weight_faults
+from ..shardformer.weight_sharding import weight_errors
 from ..zero.partition import zero_size_errors
 from ..zero.precision import DTYPES, PrecisionConfig, precision_faults
 
@@ -152,7 +152,7 @@ class HybridConfig:
         tp, pp, sp: sizes of the tensor, pipeline and sequence axes.
         sequence: how sequences are spread over the tensor or the sequence axis.
         wp: over how many neighbours on the data axis the weights of linear layers are shared out.
-        wp_overlap, wp_memory_pool: see `shardformer.layers.weight_pool.WeightPool`.
+        wp_overlap, wp_memory_pool: see `shardformer.layers.weight_sharding.WeightPool`.
         dp: size of the data axis; None is what the world size leaves.
         zero_stage: 0 plain data parallelism, 1 optimizer states split over it, 2 gradients too.
         zero_size: over how many replicas they are split; -1 or 0 is all of them.
@@ -221,7 +221,7 @@ class HybridConfig:
         if not found:
             data_size = world_size // (self.pp * self.tp)
             found += zero_size_errors(self.zero_size, data_size)
-            found += weight_faults(wp_size=self.wp, tp_size=self.tp, data_size=data_size)
+            found += weight_errors(wp_size=self.wp, tp_size=self.tp, data_size=data_size)
         if self.zero_stage not in (0, 1, 2):
             found.append(
                 f"zero_stage={self.zero_stage} is not available: use TorchFSDPPlugin, which shards parameters too, or "

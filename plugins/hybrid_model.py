@@ -28,7 +28,7 @@ from ..shardformer.shard_config import ShardConfig
 from ..shardformer.shard_former import sharder_or_errors
 from ..shardformer.sharder import ModelSharder
 from ..shardformer.table_policy import expert_width_errors
-from ..shardformer.weight_split import WeightSplit, make_weight_parallel, weight_split_or_faults
+from ..shardformer.weight_sharding import WeightSharding, apply_weight_sharding, plan_weight_sharding
 from ..zero.groups import optimizer_options
 from ..zero.optimizer import ShardedOptimizer
 from .base import BoostedModule, model_faults, optimizer_faults
@@ -74,7 +74,7 @@ def boost(
         config.fused.choose_attention(model, mesh.device)
         shared = sharder.shard() if sharder is not None else []
         if split is not None:
-            make_weight_parallel(
+            apply_weight_sharding(
                 model,
                 split.layers,
                 mesh.group("weight"),
@@ -158,7 +158,7 @@ def _checked_splits(
     mesh: ParallelMesh,
     stage_manager: PipelineStageManager,
     rings: Rings | None,
-) -> tuple[ModelSharder | None, WeightSplit | None]:
+) -> tuple[ModelSharder | None, WeightSharding | None]:
     """What will cut and split the model, and share out its weights, once nothing speaks against boosting it.
 
     Each is None where nothing of the kind was asked for.
@@ -171,7 +171,7 @@ def _checked_splits(
         faults.append(COMPILED)
     sharder = split = None
     if config.wp > 1:
-        split = weight_split_or_faults(model, faults, policy=config.custom_policy)
+        split = plan_weight_sharding(model, faults, policy=config.custom_policy)
     if mesh.size("tp", "pp", "sp") > 1:
         shard_config = ShardConfig(
             tensor_parallel_process_group=mesh.group("tp"),

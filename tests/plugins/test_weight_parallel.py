@@ -22,7 +22,7 @@ from echelon.pipeline.stage_manager import PipelineStageManager
 from echelon.plugins.ledger import Ledger
 from echelon.plugins.state import ParameterNames, held_tensors, managed_parameters
 from echelon.shardformer.recompute import recomputable_layers
-from echelon.shardformer.weight_split import make_weight_parallel
+from echelon.shardformer.weight_sharding import apply_weight_sharding
 from echelon.verify.batch import loss_of as batch_loss
 from echelon.verify.batch import make_batch
 from echelon.verify.gather import gather_whole
@@ -49,7 +49,7 @@ class Trained:
         self.mesh = ParallelMesh(wp=wp)
         self.model = build_model(class_name)
         self.names = ParameterNames.of(self.model)
-        make_weight_parallel(self.model, recomputable_layers(self.model), self.mesh.group("weight"))
+        apply_weight_sharding(self.model, recomputable_layers(self.model), self.mesh.group("weight"))
         self.held = self.names.held(self.model)
         self.optimizer = ShardedOptimizer(
             make_optimizer(self.model),
@@ -206,7 +206,7 @@ def build_lazily() -> None:
     expected = Trained("GPT2LMHeadModel", wp=2, stage=0).model
     with LazyInitContext():
         model = build_model("GPT2LMHeadModel")
-    make_weight_parallel(model, recomputable_layers(model), dist.group.WORLD)
+    apply_weight_sharding(model, recomputable_layers(model), dist.group.WORLD)
     materialize(model)
     for (name, own), other in zip(model.named_parameters(), expected.parameters(), strict=True):
         assert placement_of(own) == placement_of(other), name

@@ -72,6 +72,16 @@ def no_axes(placement: object) -> tuple[str, ...]:
     return ()
 
 
+def summed_over_the_weight_axis(begin: Callable[..., Any]) -> Callable[..., Any]:
+    """The gradient of a sharded weight is the sum over the weight axis, and not the mean."""
+
+    def begun(self: Any, gradient: Any) -> Any:
+        end = begin(self, gradient)
+        return lambda: end() * self.group.size()
+
+    return begun
+
+
 def twice(call: Callable[..., None]) -> Callable[..., None]:
     def called(*args: Any) -> None:
         call(*args)
@@ -230,5 +240,11 @@ FAULTS = {
         target="echelon.plugins.state:_data_axes",
         replacement=no_axes,
         row=(LLAMA, Layout(dp=2, zero=1, wp=2)),
+    ),
+    "gradients of sharded weights are not averaged over the weight axis": Mutation(
+        target="echelon.shardformer.layers.weight_sharding:WeightPool.begin_mean",
+        wrapper=summed_over_the_weight_axis,
+        row=(LLAMA, Layout(dp=2, zero=1, wp=2)),
+        notice=r"^step 1: gradient of ",
     ),
 }

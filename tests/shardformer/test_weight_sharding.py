@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-import echelon.shardformer.layers.weight_pool as weight_pool
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.placement import Shard, placement_of
 from echelon.cluster.traffic import Traffic
+from echelon.shardformer.layers import weight_sharding
 from echelon.shardformer.layers.weight_gradient import defer_weight_gradients
-from echelon.shardformer.layers.weight_parallel import WeightParallelLinear
-from echelon.shardformer.layers.weight_pool import WeightPool
-from echelon.shardformer.weight_split import make_weight_parallel, weight_faults, weight_model_faults
+from echelon.shardformer.layers.weight_sharding import PrefetchOrder, ShardedLinear, Use, WeightPool
+from echelon.shardformer.weight_sharding import apply_weight_sharding, weight_errors, weight_model_errors
 
 from ..pool import Pool
 from .compare import numbers
@@ -49,7 +48,7 @@ def make_model() -> nn.Sequential:
 
 def make_parallel(**arguments: Any) -> tuple[nn.Sequential, WeightPool]:
     model = make_model()
-    return model, make_weight_parallel(model, list(model)[:-1], dist.group.WORLD, **arguments)
+    return model, apply_weight_sharding(model, list(model)[:-1], dist.group.WORLD, **arguments)
 
 
 def loss_of(model: Callable[[Tensor], Tensor], rank: int) -> Tensor:
@@ -111,9 +110,9 @@ def train(steps: int = 3) -> None:
 
 def require_bounded(pool: WeightPool, *, reuses: bool, overlaps: bool) -> None:
     """All is given back but what travels; what is kept are a few buffers."""
-    assert pool.buffers.lent == 0
+    assert pool.buffers.num_lent == 0
     most = 4 if overlaps else 2  # of weights and of gradients two each, or one
-    assert (pool.buffers.made <= most) is reuses
+    assert (pool.buffers.num_made <= most) is reuses
 
 
 def test_layers_compute_what_plain_ones_do(pool: Pool) -> None:
@@ -155,7 +154,7 @@ def recomputed() -> None:
     for step in range(3):
         loss_of(forward, dist.get_rank()).backward()
         require_gradients(model, mean_gradients(model, step + 1))
-    assert pool.buffers.lent == 0
+    assert pool.buffers.num_lent == 0
 
 
 def held_back() -> None:
@@ -173,7 +172,7 @@ def held_back() -> None:
                 assert torch.equal(parameter.grad, before[name]), name
         store.compute((0, 0))
         require_gradients(model, mean_gradients(model, step + 1))
-    assert pool.buffers.lent == 0
+    assert pool.buffers.num_lent == 0
 
 
 def with_frozen() -> None:
@@ -184,7 +183,7 @@ def with_frozen() -> None:
     for step in range(3):
         loss_of(model, dist.get_rank()).backward()
         require_gradients(model, mean_gradients(model, step + 1), trained)
-    assert pool.buffers.lent == 0
+    assert pool.buffers.num_lent == 0
 
 
 def accumulated() -> None:
@@ -195,7 +194,7 @@ def accumulated() -> None:
         for loss in losses:
             loss.backward()
         require_gradients(model, mean_gradients(model, 2 * (step + 1)))
-    assert pool.buffers.lent == 0
+    assert pool.buffers.num_lent == 0
 
 
 def in_bf16() -> None:
@@ -223,7 +222,7 @@ def of_inputs_alone() -> None:
         torch.autograd.grad(model(x).sum(), x)
     loss_of(model, dist.get_rank()).backward()
     require_gradients(model, mean_gradients(model))
-    assert pool.buffers.made <= 4
+    assert pool.buffers.num_made <= 4
 
 
 def evaluated_between() -> None:
@@ -241,7 +240,7 @@ def evaluated_between() -> None:
             parameter.mul_(2)
         x = numbers(B, S, WIDTHS[2])
         torch.testing.assert_close(model[2:](x), doubled[2:](x), rtol=1e-6, atol=1e-6)
-    assert pool.buffers.lent == 0
+    assert pool.buffers.num_lent == 0
 
 
 def test_backwards_of_all_kinds_give_the_same(pool: Pool) -> None:
@@ -255,7 +254,7 @@ def transfers(ahead: bool) -> list[str]:
     names = {block.linear: str(index) for index, block in enumerate(model)}
     lengths = {block.linear.weight.numel() * dist.get_world_size(): names[block.linear] for block in model}
     log: list[str] = []
-    gather, scatter = weight_pool.begin_all_gather, weight_pool.begin_reduce_scatter
+    gather, scatter = weight_sharding.begin_all_gather, weight_sharding.begin_reduce_scatter
 
     class Told:
         def __init__(self, work: Any, what: str) -> None:
@@ -275,13 +274,13 @@ def transfers(ahead: bool) -> list[str]:
 
     for step in range(3):
         if step == 2:
-            weight_pool.begin_all_gather = tell(gather, "w", 0)
-            weight_pool.begin_reduce_scatter = tell(scatter, "g", 1)
+            weight_sharding.begin_all_gather = tell(gather, "w", 0)
+            weight_sharding.begin_reduce_scatter = tell(scatter, "g", 1)
         try:
             x = numbers(B, S, WIDTHS[0]).requires_grad_()
             model(x).sum().backward()
         finally:
-            weight_pool.begin_all_gather, weight_pool.begin_reduce_scatter = gather, scatter
+            weight_sharding.begin_all_gather, weight_sharding.begin_reduce_scatter = gather, scatter
     return log
 
 
@@ -305,7 +304,7 @@ def count() -> tuple[dict[Any, Any], int]:
     mesh = ParallelMesh(wp=dist.get_world_size())
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), nn.Linear(64, 8))
-    make_weight_parallel(model, list(model)[:-1], mesh.group("weight"))
+    apply_weight_sharding(model, list(model)[:-1], mesh.group("weight"))
     for _ in range(3):
         with Traffic(mesh) as traffic:
             model(torch.ones(2, 64, requires_grad=True)).sum().backward()
@@ -329,20 +328,20 @@ def test_a_layer_refuses_what_it_would_compute_otherwise(pool: Pool) -> None:
 
 
 def under_autocast() -> None:
-    layer = WeightParallelLinear.from_native_module(nn.Linear(3, 4), dist.group.WORLD)
+    layer = ShardedLinear.from_native_module(nn.Linear(3, 4), dist.group.WORLD)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         layer(torch.ones(2, 3))
 
 
 def test_sizes_that_do_not_fit_are_told_with_what_would() -> None:
     assert (
-        weight_faults(wp_size=1, tp_size=2, data_size=3)
-        == weight_faults(wp_size=2, tp_size=1, data_size=4)
+        weight_errors(wp_size=1, tp_size=2, data_size=3)
+        == weight_errors(wp_size=2, tp_size=1, data_size=4)
         == []
     )
-    (fault,) = weight_faults(wp_size=0, tp_size=1, data_size=4)
+    (fault,) = weight_errors(wp_size=0, tp_size=1, data_size=4)
     assert fault == "wp_size=0 must be at least 1"
-    divides, tensor = weight_faults(wp_size=3, tp_size=2, data_size=4)
+    divides, tensor = weight_errors(wp_size=3, tp_size=2, data_size=4)
     assert "use one of wp_size=[1, 2, 4]" in divides
     assert tensor.startswith("wp_size=3 with tp_size=2: ")
 
@@ -352,13 +351,13 @@ def test_models_without_plain_linear_layers_are_told() -> None:
         pass
 
     model = nn.Sequential(Own(2, 2), nn.LayerNorm(2))
-    (fault,) = weight_model_faults(model, [model[0]])
+    (fault,) = weight_model_errors(model, [model[0]])
     assert "there are none in its 1 layers (of Own)" in fault
-    assert weight_model_faults(model, [model[0]], native=("Own",)) == []
+    assert weight_model_errors(model, [model[0]], native=("Own",)) == []
     model = make_model()
-    assert weight_model_faults(model, list(model)) == []
+    assert weight_model_errors(model, list(model)) == []
     model[0].linear.register_forward_hook(lambda *_: None)
-    (fault,) = weight_model_faults(model, list(model))
+    (fault,) = weight_model_errors(model, list(model))
     assert fault.startswith("0.linear has hooks")
 
 
@@ -371,7 +370,7 @@ def split_tied() -> None:
     layers[1].weight = layers[0].weight
     layers[2].weight = embedding.weight
     plain = deepcopy(model)
-    make_weight_parallel(model, list(layers), dist.group.WORLD)
+    apply_weight_sharding(model, list(layers), dist.group.WORLD)
     assert [type(each) is nn.Linear for each in layers] == [False, False, True]
     assert layers[0].weight is layers[1].weight and layers[0].weight.shape == (2, 4)
     assert layers[2].weight is embedding.weight and embedding.weight.shape == (4, 4)
@@ -386,3 +385,45 @@ def split_tied() -> None:
 
 def test_tied_weights_are_cut_once_or_not_at_all(pool: Pool) -> None:
     pool.run(2, split_tied)
+
+
+def follow(order: PrefetchOrder, uses: str) -> list[str | None]:
+    """Note uses in order (an upper-case letter is one in a backward) and return the prefetched one after each."""
+    prefetched = []
+    for each in uses:
+        use = Use("backward" if each.isupper() else "forward", each.lower())
+        order.note(use, in_backward=each.isupper())
+        after = order.after(use)
+        prefetched.append(None if after is None else after.layer)
+    return prefetched
+
+
+def test_a_second_pass_is_prefetched_but_not_its_end() -> None:
+    order: PrefetchOrder = PrefetchOrder()
+    assert follow(order, "abcCBA") == [None] * 6
+    for _ in range(2):
+        assert follow(order, "abcCBA") == ["b", "c", None, "b", "a", None]
+
+
+def test_several_forwards_before_a_backward_are_passes_of_their_own() -> None:
+    order: PrefetchOrder = PrefetchOrder()
+    follow(order, "ababBA")
+    assert follow(order, "ababBABA") == ["b", None, "b", None, "a", None, "a", None]
+
+
+def test_what_was_prefetched_wrongly_once_is_not_again() -> None:
+    order: PrefetchOrder = PrefetchOrder()
+    follow(order, "abcCBA")
+    assert follow(order, "acCA") == ["b", None, "b", None]
+    assert follow(order, "abcCBA") == [None, "c", None, None, "a", None]
+
+
+def test_what_is_computed_again_belongs_to_the_backward() -> None:
+    order: PrefetchOrder = PrefetchOrder()
+    again, backward = Use("again", "a"), Use("backward", "a")
+    for _ in range(2):
+        order.note(Use("forward", "a"), in_backward=False)
+        order.note(again, in_backward=True)
+        order.note(backward, in_backward=True)
+    assert order.after(Use("forward", "a")) is None
+    assert order.after(again) == backward

@@ -1,9 +1,9 @@
-"""Which layers of a model share out their weights over the weight axis. Such a layer is layers/weight_parallel.py.
+"""Choice of the layers whose weights are sharded over the weight axis (wp_size).
 
-[Note: layers that stay whole] The weights of plain linear layers are shared out, inside the model's layers alone: heads
-and embeddings stay whole, biases and norms too. A subclass of nn.Linear may compute something else and stays whole,
-unless a table says that it does not (`native`). So does a weight that something outside of such layers uses too, one
-that is tied to an embedding for example.
+[Note: replicated layers] The weights of plain linear layers are sharded, inside the model's layers alone: heads and
+embeddings stay replicated, biases and norms too. A subclass of nn.Linear may compute something else and stays
+replicated, unless a table says that it does not (`native`). So does a weight that something outside of such layers uses
+too, one that is tied to an embedding for example.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,8 +17,7 @@ from torch.nn import Parameter
 from ..cluster.mesh import weight_size_faults
 from ..pipeline.plan import layer_drop_errors
 from .layers.parallel_module import native_faults
-from .layers.weight_parallel import KINDS, WeightParallelLinear
-from .layers.weight_pool import WeightPool
+from .layers.weight_sharding import KINDS, ShardedLinear, WeightPool
 from .policy import Policy
 from .recompute import recomputable_layers
 from .shard_former import policy_for
@@ -26,11 +25,11 @@ from .table import Table, table_for
 from .table_policy import TablePolicy
 
 
-def weight_faults(*, wp_size: int, tp_size: int, data_size: int) -> list[str]:
+def weight_errors(*, wp_size: int, tp_size: int, data_size: int) -> list[str]:
     """All that is wrong with these sizes, each with what would work.
 
     Args:
-        wp_size: ranks that share out the weights of linear layers.
+        wp_size: ranks over which the weights of linear layers are sharded.
         tp_size: ranks of the tensor axis.
         data_size: ranks whose gradients are averaged, dp_size * sp_size.
     """
@@ -49,11 +48,11 @@ def weight_faults(*, wp_size: int, tp_size: int, data_size: int) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightSplit:
-    """Whose weights are shared out.
+class WeightSharding:
+    """The layers whose weights are sharded.
 
     Args:
-        layers: those of a whole model, inside which linear layers share out their weights.
+        layers: those of a whole model, inside which the weights of linear layers are sharded.
         native: names of further classes that compute what nn.Linear does, as in `Table`.
     """
 
@@ -61,34 +60,34 @@ class WeightSplit:
     native: Collection[str]
 
 
-def weight_split_or_faults(
-    model: nn.Module, faults: list[str], *, policy: Policy | Table | None = None
-) -> WeightSplit | None:
-    """Whose weights a model is to share out; None where they cannot be, and why, to `faults`.
+def plan_weight_sharding(
+    model: nn.Module, errors: list[str], *, policy: Policy | Table | None = None
+) -> WeightSharding | None:
+    """The layers whose weights are to be sharded; None where they cannot be, and why, to `errors`.
 
     Args:
         model: a whole one.
-        faults: found so far.
+        errors: found so far.
         policy: knows its layers where transformers does not; None is that of the model's type.
     """
     layers = _layers(model, policy)
     if layers is None:
-        faults.append(
+        errors.append(
             f"wp_size > 1 shares out weights inside of layers, and nothing says which those of {type(model).__name__} "
             "are: it has no GradientCheckpointingLayer of transformers, and there is no table for it. Give a policy "
             "with a stage_plan (custom_policy=...), or use wp_size=1"
         )
         return None
-    split = WeightSplit(layers=layers, native=_native_classes(model))
-    found = weight_model_faults(model, split.layers, native=split.native)
-    faults += found
-    return None if found else split
+    sharding = WeightSharding(layers=layers, native=_native_classes(model))
+    found = weight_model_errors(model, sharding.layers, native=sharding.native)
+    errors += found
+    return None if found else sharding
 
 
-def weight_model_faults(
+def weight_model_errors(
     model: nn.Module, layers: Sequence[nn.Module], *, native: Collection[str] = ()
 ) -> list[str]:
-    """Why the linear layers of a model cannot share out their weights; empty when they can.
+    """All that speaks against sharding the weights of a model's linear layers; empty where nothing does.
 
     Args:
         model: the model.
@@ -97,9 +96,9 @@ def weight_model_faults(
     """
     linear = _linear_layers(model, layers, native)
     found = [
-        f"{path} {fault}"
+        f"{path} {error}"
         for path, module in linear.items()
-        for fault in native_faults(module, *KINDS, type(module))
+        for error in native_faults(module, *KINDS, type(module))
     ]
     config = getattr(model, "config", None)
     found += layer_drop_errors(
@@ -118,7 +117,7 @@ def weight_model_faults(
     return found
 
 
-def make_weight_parallel(
+def apply_weight_sharding(
     model: nn.Module,
     layers: Sequence[nn.Module],
     group: dist.ProcessGroup,
@@ -128,10 +127,10 @@ def make_weight_parallel(
     memory_pool: bool = True,
     gradient_dtype: torch.dtype = torch.float32,
 ) -> WeightPool:
-    """Put a `WeightParallelLinear` in the place of each linear layer inside these layers. Communicates nothing.
+    """Put a `ShardedLinear` in the place of each linear layer inside these layers. Communicates nothing.
 
     Called once the model is cut into stages, before an optimizer is wrapped; parameters stay the same objects. See
-    [Note: layers that stay whole].
+    [Note: replicated layers].
 
     Args:
         model: of this rank.
@@ -141,18 +140,18 @@ def make_weight_parallel(
         overlap, memory_pool, gradient_dtype: see `WeightPool`.
 
     Returns:
-        What gathers for all of them.
+        The pool that gathers for all of them.
     """
     pool = WeightPool(group, overlap=overlap, memory_pool=memory_pool, gradient_dtype=gradient_dtype)
     for module in _linear_layers(model, layers, native).values():
-        made = WeightParallelLinear(module, group, native_class=type(module), pool=pool)
+        made = ShardedLinear(module, group, native_class=type(module), pool=pool)
         for parent, name in _places(model, module):
             setattr(parent, name, made)
     return pool
 
 
 def _layers(model: nn.Module, policy: Policy | Table | None) -> list[nn.Module] | None:
-    """Those that transformers recomputes, or where there are none those of the stages; None where no policy knows."""
+    """The layers that transformers recomputes, or else those of the stages; None where no policy knows."""
     if found := recomputable_layers(model):
         return found
     policy = TablePolicy(policy) if isinstance(policy, Table) else policy or _usual_policy(model)
@@ -179,7 +178,7 @@ def _native_classes(model: nn.Module) -> tuple[str, ...]:
 def _linear_layers(
     model: nn.Module, layers: Sequence[nn.Module], native: Collection[str]
 ) -> dict[str, nn.Module]:
-    """The linear layers whose weights are shared out, by path, in the order of the model."""
+    """The linear layers whose weights are sharded, by path, in the order of the model."""
     inside = {module for layer in layers for module in layer.modules() if _is_linear(module, native)}
     users: dict[Parameter | None, set[nn.Module]] = {}
     for module in model.modules():
@@ -198,7 +197,7 @@ def _is_linear(module: nn.Module, native: Collection[str]) -> bool:
 
 
 def _places(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where a module hangs, one place or several."""
+    """The places of a module, one or several."""
     return [
         (parent, name)
         for parent in model.modules()
