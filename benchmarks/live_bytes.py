@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from echelon.shardformer.sequence.part_tensor import PartTensor
+from echelon.shardformer.sequence.before_layers import PartTensor
 
 
 class LiveBytes(TorchDispatchMode):

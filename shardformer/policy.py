@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from ..pipeline.plan import StagePlan, setting_errors, settings_of
 from ..pipeline.stage import local_stages
 from ..pipeline.stage_manager import layer_errors
-from .sequence.attention_faults import TENSOR_INSTEAD
+from .sequence.attention import TENSOR_INSTEAD
+from .sequence.boundary import sequence_faults
 from .sequence.config import SequenceParallelism
 from .sequence.layer_parts import SEQUENCE_INSTEAD
-from .sequence.spread import spread_faults
 from .shard_config import ShardConfig
 
 # In the place of advice to take a mode that the same model is refused.
@@ -178,7 +178,7 @@ class Policy(ABC):
 
     def _mode_errors(self, settings: SequenceParallelism, *, tp_size: int, sp_size: int) -> list[str]:
         """Why this model's sequences cannot be spread in this one mode."""
-        found = spread_faults(self.model, self.stage_plan(), settings, tp_size=tp_size, sp_size=sp_size)
+        found = sequence_faults(self.model, self.stage_plan(), settings, tp_size=tp_size, sp_size=sp_size)
         return found or (self.region_faults(settings) if settings.is_on_tensor_axis else [])
 
     def region_faults(self, settings: SequenceParallelism) -> list[str]:

@@ -29,9 +29,9 @@ from .layers.sequence_axis import axis_of
 from .policy import Errors, ModulePolicyDescription, Policy, SubModuleReplacementDescription, join
 from .recompute import recomputable_layers
 from .sequence.before_layers import compute_parts_before_layers
+from .sequence.boundary import reckoning, shard_sequences
 from .sequence.config import WHOLE, SequenceParallelism
-from .sequence.loss import keep_spread, stays_spread
-from .sequence.spread import reckoning, spread_sequences
+from .sequence.loss import keep_sharded, stays_sharded
 from .shard_config import ShardConfig
 
 
@@ -179,7 +179,7 @@ class ModelSharder:
         self.model = self.policy.postprocess()
         remember_stages(self.model, stages)  # it may be another
         if spread_layer is not None and (axis := axis_of(self.model.get_submodule(spread_layer))) is not None:
-            keep_spread(self.model, axis)
+            keep_sharded(self.model, axis)
         if self.shard_config.sequence.is_on_sequence_axis and (plan := self.policy.stage_plan()) is not None:
             compute_parts_before_layers(self.model, plan)
         return shared
@@ -195,7 +195,7 @@ class ModelSharder:
         """The last layer's path, where sequences stay spread behind it."""
         config, plan = self.shard_config, self.policy.stage_plan()
         is_asked = config.sequence.is_on_sequence_axis and config.parallel_output
-        if not is_asked or plan is None or not stays_spread(self.model, plan, self.policy.head_path()):
+        if not is_asked or plan is None or not stays_sharded(self.model, plan, self.policy.head_path()):
             return None
         return plan.layer_paths(self.model)[-1]
 
@@ -296,7 +296,7 @@ def _spread_sequences(model: nn.Module, policy: Policy, config: ShardConfig) -> 
     split, plan = config.sequence_split, policy.stage_plan()
     if split is not None:
         assert plan is not None  # `sequence_faults` said so
-        spread_sequences(model, plan, split)
+        shard_sequences(model, plan, split)
 
 
 def _apply_policy(

@@ -1,35 +1,40 @@
-"""Attention of sequences that are spread over ranks, under names of transformers' interface.
+"""Attention of sequences that are sharded over ranks, under names of transformers' interface.
 
-How it is computed is all_to_all.py and ring.py; for which models it can be, attention_faults.py.
+How it is computed is ulysses.py and ring_attention.py. A model whose attention would not mean the same is refused.
 """
 
-# B batch, S sequence with padding, N query heads, M key-value heads, D width of a head, P ranks
-
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from ..attention import BESIDES, FLASH_ATTENTION_2, SDPA
+from ..attention import BESIDES, FLASH_ATTENTION_2, SDPA, XFORMERS, register_xformers
+from ..config_view import ConfigView
 from ..layers.sequence_axis import SequenceAxis, axis_of
-from .all_to_all import attend_by_heads
 from .block_mask import BlockMask, Mask, Seen, block_mask
-from .native import EAGER, KERNELS, kernel_of, mask_of
-from .ring import ring_attention
+from .ring_attention import ring_attention
+from .ulysses import AttentionView, attend_by_heads
 
+# B batch, S sequence with padding, N query heads, M key-value heads, D width of a head, P ranks
+
+EAGER = "eager"
+KERNELS = (EAGER, SDPA, FLASH_ATTENTION_2, XFORMERS)
 ALL_TO_ALL, RING = "all_to_all", "ring_attn"
 
-_UNSPREAD = (
-    "under 'ring_attn' only layers whose sequences are spread may: use sequence_parallelism_mode='all_to_all'"
-)
+_UNSHARDED = "under 'ring_attn' only layers whose sequences are sharded may: use sequence_parallelism_mode='all_to_all'"
 
-# What attention is told, and what models hand to it besides: what the mask says too, and what is not about attention.
-_TOLD = frozenset(("scaling", "dropout", "is_causal", "softcap"))
-_BY_HEADS = _TOLD | frozenset(
+# Arguments of attention, and those that models hand to it besides: said by the mask too, or not about attention.
+_SETTINGS = frozenset(("scaling", "dropout", "is_causal", "softcap"))
+_BY_HEADS = _SETTINGS | frozenset(
     (
         "sliding_window",
         "position_bias",
@@ -43,7 +48,18 @@ _BY_HEADS = _TOLD | frozenset(
 )
 _BESIDES = BESIDES | {"deterministic"}
 # By mode, the arguments that do not change what is computed, or that attention knows what to do with.
-KNOWN = {ALL_TO_ALL: _BY_HEADS | _BESIDES, RING: _TOLD | _BESIDES}
+KNOWN = {ALL_TO_ALL: _BY_HEADS | _BESIDES, RING: _SETTINGS | _BESIDES}
+TENSOR_INSTEAD = "use sequence_parallelism_mode='split_gather' or 'ring'"
+_RING_INSTEAD = "use sequence_parallelism_mode='all_to_all', 'split_gather' or 'ring'"
+_MIXERS = (_ConvNd, _BatchNorm, nn.RNNBase)  # what is at one position comes from others too
+_MIXER_NAMES = re.compile("Attention|Mixer|Mamba|Recurrent|DeltaNet|SSM|Lightning|Rwkv")
+_CROSS = re.compile("cross_?att|encoder_attn|EncDecAttention", re.IGNORECASE)
+_CALL = re.compile(r"attention_interface\((.*?)\n\s*\)", re.DOTALL)
+# transformers before 5.1 looked attention up by itself.
+_INTERFACE = re.compile(r"ALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)")
+_DEFAULT = re.compile(r"(?:get_interface\([^,]*,\s*|attention_interface: Callable = )(\w*eager\w*)")
+_READS_MASK = re.compile(r"attention_mask\s*(\.|\[|\+|\*)")
+_ARGUMENT = re.compile(r"^\s*(\w+)=", re.MULTILINE)
 
 
 def set_sequence_attention(model: nn.Module, mode: str) -> None:
@@ -54,14 +70,14 @@ def set_sequence_attention(model: nn.Module, mode: str) -> None:
         mode: a key of KNOWN.
     """
     _register()
-    for part in models_around(model, _is_spread):
+    for part in models_around(model, _is_sharded):
         # `set_attn_implementation` takes a name with "flash" in it for that of a package, and would look for it.
         part.config._attn_implementation = {"": _attention_name(mode, part.config._attn_implementation)}
 
 
 def attention_kernels(model: nn.Module) -> set[str]:
     """With which kernels the layers that hold parts of sequences compute attention."""
-    return {part.config._attn_implementation for part in models_around(model, _is_spread)}
+    return {part.config._attn_implementation for part in models_around(model, _is_sharded)}
 
 
 def all_to_all_attention(
@@ -123,7 +139,7 @@ def ring_attention_of(
             those before.
         dropout: probability, 0 outside of training.
         scaling: of the scores; None is D to the power of -1/2.
-        softcap: of the scores; for sequences that are spread.
+        softcap: of the scores; for sequences that are sharded.
         is_eager: whether the model computed it by its own code, which adds any mask to the scores.
         **kwargs: what need not be known.
 
@@ -143,7 +159,7 @@ def ring_attention_of(
     axis = axis_of(module)
     if axis is None:
         if softcap is not None:
-            raise ValueError(f"{type(module).__name__} caps its scores (softcap={softcap}): {_UNSPREAD}")
+            raise ValueError(f"{type(module).__name__} caps its scores (softcap={softcap}): {_UNSHARDED}")
         kernel, mask, causal = _whole_mask(attention_mask, query, is_causal=causal)
         attend = kernel_of(module, kernel)
         return attend(module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal)
@@ -174,7 +190,7 @@ def models_around(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> l
     return list(found.values())
 
 
-def _is_spread(module: nn.Module) -> bool:
+def _is_sharded(module: nn.Module) -> bool:
     return axis_of(module) is not None
 
 
@@ -243,3 +259,179 @@ def _whole_positions(positions: Tensor, axis: SequenceAxis) -> Tensor:
     if positions.shape[-1] == axis.length:
         return positions
     return axis.gathered(positions, -1, axis.length)
+
+
+def kernel_of(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Any]]:
+    """The attention that transformers would call for a module, called as that is.
+
+    Args:
+        module: an attention of a model.
+        name: one of KERNELS.
+    """
+    function = _function_of(module, name)
+
+    def attend(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        # Flash attention looks in the config for which of its versions to run.
+        if (config := getattr(module, "config", None)) is not None:
+            module = AttentionView(module, config=ConfigView(config, _attn_implementation=name))
+        result: tuple[Tensor, Any] = function(module, *args, **kwargs)
+        return result
+
+    return attend
+
+
+def mask_of(name: str) -> Callable[..., Any]:
+    """The function that makes masks for a kernel."""
+    register_xformers()
+    found: Callable[..., Any] = AttentionMaskInterface()[name]
+    return found
+
+
+def _function_of(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Any]]:
+    if name == EAGER:
+        found = _first(module, "eager_attention_forward")
+    else:
+        register_xformers()
+        functions = _first(module, "ALL_ATTENTION_FUNCTIONS")  # a file may have some of its own
+        found = (functions if isinstance(functions, AttentionInterface) else AttentionInterface())[name]
+    if found is None:
+        raise AssertionError(f"{type(module).__module__} has no attention by {name!r}")
+    function: Callable[..., tuple[Tensor, Any]] = found
+    return function
+
+
+def _first(module: nn.Module, name: str) -> Any:
+    """What has a name in the file that the module's class is written in, or those that it is made from; else None."""
+    files = (sys.modules[each.__module__] for each in type(module).__mro__)
+    return next((found for file in files if (found := getattr(file, name, None)) is not None), None)
+
+
+def sequence_attention_faults(
+    model: nn.Module, mode: str, option: str, layers: Sequence[nn.Module] | None = None
+) -> list[str]:
+    """Why the layers of a model cannot hold parts of sequences and get the same; empty when they can.
+
+    Which heads there are is not asked here: see `heads_faults`.
+
+    Args:
+        model: a whole one.
+        mode: one of MODES.
+        option: what was asked for, in the user's words.
+        layers: those that are to hold parts; None is all that stand in a list and compute attention.
+    """
+    if layers is None:
+        layers = _attending(model)
+    wanted = {id(layer) for layer in layers}
+    parts = models_around(model, lambda module: id(module) in wanted)
+    if not parts:
+        return [
+            f"{option}: no layers of {type(model).__name__} call attention through transformers' AttentionInterface, "
+            f"by which alone each can see the whole sequence: {TENSOR_INSTEAD}, or leave {option} out"
+        ]
+    reasons = [reason for part in parts for reason in _part_reasons(part)]
+    reasons += [reason for layer in layers for reason in _layer_reasons(layer, mode)]
+    return [f"{option}: {reason}" for reason in dict.fromkeys(reasons)]
+
+
+def _attending(model: nn.Module) -> list[nn.Module]:
+    """The entries of the outermost lists of modules of which some call attention through the interface."""
+    found: list[nn.Module] = []
+    inside = [model]
+    while inside:
+        for child in inside.pop().children():
+            if not isinstance(child, nn.ModuleList):
+                inside.append(child)
+            elif any(_is_attention(each) for each in child.modules()):
+                found.extend(child)
+    return found
+
+
+def _part_reasons(part: PreTrainedModel) -> Iterator[str]:
+    name, config = type(part).__name__, part.config
+    kernel = config._attn_implementation
+    if kernel not in KERNELS:
+        yield (
+            f"{name} computes attention by {kernel!r}, and it can be one of {', '.join(KERNELS)}: build it with "
+            "attn_implementation='sdpa' or 'eager'"
+        )
+    if not part._can_set_attn_implementation():
+        yield f"{name} takes its attention once and for all when it is built: {TENSOR_INSTEAD}"
+    if config.is_encoder_decoder:
+        yield f"{name} has a decoder that attends to another sequence than its own: {TENSOR_INSTEAD}"
+    if getattr(config, "output_attentions", False):
+        yield f"{name} is to return attention weights, which no rank has: config.output_attentions=False"
+    if kernel == EAGER and getattr(config, "reorder_and_upcast_attn", False):
+        yield (
+            f"{name} computes attention of its own (config.reorder_and_upcast_attn): set that to False, or "
+            f"{TENSOR_INSTEAD}"
+        )
+
+
+def _layer_reasons(layer: nn.Module, mode: str) -> Iterator[str]:
+    attentions = [each for each in layer.modules() if _is_attention(each)]
+    inside = {id(each) for attention in attentions for each in attention.modules()}
+    mixers = [each for each in layer.modules() if _is_mixer(each, inside)]
+    for name in dict.fromkeys(type(each).__name__ for each in mixers):
+        yield (
+            f"{type(layer).__name__} mixes positions by {name}, which sees those of one rank alone: {TENSOR_INSTEAD}"
+        )
+    if not attentions and not mixers:
+        yield f"{type(layer).__name__} computes no attention through transformers' AttentionInterface: {TENSOR_INSTEAD}"
+    for path, module in layer.named_modules():
+        name = type(module).__name__
+        is_around = any(_is_attention(each) for each in module.modules())
+        if is_around and _CROSS.search(path.rpartition(".")[2]):
+            yield f"{type(layer).__name__} attends to another sequence than its own ({path}): {TENSOR_INSTEAD}"
+        if "arange(" in _code(type(module)) and module not in mixers:
+            yield f"{name} counts positions by itself, and would count those of one rank alone: {TENSOR_INSTEAD}"
+    for attention in attentions:
+        yield from _argument_reasons(attention, mode)
+
+
+def _is_mixer(module: nn.Module, inside: set[int]) -> bool:
+    """Whether a module, which is none of those inside attention, brings together what is at several positions."""
+    if isinstance(module, _MIXERS):
+        return True
+    is_named_so = _MIXER_NAMES.search(type(module).__name__) is not None
+    return is_named_so and id(module) not in inside and not any(map(_is_attention, module.modules()))
+
+
+def _argument_reasons(attention: nn.Module, mode: str) -> Iterator[str]:
+    """What the module hands to attention that would be lost there."""
+    name, instead = type(attention).__name__, _RING_INSTEAD if mode == RING else TENSOR_INSTEAD
+    given = {
+        argument for call in _CALL.findall(_code(type(attention))) for argument in _ARGUMENT.findall(call)
+    }
+    known = KNOWN[mode] | {"query", "key", "value", "attention_mask", "output_attentions"}
+    if mode == RING and getattr(attention, "sinks", None) is not None:
+        yield f"{name} has sinks, logits of its own beside the scores: {instead}"
+        given -= {"s_aux"}
+    others = set(_DEFAULT.findall(_code(type(attention)))) - {"eager_attention_forward"}
+    config: Any = attention.config
+    if mode == ALL_TO_ALL and others and config._attn_implementation == EAGER:
+        yield (
+            f"{name} computes attention by {', '.join(sorted(others))}, which cannot be found by that name: build it "
+            "with attn_implementation='sdpa'"
+        )
+    if _READS_MASK.search(_code(type(attention))):
+        yield f"{name} computes with the mask itself, which is that of the whole sequence: {TENSOR_INSTEAD}"
+    if unknown := sorted(given - known):
+        yield f"{name} hands {', '.join(unknown)} to its attention, of which this one knows nothing: {instead}"
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """Whether a module calls attention through transformers' interface."""
+    return _INTERFACE.search(_code(type(module))) is not None
+
+
+def _code(kind: type[nn.Module]) -> str:
+    """The source of a class, empty for one of torch or without any."""
+    return "" if kind.__module__.partition(".")[0] == "torch" else _source(cast("Any", kind))
+
+
+@cache
+def _source(kind: Any) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""

@@ -1,36 +1,118 @@
-"""What stands in front of the layers and goes position by position computes this rank's part of a sequence alone.
+"""Parts of sequences in front of the layers: an embedding and rotary tables compute this rank's part alone.
 
-That is an embedding which is a model's only entry, and rotary tables. The model goes on with a `PartTensor`, which has
-the shape of the whole, and the first layer takes the part: no rank holds hidden states of a whole sequence, nor their
-gradient. A model that computes with what the embedding returns gets the whole of it, from its first call on.
+An embedding must be a model's only entry. The model goes on with a `PartTensor`, which has the shape of the whole
+sequence, and the first layer takes the part: no rank holds hidden states of a whole sequence, nor their gradient. A
+model that computes with the embedding's output gets the whole of it, from its first call on.
 
-Gradients are those of [Note: gradients over the sequence axis] in boundary.py: of an embedding each rank accumulates
-what its own part adds, as it does where the whole is taken apart.
+Gradients are those of [Note: gradients over the sequence axis] in layers/sequence_axis.py: of an embedding each rank
+accumulates what its own part adds, as where the whole sequence is sharded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ...pipeline.plan import StagePlan, is_within
 from ..layers.embedding import VocabParallelEmbedding1D, is_scaled, needs_all_uses
 from ..layers.parallel_module import require_all
 from ..layers.sequence_axis import SequenceAxis, axis_of
-from .part_tensor import DIM, PartTensor
+
+DIM = -2  # of the sequence
+
+# Properties of the whole that are known without computing it.
+_KNOWN = frozenset(
+    (
+        Tensor.shape.__get__,  # type: ignore[attr-defined]
+        Tensor.ndim.__get__,  # type: ignore[attr-defined]
+        Tensor.dtype.__get__,  # type: ignore[attr-defined]
+        Tensor.device.__get__,
+        Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+        Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+        Tensor.size,
+        Tensor.dim,
+        Tensor.is_floating_point,
+        Tensor.__hash__,
+        Tensor.__len__,
+    )
+)
+
+
+class PartTensor(Tensor):
+    """Stands for a whole sequence, (…, S, W), until something other than its shape and kind is asked for.
+
+    Then the whole is computed, once, and takes its place: slower, and never another number. What goes round this (an
+    autograd function that is given it) fails.
+
+    Args:
+        part: this rank's, (…, S/P, W), with padding.
+        length: of the whole, S.
+        make_whole: computes it, on every rank alike; with gradients if they were enabled here, whoever asks first.
+    """
+
+    _part: Tensor
+    _make_whole: Callable[[], Tensor]
+    _whole: Tensor | None
+    _has_graph: bool
+
+    @staticmethod
+    def __new__(cls, part: Tensor, *, length: int, make_whole: Callable[[], Tensor]) -> "PartTensor":
+        shape = (*part.shape[:DIM], length, part.shape[-1])
+        made: PartTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
+        )
+        made._part, made._make_whole, made._whole = part, make_whole, None
+        made._has_graph = torch.is_grad_enabled()
+        if part.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                made.register_hook(_refuse_gradient)
+        return made
+
+    @property
+    def part(self) -> Tensor | None:
+        """This rank's part, with padding; None where the whole was computed, of which parts are to be taken."""
+        return self._part if self._whole is None else None
+
+    def whole(self) -> Tensor:
+        """All of it; computed the first time."""
+        if self._whole is None:
+            with torch.set_grad_enabled(self._has_graph):
+                self._whole = self._make_whole()
+        return self._whole
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer what needs no numbers; do all else with the whole itself."""
+        if func in _KNOWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map_only(PartTensor, PartTensor.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Never: there are no numbers."""
+        raise AssertionError(f"{func} was given a part for the whole of a sequence")
+
+
+def _refuse_gradient(gradient: Tensor) -> None:
+    raise AssertionError("a gradient of a whole sequence came to what stands for it, and would be lost")
+
 
 # Frequencies that do not follow from the longest position that a call is given.
 _FIXED_ROTARY = {"default", "linear", "yarn", "llama3", "proportional"}
 
 
 def compute_parts_before_layers(model: nn.Module, plan: StagePlan) -> None:
-    """Let what stands in front of a model's layers compute parts where it can, by hooks. After all replacements.
+    """Let modules in front of a model's layers compute parts where they can, by hooks. After all replacements.
 
     Args:
-        model: a split one whose sequences are spread over the sequence axis.
+        model: a split one whose sequences are sharded over the sequence axis.
         plan: where its layers and entries are.
     """
     paths = plan.layer_paths(model)
@@ -103,7 +185,7 @@ class PartsAlone:
         return tree_unflatten([stand_in(*each) for each in enumerate(leaves)], form)
 
     def _own(self, whole: Tensor) -> Tensor:
-        """This rank's part, padded as `take_apart` does it."""
+        """This rank's part, padded as `shard_sequence` does it."""
         missing = self._axis.order.padded(whole.shape[-1]) - whole.shape[-1]
         padding = whole[..., -1:].expand(*whole.shape[:-1], missing)
         return self._axis.own(torch.cat([whole, padding], -1) if missing else whole, -1)
@@ -120,7 +202,7 @@ class PartsAlone:
 
 
 def _require_rows(module: nn.Module, whole: Tensor) -> None:
-    """Tell all ranks of an entry that a vocabulary lacks, of which only one of them would look up the row."""
+    """Raise on all ranks for an entry that a vocabulary lacks; only one of them would look up its row."""
     if isinstance(count := getattr(module, "num_embeddings", None), int):
         is_row = (whole >= 0) & (whole < count)
         require_all(is_row, lambda: f"entry {whole[~is_row][0].item()} is outside the vocabulary of {count}")

@@ -1,4 +1,4 @@
-"""Kernels for attention to one block of keys, whose results can be put together. In which order is ring.py.
+"""Kernels for attention to one block of keys, whose results can be put together. In which order is ring_attention.py.
 
 Forward they give results and the logarithm of the sum of the exponentials of the scores (lse). Backward they are given
 those of *all* keys: then the probabilities that they compute again, exp(score − lse), are the true ones, and each

@@ -51,7 +51,7 @@ class SequenceParallelLogits:
         raise TypeError(f"outputs.logits[...]: {_SPREAD_LOGITS}")
 
 
-def stays_spread(model: nn.Module, plan: StagePlan, head: str | None) -> bool:
+def stays_sharded(model: nn.Module, plan: StagePlan, head: str | None) -> bool:
     """Whether a model computes position by position behind its last layer, up to the causal loss of transformers.
 
     Args:
@@ -73,8 +73,8 @@ def stays_spread(model: nn.Module, plan: StagePlan, head: str | None) -> bool:
     return all(map(is_by_position, behind)) and all(map(is_by_position_behind_loops, around))
 
 
-def keep_spread(model: nn.Module, axis: SequenceAxis) -> None:
-    """Let a model leave sequences spread behind its last layer in training calls with labels; `stays_spread` says so.
+def keep_sharded(model: nn.Module, axis: SequenceAxis) -> None:
+    """Let a model leave sequences spread behind its last layer in training calls with labels; `stays_sharded` says so.
 
     Args:
         model: a split one that holds its head.

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from echelon.shardformer.sequence import kernels
 from echelon.shardformer.sequence.block_mask import Seen
 from echelon.shardformer.sequence.kernels import Kernel, View, look, look_back
-from echelon.shardformer.sequence.online_softmax import OnlineSoftmax
+from echelon.shardformer.sequence.ring_attention import OnlineSoftmax
 
 # 16 queries, and two blocks of keys.
 BLOCKS = (slice(16), slice(16, 24))

@@ -12,7 +12,7 @@ from echelon import Booster, HybridParallelPlugin, ShardConfig, ShardFormer
 from echelon.cluster.mesh import ParallelMesh
 from echelon.shardformer import policy_for
 from echelon.shardformer.layers.sequence_axis import axis_of
-from echelon.shardformer.sequence.loss import SequenceParallelLogits, stays_spread
+from echelon.shardformer.sequence.loss import SequenceParallelLogits, stays_sharded
 
 from ...pool import Pool
 from ..compare import build
@@ -216,4 +216,4 @@ def test_what_stays_spread_goes_by_position(class_name: str, *, expected: bool) 
     policy.set_model(model)
     plan = policy.stage_plan()
     assert plan is not None
-    assert stays_spread(model, plan, policy.head_path()) is expected
+    assert stays_sharded(model, plan, policy.head_path()) is expected

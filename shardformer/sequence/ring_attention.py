@@ -1,6 +1,6 @@
 """Ring attention: keys and values travel round the ranks that hold parts of a sequence (arXiv:2310.01889).
 
-Each rank keeps its queries, and puts together what they get of each block of keys as it comes by; in backward keys and
+Each rank keeps its queries, and combines their results of each block of keys as it comes by; in backward keys and
 values go round again, and their gradients follow them home. Which keys a query sees is block_mask.py, how a block is
 computed kernels.py, how tensors travel cluster/ring.py.
 """
@@ -8,7 +8,7 @@ computed kernels.py, how tensors travel cluster/ring.py.
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,8 @@ from ...cluster.ring import Rings, round_trip, travel
 from ..layers.sequence_axis import SequenceAxis, SequenceOrder
 from .block_mask import BlockMask, GivenMask, Mask, Seen
 from .kernels import View, is_fused, look, look_back
-from .online_softmax import OnlineSoftmax
-from .pieces import Piece, pieces
 
-# B batch, S a rank's part of the sequence with padding, N query heads, M key and value heads, D head dim
+# B batch, S a rank's part of the sequence with padding, N query heads, M key and value heads, D head dim; Q queries
 
 # Queries and keys of a piece where it has to be built which of them see which, or all of their scores.
 _TILE = 1024
@@ -50,7 +48,7 @@ def ring_attention(
 
     Args:
         q_BNSD, k_BMSD, v_BMSD: this rank's parts; M divides N. Values may be of another width.
-        axis: over which the sequence is spread.
+        axis: over which the sequence is sharded.
         mask: for the whole sequence; a tensor as `GivenMask` has it. None: all is seen, or the past if `is_causal`.
         is_causal: read where there is no mask.
         scale: by which scores are multiplied.
@@ -83,9 +81,88 @@ def ring_attention(
     return out
 
 
+class Piece(NamedTuple):
+    """Some queries of one rank and some keys of another.
+
+    Attributes:
+        rows, columns: where they lie in the parts of the two.
+        queries, keys: their positions in the whole sequence.
+        seen: what is seen, never nothing: see `Mask.block`.
+        is_level: whether every score counts as 0, see `View`.
+    """
+
+    rows: slice
+    columns: slice
+    queries: range
+    keys: range
+    seen: Seen | Tensor
+    is_level: bool = False
+
+
+def pieces(
+    mask: Mask, order: SequenceOrder, length: int, *, rank: int, source: int, size: int
+) -> Iterator[Piece]:
+    """The pieces of one rank's queries and another's keys. Padding behind the sequence is in none of them.
+
+    Args:
+        mask: what is seen.
+        order: who holds what.
+        length: of the sequence, without padding.
+        rank: of the queries.
+        source: of the keys.
+        size: the largest number of queries, and of keys, of a piece.
+    """
+    for queries, row in _ranges(order, length, rank, size):
+        for keys, column in _ranges(order, length, source, size):
+            rows, columns = slice(row, row + len(queries)), slice(column, column + len(keys))
+            seen = mask.block(queries, keys)
+            if seen is not Seen.NOTHING:
+                yield Piece(rows, columns, queries, keys, seen)
+            levelled = mask.levelled(queries)
+            if levelled is not None:
+                yield Piece(rows, columns, queries, keys, levelled.unsqueeze(-1), is_level=True)
+
+
+def _ranges(order: SequenceOrder, length: int, rank: int, size: int) -> Iterator[tuple[range, int]]:
+    """Positions that a rank holds, side by side, and where in its part they begin."""
+    offset = 0
+    for stretch in order.stretches(rank, length):
+        end = min(stretch.stop, length)
+        for start in range(stretch.start, end, size):
+            yield range(start, min(start + size, end)), offset + start - stretch.start
+        offset += len(stretch)
+
+
+class OnlineSoftmax:
+    """Results of attention to the keys seen so far, kept in float32 or wider.
+
+    Args:
+        q_BNQD: the queries.
+        width: of values.
+
+    Attributes:
+        out_BNQD: the results; 0 for queries that have seen nothing.
+        lse_BNQ: the logarithm of the sum of the exponentials of their scores; minus infinity where nothing was seen.
+    """
+
+    def __init__(self, q_BNQD: Tensor, width: int) -> None:
+        dtype = torch.promote_types(q_BNQD.dtype, torch.float32)
+        self.out_BNQD = q_BNQD.new_zeros((*q_BNQD.shape[:3], width), dtype=dtype)
+        self.lse_BNQ = q_BNQD.new_full(q_BNQD.shape[:3], -torch.inf, dtype=dtype)
+
+    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Let some queries see further keys, of which alone they would have had these results."""
+        out_before, lse_before = self.out_BNQD[:, :, rows], self.lse_BNQ[:, :, rows]
+        lse_after = torch.logaddexp(lse_before, lse)
+        scale = lse_after.masked_fill(lse_after == -torch.inf, 0)  # infinity less infinity is no number
+        out_before.mul_((lse_before - scale).exp_().unsqueeze(-1))
+        out_before.add_(out * (lse - scale).exp_().unsqueeze(-1))
+        lse_before.copy_(lse_after)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """What forward and backward of one call share besides tensors; see `ring_attention`."""
+    """The settings that forward and backward of one call share; see `ring_attention`."""
 
     mask: Mask
     order: SequenceOrder
@@ -98,7 +175,7 @@ class _Call:
     seed: int
 
     def pieces(self, q: Tensor, v: Tensor, source: int) -> Iterator[Piece]:
-        """Those of this rank's queries and the keys of another."""
+        """The pieces of this rank's queries and the keys of another."""
         view = View(Seen.ALL, scale=self.scale, softcap=self.softcap, dropout=self.dropout)
         is_whole = self.mask.is_plain and is_fused(q, v, view)
         return pieces(
@@ -111,7 +188,7 @@ class _Call:
         )
 
     def view(self, piece: Piece) -> View:
-        """How the queries of a piece look at its keys."""
+        """The arguments of the kernel for a piece."""
         # By the place in the whole sequence, so that ranks whose random state is the same drop other keys.
         seed = hash((self.seed, piece.queries.start, piece.keys.start)) % 2**63
         return View(

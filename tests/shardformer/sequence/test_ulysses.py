@@ -19,7 +19,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.traffic import Traffic
 from echelon.shardformer.layers.sequence_axis import SequenceAxis, SequenceOrder
-from echelon.shardformer.sequence.all_to_all import HeadShare, attend_by_heads, heads_faults
+from echelon.shardformer.sequence.ulysses import HeadShare, attend_by_heads, heads_faults
 
 from ...pool import Pool
 

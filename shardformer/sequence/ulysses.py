@@ -1,10 +1,7 @@
-"""Attention by heads: each rank attends over whole sequences with its share of the heads (arXiv:2309.14509).
+"""Ulysses: each rank attends over whole sequences with its share of the heads (arXiv:2309.14509).
 
 Which attention a model calls is attention.py.
 """
-
-# B batch, S sequence with padding, L without, N query heads, M key-value heads, D width of a head, P ranks;
-# n, m: heads of one rank; X what one rank's heads are wide together
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,10 +15,25 @@ from torch.nn.functional import pad
 from ...cluster.collectives import all_to_all
 from ...cluster.random import SplitRandom
 from ..layers.sequence_axis import SequenceAxis
-from .native import AttentionView
+
+# B batch, S sequence with padding, L without, N query heads, M key-value heads, D width of a head, P ranks;
+# n, m: heads of one rank; X what one rank's heads are wide together
+
 
 # Called as transformers calls attention; returns (B, Q, N, D) and the weights or None.
 Attend = Callable[..., tuple[Tensor, Any]]
+
+
+class AttentionView:
+    """Answers as an attention module does, but for the attributes that are given."""
+
+    def __init__(self, module: Any, /, **own: Any) -> None:
+        self.__dict__.update(own, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_module":  # while it is being copied, before it has one
+            raise AttributeError(name)
+        return getattr(self._module, name)
 
 
 @dataclass(frozen=True, kw_only=True)

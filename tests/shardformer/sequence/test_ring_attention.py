@@ -18,10 +18,11 @@ from transformers.masking_utils import causal_mask_function
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.traffic import Traffic
 from echelon.shardformer.layers.sequence_axis import SequenceAxis, SequenceOrder
-from echelon.shardformer.sequence import kernels, ring
+from echelon.shardformer.sequence import kernels
+from echelon.shardformer.sequence import ring_attention as ring
 from echelon.shardformer.sequence.block_mask import BlockMask, Mask, Seen
 from echelon.shardformer.sequence.config import double_ring
-from echelon.shardformer.sequence.pieces import Piece, pieces
+from echelon.shardformer.sequence.ring_attention import Piece, pieces
 
 from ...pool import Pool
 from .masks import BATCH, KINDS, in_blocks, whole
