@@ -203,10 +203,10 @@ class StagePlan:
         for stack in stacks:
             if stack.repeats(name):
                 return [*range(stack.first, stack.stop)]
-            if held := [
+            if found := [
                 layer for layer, path in enumerate(stack.paths, stack.first) if is_within(name, path)
             ]:
-                return held
+                return found
             if any(is_within(name, path) for path in stack.plan.before):
                 return [stack.first]
             if stack is not stacks[-1] and is_within(name, stack.plan.module):
@@ -237,15 +237,17 @@ class StagePlan:
         # Few are on several layers; the others are looked up as one sum.
         sums = [0] * (self.num_layers(model) + 1)
         several = []
-        for parameter, held in layers.items():
-            if len(held) > 1:
-                several.append((parameter.numel(), held))
+        for parameter, used_by in layers.items():
+            if len(used_by) > 1:
+                several.append((parameter.numel(), used_by))
             else:
-                sums[held.pop() + 1] += parameter.numel()
+                sums[used_by.pop() + 1] += parameter.numel()
         sums = list(accumulate(sums))
 
         def size(start: int, stop: int) -> int:
-            shared = sum(count for count, held in several if any(start <= layer < stop for layer in held))
+            shared = sum(
+                count for count, used_by in several if any(start <= layer < stop for layer in used_by)
+            )
             return sums[stop] - sums[start] + shared
 
         return size

@@ -117,9 +117,9 @@ class Stage:
     def parameters(self) -> list[Parameter]:
         """What the stage's forward uses, each once; one that is tied to another stage's belongs to both."""
         with self.seated():
-            held = list(self.model.parameters())
+            own = list(self.model.parameters())
         borrowed = [parameter for each in self._borrowed for parameter in each.module.parameters()]
-        return list(dict.fromkeys([*held, *borrowed]))
+        return list(dict.fromkeys([*own, *borrowed]))
 
     def forward(self, microbatch: Any, received: tuple[Tensor, ...]) -> Any:
         """The tensors for the next stage, or on the last stage the model's outputs.
