@@ -7,7 +7,7 @@ counts too.
 import ast
 import re
 import runpy
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,19 @@ LAYERS = (
 LAYER_OF = {folder: layer for layer, folders in enumerate(LAYERS) for folder in folders}
 FOLDERS = sorted(LAYER_OF.keys() - {"echelon"})
 OUTSIDE = ("examples", "benchmarks", "tests")
+# At most so many lines; the files and functions that have more, until they are cut.
+FILE_LINES, FUNCTION_LINES = 500, 60
+LONG_FILES = {"faults.py"}
+LONG_FUNCTIONS = {
+    *("verify", "boost", "__init__", "from_native_module", "ring_attention_of", "compare_float32", "train"),
+}
+# Calls of torch.distributed that communicate stand in cluster/ and pipeline/transport.py. How many are left elsewhere:
+COMMUNICATE = re.compile(
+    r"(i?send|i?recv|(all_|batch_)?(reduce|gather|scatter|broadcast|isend|to_all|barrier)\w*)$"
+)
+COMMUNICATING = {"checkpoint": 3, "plugins": 1, "shardformer": 1, "verify": 7, "zero": 10}
+# Folders that import each other, until they are cut apart.
+CIRCLE = {"shardformer", *(f"shardformer/{name}" for name in ("layer", "layers", "sequence", "tables"))}
 
 
 def package_sources() -> list[Path]:
@@ -109,6 +122,109 @@ def test_tests_and_examples_import_the_folders_through_echelon() -> None:
     assert faults == []
 
 
+def run_time_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node of a source but those that only type checkers read."""
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield from run_time_nodes(child)
+
+
+def imported_modules(source: str, module: str, modules: Container[str]) -> set[str]:
+    """The modules among `modules` that a source imports relatively at run time."""
+    found = set()
+    for node in run_time_nodes(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = [*module.split(".")[: -node.level], *([node.module] if node.module else [])]
+            names = {".".join([*base, alias.name]) for alias in node.names}
+            found |= {name if name in modules else name.rpartition(".")[0] for name in names}
+    return {name for name in found if name in modules}
+
+
+def circles(graph: Mapping[str, set[str]]) -> set[str]:
+    """The nodes from which a way leads back to them."""
+
+    def reached(start: str) -> set[str]:
+        found: set[str] = set()
+        todo = [start]
+        while todo:
+            fresh = graph.get(todo.pop(), set()) - found
+            found |= fresh
+            todo += fresh
+        return found
+
+    return {node for node in graph if node in reached(node)}
+
+
+def module_graph() -> dict[Path, set[Path]]:
+    """The files that each file of the package imports."""
+    paths = {module_name(path).removesuffix(".__init__"): path for path in package_sources()}
+    return {
+        path: {paths[name] for name in imported_modules(path.read_text(), module_name(path), paths)} - {path}
+        for path in paths.values()
+    }
+
+
+def test_no_file_imports_itself_over_others() -> None:
+    graph = {
+        str(path.relative_to(ROOT)): {str(other.relative_to(ROOT)) for other in others}
+        for path, others in module_graph().items()
+    }
+    assert sum(map(len, graph.values())) > 200
+    assert circles(graph) == set()
+
+
+def test_no_folder_imports_itself_over_others() -> None:
+    graph: dict[str, set[str]] = {}
+    for path, others in module_graph().items():
+        own = str(path.parent.relative_to(ROOT))
+        graph.setdefault(own, set()).update({str(other.parent.relative_to(ROOT)) for other in others} - {own})
+    assert circles(graph) <= CIRCLE
+
+
+def test_a_circle_of_imports_is_found_and_one_for_type_checkers_is_none() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == {"b", "c"}
+    modules = {"echelon.zero.norm", "echelon.zero", "echelon.cluster.mesh"}
+    source = "if TYPE_CHECKING:\n    from . import norm\nfrom ..cluster.mesh import Mesh"
+    assert imported_modules(source, "echelon.zero.bucket", modules) == {"echelon.cluster.mesh"}
+    assert imported_modules("def f():\n    from . import norm", "echelon.zero.bucket", modules) == {
+        "echelon.zero.norm"
+    }
+
+
+def test_files_and_functions_are_short() -> None:
+    sources = {path: path.read_text() for path in package_sources()}
+    assert {path.name for path, source in sources.items() if source.count("\n") > FILE_LINES} <= LONG_FILES
+    long = {
+        node.name
+        for source in sources.values()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= FUNCTION_LINES
+    }
+    assert long <= LONG_FUNCTIONS
+
+
+def communicating_calls(source: str) -> list[str]:
+    """The calls of torch.distributed in a source that communicate."""
+    return [
+        node.func.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if ast.unparse(node.func.value) in ("dist", "torch.distributed") and COMMUNICATE.match(node.func.attr)
+    ]
+
+
+def test_few_files_beside_cluster_communicate_by_themselves() -> None:
+    counts: dict[str, int] = {}
+    for path in package_sources():
+        folder = path.relative_to(ROOT).parts[0]
+        if folder != "cluster" and path != ROOT / "pipeline" / "transport.py":
+            counts[folder] = counts.get(folder, 0) + len(communicating_calls(path.read_text()))
+    too_many = {folder: count for folder, count in counts.items() if count > COMMUNICATING.get(folder, 0)}
+    assert too_many == {}
+    assert len(communicating_calls("dist.all_reduce(x)\ndist.get_rank()\ndist.batch_isend_irecv(y)")) == 2
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [
@@ -183,3 +299,13 @@ def test_the_oldest_transformers_that_is_allowed_is_the_one_that_make_tries() ->
     (allowed,) = re.findall(r'"transformers>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     (tried,) = re.findall(r"^OLDER \?= transformers==([\d.]+)$", (ROOT / "Makefile").read_text(), flags=re.M)
     assert f"{tried}.".startswith(f"{allowed}.")
+
+
+def test_the_picture_of_the_imports_shows_every_package_and_no_circle() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs" / "draw_imports.py"))
+    graph = {package: drawn["imported"](package) for package in drawn["packages"]()}
+    picture = drawn["picture"](graph)
+    assert graph.keys() == set(FOLDERS) and all(f">{package}</text>" in picture for package in graph)
+    assert drawn["direct"]({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {("a", "b"), ("b", "c")}
+    with pytest.raises(ValueError, match="an import circle: a → b → a"):
+        drawn["heights"]({"a": {"b"}, "b": {"a"}})

@@ -1,1 +1,0 @@
-../../echelon/__init__.py
