@@ -75,7 +75,7 @@ class Stored(Protocol):
         """The stored format."""
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of a tensor, on the CPU, in the stored format and in memory of its own."""
+        """A box of a tensor, on the CPU, in the stored format. Read and drop it: it may be pages of the file."""
 
 
 class Cut(NamedTuple):

@@ -70,7 +70,7 @@ class Weights:
         return self.tensors[name].dtype
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of one, in memory of its own; see [Note: reading by boxes]."""
+        """A box of one; see [Note: reading by boxes]."""
         whole = self.tensors[name]
         if Box.whole(whole.shape).common(box) != box and box.numel:
             raise AssertionError(f"{box} of {name}, which has shape {tuple(whole.shape)}")
@@ -79,8 +79,8 @@ class Weights:
                 self._made = None
                 self._made = name, real(whole)
             whole = self._made[1]
-        own = whole[box.within(Box.whole(whole.shape))].clone(memory_format=torch.contiguous_format)
-        return real(own) if isinstance(own, LazyTensor) else own
+        part = whole[box.within(Box.whole(whole.shape))]
+        return real(part) if isinstance(part, LazyTensor) else part
 
 
 def open_pretrained(path: Path | str, model: nn.Module | None = None) -> Weights:
