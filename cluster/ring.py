@@ -16,9 +16,9 @@ from torch import Tensor
 
 Rings = Sequence[dist.ProcessGroup]
 
-# Kinds of messages that are under way between two ranks at a time: what is visited, what visits bring home, single
-# steps. Those of gloo.py are others.
-_OUTWARD, _HOMEWARD, _STEP = range(2**21, 2**21 + 3)
+# Kinds of messages that are under way between two ranks at a time: what is visited, what visits bring home.
+# Those of gloo.py are others.
+_OUTWARD, _HOMEWARD = range(2**21, 2**21 + 2)
 
 
 def travel(x: Tensor, rings: Rings) -> Iterator[tuple[int, Tensor]]:
@@ -79,11 +79,6 @@ def _steps(x: Tensor, ring: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
         yield step, x
         if under_way is not None:
             x = under_way.wait()
-
-
-def begin_step(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Begin one step round a ring; what is returned waits and gives what the rank before sent. See `Shift`."""
-    return Shift(x, group, tag=_STEP).wait
 
 
 class Shift:

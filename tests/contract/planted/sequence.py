@@ -56,11 +56,41 @@ def labels_cut_before_they_are_shifted(own: Callable[..., Tensor]) -> Callable[.
     return late
 
 
+def own_rows_alone(rows: Tensor, group: Any) -> Callable[[], Tensor]:
+    """What a region ends with is scattered without its sum."""
+    return lambda: rows[group.rank()].contiguous()
+
+
+def from_the_end(self: Any, kept: Tensor) -> Tensor:
+    """A region's input is gathered again in another order."""
+    whole: Tensor = self._sequence.begin_whole(kept, self._length)()
+    return whole.flip(1).flatten(0, 1)
+
+
+def halved(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x, weight: product(x, weight) / 2
+
+
 SEQUENCE = "echelon.shardformer.sequence"
+SPLIT_GATHER = "echelon.shardformer.layers.split_gather"
+REGATHER = Layout(tp=2, sequence="split_gather", options=("enable_sequence_regather",))
+OVERLAP = Layout(tp=2, sequence="split_gather", options=("enable_sequence_overlap",))
 PARTS = "echelon.shardformer.layer_split:parameters_of_parts"
 OWN = f"{SEQUENCE}.before_layers:PartsAlone._own"
 
 FAULTS = {
+    "a region's end is scattered without its sum": Mutation(
+        target=f"{SPLIT_GATHER}:begin_sum_of_rows",
+        replacement=own_rows_alone,
+        row=(LLAMA, Layout(tp=2, sequence="split_gather")),
+        notice=r"^step 1: ",
+    ),
+    "a region's input is gathered again in another order": Mutation(
+        target=f"{SPLIT_GATHER}:Regather.rows", replacement=from_the_end, row=(LLAMA, REGATHER)
+    ),
+    "overlapped products at a region's end are halved": Mutation(
+        target=f"{SPLIT_GATHER}:linear", wrapper=halved, row=(LLAMA, OVERLAP)
+    ),
     "gradients of norms are not summed": Mutation(
         target=PARTS,
         replacement=no_parts,
