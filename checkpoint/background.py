@@ -71,7 +71,7 @@ class Save:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, on this rank."""
+        """True once it has ended, on this rank."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:

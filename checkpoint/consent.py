@@ -17,7 +17,7 @@ class CheckpointError(RuntimeError):
     """Saving or loading failed, on every rank alike, by neither the files nor what was given alone."""
 
 
-# What is told as what it is; the first that fits.
+# Kinds of errors that are raised as they are; the first that fits.
 _KINDS = (FileNotFoundError, OSError, ValueError)
 
 
@@ -28,7 +28,7 @@ class _Failure:
 
     @staticmethod
     def of(error: BaseException) -> "_Failure":
-        """What is told of an error."""
+        """The kind and text of an error that ranks report."""
         for kind in _KINDS:
             if isinstance(error, kind):
                 return _Failure(kind, str(error))
@@ -79,7 +79,7 @@ def alike(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:
 
 
 def faults_of_all(find: Callable[[], list[str]], group: dist.ProcessGroup) -> list[str]:
-    """What any rank found, each once; failures as of `on_all_ranks`."""
+    """The errors that any rank found, each once; failures as of `on_all_ranks`."""
     return list(dict.fromkeys(fault for found in on_all_ranks(find, group) for fault in found))
 
 

@@ -1,4 +1,4 @@
-"""Which rank writes which tensor of a model, and bringing it the boxes of other ranks, one tensor at a time."""
+"""The writer of each tensor of a model, and bringing it the boxes of other ranks, one tensor at a time."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest

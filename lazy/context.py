@@ -119,7 +119,7 @@ def _like_outline(outline: Tensor, kwargs: dict[str, Any]) -> tuple[OpOverload, 
 
 
 def _allocates_weights(function: OpOverload, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a call allocates plain floating-point memory on the CPU."""
+    """True for a call that allocates plain floating-point memory on the CPU."""
     if function not in _ALLOCATIONS or kwargs.get("pin_memory"):
         return False
     is_plain = kwargs.get("device") in (None, _CPU) and kwargs.get("layout") in (None, torch.strided)
@@ -208,7 +208,7 @@ def _make_real(name: str, tensor: LazyTensor, made: dict[int, tuple[UntypedStora
 
 
 class _LazySlice:
-    """What transformers takes a tensor of a safetensors file for until it reads it: here, a lazy tensor."""
+    """A tensor of a safetensors file until transformers reads it, which then gets a lazy tensor."""
 
     def __init__(self, outline: Any, tensor: Tensor) -> None:
         self._outline = outline
@@ -280,7 +280,7 @@ def refuse_quantized(folder: Path) -> None:
 
 
 def _opening_lazily(opened: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands in for `safetensors.safe_open`."""
+    """A replacement of `safetensors.safe_open`."""
     thread = threading.get_ident()
 
     def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
@@ -294,7 +294,7 @@ def _opening_lazily(opened: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _loading_lazily(loaded: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands in for transformers' `load_state_dict`, which reads torch's own files."""
+    """A replacement of transformers' `load_state_dict`, which reads torch's own files."""
     thread = threading.get_ident()
 
     def load_state_dict(checkpoint_file: Any, map_location: Any = "cpu", *args: Any, **kwargs: Any) -> Any:

@@ -78,7 +78,7 @@ class Source(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """How long that memory is."""
+        """The bytes of that memory."""
 
     def __call__(self) -> Tensor:
         """The tensor, in memory that is nobody's to write to, nor to keep."""

@@ -43,7 +43,7 @@ _TURNING = (
 
 @dataclass(frozen=True)
 class Content:
-    """What the memory of a lazy tensor is to hold, and on which device it will be."""
+    """The future content of a lazy tensor's memory, and its device."""
 
     value: Value
     device: torch.device
@@ -72,7 +72,7 @@ class LazyTensor(Tensor):
 
     @property
     def is_cpu(self) -> bool:  # type: ignore[override]
-        """Whether it will be on the CPU."""
+        """True where it will be on the CPU."""
         return self.device == _CPU
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -117,7 +117,7 @@ class LazyTensor(Tensor):
 
 
 def content_of(tensor: LazyTensor) -> Content:
-    """What a lazy tensor's memory is to hold."""
+    """The future content of a lazy tensor's memory."""
     found: Content = getattr(tensor.untyped_storage(), _CONTENT)
     return found
 
@@ -147,7 +147,7 @@ def lazily(source: Source, *, device: torch.device = _CPU) -> Tensor:
 
 
 def record(function: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What a call with lazy tensors returns: lazy tensors, or numbers where it asks for them.
+    """Return the results of a call with lazy tensors: lazy tensors, or numbers where it asks for them.
 
     Raises:
         ValueError: it cannot be recorded.
@@ -205,7 +205,7 @@ def _write(function: OpOverload, args: tuple, kwargs: dict[str, Any], target: La
 
 
 def _returned(function: OpOverload, args: tuple, kwargs: dict[str, Any], *, device: torch.device) -> Any:
-    """What a call returns that writes to nothing; some of it may be views. It is recorded."""
+    """Record a call that writes to nothing, and return its results; some may be views."""
     lent: list[UntypedStorage] = []
 
     def outline(tensor: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ def _computed(
     kwargs: dict[str, Any],
     numbers_of: Callable[[LazyTensor], Tensor] = real,
 ) -> Any:
-    """What a call returns once its arguments have their numbers."""
+    """Return the results of a call once its arguments have their numbers."""
     real_args, real_kwargs = tree_map_only(LazyTensor, numbers_of, (args, kwargs))
     return function(*real_args, **real_kwargs)
 
