@@ -19,7 +19,7 @@ import pytest
 import torch
 import transformers
 
-from echelon.cli.models_page import page
+from echelon.cli.models import page
 from echelon.shardformer import model_types
 from echelon.shardformer.table import class_libraries
 from echelon.verify.layout import Layout

@@ -1,17 +1,53 @@
-"""Batches for small models of any type and head, and a loss for each. The models are models.py.
+"""Batches of the parity check: token ids, images, and parts of several kinds."""
 
-Text is here, other inputs are in modal_batch.py.
-"""
-
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
+from transformers import PretrainedConfig
 
-from .images import make_images
-from .modal_batch import MODAL
 from .models import ModelChoice
-from .small import END, LENGTH, TARGET_LENGTH, VOCABULARY
+from .small import (
+    END,
+    FRAMES,
+    IMAGE_SIDE,
+    IMAGE_TOKEN,
+    LENGTH,
+    MELS,
+    NUM_PATCHES,
+    NUM_QUERIES,
+    TARGET_LENGTH,
+    VOCABULARY,
+)
+
+
+def make_images(
+    config: PretrainedConfig, head: str, *, num_samples: int, drawn: torch.Generator
+) -> dict[str, Tensor]:
+    """A batch for the head: (num_samples, channels, height, width) pixels of the config's size.
+
+    Args:
+        config: has `image_size` and `patch_size`, each a number or (height, width).
+        head: a key of `models.HEADS`.
+        num_samples: how many images.
+        drawn: what all numbers are drawn from.
+    """
+    height, width = _pair(config.image_size)
+    patch_height, patch_width = _pair(config.patch_size)
+    pixels = torch.randn(num_samples, config.num_channels, height, width, generator=drawn)
+    patches = (height // patch_height) * (width // patch_width)
+    hidden = torch.rand(num_samples, patches, generator=drawn) < 0.4
+    inputs: dict[str, dict[str, Tensor]] = {
+        "image_classification": {"labels": torch.randint(0, 3, (num_samples,), generator=drawn)},
+        "masked_image": {"bool_masked_pos": hidden},
+        "segmentation": {"labels": torch.randint(0, 3, (num_samples, height, width), generator=drawn)},
+    }
+    return {"pixel_values": pixels, **inputs.get(head, {})}
+
+
+def _pair(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
+    height, width = (size, size) if isinstance(size, int) else size
+    return height, width
 
 
 def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str, Tensor]:
@@ -97,3 +133,116 @@ def _weighted(output: Tensor) -> Tensor:
     flat = output.float().flatten(1)
     weights = torch.arange(flat.shape[-1], device=output.device, dtype=torch.float32).cos()
     return (flat * weights).mean()
+
+
+# B batch, S sequence, P positions of a sound, G images' side in patches
+
+
+Batch = dict[str, Tensor]
+
+
+def _tokens(num_samples: int, length: int, drawn: Generator) -> tuple[Tensor, Tensor]:
+    """(B, S) of tokens other than the image's, rows padded to different lengths, and the mask."""
+    tokens = torch.randint(IMAGE_TOKEN + 1, VOCABULARY, (num_samples, length), generator=drawn)
+    lengths = torch.randint(length // 2, length + 1, (num_samples, 1), generator=drawn)
+    lengths[0] = length
+    mask = (torch.arange(length) < lengths).long()
+    return tokens.masked_fill(mask == 0, 0), mask
+
+
+def speech(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
+    """Features (B, MELS, 2 P) of a sound, and text where the head has a decoder; to a decoder alone, states."""
+    features = torch.randn(num_samples, MELS, 2 * FRAMES, generator=drawn)
+    tokens, mask = _tokens(num_samples, TARGET_LENGTH, drawn)
+    labels = tokens.masked_fill(mask == 0, -100)
+    classes = torch.randint(0, 3, (num_samples,), generator=drawn)
+    states = torch.randn(num_samples, FRAMES, choice.config().hidden_size, generator=drawn)
+    heads: dict[str, Batch] = {
+        "speech": {"input_features": features, "labels": labels},
+        "audio_classification": {"input_features": features, "labels": classes},
+        "base": {
+            "input_features": features,
+            "decoder_input_ids": tokens,
+            "decoder_attention_mask": mask,
+        },
+        "causal": {
+            "input_ids": tokens,
+            "attention_mask": mask,
+            "encoder_outputs": states,
+            "labels": labels,
+        },
+    }
+    return heads[choice.head_name]
+
+
+def image(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
+    """Images (B, 3, IMAGE_SIDE, IMAGE_SIDE)."""
+    return {"pixel_values": torch.randn(num_samples, 3, IMAGE_SIDE, IMAGE_SIDE, generator=drawn)}
+
+
+def prompted_image(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
+    """Images with two sets each of three points and a box, and a mask."""
+    points = IMAGE_SIDE * torch.rand(num_samples, 2, 3, 2, generator=drawn)
+    boxes = IMAGE_SIDE * torch.rand(num_samples, 2, 4, generator=drawn)
+    return {
+        **image(choice, num_samples, drawn),
+        "input_points": points,
+        "input_labels": torch.randint(-1, 2, (num_samples, 2, 3), generator=drawn),
+        "input_boxes": boxes,
+        "input_masks": torch.randn(num_samples, 1, IMAGE_SIDE, IMAGE_SIDE, generator=drawn),
+    }
+
+
+def image_text(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
+    """Images with text that begins with their places in it, what a language model is to say of both; or one alone."""
+    if choice.head_name == "image_embedding":
+        return image(choice, num_samples, drawn)
+    tokens, mask = _tokens(num_samples, LENGTH, drawn)
+    if choice.head_name == "text_embedding":
+        return {"input_ids": tokens, "attention_mask": mask}
+    targets, target_mask = _tokens(num_samples, TARGET_LENGTH, drawn)
+    places = torch.full((num_samples, NUM_QUERIES), IMAGE_TOKEN)
+    labels = {
+        True: targets.masked_fill(target_mask == 0, -100),
+        False: torch.cat([torch.full_like(places, -100), tokens.masked_fill(mask == 0, -100)], 1),
+    }
+    own: Batch = {"labels": labels[choice.is_encoder_decoder]}
+    return {
+        **image(choice, num_samples, drawn),
+        "input_ids": torch.cat([places, tokens], 1),
+        "attention_mask": torch.cat([torch.ones_like(places), mask], 1),
+        **(own if choice.head_name != "zero_shot_image" else {}),
+    }
+
+
+def image_in_text(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
+    """Text with the places of an image in its middle, which `token_type_ids` tells: they attend to each other."""
+    before = LENGTH // 4
+    tokens, mask = _tokens(num_samples, LENGTH, drawn)
+    places = torch.full((num_samples, NUM_PATCHES), IMAGE_TOKEN)
+
+    def around(text: Tensor, of_image: Tensor) -> Tensor:
+        return torch.cat([text[:, :before], of_image, text[:, before:]], 1)
+
+    labels = {
+        "causal": around(tokens.masked_fill(mask == 0, -100), torch.full_like(places, -100)),
+        "classification": torch.randint(0, 3, (num_samples,), generator=drawn),
+    }
+    own = {"labels": labels[choice.head_name]} if choice.head_name in labels else {}
+    return {
+        **image(choice, num_samples, drawn),
+        "input_ids": around(tokens, places),
+        "attention_mask": around(mask, torch.ones_like(places)),
+        "token_type_ids": around(torch.zeros_like(tokens), torch.ones_like(places)),
+        **own,
+    }
+
+
+# By model type.
+MODAL: dict[str, Callable[[ModelChoice, int, Generator], Batch]] = {
+    "blip-2": image_text,
+    "gemma3": image_in_text,
+    "sam": prompted_image,
+    "sam_vision_model": image,
+    "whisper": speech,
+}

@@ -26,7 +26,7 @@ DEFAULT_HEAD = {
     "whisper": "speech",
 }
 
-# Model types whose batches are made in modal_batch.py.
+# Model types whose batches are not of tokens alone: `MODAL` in batch.py.
 BATCHES_OF_THEIR_OWN = ("blip-2", "gemma3", "sam", "sam_vision_model", "whisper")
 
 # How far the weights of models of images are moved from where they begin: tokens, position biases and linear biases

@@ -16,8 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from echelon.cli.main import app
-from echelon.cli.models import SHORT
-from echelon.cli.models_page import page
+from echelon.cli.models import SHORT, page
 from echelon.shardformer import model_types
 from echelon.verify.matrix import FEATURES, kept_matrix, layouts_of, rows_of
 
