@@ -132,6 +132,12 @@ class _Watch:
         self._action = action
         return True
 
+    def rename(self, action: str) -> None:
+        """Give the watched call another name: ranks that make it under the first one never meet this one."""
+        self._action = action
+        if self._group:
+            self._recent[self._group][-1] = action
+
     def leave(self) -> None:
         """Note that the watched call has ended."""
         self._action = None
@@ -447,6 +453,12 @@ def raise_if_in_vain() -> None:
     """Raise where this rank waits for one that never comes. Asked again and again by all that wait in Python."""
     if _watch is not None:
         _watch.raise_if_in_vain()
+
+
+def rename_call(action: str) -> None:
+    """Give the watched call another name, where only some ranks may be in it; nothing in a run of one process."""
+    if _watch is not None:
+        _watch.rename(action)
 
 
 def current_call() -> str | None:

@@ -3,16 +3,19 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from ..cluster.agreement import batch_hash, broadcast_object, differing_ranks, gather_integers
+from ..cluster.faults import meet_all_ranks, rename_call
 from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom
+from ..cluster.step_agreement import COMPARED_CALLS, StepAgreement
 from ..pipeline.action import Action, Op, Schedule
 from ..pipeline.communicate import with_communication
 from ..pipeline.microbatch import batch_size, map_tensors, merge, microbatch_lengths, split
@@ -33,7 +36,6 @@ from .loss import BatchLoss, PipelineLoss, reduced_loss
 
 _LOG = logging.getLogger("echelon")
 _ENDED = object()
-_COMPARED_STEPS = 3  # the first ones, in which replicas' batches are compared with each other
 
 
 class PipelineEngine:
@@ -45,6 +47,7 @@ class PipelineEngine:
         config: how batches are cut and in which order they run.
         placement: the pipeline rank of each stage.
         random: of the forwards in training.
+        agreement: what the ranks compare, and when.
         weight_gradients: where the stages' layers hold back weight gradients, if the schedule asks for it.
 
     Attributes:
@@ -60,21 +63,34 @@ class PipelineEngine:
         *,
         placement: Sequence[int],
         random: ForwardRandom,
+        agreement: StepAgreement,
         weight_gradients: WeightGradients | None,
     ) -> None:
         self._stages = stages
         self._mesh = mesh
+        self._cutting = config.pipeline.cutting
         self._config = config
         self._last_rank = placement[-1]
         self._random = random
+        self.agreement = agreement
         self._weight_gradients = weight_gradients
         self.parameters = _parameters_of_one_stage(stages)
         self._transport = (
             Transport(mesh, placement, overlap=config.pipeline.overlap_p2p) if mesh.size("pp") > 1 else None
         )
         self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._wanted = _Wanted(
+            trains=False, loss=False, outputs=False, own_loss=False, outputs_everywhere=False
+        )
+        self._mean_samples = 1.0  # of a rank, as of the last comparison
+        self._is_even = False  # whether all ranks ran equally many microbatches then
+        self._is_weighted: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # what criterions return
         self._first_weight = 1.0  # of the calls before a step: the samples of a replica in the first of them
         self._normalizes_together = any(has_sync_batch_norm(stage.model) for stage in stages.values())
+        # Collectives that depend on the number of microbatches, where that depends on each rank's batch.
+        self._compares_numbers = config.pipeline.microbatch_size is not None and (
+            config.zero_stage == 2 or mesh.size("weight") > 1 or self._normalizes_together
+        )
         self._equal_steps: list[bool] = []
         self._has_noted_outputs = False
         self.trace: list[Span] | None = None
@@ -98,11 +114,12 @@ class PipelineEngine:
             own_loss=return_loss and not average_loss,
             outputs_everywhere=return_outputs == "all_ranks",
         )
-        batch, samples, drawn, wanted = self._agreed_batch(data_iter, own)
+        batch, drawn = self._next_batch(data_iter, own)
+        wanted = self._wanted.joined(own)
         follows_weighted = optimizer is not None and isinstance(optimizer.gradient_factor, Tensor)
         if trains and not follows_weighted:
-            self._first_weight = sum(samples) / len(samples)
-        microbatches = split(self.to_compute(batch), **self._config.pipeline.cutting)
+            self._first_weight = self._mean_samples
+        microbatches = split(self.to_compute(batch), **self._cutting)
         judge = _Judge(
             criterion or _model_loss, num_microbatches=len(microbatches), first_weight=self._first_weight
         )
@@ -117,7 +134,7 @@ class PipelineEngine:
                 keep_outputs=wanted.outputs,
                 before_forward=begin_forward,
                 weight_gradients=self._weight_gradients,
-                around_backward=None if optimizer is None else self._accumulating(optimizer, samples),
+                around_backward=None if optimizer is None else self._accumulating(optimizer),
                 trace=trace,
             )
             result = run.run(self._schedule(len(microbatches), trains=trains)[self._mesh.rank("pp")])
@@ -151,12 +168,9 @@ class PipelineEngine:
                 "on the first: pp_style must give every rank the same lists, which hold all ranks' actions"
             )
 
-    def _accumulating(
-        self, optimizer: ShardedOptimizer, samples: Sequence[int]
-    ) -> Callable[[Action, bool], AbstractContextManager]:
+    def _accumulating(self, optimizer: ShardedOptimizer) -> Callable[[Action, bool], AbstractContextManager]:
         """The context of each backward. Replicas that run different numbers of them meet in the last alone."""
-        cutting = self._config.pipeline.cutting
-        is_even = len({len(microbatch_lengths(count, **cutting)) for count in samples}) == 1
+        is_even = self._is_even
 
         def around_backward(action: Action, is_last: bool) -> AbstractContextManager:
             parameters = self.parameters[action.stage]
@@ -173,10 +187,8 @@ class PipelineEngine:
         if self._transport is not None:
             self._transport.check_open()
 
-    def _agreed_batch(self, data_iter: Iterator, own: "_Wanted") -> tuple[Any, list[int], int, "_Wanted"]:
-        """The next batch, each rank's number of samples, the first rank's random number, and what is computed.
-
-        All-gather.
+    def _next_batch(self, data_iter: Iterator, own: "_Wanted") -> tuple[Any, int]:
+        """The next batch, and the random number that its forwards follow from; see [Note: compared calls].
 
         Raises:
             StopIteration: all iterators have ended.
@@ -188,9 +200,29 @@ class PipelineEngine:
             )
         batch = next(data_iter, _ENDED)
         has_batch = batch is not _ENDED
-        compares = own.trains and len(self._equal_steps) < _COMPARED_STEPS and self._mesh.size("dp") > 1
-        is_compared = compares or self._mesh.size("pp", "sp", "tp") > 1
-        code = batch_hash(batch) if is_compared and has_batch else 0
+        drawn = self._random.draw(next(iter(self._stages.values())).model) if has_batch else 0
+        if self.agreement.is_due() or not own.trains or self._compares_numbers:
+            return batch, self._compare(batch if has_batch else None, has_batch, drawn, own)
+        if not has_batch:
+            rename_call("execute_pipeline at the end of its data")
+            meet_all_ranks()
+            raise StopIteration
+        rename_call("execute_pipeline in training")  # ranks that evaluate never meet it
+        self._check_batch(batch, {self._mesh.global_rank: batch_size(batch)})
+        self.agreement.note(batch, {"the random number of the batch": drawn})
+        return batch, drawn
+
+    def _compare(self, batch: Any, has_batch: bool, drawn: int, own: "_Wanted") -> int:
+        """Compare batches and what is asked for, and keep what follows for later calls. All-gather between CPUs.
+
+        Returns:
+            The random number of the first rank.
+        """
+        compares_replicas = (
+            own.trains and len(self._equal_steps) < COMPARED_CALLS and self._mesh.size("dp") > 1
+        )
+        is_hashed = compares_replicas or self._mesh.size("pp", "sp", "tp") > 1
+        code = batch_hash(batch) if is_hashed and has_batch else 0
         samples = batch_size(batch) if has_batch else 0
         replica = self._mesh.rank("dp")
         drawn = self._random.draw(next(iter(self._stages.values())).model) if has_batch else 0
@@ -203,39 +235,27 @@ class PipelineEngine:
                 f"the dataloader has ended on rank(s) {ended} while the other ranks still have batches: every "
                 "rank must get equally many; build it with booster.plugin.prepare_dataloader"
             )
-        wanted = _common_wishes(
+        self._wanted = _common_wishes(
             [(of, _Wanted(*map(bool, wishes))) for _, _, _, of, _, *wishes in found], replica
         )
         codes = [(of, code) for _, code, _, of, *_ in found]
-        self._check_replicas(codes)
-        if compares:
+        self.agreement.require_equal_batches(codes)
+        if compares_replicas:
             self._note_replicas(codes)
         every = [samples for _, _, samples, *_ in found]
         self._check_batch(batch, dict(enumerate(every)))
         self._check_sharing_ranks(every)
-        return batch, every, found[0][4], wanted
-
-    def _check_replicas(self, codes: list[tuple[int, int]]) -> None:
-        differing = {}
-        for replica in range(self._mesh.size("dp")):
-            ranks = {rank: code for rank, (of, code) in enumerate(codes) if of == replica}
-            if len(set(ranks.values())) > 1:
-                first = next(iter(ranks.values()))
-                differing[replica] = [rank for rank, code in ranks.items() if code != first]
-        if differing:
-            told = "; ".join(f"replica {replica}: rank(s) {ranks}" for replica, ranks in differing.items())
-            raise ValueError(
-                "the batches differ between ranks of one replica, which must all get the same "
-                f"({told}, unlike its first rank): give the dataloader to booster.boost, or build it with "
-                "booster.plugin.prepare_dataloader, or seed your own sampler and collator by the data-parallel rank "
-                "alone"
-            )
+        self._mean_samples = sum(every) / len(every)
+        self._is_even = len({len(microbatch_lengths(count, **self._cutting)) for count in every}) == 1
+        if len({number for _, _, _, _, number, *_ in found}) > 1:
+            self.agreement.compare_always()  # the ranks' generators differ, and one number has to serve all
+        return found[0][4]
 
     def _note_replicas(self, codes: list[tuple[int, int]]) -> None:
         """Log once where all replicas were given equal batches in each of the first steps: no error, data may be so."""
         self._equal_steps.append(len({code for _, code in codes}) == 1)
         if (
-            len(self._equal_steps) == _COMPARED_STEPS
+            len(self._equal_steps) == COMPARED_CALLS
             and all(self._equal_steps)
             and self._mesh.global_rank == 0
         ):
@@ -243,7 +263,7 @@ class PipelineEngine:
                 "all %d replicas were given equal batches in each of the first %d steps: give the dataloader to "
                 "booster.boost, or build it with booster.plugin.prepare_dataloader",
                 self._mesh.size("dp"),
-                _COMPARED_STEPS,
+                COMPARED_CALLS,
             )
 
     def _check_batch(self, batch: Any, samples: dict[int, int]) -> None:
@@ -261,8 +281,7 @@ class PipelineEngine:
             raise ValueError("\n".join(faults))
         if batch.get("num_items_in_batch") is None:
             return
-        cutting = self._config.pipeline.cutting
-        if (most := max(len(microbatch_lengths(count, **cutting)) for count in samples.values())) > 1:
+        if (most := max(len(microbatch_lengths(count, **self._cutting)) for count in samples.values())) > 1:
             raise ValueError(
                 f"the batch has num_items_in_batch, by which each of its {most} microbatches would divide its part of "
                 "the loss before the mean of them is taken: leave it out for a mean by samples, or give a criterion "
@@ -271,8 +290,7 @@ class PipelineEngine:
 
     def _check_sharing_ranks(self, samples: Sequence[int]) -> None:
         """Ranks that gather weights, or normalize, together in every microbatch must run equally many."""
-        cutting = self._config.pipeline.cutting
-        counts = {count: len(microbatch_lengths(count, **cutting)) for count in sorted(set(samples))}
+        counts = {count: len(microbatch_lengths(count, **self._cutting)) for count in sorted(set(samples))}
         shares = self._mesh.size("weight") > 1
         if (shares or self._normalizes_together) and len(set(counts.values())) > 1:
             told = ", ".join(f"{number} for {count} samples" for count, number in counts.items())
@@ -298,16 +316,48 @@ class PipelineEngine:
         self, result: RunResult, judge: "_Judge", optimizer: ShardedOptimizer | None, wanted: "_Wanted"
     ) -> BatchLoss:
         """The loss of all replicas, from which the optimizer gets what corrects the gradients; see `reduced_loss`."""
-        loss = reduced_loss(
+        figures_R3 = reduced_loss(
             result if self._mesh.rank("pp") == self._last_rank else None,
             self._mesh,
             num_microbatches=judge.num_microbatches,
             by_replica=wanted.own_loss,
         )
+        loss = BatchLoss(
+            figures_R3=figures_R3,
+            num_replicas=self._mesh.size("dp"),
+            is_weighted=self._returns_weights(judge.criterion, figures_R3[:, 2].sum(), trains=wanted.trains),
+        )
         if optimizer is not None and wanted.trains:
             first = judge.first_weight * loss.num_replicas * optimizer.accumulation_steps
             _note_factor(optimizer, first / loss.weight if loss.is_weighted else 1.0)
         return loss
+
+    def _returns_weights(self, criterion: Criterion, num_weighted: Tensor, *, trains: bool) -> bool:
+        """Whether a criterion returns (loss_sum, weight). Waits for the device where it is new, or in evaluation.
+
+        Args:
+            num_weighted: replicas on which it did, 0-d, equal on all ranks.
+
+        Raises:
+            ValueError: it does on some replicas alone; on every rank, here or by `agreement`.
+        """
+        num_replicas = self._mesh.size("dp")
+        message = (
+            "the criterion returned (loss_sum, weight) on some data-parallel ranks and a plain loss on others, or "
+            "both in turn: return the same kind for every batch"
+        )
+        known = None
+        with suppress(TypeError):  # no weak reference to it can be had
+            known = self._is_weighted.get(criterion)
+        if known is not None and trains:
+            self.agreement.note_deviation((num_weighted - num_replicas * known).abs(), message)
+            return known
+        number = int(num_weighted)
+        if number not in (0, num_replicas):
+            raise ValueError(message)
+        with suppress(TypeError):
+            self._is_weighted[criterion] = number > 0
+        return number > 0
 
     def _returned_outputs(self, result: RunResult, asked: "_Wanted", wanted: "_Wanted") -> Any:
         """The outputs that this rank asked for. Broadcast over pp where a rank of the replica wants them everywhere."""
@@ -361,6 +411,10 @@ class _Wanted(NamedTuple):
     outputs: bool
     own_loss: bool
     outputs_everywhere: bool
+
+    def joined(self, other: "_Wanted") -> "_Wanted":
+        """What either of two asks for."""
+        return _Wanted(*(mine or theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 def _common_wishes(every: Sequence[tuple[int, _Wanted]], replica: int) -> _Wanted:

@@ -191,6 +191,7 @@ class HybridConfig:
     bucket_size_in_m: float = 12
     parallel_output: bool = True
     make_vocab_size_divisible_by: int = 64
+    check_every: int = 100
     fused: FusedKernels = field(default_factory=FusedKernels)
     custom_policy: Policy | Table | None = None
 
@@ -214,6 +215,7 @@ class HybridConfig:
             "zero_size": self.zero_size,
             "make_vocab_size_divisible_by": self.make_vocab_size_divisible_by,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "check_every": self.check_every,
         }
         if found := whole_number_faults(sizes):
             return found
@@ -250,8 +252,11 @@ class HybridConfig:
             found.append(
                 f"make_vocab_size_divisible_by={self.make_vocab_size_divisible_by} must be at least 1"
             )
-        if self.gradient_accumulation_steps < 1:
-            found.append(f"gradient_accumulation_steps={self.gradient_accumulation_steps} must be at least 1")
+        found += [
+            f"{name}={getattr(self, name)} must be at least 1"
+            for name in ("gradient_accumulation_steps", "check_every")
+            if getattr(self, name) < 1
+        ]
         found += policy_errors("custom_policy", self.custom_policy)
         pipeline_faults = self.pipeline.faults(self.pp) if self.pp >= 1 else []
         return found + pipeline_faults + precision_faults(**self.precision_settings)

@@ -15,14 +15,19 @@ from ..cluster.hooks import own
 from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom
 from ..cluster.ring import Rings
+from ..cluster.step_agreement import StepAgreement
 from ..lazy import materialize
 from ..pipeline.stage import argument, local_stages, refuse_direct_calls, takes, without_cache
 from ..pipeline.stage_manager import PipelineStageManager
-from ..shardformer.equal_ranks import require_equal_inputs, require_equal_models
+from ..shardformer.equal_ranks import require_equal_inputs, require_equal_models, tensors_of_call
 from ..shardformer.layers.batch_norm import RunningStatistics, own_batch_norms
 from ..shardformer.layers.embedding import own_embeddings
 from ..shardformer.layers.weight_gradient import defer_weight_gradients, give_gradients_to, own_linear_layers
-from ..shardformer.recompute import checkpoint_layers, recomputable_layers, recompute_errors
+from ..shardformer.recompute import (
+    checkpoint_layers,
+    recomputable_layers,
+    recompute_errors,
+)
 from ..shardformer.refusals import mark_taken, refuse_partial_state
 from ..shardformer.shard_config import ShardConfig
 from ..shardformer.shard_former import sharder_or_errors
@@ -98,6 +103,7 @@ def boost(
                 parameter.data = parameter.data.to(config.precision.dtype)
         config.fused.fuse(model, config.precision.dtype)
         if wrapped is not None:
+            wrapped.agreement = boosted.agreement
             wrapped.after_step = RunningStatistics(model, mesh.group("data")).average
             give_gradients_to(wrapped.reducer, model)
             if config.overlap_allgather:
@@ -242,6 +248,7 @@ class HybridParallelModule(BoostedModule):
         self._takes_cache = takes(module, "use_cache")
         self._compiles = mesh.size("tp", "sp") == config.wp == 1
         self.random = ForwardRandom(mesh)
+        self.agreement = StepAgreement(mesh, config.check_every)
         splits_backward = config.pipeline.splits_backward(mesh.size("pp"))
         self.engine = PipelineEngine(
             local_stages(module),
@@ -249,6 +256,7 @@ class HybridParallelModule(BoostedModule):
             config,
             placement=stage_manager.placement,
             random=self.random,
+            agreement=self.agreement,
             weight_gradients=defer_weight_gradients(module) if splits_backward else None,
         )
 
@@ -312,11 +320,22 @@ class HybridParallelModule(BoostedModule):
         self.module.compile(*args, **kwargs)
 
     def _require_equal_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], drawn: int = 0) -> int:
-        """Compare inputs over the axes whose ranks compute together. Return the first one's number of `random`."""
-        mesh = self.mesh
+        """Compare inputs over the axes whose ranks compute together; see [Note: compared calls].
+
+        Returns:
+            The number of `random` that they use: the first one's where they compare.
+        """
+        is_due = self.agreement.is_due()
+        if not (is_due or self.optimizer is None or not torch.is_grad_enabled()):
+            self.agreement.note([tensors_of_call(args, kwargs), drawn])
+            return drawn
+        differs = False
         for axis in ("tp", "sp"):
-            if mesh.size(axis) > 1:
-                drawn = require_equal_inputs(args, kwargs, mesh.group(axis), axis, drawn=drawn)
+            if self.mesh.size(axis) > 1:
+                group = self.mesh.group(axis)
+                drawn, differs = require_equal_inputs(args, kwargs, group, axis, drawn=drawn, differs=differs)
+        if differs:
+            self.agreement.compare_always()
         return drawn
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -92,6 +92,8 @@ class HybridParallelPlugin(Plugin):
             and 2; whatever uses one waits for it. See docs/zero.md.
         communication_dtype: the format they are averaged in, "bf16" or torch.bfloat16 for example; None is float32.
         cpu_offload: keep masters and optimizer states on the CPU, and step there; see docs/zero.md.
+        check_every: all ranks compare their batches and calls in full, with a message, in the first three calls and in
+            every such one; in the others by sums that travel with the gradients' norm.
         enable_all_optimization: turn on the three below. See docs/fused.md for them.
         enable_fused_normalization: norms by apex or Liger where installed on CUDA, else by torch's fused kernels.
         enable_flash_attention: attention by the flash-attn package on CUDA, elsewhere by torch's fused kernels.
@@ -153,6 +155,7 @@ class HybridParallelPlugin(Plugin):
         overlap_allgather: bool = False,
         communication_dtype: torch.dtype | str | None = None,
         cpu_offload: bool = False,
+        check_every: int = 100,
         custom_policy: Policy | Table | None = None,
         **others: Any,
     ) -> None:
@@ -204,6 +207,7 @@ class HybridParallelPlugin(Plugin):
             bucket_size_in_m=zero_bucket_size_in_m,
             parallel_output=parallel_output,
             make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+            check_every=check_every,
             fused=FusedKernels.asked(
                 flash_attention=enable_flash_attention,
                 xformers=enable_xformers,

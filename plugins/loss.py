@@ -79,25 +79,22 @@ class BatchLoss:
 
 def reduced_loss(
     result: RunResult | None, mesh: ParallelMesh, *, num_microbatches: int, by_replica: bool
-) -> BatchLoss:
-    """The loss of all replicas, on every rank. One all-reduce over the world, where there are stages or replicas.
+) -> Tensor:
+    """Loss, weight, and 1 where there are weights, of each replica, or their sums in one row; float32, on every rank.
+
+    One all-reduce over the world, where there are stages or replicas.
 
     Args:
         result: of a rank of the last stage; None on the others.
         mesh: the ranks.
         num_microbatches: of this replica, whose mean is its loss where there are no weights.
         by_replica: keep the replicas apart.
-
-    Raises:
-        ValueError: criterions of some replicas alone return weights; on every rank.
     """
-    num_replicas = mesh.size("dp")
     is_reduced = mesh.size("pp", "dp") > 1
     # float32 whatever torch's default is.
-    figures_R3 = torch.zeros(num_replicas if by_replica else 1, 3, dtype=torch.float32, device=mesh.device)
-    is_counted = (
-        mesh.rank("tp") == mesh.rank("sp") == 0 or not is_reduced
-    )  # the replica's other ranks have the same
+    figures_R3 = torch.zeros(mesh.size("dp") if by_replica else 1, 3, dtype=torch.float32, device=mesh.device)
+    # The other ranks of a replica have the same.
+    is_counted = mesh.rank("tp") == mesh.rank("sp") == 0 or not is_reduced
     if result is not None and is_counted:
         own = figures_R3[mesh.rank("dp") if by_replica else 0]
         own[0] = torch.stack([loss.float() for loss in result.losses]).sum()
@@ -108,10 +105,4 @@ def reduced_loss(
             own[2] = 1
     if is_reduced:
         dist.all_reduce(figures_R3)
-    num_weighted = int(figures_R3[:, 2].sum())
-    if num_weighted not in (0, num_replicas):
-        raise ValueError(
-            f"the criterion returned (loss_sum, weight) on {num_weighted} of {num_replicas} data-parallel "
-            "ranks and a plain loss on the others: return the same kind for every batch"
-        )
-    return BatchLoss(figures_R3=figures_R3, num_replicas=num_replicas, is_weighted=num_weighted > 0)
+    return figures_R3

@@ -24,7 +24,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         cpu_offload: keep masters and optimizer states on the CPU, and step there.
         overlap_communication, overlap_allgather, communication_dtype: see `HybridParallelPlugin`.
         num_microbatches, microbatch_size: how `execute_pipeline` cuts a batch; None takes it whole.
-        gradient_accumulation_steps: see `HybridParallelPlugin`.
+        gradient_accumulation_steps, check_every: see `HybridParallelPlugin`.
         others: further arguments of ColossalAI's, taken where they ask for nothing (see `colossalai.ZERO`).
 
     Raises:
@@ -55,6 +55,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
         gradient_accumulation_steps: int = 1,
+        check_every: int = 100,
         **others: Any,
     ) -> None:
         unavailable_faults(
@@ -72,6 +73,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
                 num_microbatches=num_microbatches,
                 microbatch_size=microbatch_size,
                 gradient_accumulation_steps=gradient_accumulation_steps,
+                check_every=check_every,
                 initial_scale=initial_scale,
                 min_scale=min_scale,
                 growth_factor=growth_factor,

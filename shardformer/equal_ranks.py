@@ -76,7 +76,9 @@ def compare_inputs(model: nn.Module, group: ProcessGroup) -> None:
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         _refuse_average(group)
         random = _random_hash(module) if module.training and drops else 0
-        found = gather_integers((_hash_of_inputs(args, kwargs), int(module.training), random), group)
+        found = gather_integers(
+            (batch_hash(tensors_of_call(args, kwargs)), int(module.training), random), group
+        )
         if differing := differing_ranks(found):
             raise ValueError(
                 f"the inputs of rank(s) {differing} of the tensor axis differ from those of its first rank, and all of "
@@ -99,8 +101,8 @@ def compare_inputs(model: nn.Module, group: ProcessGroup) -> None:
 
 
 def require_equal_inputs(
-    args: tuple, kwargs: dict[str, Any], group: ProcessGroup, axis: str, *, drawn: int
-) -> int:
+    args: tuple, kwargs: dict[str, Any], group: ProcessGroup, axis: str, *, drawn: int, differs: bool
+) -> tuple[int, bool]:
     """Raise ValueError on every rank of a group unless all call a model with the same tensors. All-gather of numbers.
 
     Args:
@@ -108,17 +110,19 @@ def require_equal_inputs(
         group: ranks that compute one model.
         axis: what they are, in the words of the mesh.
         drawn: by this rank, for the random numbers of the call.
+        differs: whether other ranks of this one's model are known to have drawn another number.
 
     Returns:
-        The number that the first rank of the group drew.
+        The number that the first rank of the group drew, and whether any rank drew another one.
     """
-    found = gather_integers((_hash_of_inputs(args, kwargs), drawn), group)
+    own = batch_hash(tensors_of_call(args, kwargs)), drawn, int(differs)
+    found = gather_integers(own, group)
     if differing := differing_ranks(found):
         raise ValueError(
             f"the inputs of rank(s) {differing} of axis {axis} differ from those of its first rank, and all of them "
             "compute one model: give them equal batches (booster.plugin.prepare_dataloader does)"
         )
-    return found[0][1]
+    return found[0][1], any(flag for _, _, flag in found) or bool(differing_ranks(found, 1))
 
 
 def _refuse_average(group: ProcessGroup) -> None:
@@ -136,10 +140,13 @@ def _refuse_average(group: ProcessGroup) -> None:
         )
 
 
-def _hash_of_inputs(args: tuple, kwargs: dict[str, Any]) -> int:
-    # Tensors alone: a cache or an encoder's output differs in its last bits, and is made of inputs.
+def tensors_of_call(args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors that a model is called with, by name where they have one.
+
+    Tensors alone: a cache or an encoder's output differs in its last bits, and is made of inputs.
+    """
     own: list[Any] = [[each for each in args if isinstance(each, Tensor)]]
-    return batch_hash(own + [[name, each] for name, each in kwargs.items() if isinstance(each, Tensor)])
+    return own + [[name, each] for name, each in kwargs.items() if isinstance(each, Tensor)]
 
 
 def _sample(tensor: Tensor) -> Tensor | int:

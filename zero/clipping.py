@@ -29,7 +29,7 @@ class ReducedGradients:
         factor: what they must be multiplied with besides, None for nothing; taken in when they are measured.
         norm: the norm of the true gradients before anything clipped them; None until it is measured.
         present: for each of the reducer's slots whether any rank has a gradient, as of the last measuring.
-        is_agreed: whether all ranks gave the same code, as of the last measuring.
+        is_agreed: whether all ranks agreed, as of the last measuring.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class ReducedGradients:
         self.factor = None
         self.norm = None
 
-    def measure(self, norm_type: float | None = None, *, code: int = 0) -> float:
+    def measure(self, norm_type: float | None = None, *, code: int = 0, share: float | Tensor = 0.0) -> float:
         """The norm of the true gradients as they now are; infinite or NaN where any of any rank is.
 
         One all-reduce over the world, and one wait of the host for the device.
 
         Args:
             norm_type: the p of the norm; None is the one of `norm`.
-            code: see `is_agreed`; below 2**32.
+            code, share: see `norm_over_all_ranks`.
         """
         present = self._reducer.present
         assert present is not None  # reduced
@@ -77,6 +77,7 @@ class ReducedGradients:
             norm_type=self._norm_type if norm_type is None else norm_type,
             device=self._device,
             code=code,
+            share=share,
         )
         factor = torch.as_tensor(
             1.0 if self.factor is None else self.factor, dtype=torch.float64, device=self._device
@@ -131,8 +132,9 @@ def norm_over_all_ranks(
     norm_type: float,
     device: torch.device,
     code: int = 0,
+    share: float | Tensor = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The norm of what all ranks of the world count together. One all-reduce over the world.
+    """The norm of what all ranks of the world count together. One all-reduce over the world, of a maximum norm two.
 
     Args:
         counted: this rank's 1-D gradients; each gradient of the model is counted on one rank alone.
@@ -141,26 +143,28 @@ def norm_over_all_ranks(
         norm_type: the p of the p-norm; `inf` is the largest magnitude.
         device: where the sum is built.
         code: below 2**32; compared between all ranks on the way.
+        share: added up over all ranks on the way; 0 where they agree. See [Note: sums of codes] in
+            cluster/step_agreement.py.
 
     Returns:
         The norm, 0-d float64, equal on all ranks; infinite or NaN where any gradient of any rank is. And whether all
-        ranks gave the same code, 0-d.
+        ranks agree, 0-d.
     """
     norms = [_norm(x, norm_type) for x in counted] + [_norm(x, norm_type) * 0 for x in watched]
     local = torch.stack([torch.zeros((), dtype=torch.float64, device=device), *norms])
+    codes = _numbers(code, code if dist.get_rank() == 0 else 0, device=device)
+    codes = torch.cat([codes, torch.as_tensor(share, dtype=torch.float64, device=device).view(1)])
     if isinf(norm_type):
         # A maximum over ranks may drop a NaN (gloo's does), never an infinity.
-        largest = torch.where(local.isfinite(), local, torch.inf).max()
-        figures = torch.cat([largest.view(1), _numbers(code, -code, device=device)])
-        dist.all_reduce(figures, op=dist.ReduceOp.MAX)
-        norm, highest, negated_lowest = figures
-        return norm, highest == -negated_lowest
-    # Sums of such integers are exact in float64. The codes of two kinds of ranks cannot add up to that of the first.
-    first = code if dist.get_rank() == 0 else 0
-    figures = torch.cat([local.pow(norm_type).sum().view(1), _numbers(code, first, device=device)])
-    dist.all_reduce(figures)
-    total, codes, of_first = figures
-    return total.pow(1 / norm_type), codes == of_first * dist.get_world_size()
+        norm = torch.where(local.isfinite(), local, torch.inf).max()
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX)
+        dist.all_reduce(codes)
+    else:
+        figures = torch.cat([local.pow(norm_type).sum().view(1), codes])
+        dist.all_reduce(figures)
+        norm, codes = figures[0].pow(1 / norm_type), figures[1:]
+    total, first, shares = codes
+    return norm, (total == first * dist.get_world_size()) & (shares == 0)
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

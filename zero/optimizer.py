@@ -20,6 +20,7 @@ from ..cluster.buffers import BufferPool
 from ..cluster.equal_settings import require_equal_settings, settings_hash
 from ..cluster.faults import naming_failures
 from ..cluster.mesh import ParallelMesh
+from ..cluster.step_agreement import StepAgreement
 from .bucket import Bucket, make_buckets
 from .clipping import ReducedGradients, require_clip_norm, require_clip_value, require_finite_norm
 from .elementwise import require_elementwise
@@ -79,6 +80,7 @@ class ShardedOptimizer(OptimizerWrapper):
         reducer: brings gradients to this rank's slices; its contexts are for backwards that are not called through
             `backward`.
         publisher: brings updated parameters to all ranks; can let them arrive during the next forward.
+        agreement: what the ranks noted in the calls of a step, compared with the norm; None compares options alone.
         after_step: is called at the end of every step, also of one that was skipped, on all ranks alike.
         skipped_steps: how many steps were skipped since their gradients were not finite on some rank.
         accumulation_steps: as given.
@@ -107,6 +109,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self.last_norm: float | None = None
         self.skipped_steps = 0
         self.after_step: Callable[[], None] | None = None
+        self.agreement: StepAgreement | None = None
         self._num_calls = 0  # since the last step, where there are to be several
         self._mesh = mesh
         self._max_norm = max_norm
@@ -221,6 +224,8 @@ class ShardedOptimizer(OptimizerWrapper):
         self._gradients.renew()
         self._gradients.factor = None
         self._num_calls = 0
+        if self.agreement is not None:
+            self.agreement.clear()
         self.reducer.drop(to_zeros=not set_to_none)
 
     @torch.no_grad()
@@ -344,11 +349,19 @@ class ShardedOptimizer(OptimizerWrapper):
         self.reducer.require_same_call("step()")
 
     def _measure(self) -> float:
-        """The norm of the gradients, once groups' options are equal on all ranks. One all-reduce over the world."""
+        """The norm of the gradients, once all ranks agree on options and batches. One all-reduce over the world."""
         options = optimizer_options(self.inner)
-        norm = self._gradients.measure(code=settings_hash(options))
+        agreement = self.agreement
+        if agreement is None:
+            norm = self._gradients.measure(code=settings_hash(options))
+        else:
+            norm = self._gradients.measure(code=agreement.code(options), share=agreement.share)
         if not self._gradients.is_agreed:
             require_equal_settings(options, of="the optimizer", rule=EQUAL_OPTIONS)
+            if agreement is not None:
+                agreement.explain()
+        if agreement is not None:
+            agreement.clear()
         self.last_norm = self._gradients.norm
         self._gradients.finish()
         self._num_calls = 0

@@ -1,0 +1,126 @@
+"""Agreement of all ranks on a step, compared in a reduction that the step makes anyway.
+
+[Note: compared calls] In the first calls, and in every `check_every`-th, ranks gather what they must have alike before
+they compute, and an error names the rank that departs. In all other calls nothing is sent: each rank notes codes of its
+batch and of its settings. Sums of the codes travel with the norm of the gradients, and are read with it. Where they
+show a difference the full comparison runs, and the step raises before any parameter changes.
+
+[Note: sums of codes] A replica of n ranks agrees if (1 − n)·(code of its first rank) + (codes of the others) is 0. The
+world agrees if all codes add up to the world size times the first one. Codes are below 2**24 and 2**32, so that these
+sums are exact in float64.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from .agreement import batch_code, differing_ranks, gather_integers
+from .equal_settings import require_equal_settings, settings_hash
+from .mesh import ParallelMesh
+
+COMPARED_CALLS = 3  # the first ones
+_CODES = 2**24
+
+
+class StepAgreement:
+    """The codes that a rank has noted since the last step.
+
+    Args:
+        mesh: all ranks.
+        check_every: every how-manieth call compares everything beforehand.
+    """
+
+    def __init__(self, mesh: ParallelMesh, check_every: int = 100) -> None:
+        self._mesh = mesh
+        self._check_every = check_every
+        ranks = mesh.model_ranks()
+        self._weight = 1 - len(ranks) if mesh.global_rank == ranks[0] else 1
+        self._num_calls = 0
+        self._compares_always = mesh.world_size == 1
+        self._batch: int | Tensor = 0
+        self._deviation: float | Tensor = 0.0
+        self._why = ""
+        self._world = 0
+        self._settings: dict[str, int] = {}
+
+    def is_due(self) -> bool:
+        """Count a call. Return True where it compares everything beforehand; equal on all ranks."""
+        number, self._num_calls = self._num_calls, self._num_calls + 1
+        return self._compares_always or number < COMPARED_CALLS or number % self._check_every == 0
+
+    def compare_always(self) -> None:
+        """Compare in every call from now on: ranks draw different random numbers, and take one of them."""
+        self._compares_always = True
+
+    def note(self, batch: Any, settings: Mapping[str, int] | None = None) -> None:
+        """Note a call that compares nothing beforehand. No communication, no wait for a device.
+
+        Args:
+            batch: what the ranks of one replica must have alike.
+            settings: what all ranks must have alike, by name.
+        """
+        if self._weight:  # else nobody else has this batch
+            self._batch = (self._batch * 31 + batch_code(batch)) % _CODES
+        self._settings = dict(settings or {})
+        self._world = settings_hash([self._world, *self._settings.values()])
+
+    def note_deviation(self, deviation: Tensor, why: str) -> None:
+        """Note a number, 0-d and equal on all ranks, that is above 0 where something is wrong, and the error then."""
+        self._deviation, self._why = self._deviation + deviation, why
+
+    @property
+    def share(self) -> float | Tensor:
+        """This rank's part of a sum that is 0 where the ranks of each replica agree."""
+        return self._batch * self._weight + self._deviation
+
+    def code(self, settings: Any) -> int:
+        """The code of what all ranks must have alike, with further settings in it; below 2**32."""
+        return settings_hash({"calls": self._world, "settings": settings})
+
+    def clear(self) -> None:
+        """Forget what was noted: a step has compared it."""
+        self._batch, self._deviation, self._why = 0, 0.0, ""
+        self._world, self._settings = 0, {}
+
+    def explain(self) -> None:
+        """Compare in full what was noted. All-gather over the world.
+
+        Raises:
+            ValueError: ranks differ; names them, on every rank.
+        """
+        try:
+            self._explain()
+        finally:
+            self.clear()
+        raise AssertionError("sums of codes differ between ranks, and a full comparison finds no difference")
+
+    def _explain(self) -> None:
+        if float(self._deviation) > 0:
+            raise ValueError(self._why)
+        require_equal_settings(self._settings, of="a step", rule="every rank must run the same")
+        found = gather_integers((self._mesh.rank("dp"), int(self._batch)))
+        self.require_equal_batches([(replica, code) for replica, code in found])
+
+    def require_equal_batches(self, codes: list[tuple[int, int]]) -> None:
+        """Compare the batches within replicas.
+
+        Args:
+            codes: the replica of each rank of the world, and the code of its batch.
+
+        Raises:
+            ValueError: they differ within a replica.
+        """
+        differing = {}
+        for replica in range(self._mesh.size("dp")):
+            ranks = [rank for rank, (of, _) in enumerate(codes) if of == replica]
+            if found := differing_ranks([codes[rank][1:] for rank in ranks]):
+                differing[replica] = [ranks[place] for place in found]
+        if differing:
+            where = "; ".join(f"replica {replica}: rank(s) {ranks}" for replica, ranks in differing.items())
+            raise ValueError(
+                "the batches differ between ranks of one replica, which must all get the same "
+                f"({where}, unlike its first rank): give the dataloader to booster.boost, or build it with "
+                "booster.plugin.prepare_dataloader, or seed your own sampler and collator by the data-parallel rank "
+                "alone"
+            )
