@@ -169,6 +169,7 @@ class _Watch:
             if error is not None:
                 self._board.withdraw(meeting)
                 self._forget_call()
+                self._in_vain = None  # its traceback would keep process groups, whose connections free other ranks
                 raise error
         self._meetings += 1
         if self.rank == 0 and meeting > 0:
@@ -187,6 +188,7 @@ class _Watch:
         # Where the other rank meets first (see `meet`), it may handle its error, and come.
         if error is not None and vain is not None and time.monotonic() - vain.since > BRIEF_SECONDS:
             self._given_up = str(error)
+            self._in_vain = None  # see `meet`
             raise error
 
     def _error_of_call(self) -> RankFailure | None:

@@ -186,6 +186,11 @@ class ParallelMesh:
         ranks: list[int] = self._mesh.mesh[self.rank("pp"), self.rank("dp")].flatten().tolist()
         return ranks
 
+    def replica_ranks(self) -> list[int]:
+        """The world's ranks that get the same batches as this one: axes pp, sp and tp."""
+        ranks: list[int] = self._mesh.mesh[:, self.rank("dp")].flatten().tolist()
+        return ranks
+
     def axis_of(self, group: dist.ProcessGroup) -> str:
         """The axis that a group of this mesh lies along; "world" for any other."""
         along = {self.group(axis).group_name: axis for axis in AXES if self.size(axis) > 1}

@@ -34,7 +34,7 @@ class StepAgreement:
     def __init__(self, mesh: ParallelMesh, check_every: int = 100) -> None:
         self._mesh = mesh
         self._check_every = check_every
-        ranks = mesh.model_ranks()
+        ranks = mesh.replica_ranks()
         self._weight = 1 - len(ranks) if mesh.global_rank == ranks[0] else 1
         self._num_calls = 0
         self._compares_always = mesh.world_size == 1

@@ -1,0 +1,161 @@
+"""A warm step sends no message between CPUs, and what ranks must have alike is compared all the same."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from echelon.verify.batch import loss_of, make_batch
+
+from ..pool import Pool
+from .training import LLAMA, boosted, hybrid
+
+COMPARED = 3
+CLEAN = {"tp2": {"tp_size": 2}, "pp2": {"pp_size": 2}, "dp2": {"zero_stage": 1}}
+
+
+def batch_of(booster: Any, step: int) -> dict[str, torch.Tensor]:
+    return make_batch(LLAMA, num_samples=4, seed=10 * step + booster.plugin.data_rank[0])
+
+
+def run_step(booster: Any, model: Any, optimizer: Any, batch: dict[str, torch.Tensor]) -> float:
+    loss = booster.execute_pipeline(iter([batch]), model, loss_of, optimizer)["loss"]
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss)
+
+
+def calls_of_steps(sizes: dict[str, Any], num_steps: int) -> list[dict[tuple[str, str], int]]:
+    """The number of collectives by axis and kind in each step."""
+    booster = hybrid(**sizes)
+    model, optimizer = boosted(booster, LLAMA)
+    found = []
+    for step in range(num_steps):
+        with booster.plugin.ledger(optimizer) as ledger:
+            run_step(booster, model, optimizer, batch_of(booster, step))
+        found.append({key: count.calls for key, count in ledger.traffic.items()})
+    return found
+
+
+@pytest.mark.parametrize("sizes", CLEAN.values(), ids=CLEAN)
+def test_a_warm_step_gathers_less_than_one_that_compares(pool: Pool, sizes: dict[str, Any]) -> None:
+    steps = pool.run(2, calls_of_steps, {**sizes, "check_every": 5}, 7)[0]
+    gathers = [sum(calls for (_, kind), calls in step.items() if "all_gather" in kind) for step in steps]
+    assert steps[3] == steps[4] == steps[6]
+    assert min(gathers[0], gathers[1], gathers[2], gathers[5]) > gathers[3], steps
+
+
+def depart(what: str, sizes: dict[str, Any]) -> tuple[str, bool]:
+    """The last rank departs in the sixth step. Return the error, and whether no parameter has changed in it."""
+    booster = hybrid(**sizes)
+    model, optimizer = boosted(booster, LLAMA)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    for step in range(COMPARED + 2):
+        run_step(booster, model, optimizer, batch_of(booster, step))
+    batch = batch_of(booster, 7)
+    if is_last and what == "batch":
+        batch["input_ids"] = batch["input_ids"].roll(1, 0)
+    if is_last and what == "random":
+        torch.rand(1)
+    before = [parameter.clone() for parameter in model.parameters()]
+    try:
+        if what == "end":
+            data = iter([] if is_last else [batch])
+            booster.execute_pipeline(data, model, loss_of, optimizer)
+            optimizer.step()
+        elif what == "call":
+            outputs = model(**batch)
+            booster.backward(loss_of(outputs, batch), optimizer)
+            optimizer.step()
+        else:
+            run_step(booster, model, optimizer, batch)
+    except (ValueError, RuntimeError) as error:
+        same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        return f"{type(error).__name__}: {error}", same
+    return "", False
+
+
+@pytest.mark.parametrize("sizes", [CLEAN["tp2"], CLEAN["pp2"], {**CLEAN["tp2"], "max_norm": 1.0}], ids=str)
+def test_a_batch_that_departs_in_a_warm_step_is_named_before_parameters_change(
+    pool: Pool, sizes: dict[str, Any]
+) -> None:
+    for text, is_unchanged in pool.run(2, depart, "batch", sizes):
+        assert text.startswith("ValueError: the batches differ between ranks of one replica")
+        assert "replica 0: rank(s) [1]" in text
+        assert is_unchanged
+
+
+def test_a_batch_of_a_call_of_the_model_that_departs_is_named_too(pool: Pool) -> None:
+    for text, is_unchanged in pool.run(2, depart_in_a_call):
+        assert "replica 0: rank(s) [1]" in text
+        assert is_unchanged
+
+
+def depart_in_a_call() -> tuple[str, bool]:
+    booster = hybrid(tp_size=2)
+    model, optimizer = boosted(booster, LLAMA)
+    for step in range(COMPARED + 2):
+        batch = batch_of(booster, step)
+        if step == COMPARED + 1 and dist.get_rank() == 1:
+            batch["labels"] = batch["labels"].roll(1, 0)
+        before = [parameter.clone() for parameter in model.parameters()]
+        try:
+            booster.backward(model(**batch).loss, optimizer)
+            optimizer.step()
+        except ValueError as error:
+            same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+            return str(error), same
+        optimizer.zero_grad()
+    return "", False
+
+
+def test_random_numbers_that_part_in_a_warm_step_are_named(pool: Pool) -> None:
+    for text, is_unchanged in pool.run(2, depart, "random", {"zero_stage": 1}):
+        assert "random number of the batch" in text and text.startswith("ValueError")
+        assert is_unchanged
+
+
+def losses_of_ranks_seeded_apart() -> list[float]:
+    booster = hybrid(zero_stage=1)
+    model, optimizer = boosted(booster, LLAMA)
+    torch.manual_seed(dist.get_rank())
+    return [run_step(booster, model, optimizer, batch_of(booster, step)) for step in range(COMPARED + 3)]
+
+
+def test_ranks_that_are_seeded_apart_train_as_ever(pool: Pool) -> None:
+    first, second = pool.run(2, losses_of_ranks_seeded_apart)
+    assert first == second
+
+
+def test_a_rank_whose_data_ends_early_in_a_warm_step_is_named(pool: Pool) -> None:
+    first, second = pool.run_failing(2, end_early, timeout=60.0)
+    for error in (first, second):
+        assert type(error).__name__ in ("RankFailure", "UnmatchedCall"), error
+        assert "at the end of its data" in str(error)
+
+
+def end_early() -> None:
+    booster = hybrid(tp_size=2)
+    model, optimizer = boosted(booster, LLAMA)
+    steps = COMPARED + 2 - dist.get_rank()
+    data = iter([batch_of(booster, step) for step in range(steps)])
+    while True:
+        booster.execute_pipeline(data, model, loss_of, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_data_that_ends_everywhere_in_a_warm_step_ends_the_loop(pool: Pool) -> None:
+    errors = pool.run_failing(2, end_together)
+    assert all(isinstance(error, StopIteration) for error in errors), errors
+
+
+def end_together() -> None:
+    booster = hybrid(tp_size=2)
+    model, optimizer = boosted(booster, LLAMA)
+    data = iter([batch_of(booster, step) for step in range(COMPARED + 2)])
+    while True:
+        booster.execute_pipeline(data, model, loss_of, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
