@@ -169,7 +169,9 @@ class _Watch:
             if error is not None:
                 self._board.withdraw(meeting)
                 self._forget_call()
-                self._in_vain = None  # its traceback would keep process groups, whose connections free other ranks
+                self._in_vain = (
+                    None  # its traceback would keep process groups, whose connections free other ranks
+                )
                 raise error
         self._meetings += 1
         if self.rank == 0 and meeting > 0:
