@@ -156,13 +156,15 @@ def norm_over_all_ranks(
     codes = torch.cat([codes, torch.as_tensor(share, dtype=torch.float64, device=device).view(1)])
     if isinf(norm_type):
         # A maximum over ranks may drop a NaN (gloo's does), never an infinity.
-        norm = torch.where(local.isfinite(), local, torch.inf).max()
-        dist.all_reduce(norm, op=dist.ReduceOp.MAX)
-        dist.all_reduce(codes)
+        figures = torch.where(local.isfinite(), local, torch.inf).max().view(1)
+        reductions = [(figures, dist.ReduceOp.MAX), (codes, dist.ReduceOp.SUM)]
     else:
         figures = torch.cat([local.pow(norm_type).sum().view(1), codes])
-        dist.all_reduce(figures)
-        norm, codes = figures[0].pow(1 / norm_type), figures[1:]
+        reductions = [(figures, dist.ReduceOp.SUM)]
+    for tensor, op in reductions:
+        dist.all_reduce(tensor, op=op)
+    norm = figures[0] if isinf(norm_type) else figures[0].pow(1 / norm_type)
+    codes = codes if isinf(norm_type) else figures[1:]
     total, first, shares = codes
     return norm, (total == first * dist.get_world_size()) & (shares == 0)
 
