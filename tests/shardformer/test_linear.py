@@ -195,7 +195,7 @@ def test_a_fused_projection_needs_its_blocks() -> None:
 
 
 def test_an_output_width_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="length 7 along dim 0 does not divide by 2"):
+    with pytest.raises(ValueError, match="7 entries along dim 0 are not divisible by 2 ranks"):
         Linear1D_Col.from_native_module(nn.Linear(4, 7), Group())  # type: ignore[arg-type]
 
 
