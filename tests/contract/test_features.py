@@ -23,7 +23,7 @@ from echelon.pipeline.action import Action, Op
 
 from ..pool import Pool
 from . import test_model_features, test_old_checkpoints, test_parity, test_refusals
-from .script import LLAMA, Script, plain_losses, shard_former
+from .script import LLAMA, Script, shard_former
 
 FEATURES = Path(__file__).parents[2] / "docs" / "features.md"
 hybrid = partial(HybridParallelPlugin, precision="fp32", num_microbatches=2)
@@ -84,9 +84,7 @@ SCRIPTS = {
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_has_the_losses_of_plain_torch(pool: Pool, name: str) -> None:
     script = SCRIPTS[name]
-    expected = plain_losses(script.choice)
-    for found in pool.run(script.num_ranks, script.losses):
-        assert found == pytest.approx(expected, rel=1e-5)
+    assert set(pool.run(script.num_ranks, script.departure)) == {None}
 
 
 def adapted(folder: Path) -> list[str]:

@@ -44,7 +44,7 @@ NOTHING = (
 )
 # Modes of sequence parallelism are in the covering array too.
 QUICK = {
-    *(("llama", "flash attention"), ("gemma3_text", "xFormers"), ("gpt2", "fused operators")),
+    *(("llama", "flash attention"), ("gemma3_text", "xFormers")),
     *(("qwen3", "fused norm"), ("t5", "ring_attn")),
 }
 

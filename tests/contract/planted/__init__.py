@@ -1,10 +1,12 @@
-"""Planted faults by package. What a row is, and how to add one: ../mutations.py."""
+"""Planted faults by package: every file here has some. What a row is, and how to add one: ../mutations.py."""
+
+from importlib import import_module
+from pkgutil import iter_modules
 
 from ..mutations import Mutation
-from . import checkpoint, layers, lora, pipeline, sequence, split, tables, zero
 
 FAULTS: dict[str, Mutation] = {
-    f"{module.__name__.rpartition('.')[2]}: {name}": fault
-    for module in (checkpoint, layers, lora, pipeline, sequence, split, tables, zero)
-    for name, fault in module.FAULTS.items()
+    f"{found.name}: {name}": fault
+    for found in iter_modules(__path__)
+    for name, fault in import_module(f"{__name__}.{found.name}").FAULTS.items()
 }

@@ -9,6 +9,7 @@ from torch import Tensor
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 
+from ..models import EagerChoice
 from ..mutations import Mutation
 
 LLAMA, GPT2, BERT = (ModelChoice(model_type=name) for name in ("llama", "gpt2", "bert"))
@@ -71,6 +72,14 @@ def halved(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda x, weight: product(x, weight) / 2
 
 
+def of_the_first_rank(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda self, x, dim, rank: own(self, x, dim, 0)
+
+
+def as_if_equally_heavy(add: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, rows, out, lse: add(self, rows, out, 0 * lse)
+
+
 SEQUENCE = "echelon.shardformer.sequence"
 SPLIT_GATHER = "echelon.shardformer.layers.split_gather"
 REGATHER = Layout(tp=2, sequence="split_gather", options=("enable_sequence_regather",))
@@ -119,5 +128,16 @@ FAULTS = {
         target="echelon.shardformer.layers.sequence_axis:SequenceAxis.own",
         wrapper=labels_cut_before_they_are_shifted,
         row=(LLAMA, ULYSSES),
+    ),
+    "sinks are those of the first rank's heads": Mutation(
+        target=f"{SEQUENCE}.ulysses:HeadShare.own",
+        wrapper=of_the_first_rank,
+        row=(EagerChoice(model_type="gpt_oss"), ULYSSES),
+    ),
+    "parts of attention are merged as if equally heavy": Mutation(
+        target=f"{SEQUENCE}.ring_attention:OnlineSoftmax.add",
+        wrapper=as_if_equally_heavy,
+        row=(LLAMA, RING_ATTENTION),
+        notice=r"^step 1: loss",
     ),
 }

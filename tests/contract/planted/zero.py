@@ -124,6 +124,10 @@ def only_the_slice(gather: Callable[..., Any]) -> Callable[..., Any]:
     return gathered
 
 
+def unclipped(norm: float, max_norm: float) -> float:
+    return 1.0
+
+
 OPTIMIZER = "echelon.zero.optimizer:ShardedOptimizer"
 BUCKET = "echelon.zero.bucket:Bucket"
 
@@ -246,5 +250,11 @@ FAULTS = {
         wrapper=summed_over_the_weight_axis,
         row=(LLAMA, Layout(dp=2, zero=1, wp=2)),
         notice=r"^step 1: gradient of ",
+    ),
+    "gradients are not clipped": Mutation(
+        target="echelon.zero.clipping:clip_coefficient",
+        replacement=unclipped,
+        row=(LLAMA, Layout(dp=2, zero=1, max_norm=0.1)),
+        notice=r"^step 1: weight of ",
     ),
 }
