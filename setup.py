@@ -10,6 +10,7 @@ ROOT = Path(__file__).parent
 # of them (`ln -s ../booster echelon/booster`) shows editors, type checkers and import graphs the package as installed.
 FOLDERS = (
     "cluster",
+    "data",
     "lazy",
     "pipeline",
     "zero",

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..cluster.dataloader import SharedLoader
+from ..data.loader import SharedLoader
 from .consent import on_all_ranks
 from .local import LocalModel, saved_state
 from .model import config_errors

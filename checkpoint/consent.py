@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from ..cluster.faults import meet_all_ranks, naming_failures
+from ..cluster.failures import meet_all_ranks, naming_failures
 
 Result = TypeVar("Result")
 Told = TypeVar("Told")

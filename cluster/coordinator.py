@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .faults import stop_watch
+from .failures import stop_watch
 
 
 class DistCoordinator:

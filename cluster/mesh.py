@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .faults import default_timeout, start_watch
+from .failures import default_timeout, start_watch
 from .launch import default_device, torchrun_command, wait_until_all_have_connected
 
 AXES = ("pp", "dp", "sp", "tp")
@@ -265,3 +265,24 @@ class ParallelMesh:
                 mine = group
         wait_until_all_have_connected()
         return mine
+
+
+REPLICATE, SHARD = "replicate", "shard"
+
+
+def shard_mesh(mesh: ParallelMesh, shard_size: int) -> DeviceMesh:
+    """A torch mesh of all ranks: neighbours in groups of `shard_size` share out what each group has whole.
+
+    Collective over the world where the groups are smaller than it: makes process groups.
+
+    Args:
+        mesh: one that has no axis but dp.
+        shard_size: divides the world size.
+
+    Returns:
+        Of the dims (replicate, shard), or of the data axis alone where one group has all ranks.
+    """
+    if shard_size == mesh.world_size:
+        return mesh.device_mesh["dp"]
+    shape = (mesh.world_size // shard_size, shard_size)
+    return torch_mesh(mesh.device.type, shape, (REPLICATE, SHARD))

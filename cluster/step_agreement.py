@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .agreement import batch_code, differing_ranks, gather_integers
-from .equal_settings import require_equal_settings, settings_hash
+from .agree import batch_code, differing_ranks, gather_integers, require_equal, settings_hash
 from .mesh import ParallelMesh
 
 COMPARED_CALLS = 3  # the first ones
@@ -98,7 +97,7 @@ class StepAgreement:
     def _explain(self) -> None:
         if float(self._deviation) > 0:
             raise ValueError(self._why)
-        require_equal_settings(self._settings, of="a step", rule="every rank must run the same")
+        require_equal(self._settings, what="a step", rule="every rank must run the same")
         found = gather_integers((self._mesh.rank("dp"), int(self._batch)))
         self.require_equal_batches([(replica, code) for replica, code in found])
 

@@ -18,7 +18,7 @@ from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from ..cluster.agreement import batch_hash
+from ..cluster.agree import batch_hash
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from torch.utils.data.distributed import DistributedSampler
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.local import Adapter, LocalModel
 from ..checkpoint.optimizer import Trained
-from ..cluster.dataloader import SharedLoader, shared_loader
-from ..cluster.faults import naming_failures
-from ..cluster.given_loader import sharded_loader
+from ..cluster.failures import naming_failures
 from ..cluster.mesh import ParallelMesh
+from ..data.given import sharded_loader
+from ..data.loader import SharedLoader, shared_loader
 from ..shardformer.refusals import given_errors, is_taken
 from ..zero.optimizer import ShardedOptimizer
 

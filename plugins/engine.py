@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..cluster.agreement import batch_hash, broadcast_object, differing_ranks, gather_integers
-from ..cluster.faults import meet_all_ranks, rename_call
+from ..cluster.agree import batch_hash, broadcast_object, differing_ranks, gather_integers
+from ..cluster.failures import meet_all_ranks, rename_call
 from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom
 from ..cluster.step_agreement import COMPARED_CALLS, StepAgreement

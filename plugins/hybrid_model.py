@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..checkpoint.local import Adapter, saved_state
-from ..cluster.equal_settings import require_equal_settings
+from ..cluster.agree import require_equal
 from ..cluster.errors import raise_errors
-from ..cluster.faults import meet_all_ranks, naming_failures
+from ..cluster.failures import meet_all_ranks, naming_failures
 from ..cluster.hooks import own
 from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom
@@ -73,7 +73,7 @@ def boost(
     with naming_failures("boost"):
         meet_all_ranks()
         require_equal_models(model)
-        require_equal_settings(optimizer_options(optimizer), of="the optimizer")
+        require_equal(optimizer_options(optimizer), what="the optimizer")
         names = ParameterNames.of(model)
         model.to(mesh.device)
         config.fused.choose_attention(model, mesh.device)

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 
 from ..checkpoint.local import LocalModel
 from ..checkpoint.optimizer import Trained
-from ..cluster.equal_settings import require_equal_settings
+from ..cluster.agree import require_equal
 from ..cluster.errors import raise_errors
-from ..cluster.faults import naming_failures
+from ..cluster.failures import naming_failures
 from ..cluster.launch import default_device
 from ..cluster.mesh import ParallelMesh
 from ..pipeline.runner import Criterion
@@ -219,7 +219,7 @@ class HybridParallelPlugin(Plugin):
         )
         require_process_group()
         raise_errors([*unavailable, *self.config.faults(dist.get_world_size())])
-        require_equal_settings(self.config, of="the plugin")
+        require_equal(self.config, what="the plugin")
         self.has_default_precision = precision is None
         self.mesh = ParallelMesh(pp=pp_size, dp=dp_size, sp=self.config.sp, tp=tp_size, wp=wp_size)
         self.rings = double_ring(self.mesh, inner_ring_size)

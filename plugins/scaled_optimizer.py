@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..cluster.equal_settings import begin_comparing_settings
-from ..cluster.faults import naming_failures
+from ..cluster.agree import begin_require_equal
+from ..cluster.failures import naming_failures
 from ..zero.clipping import require_clip_norm, require_clip_value, require_finite_norm
 from ..zero.groups import EQUAL_OPTIONS, NOT_PICKLED, optimizer_options
 from ..zero.precision import beyond_fp16
@@ -226,8 +226,8 @@ class ScaledOptimizer(Optimizer):
         require, self._require_equal_options = self._require_equal_options, None
         if require is not None:
             require()
-        self._require_equal_options = begin_comparing_settings(
-            optimizer_options(self.optim), of="the optimizer", rule=_RULE, group=self.group
+        self._require_equal_options = begin_require_equal(
+            optimizer_options(self.optim), what="the optimizer", rule=_RULE, group=self.group
         )
 
     def _note_gradients(self) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from ..checkpoint.local import Adapter, LocalModel
 from ..checkpoint.optimizer import Trained
 from ..cluster.errors import raise_errors
-from ..cluster.faults import meet_all_ranks, naming_failures
+from ..cluster.failures import meet_all_ranks, naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom
 from ..lazy import materialize

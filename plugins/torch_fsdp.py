@@ -26,12 +26,11 @@ from torch.utils.data import DataLoader
 
 from ..checkpoint.local import Adapter, LocalModel
 from ..cluster.errors import raise_errors
-from ..cluster.faults import meet_all_ranks, naming_failures
+from ..cluster.failures import meet_all_ranks, naming_failures
 from ..cluster.hooks import has_foreign_hooks
 from ..cluster.launch import default_device
-from ..cluster.mesh import ParallelMesh, divisors
+from ..cluster.mesh import ParallelMesh, divisors, shard_mesh
 from ..cluster.random import ForwardRandom
-from ..cluster.shard_mesh import shard_mesh
 from ..lazy import materialize
 from ..shardformer.equal_ranks import require_equal_models
 from ..shardformer.fused import switch_errors

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from ..cluster.agreement import batch_hash, differing_ranks, gather_integers
+from ..cluster.agree import batch_hash, differing_ranks, gather_integers
 from ..lazy.replay import fingerprint
 from ..lazy.tensor import LazyTensor, content_of
 

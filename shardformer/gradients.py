@@ -11,7 +11,7 @@ from torch.autograd import Variable
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from ..cluster.agreement import gather_integers
+from ..cluster.agree import gather_integers
 from ..cluster.collectives import all_gather, all_reduce
 from ..cluster.placement import Shard, Shared, is_counted, placement_of
 from ..pipeline.stage import local_stages

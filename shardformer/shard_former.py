@@ -16,9 +16,9 @@ from torch.utils.data import (
     default_collate,
 )
 
-from ..cluster.dataloader import shared_loader
 from ..cluster.launch import default_device, launch_from_torch, torchrun_command
 from ..cluster.mesh import ParallelMesh, divisors
+from ..data.loader import shared_loader
 from ..lazy import materialize
 from . import tables as tables  # registers them
 from .derived import derived_table

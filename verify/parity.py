@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..booster.booster import Booster
-from ..cluster.agreement import batch_hash
+from ..cluster.agree import batch_hash
 from ..cluster.mesh import ParallelMesh
 from ..cluster.placement import Shard, placement_of
 from ..lazy import materialize

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..cluster.agree import require_equal, settings_hash
 from ..cluster.buffers import BufferPool
-from ..cluster.equal_settings import require_equal_settings, settings_hash
-from ..cluster.faults import naming_failures
+from ..cluster.failures import naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..cluster.step_agreement import StepAgreement
 from .bucket import Bucket, make_buckets
@@ -357,7 +357,7 @@ class ShardedOptimizer(OptimizerWrapper):
         else:
             norm = self._gradients.measure(code=agreement.code(options), share=agreement.share)
         if not self._gradients.is_agreed:
-            require_equal_settings(options, of="the optimizer", rule=EQUAL_OPTIONS)
+            require_equal(options, what="the optimizer", rule=EQUAL_OPTIONS)
             if agreement is not None:
                 agreement.explain()
         if agreement is not None:

@@ -25,7 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from ..cluster.agreement import gather_integers
+from ..cluster.agree import gather_integers
 from ..cluster.hooks import has_foreign_hooks, has_foreign_last_hooks, own
 from .bucket import Bucket, GradientState, Slot
 from .partition import ManagedParameter

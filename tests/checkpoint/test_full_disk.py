@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.checkpoint.background import Save
-from echelon.cluster.rank_failure import RankFailure
+from echelon.cluster.errors import RankFailure
 
 from ..pool import Pool, RankDied
 from .failures import at_every_write, full_disk_at, kill_rank_at, logged

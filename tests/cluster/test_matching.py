@@ -1,6 +1,6 @@
-"""Of two heartbeats only what is certain is concluded; see echelon/cluster/matching.py."""
+"""Of two heartbeats only what is certain is concluded; see echelon/cluster/heartbeats.py."""
 
-from echelon.cluster.matching import Heartbeat, absent_ranks, never_meeting, places
+from echelon.cluster.heartbeats import Heartbeat, absent_ranks, never_meeting, places
 
 WORLD, PAIR = "0,1,2", "0,1"
 

@@ -94,7 +94,7 @@ def test_a_piece_has_memory_of_its_own() -> None:
 
 
 def test_what_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="length 10 along dim 0 does not divide by 4 pieces"):
+    with pytest.raises(ValueError, match="10 entries along dim 0 are not divisible by 4 ranks"):
         Shard(size=4, dim=0, blocks=(8, 10))
     with pytest.raises(ValueError, match="copies=3 does not divide size=4"):
         Shard(size=4, dim=0, blocks=(12,), copies=3)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from echelon import Booster, TorchDDPPlugin, TorchFSDPPlugin
-from echelon.cluster import faults
-from echelon.cluster.rank_failure import RankFailure
+from echelon.cluster import failures
+from echelon.cluster.errors import RankFailure
 from echelon.verify.batch import loss_of, make_batch
 
 from ..pool import Pool
@@ -30,8 +30,8 @@ class Run:
     """A boosted model and its optimizer on this rank, after one step, with the watch in a hurry."""
 
     def __init__(self, kind: str, folder: Path) -> None:
-        faults.INTERVAL_SECONDS, faults.LOOK_SECONDS, faults.BRIEF_SECONDS = 0.1, 0.2, 0.4
-        faults.WAITING_SECONDS, faults.STUCK_SECONDS = 1.0, 4.0
+        failures.INTERVAL_SECONDS, failures.LOOK_SECONDS, failures.BRIEF_SECONDS = 0.1, 0.2, 0.4
+        failures.WAITING_SECONDS, failures.STUCK_SECONDS = 1.0, 4.0
         self.kind, self.folder, self.booster = kind, folder, PLUGINS[kind]()
         self.model, self.optimizer = boosted(self.booster, LLAMA)
         self.train()
@@ -144,9 +144,9 @@ def test_a_rank_that_is_late_is_named_and_waited_for(pool: Pool, tmp_path: Path,
 def come_late(kind: str, folder: Path) -> list[str]:
     """The second rank comes late to a step and to a save; what the watch says meanwhile."""
     run, said = Run(kind, folder), list[str]()
-    faults._say = said.append
+    failures._say = said.append
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(faults, "_say", said.append)
+        patch.setattr(failures, "_say", said.append)
         for call in (run.train, run.save):
             if dist.get_rank() == 1:
                 time.sleep(2.5)
@@ -165,7 +165,7 @@ def handle_an_error_and_come_late(kind: str, folder: Path) -> None:
     run = Run(kind, folder)
     with pytest.raises(ValueError, match="batch_size"):
         run.model(**{**make_batch(LLAMA, num_samples=2, seed=0), "labels": torch.zeros(3)})
-    faults.STUCK_SECONDS = 1.0
+    failures.STUCK_SECONDS = 1.0
     if dist.get_rank() == 1:
         time.sleep(4)
     run.train()
@@ -195,8 +195,8 @@ def test_a_rank_that_sleeps_for_a_minute_is_not_ended(pool: Pool, tmp_path: Path
 
 def sleep_for_a_minute(folder: Path) -> None:
     run = Run("tp", folder)
-    faults.INTERVAL_SECONDS, faults.LOOK_SECONDS, faults.BRIEF_SECONDS = 0.5, 1.0, 2.0
-    faults.WAITING_SECONDS, faults.STUCK_SECONDS = 30.0, 20.0
+    failures.INTERVAL_SECONDS, failures.LOOK_SECONDS, failures.BRIEF_SECONDS = 0.5, 1.0, 2.0
+    failures.WAITING_SECONDS, failures.STUCK_SECONDS = 30.0, 20.0
     for call in (run.train, run.save):
         if dist.get_rank() == 1:
             time.sleep(60)

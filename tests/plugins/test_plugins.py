@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from echelon.cluster.dataloader import shared_loader
+from echelon.data.loader import shared_loader
 from echelon.verify.batch import make_batch
 
 from ..pool import Pool

@@ -36,7 +36,6 @@ from echelon import (
 from echelon.shardformer.recompute import checkpoint_layers, recomputable_layers
 
 sys.path.append(str(Path(__file__).parents[2]))  # what all examples share
-import data as texts
 import metrics
 import models
 from command_line import (
@@ -52,6 +51,8 @@ from command_line import (
 from saving import Record, Saving, add_saving_options, export_model, folder_faults, saving_faults
 from train_step import on_device_of
 from training import Run, boost, make_optimizer, start, train
+
+import data as texts
 
 DEFAULT_STEPS = 200
 DEFAULT_VOCABULARY = 2048

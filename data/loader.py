@@ -1,17 +1,73 @@
-"""A data set dealt out over the data axis, with equal batches on all ranks of a replica, and the place in it."""
+"""Dataloaders whose samples are dealt out over the data axis, with the place that training has reached."""
 
-from collections.abc import Callable, Iterator, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
-from .batches import BatchDataset, Dealt, Draw, WorkerStart, derived_seed, unchanged
-from .dataloader_faults import argument_faults, dataset_faults
-from .foreign_sampler import ForeignSampler
-from .given_sampler import GivenSampler
-from .sampler import ResumableSampler
+from ..cluster.random import generators_put_back, seed_torch
+from .sampler import Dealer, Dealt, Draw, ForeignSampler, ResumableSampler, derived_seed
+
+
+def dataset_faults(dataset: Any) -> list[str]:
+    """Return the reasons that keep the samples of a data set from being dealt out to replicas."""
+    name = type(dataset).__name__
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+        return [
+            f"a {name} gives its samples in its own order, or has no length, so they cannot be dealt out to replicas: "
+            "give a data set with __len__ and __getitem__"
+        ]
+    if isinstance(dataset, Mapping) and len(dataset) and 0 not in dataset:
+        keys = ", ".join(map(repr, list(dataset)[:4]))
+        return [f"a {name} of {keys} has no sample 0: give one of the data sets in it"]
+    if not hasattr(dataset, "__getitem__"):
+        return [f"a {name} has no __getitem__: give a data set with __len__ and __getitem__"]
+    return []
+
+
+_REFUSED = {
+    "sampler": "samples are dealt out to replicas: give a class as distributed_sampler_cls instead",
+    "batch_sampler": "samples are dealt out to replicas: give batch_size, and a class as distributed_sampler_cls",
+    "generator": "random numbers follow from the seed and a batch's place: give seed instead",
+}
+
+
+def argument_faults(batch_size: Any, kwargs: Mapping[str, Any]) -> list[str]:
+    """Return the errors of a batch size, and of further arguments for a DataLoader."""
+    faults = []
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        faults.append(
+            f"batch_size={batch_size!r} must be a whole number from 1: the samples of a replica in a batch"
+        )
+    faults += [
+        f"{name} is not taken: {why}" for name, why in _REFUSED.items() if kwargs.get(name) is not None
+    ]
+    if not kwargs.get("in_order", True):
+        faults.append(
+            "in_order=False would give the ranks of a replica batches in other orders, and no place to go on from: "
+            "leave it out"
+        )
+    return faults
+
+
+def loader_faults(loader: Any) -> list[str]:
+    """Return the reasons that keep a user's dataloader from being dealt out as it is."""
+    if type(loader) is not DataLoader:
+        return [
+            f"it is a {type(loader).__name__}, and only a plain torch.utils.data.DataLoader can be rebuilt"
+        ]
+    if faults := dataset_faults(loader.dataset):
+        return faults
+    if loader.batch_sampler is None:
+        return ["it has batch_size=None, so its batches are the data set's own"]
+    if type(loader.batch_sampler) is not BatchSampler:
+        return [f"its batch_sampler is a {type(loader.batch_sampler).__name__}, whose batches are its own"]
+    return argument_faults(loader.batch_sampler.batch_size, {"in_order": loader.in_order})
 
 
 def shared_loader(
@@ -79,7 +135,7 @@ class SharedLoader(DataLoader[Any]):
         self,
         dataset: Dataset,
         *,
-        dealer: ResumableSampler | ForeignSampler | GivenSampler,
+        dealer: Dealer,
         seed: tuple[int, ...],
         batch_size: int,
         sampler: Sampler[int],
@@ -193,3 +249,54 @@ def _noted(draws: Iterator[tuple[Draw, Any]], positions: dict[int, Any]) -> Iter
     for draw, position in draws:
         positions[draw.number] = position
         yield draw
+
+
+class BatchDataset(Dataset[tuple[int, Any]]):
+    """The batches of a data set by their draws, so that the one who makes a batch knows its place, in any process."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list], Any]) -> None:
+        self.dataset = dataset
+        self._collate = collate
+
+    def __getitem__(self, draw: Draw) -> tuple[int, Any]:
+        """The batch and its number. The generators of this process stand as they stood."""
+        with seeded(draw.entropy):
+            return draw.number, self._collate(_samples(self.dataset, draw.indices))
+
+
+def unchanged(batch: Any) -> Any:
+    """The batch. A collator for a DataLoader whose data set gives batches; workers can be sent it by name."""
+    return batch
+
+
+class WorkerStart:
+    """Start of each worker process: the data set that it reports is the user's own."""
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        if info is None:
+            raise AssertionError(f"worker {worker} starts outside of a worker process")
+        # torch forbids plain assignment; scripts open files through get_worker_info().dataset here.
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
+        if self._then is not None:
+            self._then(worker)
+
+
+@contextmanager
+def seeded(entropy: Sequence[int]) -> Iterator[None]:
+    """Let Python, NumPy and torch's CPU draw what follows from some numbers alone, and go on afterwards as before."""
+    seed, cpu = derived_seed(*entropy), torch.device("cpu")
+    with generators_put_back(cpu):
+        random.seed(seed)
+        np.random.seed(seed)
+        seed_torch(seed, cpu)
+        yield
+
+
+def _samples(dataset: Any, indices: list[int]) -> list[Any]:
+    """Samples of a data set, all at once where it can give them so, as torch's DataLoader reads them."""
+    several = getattr(dataset, "__getitems__", None)
+    return several(indices) if several else [dataset[index] for index in indices]

@@ -1,18 +1,21 @@
-"""Small numbers that ranks tell each other, to agree before they compute. What follows from them is the caller's."""
+"""Agreement of ranks before they compute: integers that they exchange, settings that must be equal."""
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from datetime import timedelta
-from typing import Any
+from enum import Enum
+from numbers import Real
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import all_gather_single
-from .faults import current_call, raise_if_in_vain
+from .errors import SAME_CALLS, UnmatchedCall
+from .failures import current_call, meet_all_ranks, naming_failures, raise_if_in_vain
 from .launch import default_device
-from .rank_failure import SAME_CALLS, UnmatchedCall
 
 # The multipliers of SplitMix64's mixing (Steele, Lea, Flood 2014), as signed integers.
 _SPREAD = 0x9E3779B97F4A7C15 - 2**64
@@ -185,3 +188,91 @@ def device_hash(data: Tensor) -> Tensor:
     mixed = data.long() + place * _SPREAD
     mixed = (mixed ^ (mixed >> 30)) * _MIX
     return (mixed ^ (mixed >> 27)).sum()
+
+
+def settings_hash(settings: Any) -> int:
+    """A number below 2**32 that differs where settings do, as `require_equal` takes them."""
+    return zlib.crc32(repr([*_plain(settings)]).encode())
+
+
+def require_equal(
+    value: Any,
+    group: dist.ProcessGroup | None = None,
+    *,
+    what: str,
+    rule: str = "every rank must give the same",
+) -> None:
+    """Raise unless all ranks have set the same. All-gather of a number, and of the settings where they differ.
+
+    Args:
+        value: a dataclass, or a mapping by name, either of which may hold more such. Of what is no plain value
+            the type counts alone.
+        group: the ranks; None is the world, all ranks of which meet in the store first, so that no message of
+            another call can be taken for one of this.
+        what: is set so, as the message shall say it.
+        rule: what the message says about that.
+
+    Raises:
+        ValueError: some rank has another value; names the settings and ranks, on every rank.
+    """
+    if dist.get_world_size(group) == 1:
+        return
+    if group is not None:
+        begin_require_equal(value, group, what=what, rule=rule)()
+        return
+    with naming_failures(what):
+        meet_all_ranks()
+        begin_require_equal(value, what=what, rule=rule)()
+
+
+def begin_require_equal(
+    value: Any, group: dist.ProcessGroup | None = None, *, what: str, rule: str
+) -> Callable[[], None]:
+    """Begin `require_equal` of the value as it now is, without a meeting; what is returned ends it."""
+    end = begin_gathering_integers((settings_hash(value),), group)
+    plain = dict(_plain(value))
+
+    def finish() -> None:
+        if len({code for (code,) in end()}) > 1:
+            every: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
+            dist.all_gather_object(every, plain, group=group)
+            _raise_different(every, dist.get_process_group_ranks(group), what=what, rule=rule)
+
+    return finish
+
+
+def _raise_different(
+    every: Sequence[dict[str, str]], ranks: Sequence[int], *, what: str, rule: str
+) -> NoReturn:
+    errors = []
+    for name in dict.fromkeys(name for one in every for name in one):
+        holders: dict[str, list[int]] = {}
+        for rank, settings in zip(ranks, every, strict=True):
+            holders.setdefault(settings.get(name, "nothing"), []).append(rank)
+        if len(holders) > 1:
+            values = (f"{value} on rank(s) {where}" for value, where in holders.items())
+            errors.append(f"{name} is {' and '.join(values)}")
+    raise ValueError(f"the settings of {what} differ between ranks, and {rule}: {'; '.join(errors)}")
+
+
+def _plain(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Names and values as text that is equal where they are, in all processes."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        for key, inner in value.items():
+            yield from _plain(inner, key)
+    else:
+        yield name, _text(value)
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, str | int | Enum | torch.dtype):
+        return repr(value)
+    if isinstance(value, Real):  # those of numpy print their type, too
+        return repr(float(value))
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
+        return repr(value.item())
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    return f"a {type(value).__qualname__}"

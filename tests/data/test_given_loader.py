@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from echelon.cluster.dataloader import SharedLoader
-from echelon.cluster.given_loader import dealt_out
-from echelon.cluster.streams import Streams
+from echelon.data.given import Streams, dealt_out
+from echelon.data.loader import SharedLoader
 
 from .test_dataloader import WORKERS, as_list, drawing
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data.distributed import DistributedSampler
 
-from echelon.cluster.sampler import ResumableSampler
+from echelon.data.sampler import ResumableSampler
 
 
 def samplers(size: int, replicas: int, **settings: Any) -> list[ResumableSampler]:

@@ -34,16 +34,23 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from .board import Board, Event
-from .matching import KEPT, Heartbeat, absent_ranks, members, never_meeting, places
-from .rank_failure import SAME_CALLS, RankFailure, UnmatchedCall, is_broken, is_timeout
-from .termination import termination_deferred
+from .errors import SAME_CALLS, RankFailure, UnmatchedCall, is_broken, is_timeout, termination_deferred
+from .heartbeats import (
+    KEPT,
+    Board,
+    Event,
+    Heartbeat,
+    absent_ranks,
+    default_store,
+    default_timeout,
+    members,
+    never_meeting,
+    places,
+)
 
 INTERVAL_SECONDS = 0.5
 SILENT_SECONDS = 10.0
@@ -220,11 +227,9 @@ class _Watch:
         if self._has_failed:  # see [Note: launchers]; and rank 0 may hold the store
             time.sleep(2 * INTERVAL_SECONDS)
 
-    # What the thread does.
-
     def _run(self) -> None:
         with suppress(RuntimeError):  # every error of a store is one: its server is gone
-            while not self._stop.wait(INTERVAL_SECONDS) and _default_store() is self.store:
+            while not self._stop.wait(INTERVAL_SECONDS) and default_store() is self.store:
                 self._board.show(self._heartbeat())
                 self._read()
                 self._look_after_next()
@@ -359,8 +364,6 @@ class _Watch:
         else:
             self._post("left")
 
-    # What both do.
-
     def _post(self, kind: str, text: str = "", *, consequence: bool = False) -> None:
         with suppress(RuntimeError):  # without a store there is nobody to tell
             self._board.post(
@@ -423,7 +426,7 @@ def start_watch() -> None:
     once it is running. Talks to the store, waits for nobody.
     """
     global _watch
-    store = _default_store()
+    store = default_store()
     if _watch is not None and _watch.store is store and _watch.process_id == os.getpid():
         return
     stop_watch()
@@ -509,18 +512,3 @@ def naming_failures(action: str, ranks: Sequence[int] | None = None) -> Iterator
 def _say(text: str) -> None:
     with suppress(OSError, ValueError):  # a standard error that is closed
         print(text, file=sys.stderr, flush=True)
-
-
-def default_timeout() -> timedelta:
-    """That of the default group; torch gives other groups its own default instead. Private to torch."""
-    world = distributed_c10d._get_default_group()
-    timeout: timedelta = max(world._get_backend(device).options._timeout for device in world._device_types)
-    return timeout
-
-
-def _default_store() -> dist.Store | None:
-    """The store of the default process group, the same object for as long as the group lives. Private to torch."""
-    try:
-        return distributed_c10d._get_default_store() if dist.is_initialized() else None
-    except (ValueError, KeyError):  # another thread is destroying the group
-        return None

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
-from echelon.cluster.dataloader import SharedLoader, shared_loader
+from echelon.data.loader import SharedLoader, shared_loader
 
 
 def as_list(samples: list) -> list:

@@ -16,11 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.cluster import faults
-from echelon.cluster.board import Board, Event
-from echelon.cluster.faults import naming_failures, start_watch, stop_watch
-from echelon.cluster.matching import Heartbeat
-from echelon.cluster.rank_failure import RankFailure
+from echelon.cluster import failures, heartbeats
+from echelon.cluster.errors import RankFailure
+from echelon.cluster.failures import naming_failures, start_watch, stop_watch
+from echelon.cluster.heartbeats import Board, Event, Heartbeat
 
 from ..pool import Pool, RankDied
 
@@ -85,7 +84,7 @@ def recover_from_an_error() -> None:
 
 
 def wait_for_one_that_failed_and_lives() -> None:
-    faults.STUCK_SECONDS = 1.0
+    failures.STUCK_SECONDS = 1.0
     if dist.get_rank() == 1:
         with pytest.raises(ValueError), naming_failures("execute_pipeline"):
             raise ValueError("kept")
@@ -128,12 +127,12 @@ def run_the_data_out() -> list[str]:
     with pytest.raises(StopIteration), naming_failures("execute_pipeline"):
         next(iter([]))
     time.sleep(1.2)
-    return [] if faults._watch is None else [str(event) for event in faults._watch._standing()]
+    return [] if failures._watch is None else [str(event) for event in failures._watch._standing()]
 
 
 def exchange_news() -> list[str]:
     rank = dist.get_rank()
-    board = Board(faults._default_store(), rank)
+    board = Board(heartbeats.default_store(), rank)
     assert board.news() == []
     assert board.beat(rank) is None
     board.show(Heartbeat(beat=1, action="boost", calls=rank))
@@ -255,7 +254,7 @@ SCRIPT = """
 import os, sys, time
 import torch
 import torch.distributed as dist
-from echelon.cluster.faults import naming_failures
+from echelon.cluster.failures import naming_failures
 from echelon.cluster.launch import launch_from_torch
 
 how, bad = sys.argv[1], int(sys.argv[2])
