@@ -62,7 +62,7 @@ def begin_gathering_integers(
     return end
 
 
-def broadcast_object(value: Any, root: int, group: dist.ProcessGroup) -> Any:
+def broadcast_object(value: Any, root: int, group: dist.ProcessGroup | None) -> Any:
     """Any object of one rank, on all ranks of the group, by pickle. Two broadcasts.
 
     Args:

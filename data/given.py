@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Sampler, Subset
 from torch.utils.data.distributed import DistributedSampler
 
-from ..cluster.agree import require_equal
+from ..cluster.agree import broadcast_object, require_equal
 from .loader import WORKER_SETTINGS, SharedLoader, loader_faults
 from .sampler import Dealt, Draw, key_faults
 
@@ -348,10 +348,7 @@ def _generators(loader: DataLoader) -> list[torch.Generator]:
 
 def _follow_first_rank(streams: Streams) -> int:
     """Let the streams stand where those of rank 0 do; returns a seed that is equal on all ranks. One broadcast."""
-    found: list[Any] = [(streams.state_dict(), torch.initial_seed() % 2**63)]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(found)
-    state, seed = found[0]
+    state, seed = broadcast_object((streams.state_dict(), torch.initial_seed() % 2**63), 0, dist.group.WORLD)
     streams.load_state_dict(state)
     return int(seed)
 
