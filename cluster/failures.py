@@ -33,7 +33,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -44,6 +43,7 @@ from .heartbeats import (
     Board,
     Event,
     Heartbeat,
+    Vain,
     absent_ranks,
     default_store,
     default_timeout,
@@ -61,15 +61,6 @@ _POLL_SECONDS = 0.02
 # How long a rank whose connection broke waits for news of the cause: longer than it takes to notice a silence.
 NEWS_SECONDS = SILENT_SECONDS + 4 * INTERVAL_SECONDS
 BRIEF_SECONDS = 4 * INTERVAL_SECONDS
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Vain:
-    """Why a call cannot end: its number, the error that says so, and since when it is known."""
-
-    call: int
-    error: RankFailure
-    since: float
 
 
 class _Watch:
@@ -90,9 +81,8 @@ class _Watch:
         self._store_is_lost = False
         self._stop = threading.Event()
         self._action: str | None = None
-        self._calls = 0
         self._entered = 0.0
-        self._told = False
+        self._told = self._is_announced = False
         self._has_failed = False
         self._looked_after: tuple[int, Heartbeat | None, float] | None = None
         self._world = ",".join(map(str, range(self.world_size)))
@@ -100,19 +90,14 @@ class _Watch:
         self._thread_id = 0
         self._joined: dict[str, int] = {}
         self._recent: dict[str, list[str]] = {}
-        self._errors = 0
-        self._own_errors = 0
-        self._meetings = 0
+        self._calls = self._errors = self._own_errors = self._meetings = 0
         self._looked = 0.0
-        self._is_announced = False
         self._suspect: tuple[Any, ...] = ()
-        self._in_vain: _Vain | None = None
+        self._in_vain: Vain | None = None
         self._given_up = ""
         self._board.show(self._heartbeat())
         self._thread = threading.Thread(target=self._run, name="echelon watch", daemon=True)
         self._thread.start()
-
-    # What the main thread calls.
 
     def enter(self, action: str, ranks: Sequence[int] | None) -> bool:
         """Note that a watched call begins. Return False inside of another one, which does the naming."""
@@ -294,7 +279,7 @@ class _Watch:
         sure = [rank for rank in absent if (beat := beats[rank]) is None or beat.errors == own.errors]
         error = self._absence(own, absent, sure) or self._mismatch(own, beats)
         if error is None or self._in_vain is None or self._in_vain.call != own.calls:
-            self._in_vain = None if error is None else _Vain(call=own.calls, error=error, since=now)
+            self._in_vain = None if error is None else Vain(call=own.calls, error=error, since=now)
 
     def _absence(self, own: Heartbeat, absent: Sequence[int], sure: Sequence[int]) -> RankFailure | None:
         """The error of a call that a rank cannot come to any more; `sure` are those whose calls have our numbers."""

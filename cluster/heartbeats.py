@@ -14,6 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from .errors import RankFailure
+
 KEPT = 4  # names of the latest calls of a group
 MOST_NAMED = 8  # ranks in a message
 
@@ -249,3 +251,12 @@ def default_store() -> dist.Store | None:
         return distributed_c10d._get_default_store() if dist.is_initialized() else None
     except (ValueError, KeyError):  # another thread is destroying the group
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vain:
+    """Why a call cannot end: its number, the error that says so, and since when it is known."""
+
+    call: int
+    error: RankFailure
+    since: float
