@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..cluster.errors import raise_errors
 from ..data.loader import SharedLoader
 from .consent import on_all_ranks
 from .local import LocalModel, saved_state
@@ -39,8 +40,7 @@ def require_same_call(
         found = [*errors]
         for key, value in arguments.items():
             found += CHECKS[key](key, value) if key in CHECKS else []
-        if found:
-            raise ValueError("; ".join(found))
+        raise_errors(found)
         return f"{name}({', '.join(f'{key}={_shown(key, value)!r}' for key, value in arguments.items())})"
 
     calls: dict[str, list[int]] = {}

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..cluster.errors import raise_errors
 from ..cluster.mesh import ParallelMesh
 from .background import Copies, Save, Saver
 from .calls import lr_scheduler_errors, require_same_call
@@ -200,8 +201,7 @@ class Checkpoints:
         with self._called_with_scheduler("load_lr_scheduler", lr_scheduler, checkpoint) as group:
             path = Path(checkpoint)
             state = on_first_rank(lambda: read_values(path), group)
-            if errors := scheduler_errors(lr_scheduler, state, str(path)):
-                raise ValueError(errors[0])
+            raise_errors(scheduler_errors(lr_scheduler, state, str(path)))
             lr_scheduler.load_state_dict(state)
 
     def save_step(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ..cluster.failures import meet_all_ranks, naming_failures
 
 Result = TypeVar("Result")
-Told = TypeVar("Told")
+Report = TypeVar("Report")
 
 
 class CheckpointError(RuntimeError):
@@ -24,7 +24,7 @@ _KINDS = (FileNotFoundError, OSError, ValueError)
 @dataclass(frozen=True)
 class _Failure:
     kind: type[Exception]
-    told: str
+    text: str
 
     @staticmethod
     def of(error: BaseException) -> "_Failure":
@@ -55,19 +55,21 @@ def on_all_ranks(work: Callable[[], Result], group: dist.ProcessGroup) -> list[R
     return every
 
 
-def exchanged(work: Callable[[], tuple[Result, Told]], group: dist.ProcessGroup) -> tuple[Result, list[Told]]:
-    """Do it here; return the first half of what it gave here, and the second of what it gave on every rank.
+def exchanged(
+    work: Callable[[], tuple[Result, Report]], group: dist.ProcessGroup
+) -> tuple[Result, list[Report]]:
+    """Do it here; return this rank's result and the reports of every rank.
 
     Failures are as of `on_all_ranks`.
     """
     own: list[Result] = []
 
-    def tell() -> Told:
-        kept, told = work()
-        own.append(kept)
-        return told
+    def report() -> Report:
+        result, reported = work()
+        own.append(result)
+        return reported
 
-    every = on_all_ranks(tell, group)
+    every = on_all_ranks(report, group)
     return own[0], every
 
 
@@ -78,9 +80,9 @@ def alike(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:
     return result[0]
 
 
-def faults_of_all(find: Callable[[], list[str]], group: dist.ProcessGroup) -> list[str]:
+def errors_of_all(find: Callable[[], list[str]], group: dist.ProcessGroup) -> list[str]:
     """The errors that any rank found, each once; failures as of `on_all_ranks`."""
-    return list(dict.fromkeys(fault for found in on_all_ranks(find, group) for fault in found))
+    return list(dict.fromkeys(error for found in on_all_ranks(find, group) for error in found))
 
 
 @contextmanager
@@ -107,7 +109,7 @@ def on_first_rank(work: Callable[[], Result], group: dist.ProcessGroup) -> Resul
     return done  # type: ignore[return-value]  # the first rank's is one
 
 
-def told_together(errors: Mapping[int, BaseException]) -> Exception:
+def joined_failures(errors: Mapping[int, BaseException]) -> Exception:
     """The error that says what happened on which ranks; see `on_all_ranks`."""
     return _together({rank: _Failure.of(error) for rank, error in errors.items()})
 
@@ -116,10 +118,12 @@ def _together(failures: Mapping[int, _Failure]) -> Exception:
     """Each failure once, with its ranks."""
     ranks: dict[str, list[int]] = {}
     for rank, failure in failures.items():
-        ranks.setdefault(failure.told, []).append(rank)
+        ranks.setdefault(failure.text, []).append(rank)
     kinds = [failure.kind for failure in failures.values()]
     common = next((kind for kind in _KINDS if all(issubclass(each, kind) for each in kinds)), CheckpointError)
-    told = "; ".join(
-        f"{told} (rank{'s' * (len(where) > 1)} {', '.join(map(str, where))})" for told, where in ranks.items()
+    return common(
+        "; ".join(
+            f"{text} (rank{'s' * (len(where) > 1)} {', '.join(map(str, where))})"
+            for text, where in ranks.items()
+        )
     )
-    return common(told)

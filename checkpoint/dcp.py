@@ -33,7 +33,7 @@ from torch.futures import Future
 
 from ..lazy.files import FileTensor, LoadedTensor, open_tensors
 from .box import Box
-from .consent import told_together
+from .consent import joined_failures
 from .local import LocalTensor
 from .tensor_file import Entry, FileRecord, TensorFileWriter, dtype_name, dtype_of, write_small
 
@@ -93,7 +93,7 @@ def _failures_of_torch() -> Iterator[None]:
     try:
         yield
     except dcp.CheckpointException as error:
-        raise told_together({rank: each for rank, (each, _) in error.failures.items()}) from error
+        raise joined_failures({rank: each for rank, (each, _) in error.failures.items()}) from error
 
 
 class StoredBox(NamedTuple):

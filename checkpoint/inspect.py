@@ -351,8 +351,8 @@ def _index_errors(folder: Path, model: Weights) -> list[str]:
         if name not in model.names or model.paths[name].name != file:
             errors.append(f"{index} has {name} in {file}, where it is not")
     total = sum(nbytes(model, name) for name in model.names)
-    tells = index.name == SAFETENSORS.listing and "total_size" in metadata  # others count tied ones once
-    if tells and metadata["total_size"] != total:
+    has_size = index.name == SAFETENSORS.listing and "total_size" in metadata  # others count tied ones once
+    if has_size and metadata["total_size"] != total:
         errors.append(f"{index} speaks of {metadata['total_size']} bytes of tensors, and there are {total}")
     return errors
 

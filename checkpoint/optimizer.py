@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from .background import Copies
 from .box import coverage_errors
 from .commit import Replaced
-from .consent import alike, faults_of_all, on_all_ranks, on_first_rank
+from .consent import alike, errors_of_all, on_all_ranks, on_first_rank
 from .dcp import INDEX, StateFiles, save_states
 from .local import LocalTensor
 from .pretrained import read_into
@@ -102,7 +102,7 @@ class SavedStates:
 
 
 class Number(NamedTuple):
-    """A tensor without dimensions, as it travels: to pickle a tensor takes many times as long."""
+    """A 0-D tensor as ranks exchange it: to pickle a tensor takes many times as long."""
 
     value: bool | int | float | complex
     dtype: torch.dtype
@@ -207,7 +207,7 @@ def fit_trained(trained: Trained, folder: Path, group: dist.ProcessGroup) -> Fit
     described = on_first_rank(lambda: _described(folder), group)
     stored = alike(lambda: StateFiles(folder), group)
     members = _members(on_all_ranks(lambda: [[p.name for p in each] for each in trained.groups], group))
-    if errors := faults_of_all(lambda: _errors(trained, described, members, stored), group):
+    if errors := errors_of_all(lambda: _errors(trained, described, members, stored), group):
         raise ValueError(f"{folder} does not fit this optimizer: {'; '.join(errors)}")
     return FittingStates(trained=trained, stored=stored, described=described, group=group)
 

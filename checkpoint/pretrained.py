@@ -21,7 +21,7 @@ from ..lazy.context import refuse_quantized
 from ..lazy.files import open_tensors
 from ..lazy.tensor import LazyTensor, content_of, lazily, real
 from .box import Box, Stored
-from .consent import alike, faults_of_all
+from .consent import alike, errors_of_all
 from .local import LocalTensor, TensorNames
 
 # What a folder is searched for, in this order, as `from_pretrained` does.
@@ -174,7 +174,7 @@ def known_to(model: nn.Module, stored: Mapping[str, Tensor], path: Path) -> dict
 
     Args:
         model: of transformers; it may be cut.
-        stored: what files hold, lazy or real.
+        stored: tensors of files, lazy or materialized.
         path: where from, for errors.
 
     Raises:
@@ -350,7 +350,7 @@ def fit(
     places = _places(stored, names)
     errors = _name_errors(stored, names, places) if strict else []
     errors += _shape_errors(local, stored, places)
-    if every := faults_of_all(lambda: errors, group):
+    if every := errors_of_all(lambda: errors, group):
         raise ValueError(f"{what} does not fit this model: {'; '.join(every)}")
     return Fitting(local, stored, places, group)
 

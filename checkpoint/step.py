@@ -12,10 +12,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..cluster.errors import raise_errors
 from ..cluster.mesh import AXES, ParallelMesh
 from .background import Copies
 from .commit import written_beside
-from .consent import alike, exchanged, faults_of_all, on_all_ranks, on_first_rank
+from .consent import alike, errors_of_all, exchanged, on_all_ranks, on_first_rank
 from .exchange import Offer, offers_of
 from .local import LocalModel, LocalTensor
 from .model import SAFETENSORS, ModelFiles, Records, describing, plan_model
@@ -310,9 +311,9 @@ def damage_of_step(path: Path, group: dist.ProcessGroup) -> list[str]:
             files = manifest_of(path)["files"]
             order = sorted(files, key=lambda name: (-files[name].bytes, name))
             return [
-                fault
+                error
                 for name in order[group.rank() :: group.size()]
-                for fault in damage_of(path, name, files[name])
+                for error in damage_of(path, name, files[name])
             ]
         except PermissionError as error:
             raise OSError(
@@ -322,7 +323,7 @@ def damage_of_step(path: Path, group: dist.ProcessGroup) -> list[str]:
         except (ValueError, OSError) as error:  # what a disk cannot read any more is damage, too
             return [str(error)]
 
-    return faults_of_all(share, group)
+    return errors_of_all(share, group)
 
 
 def load_step(
@@ -347,8 +348,7 @@ def load_step(
         errors += scheduler_errors(
             lr_scheduler, training["scheduler"], f"the scheduler's in {path / TRAINING}"
         )
-    if errors:
-        raise ValueError("; ".join(errors))
+    raise_errors(errors)
     stored = alike(lambda: open_pretrained(path / MODEL), group)
     what = str(path / MODEL)
     weights = fit(model.tensors, stored, names=model.names, strict=strict, what=what, group=group)

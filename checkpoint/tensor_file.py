@@ -3,9 +3,9 @@
 safetensors is https://huggingface.co/docs/safetensors: a length, a JSON header, and the tensors end to end. Reading is
 lazy/files.py.
 
-[Note: writing early] Linux keeps what is written in memory until it is told to bring it to the disk, and then the
-writer waits while its core is idle. So it is told so every few MiB, and the disk works while the next tensors are
-hashed and written. That these pages need not be kept afterwards is what the call means by itself.
+[Note: writing early] Linux keeps what is written in memory until it is asked to bring it to the disk, and then the
+writer waits while its core is idle. So it is asked every few MiB, and the disk works while the next tensors are
+hashed and written. By itself that call means that these pages need not be kept afterwards.
 """
 
 import io

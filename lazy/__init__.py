@@ -1,4 +1,4 @@
-"""Lazy initialization: models built without memory, of which each rank makes real what it holds."""
+"""Lazy initialization: models built without memory, of which each rank materializes its part."""
 
 from .context import LazyInitContext, materialize
 

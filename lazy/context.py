@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten_with_path
 
+from ..cluster.errors import raise_errors
 from .files import open_tensors
 from .replay import Geometry, make
 from .tensor import LazyTensor, allocate, content_of, lazily
@@ -28,7 +29,7 @@ from .tensor import LazyTensor, allocate, content_of, lazily
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _ops = torch.ops.aten
 # What allocates memory, as torch's and transformers' constructors do for parameters. Numbers that are computed from
-# others, as those of rotary embeddings, are few, and real at once.
+# others, as those of rotary embeddings, are few, and materialized at once.
 _ALLOCATIONS = (
     _ops.empty.memory_format,
     _ops.empty_strided.default,
@@ -44,7 +45,7 @@ _LOCAL = ("_parameters", "_buffers")
 
 
 class LazyInitContext(TorchDispatchMode):
-    """Builds models without memory; `booster.boost` then makes real what each rank holds, and nothing else.
+    """Builds models without memory; `booster.boost` then materializes the part of each rank, and nothing else.
 
     Weights are those of a model that is built on the CPU without it, to the bit, and so is what is drawn next: every
     number is drawn twice, here to be forgotten and once more when it is needed. What `from_pretrained` finds in files
@@ -57,8 +58,8 @@ class LazyInitContext(TorchDispatchMode):
         model, optimizer, *_ = booster.boost(model, optimizer)
 
     Args:
-        default_device: where tensors are put once they are real, if nobody asks for another place; a plugin puts
-            them on its own. None is the CPU.
+        default_device: of materialized tensors, if nobody asks for another place; a plugin puts them on its own.
+            None is the CPU.
 
     Raises:
         ValueError: when entered, if torch builds on another device than the CPU by default.
@@ -97,7 +98,7 @@ class LazyInitContext(TorchDispatchMode):
 
     @staticmethod
     def materialize(module: nn.Module, verbose: bool = False) -> nn.Module:
-        """Make a lazily built model real, whole, in place, where no booster does it; returns it.
+        """Materialize a lazily built model, whole, in place, where no booster does it; returns it.
 
         Args:
             module: the model. Other ones are left as they are.
@@ -135,27 +136,26 @@ def materialize(module: nn.Module, *, verbose: bool = False) -> nn.Module:
 
     Args:
         module: a model; parameters, buffers and other tensors of all its modules are found.
-        verbose: print how many tensors were made real, and how large they are together.
+        verbose: print how many tensors were materialized, and how large they are together.
 
     Raises:
         RuntimeError: it is called inside of LazyInitContext.
-        ValueError: tensors cannot be made real; names all of them. None was.
+        ValueError: tensors cannot be materialized; names all of them. None was.
     """
     if isinstance(torch.empty(1), LazyTensor):
         raise RuntimeError(
-            "a lazily built model is made real, or boosted, after the block of LazyInitContext"
+            "a lazily built model is materialized, or boosted, after the block of LazyInitContext"
         )
-    held = list(_tensors_of(module))
-    lazy = {name: tensor for name, tensor in held if isinstance(tensor, LazyTensor)}
-    faults = [fault for name, tensor in held for fault in _faults(name, tensor)]
-    if lazy and faults:
-        raise ValueError("; ".join(faults))
+    tensors = list(_tensors_of(module))
+    lazy = {name: tensor for name, tensor in tensors if isinstance(tensor, LazyTensor)}
+    if lazy:
+        raise_errors([error for name, tensor in tensors for error in _errors(name, tensor)])
     made: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
     for name, tensor in lazy.items():
-        _make_real(name, tensor, made)
+        _replace(name, tensor, made)
     if verbose:
         num_bytes = sum(real.nbytes() for _, real in made.values())
-        print(f"{len(lazy)} lazily built tensors were made real: {num_bytes / 2**20:.1f} MiB")
+        print(f"{len(lazy)} lazily built tensors were materialized: {num_bytes / 2**20:.1f} MiB")
     return module
 
 
@@ -170,29 +170,29 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield ".".join([*filter(None, [path]), *(name for name in names if name not in _LOCAL)]), leaf
 
 
-def _faults(name: str, tensor: Tensor) -> list[str]:
-    """Why a tensor of a lazily built model cannot be made real, or be one that is."""
+def _errors(name: str, tensor: Tensor) -> list[str]:
+    """Errors of a tensor of a lazily built model that cannot be materialized."""
     if not isinstance(tensor, LazyTensor):
         return [f"{name} is on the meta device and holds nothing"] if tensor.is_meta else []
     if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
-        return [f"{name} has hooks, which would be lost: register them once the model is real"]
+        return [f"{name} has hooks, which would be lost: register them once the model is materialized"]
     return []
 
 
-def _make_real(name: str, tensor: LazyTensor, made: dict[int, tuple[UntypedStorage, UntypedStorage]]) -> None:
-    """Replace a lazy tensor by a real one in the same object.
+def _replace(name: str, tensor: LazyTensor, made: dict[int, tuple[UntypedStorage, UntypedStorage]]) -> None:
+    """Replace a lazy tensor by a materialized one in the same object.
 
     Args:
         name: for errors.
         tensor: the tensor.
-        made: the memory that is real already, with the lazy one whose content it has, by the id of the latter.
+        made: the memory that is materialized already, with the lazy one of that content, by the id of the latter.
     """
     lazy, content = tensor.untyped_storage(), content_of(tensor)
     if id(lazy) not in made:
         try:
             made[id(lazy)] = lazy, make(content.value).to(device=content.device)
         except RuntimeError as error:
-            raise RuntimeError(f"{name} could not be made real: {error}") from error
+            raise RuntimeError(f"{name} could not be materialized: {error}") from error
     plain = Geometry.of(tensor).of_memory(made[id(lazy)][1])
     is_parameter = isinstance(tensor, Parameter)
     real = (
@@ -203,7 +203,8 @@ def _make_real(name: str, tensor: LazyTensor, made: dict[int, tuple[UntypedStora
         torch.utils.swap_tensors(tensor, real)
     except RuntimeError as error:
         raise RuntimeError(
-            f"{name} could not be made real, since something besides its module refers to it, a view perhaps: {error}"
+            f"{name} could not be materialized, since something besides its module refers to it, perhaps a view: "
+            f"{error}"
         ) from error
 
 

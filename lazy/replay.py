@@ -84,7 +84,7 @@ class Source(Protocol):
         """The tensor, in memory that is nobody's to write to, nor to keep."""
 
     def look(self) -> str:
-        """A text that tells it from other ones, on whatever machine."""
+        """A text that differs between sources, the same on every machine."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 [Note: lazy tensors] A LazyTensor is a tensor on the meta device, of a class of its own, so that torch hands every call
 that takes one to `record`, inside a LazyInitContext and after it, also through `.data`. What its memory is to hold
 stands on the (empty) storage itself: views share it, and `parameter.data = ...` takes it along. So the cutting of a
-lazy parameter is recorded as everything else is, and making it real then computes the whole and keeps the piece.
+lazy parameter is recorded as everything else is, and materializing it then computes the whole and keeps the piece.
 
 A call that asks for numbers (`item()`, `if tensor.any():`) gets them: they are computed, and forgotten.
 """
@@ -50,7 +50,7 @@ class Content:
 
 
 class LazyTensor(Tensor):
-    """A tensor without memory that can be made real; see [Note: lazy tensors]."""
+    """A tensor without memory that can be materialized; see [Note: lazy tensors]."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -111,7 +111,7 @@ class LazyTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "a lazily built tensor holds no numbers to save or to send: boost its model first, or make it real by "
+            "a lazily built tensor holds no numbers to save or to send: boost its model first, or materialize it by "
             "LazyInitContext.materialize(model)"
         )
 

@@ -232,11 +232,11 @@ def test_a_model_that_was_not_built_lazily_is_left_as_it_is() -> None:
     assert materialize(model).weight is weight and weight.tolist() == numbers
 
 
-def test_what_is_made_real_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbose_reports_the_materialized_tensors(capsys: pytest.CaptureFixture[str]) -> None:
     with LazyInitContext():
         model = nn.Linear(1024, 512, bias=False)
     LazyInitContext.materialize(model, verbose=True)
-    assert capsys.readouterr().out == "1 lazily built tensors were made real: 2.0 MiB\n"
+    assert capsys.readouterr().out == "1 lazily built tensors were materialized: 2.0 MiB\n"
 
 
 @pytest.mark.parametrize(
@@ -261,18 +261,18 @@ def test_a_call_that_fails_is_told_with_the_parameter() -> None:
         model = nn.Sequential(nn.Linear(3, 2))
         model[0].weight.data.copy_(torch.ones(5, 5))
     with pytest.raises(
-        RuntimeError, match=r"^0.weight could not be made real: aten.copy_.default could not be run"
+        RuntimeError, match=r"^0.weight could not be materialized: aten.copy_.default could not be run"
     ):
         materialize(model)
 
 
-def test_faults_are_told_all_at_once_and_nothing_is_made() -> None:
+def test_all_errors_are_raised_at_once_and_nothing_is_made() -> None:
     with LazyInitContext():
         model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     model[0].weight.register_hook(print)
     model[1] = nn.Linear(2, 2, device="meta")
     with pytest.raises(
-        ValueError, match=r"0.weight has hooks.*; 1.weight is on the meta device.*; 1.bias is on"
+        ValueError, match=r"(?s)3 errors:.*0.weight has hooks.*1.weight is on the meta device.*1.bias is on"
     ):
         materialize(model)
     assert isinstance(model[0].bias, LazyTensor)
@@ -283,7 +283,7 @@ def test_a_view_that_somebody_holds_is_told() -> None:
         model = nn.Linear(3, 2)
     held = model.weight[0]
     with pytest.raises(
-        RuntimeError, match=r"^weight could not be made real, since something besides its module"
+        RuntimeError, match=r"^weight could not be materialized, since something besides its module"
     ):
         materialize(model)
     assert held.shape == (3,)
