@@ -22,7 +22,7 @@ from ..shardformer.policy import Policy
 from ..shardformer.recompute import PipelineGradientCheckpointConfig
 from ..shardformer.refusals import policy_errors
 from ..shardformer.sequence.config import WHOLE, SequenceParallelism
-from ..shardformer.table import Table
+from ..shardformer.tables.table import Table
 from ..shardformer.weight_sharding import weight_errors
 from ..zero.partition import zero_size_errors
 from ..zero.precision import DTYPES, PrecisionConfig, precision_faults

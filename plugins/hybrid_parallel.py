@@ -30,7 +30,7 @@ from ..shardformer.fused import FusedKernels
 from ..shardformer.policy import Policy
 from ..shardformer.recompute import PipelineGradientCheckpointConfig
 from ..shardformer.sequence.config import SequenceParallelism, double_ring
-from ..shardformer.table import Table
+from ..shardformer.tables.table import Table
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.precision import default_precision
 from .base import Boosted, Plugin, Returned, require_process_group

@@ -6,7 +6,7 @@ from .recompute import PipelineGradientCheckpointConfig
 from .shard_config import ShardConfig
 from .shard_former import ShardFormer, policy_for, shard_model
 from .sharder import ModelSharder
-from .table import RegionDropout, Table, model_types, register, register_class, table_for
+from .tables.table import RegionDropout, Table, model_types, register, register_class, table_for
 
 __all__ = [
     "ModelSharder",

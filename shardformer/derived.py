@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn import Parameter
 
 from ..pipeline.plan import StagePlan, is_within
-from .forward_code import exit_fault, own_names, returns_tuple, takes_named_inputs, tensor_inputs
 from .layer_split import widths
 from .layers.embedding import embedding_faults
-from .table import RegionDropout, Table, has_submodule, present
+from .layers.forward_code import exit_fault, own_names, returns_tuple, takes_named_inputs, tensor_inputs
+from .tables.table import RegionDropout, Table, has_submodule, present
 
 # Packed: two projections of equal length side by side.
 _PACKED = 2

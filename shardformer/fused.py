@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .attention import (
+from .fused_code import compile_elementwise
+from .fused_norm import fuse_norms
+from .layers.attention import (
     FLASH_ATTENTION_2,
     FLASH_ATTN_DTYPES,
     XFORMERS,
@@ -22,8 +24,6 @@ from .attention import (
     register_xformers,
     set_attention,
 )
-from .fused_code import compile_elementwise
-from .fused_norm import fuse_norms
 
 _LOG = logging.getLogger("echelon")
 

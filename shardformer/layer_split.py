@@ -14,8 +14,6 @@ from transformers.pytorch_utils import Conv1D
 from ..cluster.mesh import divisors
 from ..cluster.random import SplitRandom
 from ..pipeline.plan import is_within
-from .config_view import ConfigView
-from .heads import Cut, HeadOrder, Heads
 from .layers.linear import (
     GPT2FusedLinearConv1D_Col,
     GPT2FusedLinearConv1D_Row,
@@ -26,6 +24,7 @@ from .layers.linear import (
 from .layers.lora import LoraSplit, adapted, is_lora, plain, plain_path
 from .layers.norm import SplitRMSNorm
 from .layers.region import (
+    AttributeView,
     CommonInput,
     JoinedEntry,
     JoinedRegion,
@@ -38,8 +37,19 @@ from .layers.region import (
 from .layers.sequence_axis import CommonRandom, PartRandom, draws, samplewise
 from .layers.split_gather import RegionSequence, WholeSequence
 from .policy import Errors, SubModuleReplacementDescription, join
-from .sequence.layer_parts import is_any_within, parameters_of_parts, whole_paths
-from .table import Table, active_regions, has_parameter, has_submodule, present
+from .tables.heads import Cut, HeadOrder, Heads
+from .tables.table import (
+    Table,
+    active_regions,
+    attribute,
+    has_attribute,
+    has_parameter,
+    has_submodule,
+    is_any_within,
+    parameters_of_parts,
+    present,
+    whole_paths,
+)
 
 Replacement = SubModuleReplacementDescription
 
@@ -121,9 +131,11 @@ class LayerSplit:
             values[path] = whole * heads.copies // heads.ranks
         for path in table.divide:
             config, _, name = path.rpartition(".")
-            if path not in own and _has_attribute(layer, config):
+            if path not in own and has_attribute(layer, config):
                 known = values.get(config, attribute(layer, config))
-                values[config] = ConfigView(known, **{name: self._held_count(path, attribute(layer, path))})
+                values[config] = AttributeView(
+                    known, **{name: self._held_count(path, attribute(layer, path))}
+                )
         return values
 
     def _held_count(self, path: str, whole: int) -> int:
@@ -304,7 +316,10 @@ class LayerSplit:
         return isinstance(plain(self.layer.get_submodule(name)), Conv1D)
 
     def _native(self, name: str) -> dict[str, Any]:
-        return {"native_class": native_class(self.layer.get_submodule(name), self._table)}
+        """The layer's class, inside of LoRA, where the table says that it computes as a plain linear layer does."""
+        kind = type(plain(self.layer.get_submodule(name)))
+        is_native = kind.__name__ in self._table.native and issubclass(kind, nn.Linear)
+        return {"native_class": kind if is_native else None}
 
     def _column_kwargs(self, name: str) -> dict[str, Any]:
         table, fused = self._table, self._table.fused.get(name)
@@ -461,29 +476,6 @@ def require_divisible(name: str, count: int, ranks: int) -> None:
         )
 
 
-def attribute(layer: Any, path: str) -> Any:
-    """An attribute of a layer that a table names."""
-    found = layer
-    for name in path.split("."):
-        if not hasattr(found, name):
-            raise ValueError(
-                f"the table names {path!r} in a layer, which has no attribute of this name: correct it"
-            )
-        found = getattr(found, name)
-    return found
-
-
-def native_class(projection: nn.Module, table: Table) -> type[nn.Module] | None:
-    """The layer's class, inside of LoRA, where the table says that it computes what a plain linear layer does."""
-    kind = type(plain(projection))
-    return kind if kind.__name__ in table.native and issubclass(kind, nn.Linear) else None
-
-
 def _held(layer: nn.Module, attributes: Iterable[str]) -> list[str]:
     """List the attributes whose modules the layer has."""
     return [path for path in attributes if has_submodule(layer, path.rpartition(".")[0])]
-
-
-def _has_attribute(layer: nn.Module, path: str) -> bool:
-    owner, _, name = path.rpartition(".")
-    return has_submodule(layer, owner) and hasattr(layer.get_submodule(owner), name)

@@ -14,9 +14,11 @@ from ..pipeline.stage_manager import layer_errors
 from .sequence.attention import TENSOR_INSTEAD
 from .sequence.boundary import sequence_faults
 from .sequence.config import SequenceParallelism
-from .sequence.layer_parts import SEQUENCE_INSTEAD
 from .shard_config import ShardConfig
 
+SEQUENCE_INSTEAD = (
+    "leave enable_sequence_parallelism out, or use a sequence_parallelism_mode on the sequence axis"
+)
 # In the place of advice to take a mode that the same model is refused.
 _NO_OTHER = "leave enable_sequence_parallelism out, for no other mode takes this model either"
 
@@ -110,7 +112,7 @@ def join(*paths: str) -> str:
 
 
 class Policy(ABC):
-    """Split of one kind of model. A table (table.py) is the shorter way; this is the general one.
+    """Split of one kind of model. A table (tables/table.py) is the shorter way; this is the general one.
 
     `ShardFormer.optimize` calls `set_model` and `set_shard_config`, then `faults` and `preprocess`, cuts the
     model by `stage_plan`, applies `module_policy` to what is held, and calls `postprocess`. All of it is called

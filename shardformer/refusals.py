@@ -14,7 +14,7 @@ from ..lazy.tensor import LazyTensor
 from ..pipeline.stand_ins import StandIn
 from .gradients import is_split
 from .policy import Policy
-from .table import Table
+from .tables.table import Table
 
 _TAKEN = "_echelon_taken"
 

@@ -30,8 +30,8 @@ from .policy import Policy
 from .refusals import given_errors, is_taken, policy_errors, refuse_partial_state, refuse_whole_caches
 from .shard_config import ShardConfig
 from .sharder import ModelSharder
-from .table import Table, table_for, table_for_class
 from .table_policy import TablePolicy
+from .tables.table import Table, table_for, table_for_class
 
 
 class ShardFormer:

@@ -9,19 +9,35 @@ from torch import Tensor, nn
 
 from ..pipeline.plan import StagePlan
 from ..pipeline.stand_ins import StandIn
-from .forward_code import says_tuple, scales_alone
 from .layer_split import LayerSplit, require_divisible, setting, split_parameter
 from .layers.embedding import VocabParallelEmbedding1D, VocabParallelLMHead1D
+from .layers.forward_code import is_by_position, mixing, says_tuple, scales_alone
 from .layers.lora import adapted
 from .layers.loss import reads_weights, route_loss
 from .layers.region import CommonInput
 from .layers.sequence_axis import axis_of
 from .layers.split_gather import RegionSequence
-from .policy import Errors, ModulePolicyDescription, Policy, SubModuleReplacementDescription, join
+from .policy import (
+    SEQUENCE_INSTEAD,
+    Errors,
+    ModulePolicyDescription,
+    Policy,
+    SubModuleReplacementDescription,
+    join,
+)
 from .sequence.config import SequenceParallelism
-from .sequence.layer_parts import layer_part_faults
 from .shard_config import ShardConfig
-from .table import PartStages, Table, has_submodule, layers_of, present, table_for
+from .tables.table import (
+    PartStages,
+    Table,
+    active_regions,
+    has_submodule,
+    is_any_within,
+    layers_of,
+    present,
+    table_for,
+    whole_paths,
+)
 
 Replacement = SubModuleReplacementDescription
 
@@ -87,7 +103,7 @@ class TablePolicy(Policy):
         option = f"sequence_parallelism_mode={settings.mode!r}"
         layers = layers_of(self.model, self._stacks())
         parts = [
-            f"{option}: {error}" for each in layers.values() for error in layer_part_faults(self.table, each)
+            f"{option}: {error}" for each in layers.values() for error in layer_part_errors(self.table, each)
         ]
         return [*dict.fromkeys(parts), *_dropout_errors(layers, option)]
 
@@ -343,6 +359,37 @@ def _refuse_attentions(model: Any, args: tuple, kwargs: dict[str, Any], *, sourc
             f"output_attentions=True in {source} gives each rank the attention of its own heads alone: leave it out or "
             "use tp_size=1"
         )
+
+
+def layer_part_errors(table: Table, layer: nn.Module) -> list[str]:
+    """List why a layer cannot compute on parts of a sequence between its regions; empty where it can. Reads its code.
+
+    Args:
+        table: of the model.
+        layer: the native one.
+    """
+    kind = type(layer).__name__
+    apart = (*whole_paths(table, layer), *active_regions(layer, table))
+    found = []
+    if "" in whole_paths(table, layer):
+        found.append(
+            f"{kind} holds experts itself, which take tokens without their places: {SEQUENCE_INSTEAD}"
+        )
+    if getattr(layer, "chunk_size_feed_forward", 0):
+        found.append(
+            f"{kind} has chunk_size_feed_forward={layer.chunk_size_feed_forward}, which cuts sequences too: set it to 0"
+        )
+    for name, module in layer.named_modules():
+        if is_any_within(name, apart) or is_any_within(name, table.row):
+            continue
+        where = f"{kind}.{name}" if name else kind
+        if not list(module.children()) and not is_by_position(module):
+            found.append(f"{where} is a {type(module).__name__}, which may mix positions: {SEQUENCE_INSTEAD}")
+        elif list(module.children()) and (code := mixing(module)):
+            found.append(
+                f"the code of {where} {code}, and may know of the whole sequence: {SEQUENCE_INSTEAD}"
+            )
+    return found
 
 
 def _dropout_errors(layers: Mapping[str, nn.Module], option: str) -> list[str]:

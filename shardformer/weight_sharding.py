@@ -21,8 +21,8 @@ from .layers.weight_sharding import KINDS, ShardedLinear, WeightPool
 from .policy import Policy
 from .recompute import recomputable_layers
 from .shard_former import policy_for
-from .table import Table, table_for
 from .table_policy import TablePolicy
+from .tables.table import Table, table_for
 
 
 def weight_errors(*, wp_size: int, tp_size: int, data_size: int) -> list[str]:

@@ -21,7 +21,7 @@ import transformers
 
 from echelon.cli.models import page
 from echelon.shardformer import model_types
-from echelon.shardformer.table import class_libraries
+from echelon.shardformer.tables.table import class_libraries
 from echelon.verify.layout import Layout
 from echelon.verify.matrix import FAILED, PASSED, REFUSED, FeatureCase
 from echelon.verify.models import ModelChoice

@@ -276,6 +276,25 @@ class SplitParameter:
         return module
 
 
+class AttributeView:
+    """A config or a module as one module sees it: with some attributes of its own.
+
+    Every other attribute is the native object's, as it is when it is asked for.
+
+    Args:
+        native: the config or module.
+        own: the attributes that differ.
+    """
+
+    def __init__(self, native: Any, /, **own: Any) -> None:
+        self.__dict__.update(own, _native=native)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_native":  # while it is being copied, before it has one
+            raise AttributeError(name)
+        return getattr(self._native, name)
+
+
 class LocalCount(int):
     """A local count of something; a width divided by it is divided by the count of all ranks.
 

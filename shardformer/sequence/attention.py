@@ -17,12 +17,12 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from ..attention import BESIDES, FLASH_ATTENTION_2, SDPA, XFORMERS, register_xformers
-from ..config_view import ConfigView
+from ..layers.attention import BESIDES, FLASH_ATTENTION_2, SDPA, XFORMERS, register_xformers
+from ..layers.region import AttributeView
 from ..layers.sequence_axis import SequenceAxis, axis_of
 from .block_mask import BlockMask, Mask, Seen, block_mask
 from .ring_attention import ring_attention
-from .ulysses import AttentionView, attend_by_heads
+from .ulysses import attend_by_heads
 
 # B batch, S sequence with padding, N query heads, M key-value heads, D width of a head, P ranks
 
@@ -273,7 +273,7 @@ def kernel_of(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Any]]
     def attend(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         # Flash attention looks in the config for which of its versions to run.
         if (config := getattr(module, "config", None)) is not None:
-            module = AttentionView(module, config=ConfigView(config, _attn_implementation=name))
+            module = AttributeView(module, config=AttributeView(config, _attn_implementation=name))
         result: tuple[Tensor, Any] = function(module, *args, **kwargs)
         return result
 

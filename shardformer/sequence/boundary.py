@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from ...pipeline.plan import COLLECTING, Stack, StagePlan, settings_of
 from ...pipeline.stage import argument, depends_on_cache, drop_cache, local_stages, takes, without_cache
 from ...pipeline.stand_ins import StandIn
-from ..attention import FLASH_ATTENTION_2
+from ..layers.attention import FLASH_ATTENTION_2
 from ..layers.sequence_axis import (
     CommonRandom,
     PartRandom,

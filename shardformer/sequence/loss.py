@@ -16,10 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from ...cluster.collectives import all_reduce
 from ...pipeline.plan import StagePlan, is_within
-from ..forward_code import scales_alone
+from ..layers.forward_code import is_by_position, is_by_position_behind_loops, scales_alone
 from ..layers.loss import VocabParallelLogits, has_causal_loss, shifted, with_logits
 from ..layers.sequence_axis import SequenceAxis, gather_sequence
-from .layer_parts import is_by_position, is_by_position_behind_loops
 
 _SPREAD_LOGITS = (
     "these logits are of a part of the sequence on each rank; call outputs.logits.gather() on every rank, or give "

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from ...cluster.collectives import all_to_all
 from ...cluster.random import SplitRandom
+from ..layers.region import AttributeView
 from ..layers.sequence_axis import SequenceAxis
 
 # B batch, S sequence with padding, L without, N query heads, M key-value heads, D width of a head, P ranks;
@@ -22,18 +23,6 @@ from ..layers.sequence_axis import SequenceAxis
 
 # Called as transformers calls attention; returns (B, Q, N, D) and the weights or None.
 Attend = Callable[..., tuple[Tensor, Any]]
-
-
-class AttentionView:
-    """Answers as an attention module does, but for the attributes that are given."""
-
-    def __init__(self, module: Any, /, **own: Any) -> None:
-        self.__dict__.update(own, _module=module)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_module":  # while it is being copied, before it has one
-            raise AttributeError(name)
-        return getattr(self._module, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,14 +205,14 @@ def _own_mask(mask: Tensor, share: HeadShare, axis: SequenceAxis) -> Tensor:
     return share.own(mask, 1, axis.rank) if mask.ndim == 4 else mask
 
 
-def _own_view(module: nn.Module, share: HeadShare, axis: SequenceAxis) -> AttentionView:
+def _own_view(module: nn.Module, share: HeadShare, axis: SequenceAxis) -> AttributeView:
     """The module as attention with this rank's heads is to see it."""
     own: dict[str, Any] = {}
     if hasattr(module, "num_key_value_groups"):
         own["num_key_value_groups"] = share.groups
     if isinstance(sinks := getattr(module, "sinks", None), Tensor):
         own["sinks"] = share.own(sinks, 0, axis.rank)
-    return AttentionView(module, **own)
+    return AttributeView(module, **own)
 
 
 @contextmanager

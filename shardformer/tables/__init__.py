@@ -1,10 +1,10 @@
 """The tables of models, registered by `config.model_type`, or by class where a model has no config."""
 
-from ..table import register, register_class
 from .decoders import TABLES as DECODERS
 from .encoder_decoders import TABLES as ENCODER_DECODERS
 from .encoders import TABLES as ENCODERS
 from .multimodal import TABLES as MULTIMODAL
+from .table import register, register_class
 from .vision import TABLES as VISION
 from .vision import TABLES_OF_CLASSES
 

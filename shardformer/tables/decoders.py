@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from ...pipeline.plan import StagePlan
-from ..heads import HeadOrder
-from ..table import RegionDropout, Table
+from .heads import HeadOrder
+from .table import RegionDropout, Table
 
 # Llama and its family: separate projections, grouped-query attention, a gated MLP.
 LLAMA = Table(

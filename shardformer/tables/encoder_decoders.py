@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ...pipeline.plan import StagePlan
-from ..table import RegionDropout, Table
+from .table import RegionDropout, Table
 
 # Whisper: convolutions before an encoder, and a decoder with cross attention.
 _WHISPER_CROSS = "encoder_attn"

@@ -1,7 +1,7 @@
 """Tables of encoders of text: BERT and its family, ALBERT."""
 
 from ...pipeline.plan import StagePlan
-from ..table import RegionDropout, Table
+from .table import RegionDropout, Table
 
 # BERT and its family (RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, ERNIE), with all of their heads.
 BERT = Table(

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ...pipeline.plan import StagePlan
-from ..table import PartStages, RegionDropout, Table
+from .table import PartStages, RegionDropout, Table
 
 # Vision transformers of one width: ViT, DeiT, and BEiT with its relative position biases.
 _VIT_STAGE = StagePlan(layers="layers", entry=("embeddings",))

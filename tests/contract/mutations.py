@@ -33,7 +33,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from echelon.shardformer.table import Table
+from echelon.shardformer.tables.table import Table
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 from echelon.verify.parity import parity
@@ -41,7 +41,7 @@ from echelon.verify.training import Training
 
 PLAIN = Training()
 AS_IT_IS = object()  # in the place of a replacement that was not given
-TABLES = "echelon.shardformer.table:_TABLES"
+TABLES = "echelon.shardformer.tables.table:_TABLES"
 
 
 @dataclass(frozen=True, kw_only=True)

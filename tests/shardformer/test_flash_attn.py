@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.shardformer.attention import FLASH_ATTENTION_2, SDPA, attention_faults, set_attention
+from echelon.shardformer.layers.attention import FLASH_ATTENTION_2, SDPA, attention_faults, set_attention
 from echelon.verify.batch import make_batch
 from echelon.verify.models import ModelChoice
 

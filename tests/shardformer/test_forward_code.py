@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.shardformer.forward_code import exit_fault, returns_tuple, scales_alone, tensor_inputs
+from echelon.shardformer.layers.forward_code import exit_fault, returns_tuple, scales_alone, tensor_inputs
 
 
 class Attention(nn.Module):

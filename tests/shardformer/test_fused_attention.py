@@ -8,7 +8,8 @@ import transformers
 from torch import Tensor, nn
 
 from echelon.shardformer import ShardConfig, ShardFormer
-from echelon.shardformer.attention import (
+from echelon.shardformer.fused import FusedKernels
+from echelon.shardformer.layers.attention import (
     SDPA,
     XFORMERS,
     attention_faults,
@@ -16,7 +17,6 @@ from echelon.shardformer.attention import (
     set_attention,
     xformers_attention,
 )
-from echelon.shardformer.fused import FusedKernels
 from echelon.verify.models import ModelChoice
 
 from ..models.stand_ins import installed, installed_xformers

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from echelon.pipeline.plan import StagePlan
-from echelon.shardformer.heads import Cut, HeadOrder, Heads
 from echelon.shardformer.layer_split import heads_of
-from echelon.shardformer.table import Table
+from echelon.shardformer.tables.heads import Cut, HeadOrder, Heads
+from echelon.shardformer.tables.table import Table
 
 
 @pytest.mark.parametrize(

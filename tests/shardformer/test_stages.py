@@ -25,8 +25,8 @@ from echelon.shardformer import (
     policy_for,
 )
 from echelon.shardformer.layers import VocabParallelEmbedding1D, VocabParallelLMHead1D
-from echelon.shardformer.table import table_for
 from echelon.shardformer.table_policy import TablePolicy
+from echelon.shardformer.tables.table import table_for
 
 from ..pipeline.test_encoder_decoder import build as build_t5
 from ..pool import Pool

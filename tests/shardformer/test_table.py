@@ -6,7 +6,7 @@ import pytest
 
 from echelon.pipeline.plan import StagePlan
 from echelon.shardformer import RegionDropout, Table, model_types, register, table_for
-from echelon.shardformer import table as table_module
+from echelon.shardformer.tables import table as table_module
 from echelon.shardformer.tables.decoders import LLAMA
 from echelon.shardformer.tables.encoders import ALBERT
 from echelon.shardformer.tables.vision import BEIT, SWIN

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from echelon import Booster, HybridParallelPlugin
 from echelon.shardformer import policy_for
 from echelon.shardformer.sharder import split_errors
-from echelon.shardformer.table import table_for_class
+from echelon.shardformer.tables.table import table_for_class
 from echelon.shardformer.tables.vision import TIMM_VIT
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from echelon.shardformer.shard_former import policy_for
 from echelon.shardformer.sharder import split_errors
-from echelon.shardformer.table import model_types
+from echelon.shardformer.tables.table import model_types
 
 # hidden size, layers, heads, key-value heads, width of the MLP (where the type has the last two)
 SIZES = {

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from echelon.cluster.collectives import all_reduce, gather_from, gather_to
 from echelon.cluster.placement import Shard, place
-from echelon.shardformer.heads import Cut, Heads
 from echelon.shardformer.layers import Linear1D_Col, linear
+from echelon.shardformer.tables.heads import Cut, Heads
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 
@@ -207,7 +207,7 @@ FAULTS = {
         notice=r"^step 1: ",
     ),
     "groups of heads are cut over all ranks": Mutation(
-        target="echelon.shardformer.heads:Heads.fused_cut",
+        target="echelon.shardformer.tables.heads:Heads.fused_cut",
         wrapper=over_all_ranks,
         row=(
             ModelChoice(
@@ -226,7 +226,7 @@ FAULTS = {
         notice=r"^step 1: ",
     ),
     "heads are padded behind all instead of behind each group": Mutation(
-        target="echelon.shardformer.heads:Heads.query_cut",
+        target="echelon.shardformer.tables.heads:Heads.query_cut",
         replacement=padded_at_the_end,
         row=(SIX_HEADS, TP4),
         notice=r"^step 1: ",

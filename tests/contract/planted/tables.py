@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from echelon.shardformer.heads import HeadOrder
-from echelon.shardformer.table import Table
+from echelon.shardformer.tables.heads import HeadOrder
+from echelon.shardformer.tables.table import Table
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 

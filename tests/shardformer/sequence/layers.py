@@ -32,9 +32,9 @@ from echelon.cluster.collectives import all_gather
 from echelon.shardformer.layer_split import LayerSplit
 from echelon.shardformer.layers.sequence_axis import SequenceAxis, SequenceOrder
 from echelon.shardformer.layers.split_gather import RegionSequence
-from echelon.shardformer.table import Table
 from echelon.shardformer.tables.decoders import DEEPSEEK_V3, GPT2, LLAMA, MIXTRAL, OPT
 from echelon.shardformer.tables.encoders import ALBERT, BERT
+from echelon.shardformer.tables.table import Table
 
 from ..compare import numbers, require_same_gradients
 

@@ -1,4 +1,4 @@
-"""Which layers can compute on parts of a sequence, and what of them does."""
+"""Layers whose code computes on parts of a sequence, and the parameters that do."""
 
 from dataclasses import replace
 
@@ -6,8 +6,8 @@ import pytest
 from torch import Tensor, nn
 
 from echelon.pipeline.plan import StagePlan
-from echelon.shardformer.sequence.layer_parts import layer_part_faults, parameters_of_parts, whole_paths
-from echelon.shardformer.table import Table
+from echelon.shardformer.table_policy import layer_part_errors
+from echelon.shardformer.tables.table import Table, parameters_of_parts, whole_paths
 
 from .layers import FURTHER, LAYERS, built
 
@@ -38,7 +38,7 @@ class Reshapes(Layer):
 @pytest.mark.parametrize("name", [*LAYERS, *FURTHER])
 def test_layers_of_the_tables_compute_each_position_on_its_own(name: str) -> None:
     layer, table, _ = built(name)
-    assert layer_part_faults(table, layer) == []
+    assert layer_part_errors(table, layer) == []
 
 
 @pytest.mark.parametrize(
@@ -51,20 +51,20 @@ def test_layers_of_the_tables_compute_each_position_on_its_own(name: str) -> Non
     ],
 )
 def test_what_may_mix_positions_is_refused(layer: nn.Module, message: str) -> None:
-    assert any(message in fault for fault in layer_part_faults(TABLE, layer))
-    assert layer_part_faults(TABLE, Layer(nn.Identity())) == []
+    assert any(message in error for error in layer_part_errors(TABLE, layer))
+    assert layer_part_errors(TABLE, Layer(nn.Identity())) == []
 
 
 def test_chunks_of_sequences_are_refused() -> None:
     layer, table, _ = built("bert", chunk_size_feed_forward=4)
-    (fault,) = layer_part_faults(table, layer)
-    assert fault.endswith("set it to 0")
+    (error,) = layer_part_errors(table, layer)
+    assert error.endswith("set it to 0")
 
 
 def test_experts_that_a_layer_holds_itself_are_refused() -> None:
     layer = Layer(nn.Identity())
     table = replace(TABLE, exits=("mlp",))
-    assert "holds experts itself" in layer_part_faults(table, layer)[0]
+    assert "holds experts itself" in layer_part_errors(table, layer)[0]
 
 
 def test_what_holds_experts_is_given_whole_sequences_and_its_router_whole_gradients() -> None:

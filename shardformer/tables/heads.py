@@ -5,7 +5,7 @@ from enum import Enum
 
 import torch
 
-from ..cluster.placement import Shard
+from ...cluster.placement import Shard
 
 
 class HeadOrder(Enum):

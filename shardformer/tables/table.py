@@ -6,10 +6,11 @@ error, unless the table says that it may.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
-from ..pipeline.plan import StagePlan, is_within
+from ...pipeline.plan import StagePlan, is_within
 from .heads import HeadOrder
 
 
@@ -340,3 +341,49 @@ def layers_of(model: nn.Module, stacks: Iterable[str]) -> dict[str, nn.Module]:
         else:
             found[stack] = module
     return found
+
+
+def whole_paths(table: Table, layer: nn.Module) -> list[str]:
+    """The modules that are given whole sequences, with the regions in them as without sequence parallelism.
+
+    Those that hold experts, which are given tokens without their places; those that use what enters a region whole
+    besides; and linear layers outside of regions that are split.
+    """
+    holders = [name.rpartition(".")[0] for name in present(layer, table.exits)]
+    others = present(layer, (*table.joined, *table.gathered, *table.scattered))
+    return list(dict.fromkeys((*holders, *others)))
+
+
+def is_any_within(path: str, prefixes: Iterable[str]) -> bool:
+    """Return True where a path lies in, or is, one of these modules."""
+    return any(is_within(path, prefix) for prefix in prefixes)
+
+
+def parameters_of_parts(table: Table, layer: nn.Module) -> list[str]:
+    """The paths of parameters that are used with a part of the sequence, but for biases of row-split layers."""
+    apart = (*whole_paths(table, layer), *active_regions(layer, table), *table.column, *table.row)
+    split = (*table.split, *table.biases)
+    behind = [name for name in table.whole if not is_any_within(name, whole_paths(table, layer))]
+    return [
+        name
+        for name, _ in layer.named_parameters()
+        if is_any_within(name, behind) or not is_any_within(name, (*apart, *split))
+    ]
+
+
+def attribute(layer: Any, path: str) -> Any:
+    """An attribute of a layer that a table names."""
+    found = layer
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise ValueError(
+                f"the table names {path!r} in a layer, which has no attribute of this name: correct it"
+            )
+        found = getattr(found, name)
+    return found
+
+
+def has_attribute(layer: nn.Module, path: str) -> bool:
+    """Return True where a layer has an attribute of this path."""
+    owner, _, name = path.rpartition(".")
+    return has_submodule(layer, owner) and hasattr(layer.get_submodule(owner), name)

@@ -1,10 +1,11 @@
 """Reading the code of a forward: the use of a sub-module's result, inputs, and what is returned. Nothing is run.
 
-Only plain code is understood: what is written in another way is told as not understood, never taken as harmless.
+Only plain code is understood: what is written in another way is reported as not understood, never taken as harmless.
 """
 
 import ast
 import inspect
+import re
 import textwrap
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -15,6 +16,16 @@ from torch import nn
 _NEUTRAL = frozenset(("self", "torch", "nn", "F"))
 # Parts of the names of inputs that are no tensors or get no gradients: masks, rotations, caches, routes.
 _WITHOUT_GRADIENT = ("mask", "position", "past", "cache", "seq", "index", "output_", "layer_type")
+# Attributes in code that knows of more than one position, or of their number.
+_MIXING = re.compile(
+    "(un)?flatten|(un)?squeeze|view|reshape|permute|transpose|chunk|split|roll|shape|size|mean|sum|cumsum|gather|"
+    "index_select|pad|conv[12]d"
+)
+# Parts of names of modules that compute each position on its own.
+_BY_POSITION = ("Norm", "Dropout", "DropPath", "LayerScale", "Linear", "Conv1D", "Identity", "Activation")
+_BY_POSITION_OF = ("torch.nn.modules.activation", "transformers.activations")
+# Classes whose code does so without harm: OPT's puts the tokens of all samples in one row, and back.
+_CHECKED = ("OPTDecoderLayer",)
 
 
 def exit_fault(module: nn.Module, name: str, others: Collection[str]) -> str | None:
@@ -97,7 +108,7 @@ def takes_named_inputs(module: nn.Module) -> bool:
 
 
 def returns_tuple(module: nn.Module) -> bool:
-    """Return True where a module's forward returns a tuple, or something that its code does not tell to be none."""
+    """Return True where a module's forward returns a tuple, or something that may be one."""
     return not _returned(_statements(module)) or says_tuple(module)
 
 
@@ -132,6 +143,28 @@ def slices(module: nn.Module) -> bool:
     nodes = (node for statement in _statements(module) for node in _nodes(statement))
     taken = (node.slice for node in nodes if isinstance(node, ast.Subscript))
     return any(isinstance(each, ast.Tuple) and any(map(_is_slice, each.elts)) for each in taken)
+
+
+def is_by_position_behind_loops(module: nn.Module) -> bool:
+    """Return True where a forward computes each position on its own behind its last loop, or in all of its code."""
+    return is_readable(module) and not any(map(_MIXING.fullmatch, own_names(module, behind_loops=True)))
+
+
+def mixing(module: nn.Module) -> str:
+    """The part of a module's code that may mix positions, in words; empty where there is none."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).__name__ in _CHECKED:
+        return ""
+    if not is_readable(module):
+        return "cannot be read"
+    if used := sorted(filter(_MIXING.fullmatch, own_names(module))):
+        return f"uses {', '.join(used)}"
+    return "takes slices" if slices(module) else ""
+
+
+def is_by_position(module: nn.Module) -> bool:
+    """Return True where a module without children computes each position on its own, as the name of its class says."""
+    kind = type(module)
+    return kind.__module__ in _BY_POSITION_OF or any(part in kind.__name__ for part in _BY_POSITION)
 
 
 def _is_slice(node: ast.expr) -> bool:
