@@ -40,5 +40,5 @@ if __name__ == "__main__":
     setup(
         packages=packages(),
         package_dir=package_dir(),
-        package_data={"echelon": ["py.typed"], "echelon.verify": ["matrix.json"]},
+        package_data={"echelon": ["py.typed"], "echelon.cli": ["matrix.json"]},
     )

@@ -1,9 +1,23 @@
-"""`echelon checkpoint`: the options of its commands. The work is in files of their own, which import torch."""
+"""`echelon checkpoint`: look into checkpoints, compare and check them.
 
+torch is imported inside functions: help is answered without it.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
+
+from .console import refuse, table_console
+
+if TYPE_CHECKING:
+    from ..checkpoint.difference import Difference
+    from ..checkpoint.inspect import Findings
 
 FOLDER_HELP = "A step-… folder, the folder above (its newest complete step), or a Hugging Face folder."
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help=FOLDER_HELP, show_default=False)]
@@ -30,9 +44,29 @@ def inspect(
 
     Exit status: 0 shown, 1 something is damaged, 2 bad arguments.
     """
-    from .checkpoint_inspect import run_inspect
+    from ..checkpoint.inspect import list_tensors, open_folder, plain, summarize
 
-    run_inspect(directory, pattern, tensors=tensors, as_json=as_json)
+    errors = folder_errors(directory)
+    if pattern is not None and not tensors:
+        errors.append(f"{pattern!r} is a pattern of names: give --tensors too")
+    refuse("checkpoint inspect", errors)
+    with reported("inspect"):
+        opened = open_folder(chosen_folder(directory))
+        summary = summarize(opened)
+    listing = list_tensors(opened, pattern or "*") if tensors else iter(())
+    if as_json:
+        found = {"tensors": list(listing)} if tensors else {}
+        typer.echo(json.dumps(plain(summary | found), indent=2))
+        return
+    console = table_console()
+    for table in summary_tables(summary):
+        console.print(table)
+    if tensors:
+        lines = (
+            (line["name"], str(list(line["shape"])), line["dtype"], ", ".join(line["files"]))
+            for line in listing
+        )
+        console.print(table_of(f"tensors {pattern or '*'}", ("tensor", "shape", "format", "files"), lines))
 
 
 @checkpoint.command()
@@ -49,9 +83,30 @@ def diff(
     Of Hugging Face folders the models alone. Exit status: 0 nothing differs, 1 something does or is damaged,
     2 bad arguments.
     """
-    from .checkpoint_diff import run_diff
+    from ..checkpoint.difference import Comparison
+    from ..checkpoint.inspect import open_folder
 
-    run_diff(a, b, tolerance=tolerance)
+    errors = [*folder_errors(a), *folder_errors(b)]
+    if not (isfinite(tolerance) and tolerance >= 0):
+        errors.append(f"tolerance={tolerance} must be a number from 0 on")
+    refuse("checkpoint diff", errors)
+    with reported("diff"):
+        first, second = (open_folder(chosen_folder(path)) for path in (a, b))
+        comparison = Comparison(a=first, b=second, tolerance=tolerance)
+        with progress_bar(comparison.total_bytes, "comparing") as progress:
+            differences = list(comparison.differences(progress))
+    for note in comparison.notes():
+        typer.echo(note, err=True)
+    if differences:
+        headings = ("in", "name", "what", ">largest |a − b|", ">of max(|a|, |b|)", ">entries")
+        table_console().print(table_of("", headings, map(_difference_cells, differences)))
+        verdict = f"{len(differences)} differences"
+    else:
+        verdict = (
+            f"nothing differs by more than {tolerance:g} of its tensor" if tolerance else "equal to the bit"
+        )
+    typer.echo(verdict)
+    raise typer.Exit(1 if differences else 0)
 
 
 @checkpoint.command()
@@ -61,27 +116,174 @@ def verify(directory: Folder) -> None:
     Of a Hugging Face folder the index and the config are compared with the files. Exit status: 0 sound, 1 damaged
     (each file and tensor is named), 2 bad arguments.
     """
-    from .checkpoint_verify import run_verify
+    refuse("checkpoint verify", folder_errors(directory))
+    folder = chosen_folder(directory)
+    with reported("verify"):  # a file that cannot be read may be sound
+        findings = examined(folder)
+    for note in findings.notes:
+        typer.echo(f"note: {note}", err=True)
+    for error in findings.errors:
+        typer.echo(error)
+    typer.echo(f"{folder} is {'damaged' if findings.errors else 'sound'}")
+    raise typer.Exit(1 if findings.errors else 0)
 
-    run_verify(directory)
+
+REMOVED = {
+    "reshard": "a step loads under every layout and precision as it is. For other files load it by "
+    "booster.load_checkpoint and save it by booster.save_checkpoint(..., size_per_shard=MIB)",
+    "export": "`model/` in the folder of a step is a Hugging Face folder already, so copy it. For another format save "
+    "what AutoModel.from_pretrained(FOLDER, dtype=...) returned; for the float32 masters of 16-bit weights load the "
+    'step under precision="fp32" and call booster.save_model(..., shard=True)',
+}
 
 
-def _removed(command: str, instead: str) -> None:
-    @checkpoint.command(command, hidden=True, context_settings={"ignore_unknown_options": True})
-    def removed(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-        from .console import refuse
-
-        refuse(f"checkpoint {command}", [f"there is no such command any more: {instead}"])
+def removed(context: typer.Context, arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+    """Refuse a command that there is no more, and name its replacement."""
+    name = str(context.info_name)
+    refuse(f"checkpoint {name}", [f"there is no such command any more: {REMOVED[name]}"])
 
 
-_removed(
-    "reshard",
-    "a step loads under every layout and precision as it is. For other files load it by booster.load_checkpoint and "
-    "save it by booster.save_checkpoint(..., size_per_shard=MIB)",
-)
-_removed(
-    "export",
-    "`model/` in the folder of a step is a Hugging Face folder already, so copy it. For another format save what "
-    "AutoModel.from_pretrained(FOLDER, dtype=...) returned; for the float32 masters of 16-bit weights load the step "
-    'under precision="fp32" and call booster.save_model(..., shard=True)',
-)
+for _name in REMOVED:
+    checkpoint.command(_name, hidden=True, context_settings={"ignore_unknown_options": True})(removed)
+
+
+def folder_errors(path: Path) -> list[str]:
+    """The reason why there is nothing to open, if there is one."""
+    from ..checkpoint.inspect import find_folder
+
+    try:
+        find_folder(path)
+    except (ValueError, OSError) as error:
+        return [str(error)]
+    return []
+
+
+def chosen_folder(path: Path) -> Path:
+    """The folder that a path means, named on stderr where it is not the path itself."""
+    from ..checkpoint.inspect import find_folder
+
+    folder = find_folder(path)
+    if folder != path:
+        typer.echo(f"{path}: the newest complete step is {folder.name}", err=True)
+    return folder
+
+
+def examined(folder: Path) -> "Findings":
+    """All damage of a checkpoint, after every byte was read."""
+    from ..checkpoint.inspect import examine_checkpoint, examine_pretrained
+    from ..checkpoint.steps import MANIFEST
+
+    if not (folder / MANIFEST).is_file():
+        return examine_pretrained(folder)
+    total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    with progress_bar(total, "reading") as progress:
+        return examine_checkpoint(folder, progress=progress)
+
+
+@contextmanager
+def reported(command: str) -> Iterator[None]:
+    """Report what cannot be read or written, and leave with status 1."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        typer.echo(f"echelon checkpoint {command}: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+@contextmanager
+def progress_bar(total: int, what: str) -> Iterator[Callable[[int], object]]:
+    """Bytes on stderr, on a terminal."""
+    from tqdm import tqdm
+
+    with tqdm(
+        total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024, disable=None, leave=False
+    ) as bar:
+        yield bar.update
+
+
+def summary_tables(summary: Mapping[str, Any]) -> Iterator[Table]:
+    """Tables of a checkpoint's facts, its kinds of tensors and its files."""
+    from ..checkpoint.inspect import plain
+
+    facts = [
+        (name, value if isinstance(value, str) else json.dumps(plain(value)))
+        for name, value in _facts(summary)
+        if value is not None
+    ]
+    table = table_of(summary["path"], ("", ""), facts)
+    table.show_header = False
+    yield table
+    yield table_of(
+        "tensors",
+        ("of", ">tensors", ">entries", ">size", "formats"),
+        (
+            (
+                part["name"],
+                *(f"{part['tensors']:,}", f"{part['entries']:,}", shown_bytes(part["bytes"])),
+                _formats(part["dtypes"]),
+            )
+            for part in summary["parts"]
+        ),
+    )
+    files = summary["files"]
+    yield table_of(
+        f"files: {len(files)}, {shown_bytes(sum(file['bytes'] for file in files))}",
+        ("file", ">size"),
+        ((file["path"], shown_bytes(file["bytes"])) for file in files),
+    )
+
+
+def _facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    from ..checkpoint.inspect import plain
+
+    yield "step", summary["step"]
+    yield "written by", summary["echelon"] and f"echelon {summary['echelon']}"
+    yield "model", summary["model_class"]
+    for name in ("layout", "optimizer"):
+        yield name, summary[name]
+    for number, group in enumerate(summary["groups"]):
+        yield f"group {number}", f"{group['parameters']} parameters, {json.dumps(plain(group['options']))}"
+    for name in ("scheduler", "scaler", "skipped_steps", "data", "user"):
+        yield name.replace("_", " "), summary[name]
+    ranks = list(summary["random"])
+    if len(ranks) > 8:
+        ranks = [*ranks[:4], "…", ranks[-1]]
+    yield "random states", "; ".join(ranks) or None
+
+
+def _formats(sizes: Mapping[str, int]) -> str:
+    if len(sizes) == 1:
+        return next(iter(sizes))
+    return ", ".join(f"{dtype} {shown_bytes(size)}" for dtype, size in sizes.items())
+
+
+def _difference_cells(each: "Difference") -> tuple[str, ...]:
+    distance = each.distance
+    if distance is None:
+        return each.part, each.name, each.what, "", "", ""
+    return (
+        *(each.part, each.name, each.what, f"{distance.absolute:.3g}", f"{distance.relative:.3g}"),
+        f"{distance.differing:,} of {distance.entries:,}",
+    )
+
+
+def table_of(title: str, headings: Sequence[str], rows: Iterator[Sequence[str]] | Sequence[Any]) -> Table:
+    """A table; a column whose heading begins with ">" is aligned to the right, others fold long texts."""
+    table = Table(title=title or None, title_justify="left")
+    for heading in headings:
+        if heading.startswith(">"):
+            table.add_column(heading[1:], justify="right")
+        else:
+            table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def shown_bytes(count: int) -> str:
+    """A number of bytes with its unit."""
+    size, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.0f} {units[0]}" if units[0] == "bytes" else f"{size:.1f} {units[0]}"

@@ -1,65 +1,159 @@
 """`echelon models`: the last results of the parity check as a table, by name, and as the page docs/models.md."""
 
+import json
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
+from importlib.resources import files
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from ..verify.matrix import (
-    FEATURES,
-    REFUSED,
-    SEQUENCE_MODES,
-    ModelRow,
-    kept_matrix,
-    layouts_of,
-    refusals,
-    rows_of,
-)
 from .console import refuse
 
-SHARED_WEIGHTS = "shared-out weights"
+# By head and layout: True where the layout trained as one process does.
+Outcomes = Mapping[str, Mapping[str, bool]]
+
+SEQUENCE_MODES = ("split_gather", "ring", "all_to_all", "ring_attn")
+# Features that a model can be trained with besides a layout, in the words of the matrix.
+FEATURES = (
+    *("lazy initialization", "flash attention", "xFormers", "fused operators", "fused norm"),
+    *SEQUENCE_MODES,
+)
+PASSED, FAILED, REFUSED = "yes", "no", "refused: "  # the last with the reason behind it
+SHARDED_WEIGHTS = "sharded weights"
 AXES = {"tp2·fp32": "TP", "pp2·fp32": "PP"}
-SPREAD = (*SEQUENCE_MODES, SHARED_WEIGHTS)
+SHARDED = (*SEQUENCE_MODES, SHARDED_WEIGHTS)
+
+PAGE = """\
+# Models
+
+Made by `echelon models --markdown` from the last results of the tests (`make test-all`): do not edit.
+
+{versions}.
+
+"yes": every head trains under the layout as in one process: loss, every gradient, the norm and every updated
+weight, over three AdamW steps with microbatches of unequal size, in fp32 where nothing else is said.
+"3 of 4": so many heads do. Nothing: not tried. By "table": `shardformer/tables`; by "plan": derived from
+transformers' own. TP and PP are two ranks of the one axis. Of a model made of several (BLIP-2, Gemma 3 with
+images) a pipeline cuts the language model alone; the others stand whole in front of it, on its first stage.
+
+Features are tried with the usual head, by the same comparison with a process that has none of them: flash
+attention, xFormers, fused operators and fused norm under tp2 on CPUs. [fused.md](fused.md) says what
+computes there; in the place of the xFormers package stood one of its signature. The modes of sequence
+parallelism are tried on two ranks: [sequence.md](sequence.md). "–": refused, or nothing to be done; the
+reasons stand at the end.
+"""
+SHARDED_PAGE = """
+## Sequences and weights sharded over ranks, beside other axes
+
+The usual head on two to four ranks, by the same comparison, beside tensor, pipeline and data parallelism
+with ZeRO; of Llama, GPT-2 and BERT with recomputation, other schedules and 16 bits too. In how many layouts
+it agrees, of those that were tried.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRow:
+    """A model type's part of the matrix.
+
+    Args:
+        model_type: `config.model_type` of transformers.
+        heads: those that were tried.
+        cells: by layout, for how many heads it was tried, and for how many it agreed.
+        features: by feature, PASSED, FAILED, or REFUSED and the reason.
+        source: "table" where Echelon has a table of it, "plan" where it is derived from transformers' own.
+    """
+
+    model_type: str
+    heads: tuple[str, ...]
+    cells: Mapping[str, tuple[int, int]]
+    features: Mapping[str, str]
+    source: str
+
+    def cell(self, layout: str) -> str:
+        """The cell of a layout in a table: yes, a number of heads, no, or nothing where it was not tried."""
+        tried, agreed = self.cells.get(layout, (0, 0))
+        if not tried:
+            return ""
+        return "yes" if tried == agreed else f"{agreed} of {tried}" if agreed else "no"
+
+    def feature_cell(self, feature: str) -> str:
+        """The cell of a feature in a table: yes, no, a dash where it is refused, or nothing where it was not tried."""
+        outcome = self.features.get(feature, "")
+        return "–" if outcome.startswith(REFUSED) else outcome
+
+
+def kept_matrix() -> dict[str, Any]:
+    """The last results: versions, and outcomes by model type, head and layout.
+
+    Under "features" those by model type and feature, under "tables" the model types that have a table.
+    """
+    found: dict[str, Any] = json.loads((files(__package__) / "matrix.json").read_text())
+    return found
+
+
+def rows_of(kept: Mapping[str, Any]) -> list[ModelRow]:
+    """A row for each model type of what `kept_matrix` gives, in alphabetical order."""
+    outcomes: Mapping[str, Outcomes] = kept["rows"]
+    features: Mapping[str, Mapping[str, str]] = kept.get("features", {})
+    tables: Sequence[str] = kept.get("tables", ())
+    return [
+        ModelRow(
+            model_type=model_type,
+            heads=tuple(sorted(outcomes.get(model_type, {}))),
+            cells=_cells(outcomes.get(model_type, {})),
+            features=features.get(model_type, {}),
+            source="table" if model_type in tables else "plan",
+        )
+        for model_type in sorted({*outcomes, *features})
+    ]
+
+
+def _cells(of_heads: Outcomes) -> dict[str, tuple[int, int]]:
+    """By layout, the number of heads that tried it, and of those that agreed."""
+    cells: dict[str, tuple[int, int]] = {}
+    for outcomes in of_heads.values():
+        for layout, agreed in outcomes.items():
+            tried, before = cells.get(layout, (0, 0))
+            cells[layout] = tried + 1, before + agreed
+    return cells
+
+
+def refusals(rows: Sequence[ModelRow]) -> dict[tuple[str, str], list[str]]:
+    """The model types that refuse a feature for a reason, by both."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for feature in FEATURES:
+        for row in rows:
+            if row.feature_cell(feature) == "–":
+                reason = row.features[feature].removeprefix(REFUSED)
+                found.setdefault((feature, reason), []).append(row.model_type)
+    return found
+
+
+def layouts_of(rows: Sequence[ModelRow]) -> list[str]:
+    """The layouts that any row has, those of most rows first."""
+    counts = Counter(layout for row in rows for layout in row.cells)
+    return sorted(counts, key=lambda layout: (-counts[layout], len(layout), layout))
 
 
 def page(kept: dict[str, Any]) -> str:
     """The matrix as a page of the documentation."""
     rows = rows_of(kept)
     columns = columns_of(rows)
-    lines = [
-        "# Models",
-        "",
-        "Made by `echelon models --markdown` from the last results of the tests (`make test-all`): do not edit.",
-        "",
-        f"{versions(kept)}.",
-        "",
-        '"yes": every head trains under the layout as in one process: loss, every gradient, the norm and every updated',
-        "weight, over three AdamW steps with microbatches of unequal size, in fp32 where nothing else is said.",
-        '"3 of 4": so many heads do. Nothing: not tried. By "table": `shardformer/tables`; by "plan": derived from',
-        "transformers' own. TP and PP are two ranks of the one axis. Of a model made of several (BLIP-2, Gemma 3 with",
-        "images) a pipeline cuts the language model alone; the others stand whole in front of it, on its first stage.",
-        "",
-        "Features are tried with the usual head, by the same comparison with a process that has none of them: flash",
-        "attention, xFormers, fused operators and fused norm under tp2 on CPUs. [fused.md](fused.md) says what",
-        "computes there; in the place of the xFormers package stood one of its signature. The modes of sequence",
-        'parallelism are tried on two ranks: [sequence.md](sequence.md). "–": refused, or nothing to be done; the',
-        "reasons stand at the end.",
-        "",
-        "| model type | by | heads | " + " | ".join(columns) + " |",
-        "|---|---|---|" + "---|" * len(columns),
-    ]
-    lines += [
-        f"| {row.model_type} | {row.source} | {'; '.join(row.heads)} | "
-        + " | ".join(cell(row) for cell in columns.values())
-        + " |"
+    cells = (
+        [row.model_type, row.source, "; ".join(row.heads), *(cell(row) for cell in columns.values())]
         for row in rows
-    ]
-    lines += _spread_lines(rows)
+    )
+    lines = [PAGE.format(versions=versions(kept)), *_markdown(["model type", "by", "heads", *columns], cells)]
+    if sharded := [row for row in rows if any(map(_sharded_by, row.cells))]:
+        cells = ([row.model_type, *(_sharded_cell(row, by) for by in SHARDED)] for row in sharded)
+        lines += [SHARDED_PAGE, *_markdown(["model type", *SHARDED], cells)]
     reasons = [
         f"- {feature}: {', '.join(types)}: {reason}." for (feature, reason), types in refusals(rows).items()
     ]
@@ -67,27 +161,15 @@ def page(kept: dict[str, Any]) -> str:
     return "\n".join([*lines, *_older_lines(kept)]) + "\n"
 
 
-def _spread_lines(rows: Sequence[ModelRow]) -> list[str]:
-    """The part of the page about layouts that spread sequences or share out weights."""
-    spread = [row for row in rows if any(map(_spread_by, row.cells))]
-    cells = {row.model_type: " | ".join(_spread_cell(row, by) for by in SPREAD) for row in spread}
-    heading = [
-        "",
-        "## Sequences and weights over ranks, beside other axes",
-        "",
-        "The usual head on two to four ranks, by the same comparison, beside tensor, pipeline and data parallelism",
-        "with ZeRO; of Llama, GPT-2 and BERT with recomputation, other schedules and 16 bits too. In how many layouts",
-        "it agrees, of those that were tried.",
-        "",
-        "| model type | " + " | ".join(SPREAD) + " |",
-        "|---|" + "---|" * len(SPREAD),
-    ]
-    return [*heading, *(f"| {name} | {own} |" for name, own in cells.items())] if spread else []
+def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table."""
+    lines = (f"| {' | '.join(cells)} |" for cells in (headings, *rows))
+    return [next(lines), "|" + "---|" * len(headings), *lines]
 
 
 def columns_of(rows: Sequence[ModelRow]) -> dict[str, Callable[[ModelRow], str]]:
     """The columns of the matrix: the text of a row's cell, by the column's heading."""
-    layouts = [layout for layout in layouts_of(rows) if layout not in AXES and not _spread_by(layout)]
+    layouts = [layout for layout in layouts_of(rows) if layout not in AXES and not _sharded_by(layout)]
     return {
         **{heading: partial(ModelRow.cell, layout=layout) for layout, heading in AXES.items()},
         **{feature: partial(ModelRow.feature_cell, feature=feature) for feature in FEATURES},
@@ -95,22 +177,22 @@ def columns_of(rows: Sequence[ModelRow]) -> dict[str, Callable[[ModelRow], str]]
     }
 
 
-def spread_columns() -> dict[str, Callable[[ModelRow], str]]:
-    """The columns of layouts that spread sequences or share out weights, likewise."""
-    return {f"{by}, layouts": partial(_spread_cell, by=by) for by in SPREAD}
+def sharded_columns() -> dict[str, Callable[[ModelRow], str]]:
+    """The columns of layouts that shard sequences or weights, likewise."""
+    return {f"{by}, layouts": partial(_sharded_cell, by=by) for by in SHARDED}
 
 
-def _spread_by(layout: str) -> str:
-    """The mode by which a layout spreads sequences, or that it shares out weights; nothing where it does neither."""
+def _sharded_by(layout: str) -> str:
+    """The mode by which a layout shards sequences, or SHARDED_WEIGHTS; nothing where it shards neither."""
     parts = layout.split("·")
     if any(re.fullmatch(r"wp\d+", part) for part in parts):
-        return SHARED_WEIGHTS
+        return SHARDED_WEIGHTS
     return next((mode for mode in SEQUENCE_MODES if mode in parts), "")
 
 
-def _spread_cell(row: ModelRow, by: str) -> str:
+def _sharded_cell(row: ModelRow, by: str) -> str:
     """In how many layouts of a kind a model agrees, of how many; nothing where it was not tried."""
-    found = [row.cells[layout] for layout in row.cells if _spread_by(layout) == by]
+    found = [row.cells[layout] for layout in row.cells if _sharded_by(layout) == by]
     tried, agreed = (sum(each[place] for each in found) for place in (0, 1))
     return f"{agreed} of {tried}" if tried else ""
 
@@ -226,7 +308,7 @@ def _more(row: ModelRow) -> str:
 
 def full_lines(rows: Sequence[ModelRow]) -> list[str]:
     """A line for each model type with all that the tables of the docs' page have."""
-    columns = columns_of(rows) | spread_columns()
+    columns = columns_of(rows) | sharded_columns()
     cells = (
         [row.model_type, row.source, "; ".join(row.heads), *(cell(row) for cell in columns.values())]
         for row in rows
@@ -244,13 +326,13 @@ def aligned(table: Sequence[Sequence[str]], *, between: str) -> list[str]:
 
 
 def described(row: ModelRow, layouts: Sequence[str], *, width: int | None) -> Iterator[str]:
-    """Lines with all that is known of a model type.
+    """The full results of a model type, in lines.
 
     Args:
-        layouts: in the order in which they are told.
+        layouts: in the order in which they are listed.
         width: of the terminal; None wraps nothing.
     """
-    yield f"{row.model_type}, split by a {row.source}"
+    yield f"{row.model_type}, sharded by a {row.source}"
     yield "\nheads"
     yield from _wrapped("; ".join(row.heads) or "none was tried", width, indent=2)
     yield "\nfeatures, with the usual head"

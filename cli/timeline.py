@@ -1,23 +1,82 @@
-"""`echelon timeline`: a pipeline's schedule as a picture, simulated or measured on local processes."""
+"""`echelon timeline`: a pipeline's schedule as a picture, simulated or measured on local processes.
+
+torch is imported inside functions: help and simulations need none.
+"""
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
-from typing import Annotated
+from statistics import mean
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from ..pipeline.schedules import SCHEDULES
-from ..pipeline.simulate import Costs
+from ..pipeline.action import Op
+from ..pipeline.schedules import SCHEDULES, build_schedule, stage_placement, style_errors
+from ..pipeline.simulate import Costs, Span, Timeline, simulate
 from ..pipeline.timeline import SUFFIXES, Panel, rank_bubble, require_matplotlib, save_timelines, stages_of
 from .console import refuse, table_console
-from .pipeline import LAYERS_PER_STAGE, Pipeline
 
+if TYPE_CHECKING:
+    from ..verify.models import ModelChoice
+
+LAYERS_PER_STAGE = 2  # of the model that is measured, unless --layers is given
+WARMUP_STEPS = 2
+HEAD_MULTIPLE = 8  # a ModelChoice has 4 heads, and rotary positions need heads of even size
+SAMPLES = 8  # of a microbatch
+MILLISECONDS = 1e3
 MOST_APART = 1e6  # costs: a box that is lost in the rounding of the clock cannot be drawn
 COSTS = (1e-100, 1e100)  # what adds up to a number
 FOR_MEASURING = ("model", "layers", "hidden", "steps", "seed", "timeout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """A schedule and its sizes.
+
+    Args:
+        style: a name of the pipeline's schedules.
+        num_ranks: pipeline ranks.
+        num_microbatches: of one step.
+        num_chunks: stages per rank; 1 also where the style makes another number of its own.
+    """
+
+    style: str
+    num_ranks: int
+    num_microbatches: int
+    num_chunks: int = 1
+
+    def errors(self) -> list[str]:
+        """All that is wrong with it, each with what would work."""
+        sizes = {"pp": self.num_ranks, "microbatches": self.num_microbatches}
+        found = [f"{name}={size} must be at least 1" for name, size in sizes.items() if size < 1]
+        return found + style_errors(self.style, self.num_chunks, self.num_ranks)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole pipeline."""
+        return len(stage_placement(self.style, self.num_ranks, self.num_chunks))
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages of each rank."""
+        return self.num_stages // self.num_ranks
+
+    def simulate(self, stage_costs: Costs) -> Timeline:
+        """Its timeline.
+
+        Args:
+            stage_costs: of one microbatch through one stage.
+        """
+        schedule = build_schedule(self.style, self.num_ranks, self.num_microbatches, self.num_chunks)
+        return simulate(schedule, stage_costs)
+
+    def __str__(self) -> str:
+        chunks = f" × {self.stages_per_rank} chunks" if self.stages_per_rank > 1 else ""
+        return f"{self.style}, {self.num_ranks} ranks{chunks}, {self.num_microbatches} microbatches"
 
 
 def timeline(
@@ -58,22 +117,19 @@ def timeline(
     """
     pipeline = Pipeline(style=schedule, num_ranks=pp, num_microbatches=microbatches, num_chunks=chunks)
     given = [name for name in context.params if _is_given(context, name)]
-    faults = [*pipeline.faults(), *costs_faults(costs), *out_faults(out)]
+    errors = [*pipeline.errors(), *costs_errors(costs), *out_errors(out)]
     if not measured:
-        faults += [
+        errors += [
             f"--{name} is for measuring: give --measure too" for name in FOR_MEASURING if name in given
         ]
-        refuse("timeline", faults)
+        refuse("timeline", errors)
         simulation = pipeline.simulate(parse_costs(costs).per_chunk(pipeline.stages_per_rank))
         finish([Panel(title=str(pipeline), timeline=simulation)], out, unit="units of cost")
         return
     if "costs" in given:
-        faults.append("--costs is for simulating alone: --measure measures them, so leave one of the two out")
-    # Here and not above, so that help and simulations need no torch.
-    from .measure import measured_panels, measuring_faults, small_model
-
+        errors.append("--costs is for simulating alone: --measure measures them, so leave one of the two out")
     choice = small_model(model, pipeline, num_layers=layers, hidden_size=hidden)
-    refuse("timeline", faults + measuring_faults(pipeline, choice, hidden_size=hidden, num_steps=steps))
+    refuse("timeline", errors + measuring_errors(pipeline, choice, hidden_size=hidden, num_steps=steps))
     panels = measured_panels(pipeline, choice, num_steps=steps, seed=seed, timeout_seconds=timeout)
     finish(panels, out, unit="ms")
 
@@ -109,48 +165,203 @@ def parse_costs(text: str) -> Costs:
     Raises:
         ValueError: they are not three positive numbers that a clock can add up.
     """
-    forward, backward_input, backward_weight = numbers = [float(part) for part in text.split(",")]
-    least, most = min(numbers), max(numbers)
-    if not (all(map(isfinite, numbers)) and COSTS[0] <= least and most <= min(COSTS[1], least * MOST_APART)):
-        raise ValueError(f"{text!r} cannot be added up")
-    return Costs(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
+    try:
+        forward, backward_input, backward_weight = numbers = [float(part) for part in text.split(",")]
+        least, most = min(numbers), max(numbers)
+        if all(map(isfinite, numbers)) and COSTS[0] <= least and most <= min(COSTS[1], least * MOST_APART):
+            return Costs(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
+    except ValueError:
+        pass
+    raise ValueError(
+        f"costs={text!r} must be three positive numbers F,B,W, at most {MOST_APART:g} times as large as each "
+        f"other, from {COSTS[0]:g} to {COSTS[1]:g}: for example 1,1,1"
+    )
 
 
-def costs_faults(text: str) -> list[str]:
-    """Whether costs cannot be read."""
+def costs_errors(text: str) -> list[str]:
+    """The error of costs that cannot be read, if there is one."""
     try:
         parse_costs(text)
-    except ValueError:
-        return [
-            f"costs={text!r} must be three positive numbers F,B,W, at most {MOST_APART:g} times as large as each "
-            f"other, from {COSTS[0]:g} to {COSTS[1]:g}: for example 1,1,1"
-        ]
+    except ValueError as error:
+        return [str(error)]
     return []
 
 
-def out_faults(out: Path) -> list[str]:
-    """Why nothing can be drawn to this file."""
-    faults = []
+def out_errors(out: Path) -> list[str]:
+    """All reasons why nothing can be drawn to this file."""
+    errors = []
     if out.suffix.lower() not in SUFFIXES:
-        faults.append(f"out={str(out)!r} must end in one of {', '.join(SUFFIXES)}")
+        errors.append(f"out={str(out)!r} must end in one of {', '.join(SUFFIXES)}")
     if out.is_dir():
-        faults.append(f"out={str(out)!r} is a folder: give the name of a file")
+        errors.append(f"out={str(out)!r} is a folder: give the name of a file")
     if not out.parent.is_dir():
-        faults.append(f"out={str(out)!r}: there is no folder {str(out.parent)!r}, make it first")
+        errors.append(f"out={str(out)!r}: there is no folder {str(out.parent)!r}, make it first")
     elif not os.access(out if out.exists() else out.parent, os.W_OK):
-        faults.append(unwritable(out, "Permission denied"))
+        errors.append(unwritable(out, "Permission denied"))
     try:
         require_matplotlib()
     except ImportError as error:
-        faults.append(str(error))
-    return faults
+        errors.append(str(error))
+    return errors
 
 
 def unwritable(out: Path, reason: str | None) -> str:
-    """What is said of a file that cannot be drawn to."""
+    """The error of a file that cannot be drawn to."""
     return f"out={str(out)!r} cannot be written ({reason}): give the name of another file"
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
+
+
+def small_model(
+    model_type: str, pipeline: Pipeline, *, num_layers: int | None, hidden_size: int
+) -> "ModelChoice":
+    """The model to measure."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    from ..verify.models import ModelChoice
+
+    if num_layers is None:
+        num_stages = 1 if pipeline.errors() else pipeline.num_stages
+        num_layers = LAYERS_PER_STAGE * num_stages
+    settings = {
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "head_dim": hidden_size // 4,
+    }
+    blank = AutoConfig.for_model(model_type) if model_type in CONFIG_MAPPING else None
+    known = tuple((name, value) for name, value in settings.items() if hasattr(blank, name))
+    return ModelChoice(model_type=model_type, num_layers=num_layers, settings=known)
+
+
+def measuring_errors(
+    pipeline: Pipeline, choice: "ModelChoice", *, hidden_size: int, num_steps: int
+) -> list[str]:
+    """All reasons why this model cannot be measured."""
+    from .verify import sharding_errors
+
+    errors = [] if num_steps >= 1 else [f"steps={num_steps} must be at least 1"]
+    if hidden_size < 1 or hidden_size % HEAD_MULTIPLE:
+        errors.append(f"hidden={hidden_size} must be a positive multiple of {HEAD_MULTIPLE}")
+        choice = replace(choice, settings=())  # for the errors that do not follow from this one
+    errors += choice.errors()
+    if errors or pipeline.errors():
+        return errors
+    return sharding_errors(choice, num_stages=pipeline.num_stages)
+
+
+def measured_panels(
+    pipeline: Pipeline, choice: "ModelChoice", *, num_steps: int, seed: int, timeout_seconds: float
+) -> list[Panel]:
+    """Measure on local processes, and simulate with their mean costs; end the command if a process fails."""
+    spans = measure(pipeline, choice, num_steps=num_steps, seed=seed, timeout_seconds=timeout_seconds)
+    if isinstance(spans, str):
+        typer.echo(spans, err=True)
+        raise typer.Exit(1)
+    if (num_cores := _num_cores()) < pipeline.num_ranks:
+        typer.echo(
+            f"{pipeline.num_ranks} processes shared {num_cores} cores: what was measured includes waiting for a core",
+            err=True,
+        )
+    simulation = pipeline.simulate(mean_costs(spans))
+    measurement = Timeline(spans=spans, peak_activations=simulation.peak_activations)
+    return [
+        Panel(title=f"{pipeline}, measured", timeline=measurement),
+        Panel(title="simulated with the mean costs measured", timeline=simulation),
+    ]
+
+
+def measure(
+    pipeline: Pipeline, choice: "ModelChoice", *, num_steps: int, seed: int, timeout_seconds: float
+) -> list[list[Span]] | str:
+    """The spans of every rank in the median step, in milliseconds from the first one's start; or how a process failed.
+
+    Starts a process for each rank.
+    """
+    from .local import run_on_processes
+
+    steps = run_on_processes(
+        _train,
+        (pipeline, choice, num_steps, seed),
+        num_processes=pipeline.num_ranks,
+        timeout_seconds=timeout_seconds,
+    )
+    return steps if isinstance(steps, str) else median_step(steps)
+
+
+def median_step(steps_by_rank: Sequence[Sequence[Sequence[Span]]]) -> list[list[Span]]:
+    """The step of median length, of an even number the shorter one, in milliseconds from its start.
+
+    Args:
+        steps_by_rank: by rank and step, spans in seconds of one clock.
+    """
+    steps = [_from_start(step) for step in zip(*steps_by_rank, strict=True)]
+    steps.sort(key=lambda step: max(spans[-1].end for spans in step))
+    return steps[(len(steps) - 1) // 2]
+
+
+def _from_start(step: Sequence[Sequence[Span]]) -> list[list[Span]]:
+    first = min(spans[0].start for spans in step)
+    return [
+        [
+            Span(action, (start - first) * MILLISECONDS, (end - first) * MILLISECONDS)
+            for action, start, end in spans
+        ]
+        for spans in step
+    ]
+
+
+def mean_costs(spans_by_rank: Sequence[Sequence[Span]]) -> Costs:
+    """Mean cost of each kind of computation over all stages; a backward in one part counts half for each of its two."""
+    lengths: dict[Op, list[float]] = {}
+    for spans in spans_by_rank:
+        for action, start, end in spans:
+            lengths.setdefault(action.op, []).append(end - start)
+    means = {op: mean(found) for op, found in lengths.items()}
+    half = means.get(Op.BACKWARD, 0.0) / 2
+    return Costs(
+        forward=means[Op.FORWARD],
+        backward_input=means.get(Op.BACKWARD_INPUT, half),
+        backward_weight=means.get(Op.BACKWARD_WEIGHT, half),
+    )
+
+
+def _train(
+    rank: int, pipeline: Pipeline, choice: "ModelChoice", num_steps: int, seed: int
+) -> list[list[Span]]:
+    """Train for some steps, and return this rank's spans in those after the warm-up."""
+    from ..booster.booster import Booster
+    from ..plugins.hybrid_model import HybridParallelModule
+    from ..plugins.hybrid_parallel import HybridParallelPlugin
+    from ..verify.batch import loss_of, make_batch
+    from ..verify.parity import make_optimizer
+
+    plugin = HybridParallelPlugin(
+        pp_size=pipeline.num_ranks,
+        pp_style=pipeline.style,
+        num_model_chunks=pipeline.num_chunks,
+        num_microbatches=pipeline.num_microbatches,
+        precision="fp32",
+    )
+    booster = Booster(plugin=plugin)
+    model = choice.build(seed)
+    boosted, optimizer, criterion, *_ = booster.boost(model, make_optimizer(model), loss_of)
+    assert isinstance(boosted, HybridParallelModule) and optimizer is not None
+    batch = make_batch(choice, num_samples=SAMPLES * pipeline.num_microbatches, seed=seed)
+    steps = []
+    for _ in range(WARMUP_STEPS + num_steps):
+        spans: list[Span] = []
+        boosted.engine.trace = spans
+        booster.execute_pipeline(iter([batch]), boosted, criterion, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(spans)
+    return steps[WARMUP_STEPS:]
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # the cores that this process may use; on Linux alone
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

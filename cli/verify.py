@@ -1,30 +1,51 @@
-"""`echelon verify`: its options. What it does is check.py, going on from a checkpoint relay.py."""
+"""`echelon verify`: the parity check on local processes, also of a run that goes on under further layouts.
 
-from typing import Annotated
+torch is imported inside functions: help is answered without it.
+"""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
-from .console import refuse
+from .console import refuse, table_console
+
+if TYPE_CHECKING:
+    from ..shardformer.sequence.config import SequenceParallelism
+    from ..verify.compare import Measure
+    from ..verify.layout import Layout
+    from ..verify.models import ModelChoice
+    from ..verify.resume import Part, Relay, ResumeReport
+
+# Options that a part takes from the one before it unless it sets them; all others begin at their defaults.
+KEPT = ("precision", "microbatches", "steps")
+# Options of the whole run, which no part sets.
+OF_THE_RUN = ("model", "head", "tied", "layers", "max_norm", "seed", "timeout", "then")
 
 
 def verify(
+    context: typer.Context,
     model: Annotated[str, typer.Option(help="Model type of transformers: llama, bert, t5, ...")] = "llama",
     head: Annotated[
         str | None, typer.Option(help="causal, classification, seq2seq, ...; the usual one of the model")
     ] = None,
     tied: Annotated[bool, typer.Option(help="Share the embedding's weight with the head.")] = False,
     layers: Annotated[int, typer.Option(help="Layers of the small model; of encoder and decoder each.")] = 4,
-    tp: Annotated[int, typer.Option(help="Ranks over which layers are split.")] = 1,
+    tp: Annotated[int, typer.Option(help="Ranks over which layers are sharded.")] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
     dp: Annotated[int, typer.Option(help="Replicas with different batches.")] = 1,
     sp: Annotated[
-        int, typer.Option(help="Ranks over which sequences are spread: all_to_all, ring_attn.")
+        int, typer.Option(help="Ranks over which sequences are sharded: all_to_all, ring_attn.")
     ] = 1,
     sp_mode: Annotated[
         str | None,
         typer.Option(help="split_gather or ring (over --tp), all_to_all or ring_attn (over --sp)."),
     ] = None,
-    wp: Annotated[int, typer.Option(help="Ranks that share out the weights of linear layers.")] = 1,
+    wp: Annotated[int, typer.Option(help="Ranks over which weights of linear layers are sharded.")] = 1,
     zero: Annotated[int, typer.Option(help="ZeRO stage: 0, 1 or 2.")] = 0,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved, zbh1 or zbv.")] = "1f1b",
@@ -48,28 +69,198 @@ def verify(
     Starts tp * pp * dp * sp local processes. Exit status: 0 all agree, 1 something departs (the first is named) or
     a process failed, 2 bad arguments.
     """
-    # Here and not above, so that help is answered without torch.
-    from ..verify.models import ModelChoice
-    from ..verify.resume import Part
-    from .check import layout_of, part_faults, report_of, show
-    from .relay import further_options
+    run(context)
 
-    choice = ModelChoice(model_type=model, head=head, tied=tied, num_layers=layers)
-    first = {
-        **dict(tp=tp, pp=pp, dp=dp, sp=sp, sp_mode=sp_mode, wp=wp, zero=zero, precision=precision),
-        **dict(schedule=schedule, chunks=chunks, microbatches=microbatches, max_norm=max_norm),
-        **dict(recompute=recompute, steps=steps),
-    }
-    options = typer.Typer(add_completion=False)
-    options.command()(verify)
-    further, faults = further_options(options, then or (), first)
-    parts = [Part(layout=layout_of(each), num_steps=each["steps"]) for each in (first, *further)]
-    refuse("verify", faults + part_faults(choice, parts))
-    report = report_of(choice, parts, seed=seed, timeout_seconds=timeout)
+
+def run(context: typer.Context) -> None:
+    """Check a run whose first part has the options of `verify`; ends with its exit status."""
+    from ..verify.models import ModelChoice
+    from ..verify.resume import Part, Relay
+
+    first = context.params
+    choice = ModelChoice(
+        model_type=first["model"], head=first["head"], tied=first["tied"], num_layers=first["layers"]
+    )
+    further, errors = further_options(context, first["then"] or ())
+    parts = tuple(Part(layout=layout_of(each), num_steps=each["steps"]) for each in (first, *further))
+    refuse("verify", errors + part_errors(choice, parts))
+    relay = Relay(choice=choice, parts=parts, seed=first["seed"])
+    report = run_relay(relay, timeout_seconds=first["timeout"])
     if isinstance(report, str):
         typer.echo(report, err=True)
         raise typer.Exit(1)
     layouts = ", then ".join(str(part.layout) for part in parts)
     comma = "," if further else ""
-    show(report, title=f"{model} ({choice.described_head}) under {layouts}{comma} beside one process")
+    show(
+        report,
+        title=f"{choice.model_type} ({choice.described_head}) under {layouts}{comma} beside one process",
+    )
     raise typer.Exit(0 if report.agrees else 1)
+
+
+def further_options(
+    context: typer.Context, texts: Sequence[str]
+) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """The options of each further part, by the names of `verify`'s arguments, and all errors in the texts.
+
+    Args:
+        context: of `verify` with the options of the first part; it ends with status 2 at words that it does not have.
+        texts: the value of each `--then`.
+    """
+    found: list[Mapping[str, Any]] = []
+    errors: list[str] = []
+    first = before = context.params
+    for text in texts:
+        try:
+            words = shlex.split(text)
+        except ValueError as error:
+            errors.append(f"--then {text!r}: {error}")
+            continue
+        own = context.command.make_context("echelon verify --then", words)
+        given = {
+            name for name in own.params if getattr(own.get_parameter_source(name), "name", "") != "DEFAULT"
+        }
+        errors += [
+            f"--then {text!r}: --{name.replace('_', '-')} is of the whole run: give it before --then"
+            for name in OF_THE_RUN
+            if name in given
+        ]
+        kept = {name: before[name] for name in KEPT if name not in given}
+        before = {**own.params, **{name: first[name] for name in OF_THE_RUN}, **kept}
+        found.append(before)
+    return found, errors
+
+
+def layout_of(options: Mapping[str, Any]) -> "Layout":
+    """The layout of a part's options."""
+    from ..verify.layout import Layout
+
+    sequence = options["sp_mode"] or ("all_to_all" if options["sp"] > 1 else None)
+    same = ("tp", "pp", "dp", "sp", "wp", "zero", "precision", "schedule", "chunks", "microbatches")
+    return Layout(
+        **{name: options[name] for name in (*same, "max_norm", "recompute")},
+        sequence=sequence,
+    )
+
+
+def part_errors(choice: "ModelChoice", parts: Sequence["Part"]) -> list[str]:
+    """All that is wrong with a model and the parts of its run; of the model once."""
+    first, *further = parts
+    errors = argument_errors(choice, first.layout, first.num_steps)
+    if choice.errors():
+        return errors
+    return errors + [
+        f"--then number {number}: {error}"
+        for number, part in enumerate(further, start=1)
+        for error in argument_errors(choice, part.layout, part.num_steps)
+    ]
+
+
+def argument_errors(choice: "ModelChoice", layout: "Layout", num_steps: int) -> list[str]:
+    """All that is wrong with a model, a layout and a number of steps, found without starting a process."""
+    layout_errors = layout.errors()
+    errors = [*layout_errors, *([] if num_steps >= 1 else [f"steps={num_steps} must be at least 1"])]
+    model_errors = choice.errors()
+    if layout_errors or model_errors:
+        return errors + model_errors
+    return errors + sharding_errors(
+        choice,
+        tp=layout.tp,
+        num_stages=layout.num_stages,
+        sp=layout.sp,
+        wp=layout.wp,
+        sequence=layout.sequence_settings,
+    )
+
+
+def sharding_errors(
+    choice: "ModelChoice",
+    *,
+    tp: int = 1,
+    num_stages: int = 1,
+    sp: int = 1,
+    wp: int = 1,
+    sequence: "SequenceParallelism | None" = None,
+) -> list[str]:
+    """All reasons why this model cannot be sharded this way."""
+    from ..shardformer.sequence.config import WHOLE
+    from ..shardformer.shard_former import policy_for
+    from ..shardformer.sharder import split_errors
+    from ..shardformer.weight_sharding import plan_weight_sharding
+
+    model, sequence = choice.build_on_meta(), sequence or WHOLE
+    errors: list[str] = []
+    if wp > 1:
+        plan_weight_sharding(model, errors)
+    if tp == num_stages == 1 and sequence.mode is None:
+        return errors
+    try:
+        policy = policy_for(model, sequences_alone=tp == num_stages == 1)
+    except ValueError as error:
+        return [*errors, str(error)]
+    return errors + split_errors(
+        model, policy, tp_size=tp, num_stages=num_stages, sp_size=sp, sequence=sequence
+    )
+
+
+def run_relay(relay: "Relay", *, timeout_seconds: float) -> "ResumeReport | str":
+    """The report on a run, on local processes that are new for each part; or how one of them failed."""
+    from .local import run_on_processes
+
+    answers: Sequence[ResumeReport | None] | str = []
+    with TemporaryDirectory(prefix="echelon-verify-") as folder:
+        for number, part in enumerate(relay.parts):
+            answers = run_on_processes(
+                _run_part,
+                (relay, number, Path(folder)),
+                num_processes=part.layout.world_size,
+                timeout_seconds=timeout_seconds,
+            )
+            if isinstance(answers, str):
+                return f"part {number + 1}, under {part.layout}:\n{answers}" if relay.parts[1:] else answers
+    report = answers[0]
+    assert report is not None  # of rank 0 in the last part
+    return report
+
+
+def _run_part(rank: int, relay: "Relay", number: int, folder: Path) -> "ResumeReport | None":
+    from ..verify.resume import compare_parts, run_part
+
+    run_part(relay, number, folder)
+    is_last = number + 1 == len(relay.parts)
+    return compare_parts(relay, folder) if is_last and rank == 0 else None
+
+
+def show(report: "ResumeReport", *, title: str) -> None:
+    """Print a report as a table, a row for each step: distances, each with its share of what is allowed."""
+    table = Table(title=title, title_justify="left")
+    for heading in ("step", "loss", "reference", "loss off by", "norm off by"):
+        table.add_column(heading, justify="right")
+    table.add_column("worst gradient off by", overflow="fold")
+    table.add_column("worst weight off by", overflow="fold")
+    for step in report.steps:
+        loss, norm, gradient, weight = (
+            step.measure(quantity) for quantity in ("loss", "norm", "gradient", "weight")
+        )
+        table.add_row(
+            str(step.step),
+            f"{step.loss:.6f}",
+            f"{step.reference_loss:.6f}",
+            _shown(loss),
+            _shown(norm),
+            f"{_shown(gradient)} {gradient.name}",
+            f"{_shown(weight)} {weight.name}",
+            end_section=step.step in {handover.step for handover in report.handovers},
+        )
+    console = table_console()
+    console.print(table)
+    for handover in report.handovers:
+        console.print(str(handover), highlight=False, soft_wrap=True)
+    verdict = "all agree" if report.agrees else f"departs: {report.departure}"
+    console.print(verdict, highlight=False, soft_wrap=True)
+
+
+def _shown(measure: "Measure") -> str:
+    share = f" ({measure.distance / measure.allowed:.0%})" if measure.allowed else ""
+    text = f"{measure.distance:.1e}{share}"
+    return text if measure.agrees else f"[red]{text}[/red]"

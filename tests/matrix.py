@@ -1,7 +1,7 @@
 """Results of `make test-all`, in parts: each part keeps its own, and all parts of one commit make docs/models.md.
 
     PART=3/8 KEEP_RESULTS=tests/results pytest tests     # every eighth test, from the third on
-    python -m tests.matrix                               # tests/results → verify/matrix.json → docs/models.md
+    python -m tests.matrix                               # tests/results → cli/matrix.json → docs/models.md
 
 A test is a row by its parameters: a `ModelChoice` and a `Layout`, or a `FeatureCase`. Of a feature that is refused it
 says `record_property("refused", reason)`, and passes. A row that no part ran stays, with the commit that it is of.
@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,35 @@ import pytest
 import torch
 import transformers
 
-from echelon.cli.models import page
+from echelon.cli.models import FAILED, FEATURES, PASSED, REFUSED, page
 from echelon.shardformer import model_types
 from echelon.shardformer.tables.table import class_libraries
 from echelon.verify.layout import Layout
-from echelon.verify.matrix import FAILED, PASSED, REFUSED, FeatureCase
 from echelon.verify.models import ModelChoice
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "tests" / "results"
-MATRIX = ROOT / "verify" / "matrix.json"
+MATRIX = ROOT / "cli" / "matrix.json"
 PAGE = ROOT / "docs" / "models.md"
 # Made from results: a commit that changes nothing else is no other commit.
 MADE = (RESULTS, MATRIX, PAGE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureCase:
+    """The parameter of a test of one feature on one model type, by which its result is found.
+
+    Args:
+        model_type: `config.model_type` of transformers.
+        feature: one of FEATURES.
+    """
+
+    model_type: str
+    feature: str
+
+    def __post_init__(self) -> None:
+        if self.feature not in FEATURES:
+            raise ValueError(f"feature={self.feature!r} must be one of {', '.join(FEATURES)}")
 
 
 def part_of_environment() -> tuple[int, int]:

@@ -85,7 +85,7 @@ class Layout:
     def _axes(self) -> tuple[tuple[str, int], ...]:
         return (("tp", self.tp), ("pp", self.pp), ("dp", self.dp), ("sp", self.sp))
 
-    def faults(self) -> list[str]:
+    def errors(self) -> list[str]:
         """All that is wrong with it, each with what would work."""
         sizes = [
             f"{name}={size} must be at least 1"

@@ -90,7 +90,7 @@ class ModelChoice:
         """Whether the model type has an encoder and a decoder."""
         return bool(self.config().is_encoder_decoder)
 
-    def faults(self) -> list[str]:
+    def errors(self) -> list[str]:
         """All that is wrong with it, each with what would work."""
         found = []
         if self.model_type not in transformers.CONFIG_MAPPING:

@@ -152,7 +152,7 @@ def run_part(relay: Relay, number: int, folder: Path) -> None:
         write_outcome(Outcome(records=records, loaded=loaded, saved=saved), number, folder)
 
 
-def judge(relay: Relay, folder: Path) -> ResumeReport:
+def compare_parts(relay: Relay, folder: Path) -> ResumeReport:
     """Compare all parts, which were run, with one process that never stopped. In one process alone."""
     outcomes = [read_outcome(number, folder) for number in range(len(relay.parts))]
     handovers = []

@@ -16,7 +16,7 @@ import torch
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 from echelon.verify.reference import StepRecord
-from echelon.verify.resume import Part, Relay, ResumeReport, judge, read_outcome, run_part
+from echelon.verify.resume import Part, Relay, ResumeReport, compare_parts, read_outcome, run_part
 from echelon.verify.training import Training
 
 from ..pool import Pool
@@ -31,7 +31,7 @@ AXES = ("tp", "pp", "dp", "sp")
 def check(pool: Pool, relay: Relay, folder: Path, then: Callable[..., None] = run_part) -> ResumeReport:
     """The report on a relay, whose parts after the first are run by `then`."""
     run_parts(pool, relay, folder, then)
-    return pool.run(1, judge, relay, folder)[0]
+    return pool.run(1, compare_parts, relay, folder)[0]
 
 
 def run_parts(pool: Pool, relay: Relay, folder: Path, then: Callable[..., None] = run_part) -> None:

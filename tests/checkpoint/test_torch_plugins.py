@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from echelon.verify.layout import Layout
-from echelon.verify.resume import Part, Relay, judge, run_part
+from echelon.verify.resume import Part, Relay, compare_parts, run_part
 from echelon.verify.training import Training
 
 from ..pool import Pool
@@ -38,7 +38,7 @@ def test_a_run_goes_on_under_another_plugin(
     for number, (kind, part) in enumerate(zip(kinds, parts, strict=True)):
         run = run_part if kind == "hybrid" else partial(run_torch_part, kind=kind)
         pool.run(part.layout.world_size, run, relay, number, tmp_path)
-    report = pool.run(1, judge, relay, tmp_path)[0]
+    report = pool.run(1, compare_parts, relay, tmp_path)[0]
     assert report.departure is None
     assert [each.differing for each in report.handovers] == [(), ()]
 

@@ -16,9 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from echelon.cli.main import app
-from echelon.cli.models import SHORT, page
+from echelon.cli.models import FEATURES, SHORT, kept_matrix, layouts_of, page, rows_of
 from echelon.shardformer import model_types
-from echelon.verify.matrix import FEATURES, kept_matrix, layouts_of, rows_of
 
 from ..contract.matrix_rows import LAYOUTS, choices
 from ..matrix import complete_parts, make_page, types_with_a_table
@@ -147,7 +146,7 @@ def test_a_pipe_gets_every_row_and_column_in_full() -> None:
 def test_a_type_is_shown_by_name_and_others_by_how_they_begin() -> None:
     result = CliRunner().invoke(app, ["models", "bloom"])
     assert result.exit_code == 0
-    assert "bloom, split by a table\n\nheads\n  base; causal; causal, tied;" in result.output
+    assert "bloom, sharded by a table\n\nheads\n  base; causal; causal, tied;" in result.output
     assert (
         "\n  –       xFormers: BloomForCausalLM takes its attention once and for all when it" in result.output
     )

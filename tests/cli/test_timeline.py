@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from echelon.cli import measure as measuring
 from echelon.cli import timeline as command
 from echelon.cli.main import app
-from echelon.cli.measure import mean_costs, median_step
-from echelon.cli.pipeline import Pipeline
+from echelon.cli.timeline import Pipeline, mean_costs, median_step
 from echelon.pipeline.action import Action, Op
 from echelon.pipeline.schedules import SCHEDULES
 from echelon.pipeline.simulate import Costs, Span
@@ -110,7 +108,7 @@ def test_every_schedule_can_be_asked_for_by_its_name_alone(tmp_path: Path, style
 def test_bad_arguments_are_refused_all_at_once_with_status_2(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], told: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(measuring, "measure", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setattr(command, "measure", lambda *_, **__: pytest.fail("a process was started"))
     monkeypatch.setattr(command, "save_timelines", lambda *_, **__: pytest.fail("something was drawn"))
     status, output = call(*arguments)
     assert status == 2, output
@@ -137,14 +135,14 @@ def test_a_file_that_nobody_may_write_to_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_missing_matplotlib_is_told_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "measure", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setattr(command, "measure", lambda *_, **__: pytest.fail("a process was started"))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, output = call("--measure")
     assert (status, "pip install 'echelon[plot]'" in output) == (2, True)
 
 
 def test_a_process_that_fails_is_told_with_status_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(measuring, "measure", lambda *_, **__: "rank 1 failed: no such luck")
+    monkeypatch.setattr(command, "measure", lambda *_, **__: "rank 1 failed: no such luck")
     status, output = call("--measure", "--out", str(tmp_path / "a.png"))
     assert (status, "rank 1 failed: no such luck" in output) == (1, True)
     assert not (tmp_path / "a.png").exists()
@@ -158,7 +156,7 @@ def test_a_measurement_is_drawn_above_the_simulation_of_its_mean_costs(
     late = [
         [Span(action, start + rank, end + rank) for action, start, end in spans[rank]] for rank in range(2)
     ]
-    monkeypatch.setattr(measuring, "measure", lambda *_, **__: late)
+    monkeypatch.setattr(command, "measure", lambda *_, **__: late)
     monkeypatch.setattr(command, "save_timelines", lambda panels, *_, **__: drawn.extend(panels))
     status, output = call("--measure", "--pp", "2", "--microbatches", "4", "--out", str(tmp_path / "a.png"))
     assert status == 0, output

@@ -7,12 +7,11 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from echelon.cli import check as command
+from echelon.cli import verify as command
 from echelon.cli.main import app
 from echelon.verify.compare import Measure, StepComparison
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
-from echelon.verify.parity import Report
 from echelon.verify.resume import Handover, Part, Relay, ResumeReport
 
 
@@ -21,13 +20,14 @@ def call(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def report(distance: float) -> Report:
+def report(distance: float) -> ResumeReport:
     measures = tuple(
         Measure(quantity=quantity, name=name, distance=distance, allowed=1.0)
         for quantity, name in (("loss", ""), ("gradient", "a.weight"), ("norm", ""), ("weight", "b.weight"))
     )
     step = StepComparison(step=1, loss=2.0, reference_loss=2.0, measures=measures)
-    return Report(steps=(step,), departure=None if distance <= 1 else f"step 1: {measures[1]}")
+    departure = None if distance <= 1 else f"step 1: {measures[1]}"
+    return ResumeReport(steps=(step,), departure=departure, handovers=())
 
 
 def test_a_layout_on_local_processes_agrees_and_says_so() -> None:
@@ -37,7 +37,7 @@ def test_a_layout_on_local_processes_agrees_and_says_so() -> None:
 
 
 def test_a_departure_is_named_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "run_local", lambda *_, **__: report(3.0))
+    monkeypatch.setattr(command, "run_relay", lambda *_, **__: report(3.0))
     status, output = call("--tp", "2")
     assert status == 1
     assert "departs: step 1: gradient of a.weight is off by 3, allowed 1" in output
@@ -62,7 +62,7 @@ def relay_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Relay:
     """The run that was asked for, which is not started."""
     found: list[Relay] = []
 
-    def take(relay: Relay, **_: object) -> Report:
+    def take(relay: Relay, **_: object) -> ResumeReport:
         found.append(relay)
         return report(0.0)
 
@@ -103,7 +103,7 @@ def kill_rank_1(rank: int, *_: object) -> None:
 
 
 def test_a_process_that_dies_is_told_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_check", kill_rank_1)
+    monkeypatch.setattr(command, "_run_part", kill_rank_1)
     status, output = call("--tp", "2")
     assert status == 1
     assert "exit codes by rank are {0: 0, 1: -9}" in output
@@ -140,8 +140,7 @@ def test_a_process_that_dies_is_told_with_status_1(monkeypatch: pytest.MonkeyPat
 def test_bad_arguments_are_refused_all_at_once_with_status_2(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], told: tuple[str, ...]
 ) -> None:
-    for name in ("run_local", "run_relay"):
-        monkeypatch.setattr(command, name, lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setattr(command, "run_relay", lambda *_, **__: pytest.fail("a process was started"))
     status, output = call(*arguments)
     assert status == 2
     for part in told:
@@ -150,17 +149,17 @@ def test_bad_arguments_are_refused_all_at_once_with_status_2(
 
 def test_what_speaks_against_sharing_weights_is_told_beside_what_speaks_against_a_split() -> None:
     dropping = ModelChoice(model_type="codegen", settings=(("layerdrop", 0.1),))
-    sharing, split = command.split_faults(dropping, num_stages=2, wp=2)
+    sharing, split = command.sharding_errors(dropping, num_stages=2, wp=2)
     assert sharing.startswith("layerdrop=0.1 in the model's config")
     assert split.startswith("no table says how to split a CodeGenForCausalLM")
     unknown = ModelChoice(model_type="ctrl")
-    (sharing,) = command.split_faults(unknown, wp=2)
+    (sharing,) = command.sharding_errors(unknown, wp=2)
     assert "nothing says which those of CTRLLMHeadModel are" in sharing and "wp_size=1" in sharing
-    assert len(command.split_faults(unknown, num_stages=2, wp=2)) == 2
+    assert len(command.sharding_errors(unknown, num_stages=2, wp=2)) == 2
 
 
 def test_every_default_head_can_be_built() -> None:
     for model_type in ("bert", "gpt2", "llama", "mistral", "qwen2", "qwen3"):
-        assert command.argument_faults(ModelChoice(model_type=model_type), Layout(tp=2, pp=2), 1) == []
+        assert command.argument_errors(ModelChoice(model_type=model_type), Layout(tp=2, pp=2), 1) == []
     for model_type in ("t5", "mt5", "umt5"):
-        assert command.argument_faults(ModelChoice(model_type=model_type), Layout(tp=2), 1) == []
+        assert command.argument_errors(ModelChoice(model_type=model_type), Layout(tp=2), 1) == []

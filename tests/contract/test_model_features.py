@@ -12,12 +12,13 @@ from unittest import mock
 import pytest
 import torch
 
+from echelon.cli.models import SEQUENCE_MODES
 from echelon.shardformer import fused
 from echelon.verify.layout import Layout
-from echelon.verify.matrix import SEQUENCE_MODES, FeatureCase
 from echelon.verify.models import ModelChoice
 from echelon.verify.parity import parity
 
+from ..matrix import FeatureCase
 from ..models.stand_ins import installed_xformers
 from ..pool import Pool
 from .matrix_rows import types_with_tables

@@ -16,10 +16,10 @@ from echelon.lazy import materialize
 from echelon.lazy.tensor import LazyTensor
 from echelon.plugins.hybrid_model import HybridParallelModule
 from echelon.shardformer import model_types, table_for
-from echelon.verify.matrix import FeatureCase
 from echelon.verify.models import ModelChoice, heads_of
 
 from ..contract.matrix_rows import DERIVED
+from ..matrix import FeatureCase
 from ..models.chatglm import register_chatglm
 from ..models.small_timm import VisionTransformer
 from ..pool import Pool
