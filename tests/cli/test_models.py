@@ -152,9 +152,9 @@ def test_a_type_is_shown_by_name_and_others_by_how_they_begin() -> None:
     )
     assert "\n  6/6     tp2·pp2\n" in result.output
     several = CliRunner().invoke(app, ["models", "GPT_"])
-    assert [line for line in several.output.splitlines() if "split by" in line] == [
-        "gpt_neo, split by a table",
-        "gpt_neox, split by a table",
+    assert [line for line in several.output.splitlines() if "sharded by" in line] == [
+        "gpt_neo, sharded by a table",
+        "gpt_neox, sharded by a table",
     ]
 
 
