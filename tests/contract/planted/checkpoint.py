@@ -3,20 +3,24 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from echelon.checkpoint.dcp import StateFiles
 from echelon.checkpoint.inspect import examine_checkpoint, find_folder
+from echelon.checkpoint.local import LocalTensor, Part
 from echelon.checkpoint.steps import recover
+from echelon.verify.contents import contents_of, differing
 
 from ...checkpoint.failures import at_every_write, flip_every_file
 from ...checkpoint.handmade import Handmade, small_config
-from ...checkpoint.runs import small_run
+from ...checkpoint.runs import TINY, Run, config_of, small_run
 from ..mutations import Mutation
 
 
@@ -54,6 +58,23 @@ def resumed() -> str | None:
         stepped, after = run.whole(), other.whole()
         departing = [name for name, tensor in stepped.items() if not torch.equal(tensor, after[name])]
         return f"stepped: {departing}" if departing else None
+
+
+def resumed_under_zero(precision: str) -> str | None:
+    """Return what a run under ZeRO loads otherwise than one under tensor parallelism saved.
+
+    Contents are gathered without the boxes of checkpoints.
+    """
+    with shared_folder() as folder:
+        run = Run(config_of(**TINY), tp_size=2, precision=precision)
+        for number in range(2):
+            run.step(number)
+        run.booster.save_checkpoint(folder, 2, model=run.model, optimizer=run.optimizer).wait()
+        saved = contents_of(run.model, run.optimizer)
+        other = Run(config_of(**TINY), seed=7, zero_stage=1, precision=precision, initial_scale=2.0**9)
+        other.booster.load_checkpoint(folder, model=other.model, optimizer=other.optimizer)
+        departing = differing(saved, contents_of(other.model, other.optimizer))
+        return f"loaded: {departing}" if departing else None
 
 
 def flipped() -> str | None:
@@ -115,6 +136,53 @@ def without_counts(state: Callable[..., dict[str, Any]]) -> Callable[..., dict[s
     return counted
 
 
+def without_options(state: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Learning rates follow those that the optimizer was built with."""
+
+    def found(trained: Any, *args: Any) -> dict[str, Any]:
+        made = state(trained, *args)
+        for group, present in zip(made["param_groups"], trained.inner.param_groups, strict=True):
+            group["lr"] = present["lr"] * 2
+        return made
+
+    return found
+
+
+def shifted(local_slice: Callable[..., LocalTensor]) -> Callable[..., LocalTensor]:
+    """The first box of a tensor lies one row further on."""
+
+    def found(*args: Any, **kwargs: Any) -> LocalTensor:
+        local = local_slice(*args, **kwargs)
+        first = next(iter(local.parts), None)
+        if first is None or not local.shape or first.box.ends()[0] == local.shape[0]:
+            return local
+        start, *rest = first.box.offset
+        moved = Part(first.box._replace(offset=(start + 1, *rest)), first.local)
+        return replace(local, parts=(moved, *local.parts[1:]))
+
+    return found
+
+
+def without_masters(read_into: Callable[..., None]) -> Callable[..., None]:
+    """Masters are what the 16-bit weights say."""
+
+    def read(local: Mapping[str, LocalTensor], stored: StateFiles) -> None:
+        read_into({name: each for name, each in local.items() if not name.startswith("master/")}, stored)
+
+    return read
+
+
+def without_one_state(read_into: Callable[..., None]) -> Callable[..., None]:
+    """One tensor of the last rank's states stays at zero."""
+
+    def read(local: Mapping[str, LocalTensor], stored: StateFiles) -> None:
+        left = next(name for name in local if name.startswith("exp_avg_sq/") and local[name].parts)
+        is_last = dist.get_rank() == dist.get_world_size() - 1
+        read_into({name: each for name, each in local.items() if not (is_last and name == left)}, stored)
+
+    return read
+
+
 def remove_first(folder: Path, final: Path) -> Path:
     """Remove the step that is replaced before the new one has its name."""
     if final.exists():
@@ -148,6 +216,40 @@ FAULTS = {
         replacement=do_nothing,
         check=resumed,
         notice="random numbers",
+    ),
+    "options are not loaded": Mutation(
+        target="echelon.checkpoint.optimizer:_torch_state",
+        wrapper=without_options,
+        check=resumed_under_zero,
+        args=("fp32",),
+        notice="loaded.*group 0",
+    ),
+    "a box is off by one row": Mutation(
+        target="echelon.plugins.state:local_slice",
+        wrapper=shifted,
+        check=resumed_under_zero,
+        args=("fp32",),
+    ),
+    "a state is left at zero": Mutation(
+        target="echelon.checkpoint.optimizer:read_into",
+        wrapper=without_one_state,
+        check=resumed_under_zero,
+        args=("fp32",),
+        notice="loaded.*exp_avg_sq/",
+    ),
+    "masters are not loaded": Mutation(
+        target="echelon.checkpoint.optimizer:read_into",
+        wrapper=without_masters,
+        check=resumed_under_zero,
+        args=("bf16",),
+        notice="loaded.*master/",
+    ),
+    "the loss scale is not restored": Mutation(
+        target="echelon.zero.precision:DynamicScaler.load_state_dict",
+        replacement=do_nothing,
+        check=resumed_under_zero,
+        args=("fp16",),
+        notice="loss scaler",
     ),
     "a flipped bit is not seen": Mutation(
         target="echelon.checkpoint.inspect:damage_of",
