@@ -20,9 +20,8 @@ from ..lazy import materialize
 from ..pipeline.stage import argument, local_stages, refuse_direct_calls, takes, without_cache
 from ..pipeline.stage_manager import PipelineStageManager
 from ..shardformer.equal_ranks import require_equal_inputs, require_equal_models, tensors_of_call
-from ..shardformer.layers.batch_norm import RunningStatistics, own_batch_norms
-from ..shardformer.layers.embedding import own_embeddings
-from ..shardformer.layers.weight_gradient import defer_weight_gradients, give_gradients_to, own_linear_layers
+from ..shardformer.layers.batch_norm import own_batch_norms
+from ..shardformer.layers.weight_gradient import defer_weight_gradients, give_gradients_to
 from ..shardformer.recompute import (
     checkpoint_layers,
     recomputable_layers,
@@ -89,23 +88,21 @@ def boost(
                 gradient_dtype=config.wire_dtype,
             )
         materialize(model)
-        own_batch_norms(model, mesh.group("data"))
+        statistics = own_batch_norms(model, mesh.group("data"))
         refuse_partial_state(model)
-        if optimizer is not None:
-            own_embeddings(model)
-            own_linear_layers(model)
         boosted = HybridParallelModule(
             model, names, config=config, mesh=mesh, stage_manager=stage_manager, adapters=adapters
         )
         wrapped = None if optimizer is None else _sharded(optimizer, boosted, shared)
+        if wrapped is not None:
+            give_gradients_to(wrapped.reducer, model)
         for parameter in model.parameters():  # what no optimizer manages: frozen, or none was given
             if parameter.is_floating_point() and parameter.dtype != config.precision.dtype:
                 parameter.data = parameter.data.to(config.precision.dtype)
         config.fused.fuse(model, config.precision.dtype)
         if wrapped is not None:
             wrapped.agreement = boosted.agreement
-            wrapped.after_step = RunningStatistics(model, mesh.group("data")).average
-            give_gradients_to(wrapped.reducer, model)
+            wrapped.after_step = statistics.average
             if config.overlap_allgather:
                 wrapped.publisher.overlap_with_forward(model)
         elif mesh.world_size > 1:

@@ -19,7 +19,7 @@ from ..cluster.failures import meet_all_ranks, naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom
 from ..lazy import materialize
-from ..shardformer.layers.batch_norm import RunningStatistics, own_batch_norms
+from ..shardformer.layers.batch_norm import own_batch_norms
 from ..shardformer.refusals import mark_taken
 from ..zero.precision import DTYPES, default_precision
 from .base import Boosted, BoostedModule, Plugin, Returned, model_faults, require_process_group
@@ -195,8 +195,7 @@ class TorchDDPPlugin(TorchPlugin):
             meet_all_ranks()
             model, adapters = unwrapped(model)
             model = materialize(model).to(self.mesh.device)
-            own_batch_norms(model, self.mesh.group("data"))
-            statistics = RunningStatistics(model, self.mesh.group("data"))
+            statistics = own_batch_norms(model, self.mesh.group("data"))
             dtype = None if self._precision == "fp32" else DTYPES[self._precision]
             boosted = TorchDDPModel(model, self.mesh, dtype, self._ddp_kwargs, adapters)
             if boosted.ddp is not None and optimizer is not None:

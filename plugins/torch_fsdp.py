@@ -34,7 +34,7 @@ from ..cluster.random import ForwardRandom
 from ..lazy import materialize
 from ..shardformer.equal_ranks import require_equal_models
 from ..shardformer.fused import switch_errors
-from ..shardformer.layers.batch_norm import RunningStatistics, own_batch_norms
+from ..shardformer.layers.batch_norm import own_batch_norms
 from ..shardformer.recompute import recomputable_layers
 from ..shardformer.refusals import is_partial, mark_taken, refuse_partial_state
 from ..zero.elementwise import require_elementwise
@@ -198,14 +198,14 @@ class TorchFSDPPlugin(TorchPlugin):
             require_equal_models(model)
             names = {parameter: name for name, parameter in model.named_parameters()}
             materialize(model)
-            own_batch_norms(model, self.mesh.group("data"))
+            statistics = own_batch_norms(model, self.mesh.group("data"))
             policy = self.config.policy(self.shard_mesh)
             boosted = TorchFSDPModel(model, policy, ForwardRandom(self.mesh), adapters)
         scaler = self.config.scaler(self.mesh.device)
         wrapped = None if optimizer is None else FSDPOptimizer(optimizer, scaler, boosted, names)
         if wrapped is not None:
             wrapped.group = self.mesh.new_group_of_all()
-            wrapped.after_step = RunningStatistics(boosted.module, self.mesh.group("data")).average
+            wrapped.after_step = statistics.average
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:

@@ -103,10 +103,17 @@ _OWN: dict[type, Any] = {
 }
 
 
-def own_batch_norms(model: nn.Module, group: dist.ProcessGroup) -> None:
+def own_batch_norms(model: nn.Module, group: dist.ProcessGroup) -> "RunningStatistics":
     """Let a model's plain batch normalizations compute as above; torch's SyncBatchNorm over a group.
 
     They change their class for a subclass of it, and running statistics of 16 bits become float32.
+
+    Args:
+        model: materialized.
+        group: the data axis.
+
+    Returns:
+        The running statistics, to be averaged over the group after each step.
     """
     for module in model.modules():
         if (own := _OWN.get(type(module))) is None:
@@ -118,10 +125,11 @@ def own_batch_norms(model: nn.Module, group: dist.ProcessGroup) -> None:
             statistic = getattr(module, name)
             if statistic is not None and statistic.itemsize < torch.float32.itemsize:
                 setattr(module, name, statistic.float())
+    return RunningStatistics(model, group)
 
 
 def has_sync_batch_norm(model: nn.Module) -> bool:
-    """Whether forwards of a model communicate over the data axis, so that all ranks must run equally many."""
+    """Return True where forwards communicate over the data axis, so that all ranks must run equally many."""
     return any(isinstance(module, _OwnSyncBatchNorm) for module in model.modules())
 
 

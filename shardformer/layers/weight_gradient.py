@@ -5,6 +5,10 @@
 first (cluster/collectives.py, `copy_beside`).
 
 A gradient that is added to its owner's memory is never made whole first, and read again to be added.
+
+[Note: gradients of rows] In every backward autograd makes of an embedding a gradient as large as the whole table: zeros
+but for the rows that the microbatch looked up. It is filled, and read again to be added to the accumulated gradient.
+Here only those rows are added. Each is summed over the microbatch first, as autograd does: equal to the bit.
 """
 
 from collections import Counter
@@ -12,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -20,7 +25,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ...pipeline.weight_gradients import DeferredGradient, Factors, GradientOwner, Owner, WeightGradients
 
-# N rows of all other dimensions together, I input features, O output features
+# N rows of all other dimensions together, I input features, O output features; of embeddings
+# N entries that are looked up, V rows of the table, H hidden
 
 
 class KeptInput(Protocol):
@@ -222,6 +228,83 @@ def _factors(x_NI: Tensor, gradient_NO: Tensor, *, is_transposed: bool) -> Facto
     return (x_NI.T, gradient_NO) if is_transposed else (gradient_NO.T, x_NI)
 
 
+def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None, *, owner: Owner | None) -> Tensor:
+    """`torch.nn.functional.embedding`, whose backward adds rows where they are taken.
+
+    Args:
+        ids: which rows, in any shape.
+        weight: (V, H).
+        padding_idx: a row that gets no gradient, counted from 0.
+        owner: of the weight's gradient; None leaves it to autograd.
+
+    Returns:
+        (*ids.shape, H).
+    """
+    # As many entries as the table has rows win nothing. A weight that is computed from others has a graph.
+    is_own = isinstance(weight, Parameter) and weight.requires_grad and torch.is_grad_enabled()
+    is_taken = is_own and not is_transformed() and ids.numel() < weight.shape[0]
+    if owner is None or owner() is None or not is_taken:
+        return F.embedding(ids, weight, padding_idx)
+    out: Tensor = _RowEmbedding.apply(ids, weight, padding_idx, owner)
+    return out
+
+
+class _RowEmbedding(Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Parameter, padding_idx: int | None, owner: Owner) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.parameter, ctx.owner = weight, owner
+        ctx.padding_idx = -1 if padding_idx is None else padding_idx
+        return F.embedding(ids, weight, padding_idx)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
+        (ids,) = ctx.saved_tensors
+        parameter = ctx.parameter
+        owner = None if torch.is_grad_enabled() else ctx.owner.of(parameter)
+        if owner is None:
+            num_rows = parameter.shape[0]
+            whole = torch.ops.aten.embedding_dense_backward(gradient, ids, num_rows, ctx.padding_idx, False)
+            return None, whole, None, None
+        if ids.numel():
+            owner.add_rows(parameter, *summed_by_row(ids.flatten().long(), gradient, ctx.padding_idx))
+        return None, None, None, None
+
+
+def summed_by_row(ids_N: Tensor, gradient: Tensor, padding_idx: int) -> tuple[Tensor, Tensor]:
+    """The rows that were looked up, and the sum of each one's gradients, in the order in which autograd sums.
+
+    The host does not wait for the device: there are as many results as entries, and those left over are zeros
+    for row 0.
+
+    Args:
+        ids_N: int64, at least one: which row each gradient belongs to.
+        gradient: (..., H), N × H elements.
+        padding_idx: a row that gets zeros; -1 for none.
+
+    Returns:
+        rows (N), values (N, H).
+    """
+    count = ids_N.numel()
+    sorted_N, order_N = ids_N.sort()
+    is_new_N = torch.ones_like(sorted_N)
+    is_new_N[1:] = sorted_N[1:] != sorted_N[:-1]
+    place_N = is_new_N.cumsum(0) - 1
+    rows_N = torch.zeros_like(ids_N).scatter_(0, place_N, sorted_N)
+    places_N = torch.empty_like(ids_N).scatter_(0, order_N, place_N)
+    values_NH = torch.ops.aten.embedding_dense_backward(
+        gradient.reshape(count, -1), places_N, count, -1, False
+    )
+    if padding_idx >= 0:
+        values_NH = values_NH.masked_fill_((rows_N == padding_idx).unsqueeze(1), 0.0)
+    return rows_N, values_NH
+
+
+def needs_all_uses(module: nn.Embedding) -> bool:
+    """Return True where an embedding changes a row, or its gradient, by all uses of it in a batch."""
+    return module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+
+
 class _OwnLinear(nn.Linear):
     weight_gradients: WeightGradients | None = None
     gradient_owner: Owner | None = None
@@ -239,23 +322,31 @@ class _OwnConv1D(Conv1D):
         return linear(x, self.weight, self.bias, is_transposed=True, store=store, owner=owner)
 
 
-_OWN = {nn.Linear: _OwnLinear, Conv1D: _OwnConv1D}
+class _OwnEmbedding(nn.Embedding):
+    gradient_owner: Owner | None = None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return embedding(ids, self.weight, self.padding_idx, owner=self.gradient_owner)
 
 
-def own_linear_layers(model: nn.Module) -> None:
-    """Let a model's plain linear layers compute through `linear`: their class becomes a subclass of it.
+_OWN = {nn.Linear: _OwnLinear, Conv1D: _OwnConv1D, nn.Embedding: _OwnEmbedding}
 
-    The subclass has the attributes `weight_gradients` and `gradient_owner`, as parallel layers have. Any other module
-    that holds a weight leaves its gradient to autograd.
+
+def _own_layers(model: nn.Module) -> None:
+    """Let a model's plain linear layers and embeddings compute their own gradients: their class becomes a subclass.
+
+    The subclass has the attributes of parallel layers, `weight_gradients` and `gradient_owner`. Any other module that
+    holds a weight leaves its gradient to autograd.
     """
     for module in model.modules():
-        if (own := _OWN.get(type(module))) is not None:  # some stand-ins let nobody set their class
+        own = _OWN.get(type(module))  # some stand-ins let nobody set their class
+        if own is not None and not (isinstance(module, nn.Embedding) and needs_all_uses(module)):
             module.__class__ = own
 
 
 def defer_weight_gradients(model: nn.Module) -> WeightGradients:
     """Let a model's linear layers, plain or parallel, defer their weight gradients; returns the queue."""
-    own_linear_layers(model)
+    _own_layers(model)
     store = WeightGradients()
     for module in model.modules():
         if hasattr(module, "weight_gradients"):
@@ -264,10 +355,12 @@ def defer_weight_gradients(model: nn.Module) -> WeightGradients:
 
 
 def give_gradients_to(owner: GradientOwner, model: nn.Module) -> None:
-    """Let the layers of a model that have a `gradient_owner` add their weights' gradients to its memory by themselves.
+    """Let a model's linear layers and embeddings, plain or parallel, add their weights' gradients to an owner's memory.
 
+    Before their classes change again, as for fused kernels.
     A weight that several modules use is left to autograd, which sums over its uses before it adds to that memory.
     """
+    _own_layers(model)
     uses = Counter(weight for module in model.modules() for weight in module._parameters.values())
     for module in model.modules():
         if hasattr(module, "gradient_owner"):

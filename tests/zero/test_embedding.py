@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.shardformer.layers.embedding import own_embeddings, summed_by_row
-from echelon.shardformer.layers.weight_gradient import give_gradients_to
+from echelon.shardformer.layers.weight_gradient import give_gradients_to, summed_by_row
 from echelon.zero.bucket import GradientState
 from echelon.zero.optimizer import ShardedOptimizer
 
@@ -41,7 +40,6 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 
 def sharded(model: nn.Sequential, precision: Precision = "fp32") -> ShardedOptimizer:
     optimizer = shard(model, sgd, precision=precision)
-    own_embeddings(model)
     give_gradients_to(optimizer.reducer, model)
     return optimizer
 
@@ -241,7 +239,6 @@ def check_twice(stage: int, share: float) -> None:
     for each in batches(4):
         (loss_of(native, each) / 2).backward()
     optimizer = shard(model, sgd, stage=stage, bucket_size=1)
-    own_embeddings(model)
     give_gradients_to(optimizer.reducer, model)
     counts = count_rows(optimizer)
     for number, ids in enumerate(batches(4)[rank::2]):

@@ -12,7 +12,6 @@ from transformers.pytorch_utils import Conv1D
 from echelon.shardformer.layers.weight_gradient import (
     defer_weight_gradients,
     give_gradients_to,
-    own_linear_layers,
 )
 from echelon.zero import reducer
 from echelon.zero.bucket import GradientState
@@ -32,7 +31,6 @@ def layers() -> nn.Sequential:
 
 
 def sharded(model: nn.Module, precision: Precision = "fp32", **arguments: int) -> ShardedOptimizer:
-    own_linear_layers(model)
     optimizer = shard(model, sgd, precision=precision, **arguments)
     give_gradients_to(optimizer.reducer, model)
     return optimizer
