@@ -90,7 +90,7 @@ class ShardedLinear(ParallelModule):
         Raises:
             RuntimeError: under autocast, whose products are of other formats than the weight that is gathered.
         """
-        if torch.is_autocast_enabled(x_BSI.device.type):
+        if not x_BSI.is_meta and torch.is_autocast_enabled(x_BSI.device.type):  # meta has no autocast
             raise RuntimeError(
                 "a weight-parallel layer computes in the format of its weight and was called under torch.autocast: "
                 "leave autocast out and give the plugin precision='bf16' or 'fp16'"

@@ -222,7 +222,7 @@ REFUSALS = {
         "slow_but_exact=True in the model's config does not go with tensor parallelism",
     ),
     "refuse_width_and_foreign_optimizer": (
-        "is 25 wide, which is not divisible by tp_size=2: use one of tp_size=[1, 5, 25]",
+        "25 entries along dim 1 are not divisible by 2 ranks",
         "parameters that are not the model's",
     ),
     "refuse_few_layers": ("1 layers and the pipeline 2 stages",),
