@@ -66,7 +66,8 @@ class StepAgreement:
 
     def note_deviation(self, deviation: Tensor, why: str) -> None:
         """Note a number, 0-d and equal on all ranks, that is above 0 where something is wrong, and the error then."""
-        self._deviation, self._why = self._deviation + deviation, why
+        # float64: added to codes that float32 would round.
+        self._deviation, self._why = self._deviation + deviation.double(), why
 
     @property
     def share(self) -> float | Tensor:

@@ -225,7 +225,6 @@ class PipelineEngine:
         code = batch_hash(batch) if is_hashed and has_batch else 0
         samples = batch_size(batch) if has_batch else 0
         replica = self._mesh.rank("dp")
-        drawn = self._random.draw(next(iter(self._stages.values())).model) if has_batch else 0
         found = gather_integers((int(has_batch), code, samples, replica, drawn, *map(int, own)))
         ended = [rank for rank, (has_batch, *_) in enumerate(found) if not has_batch]
         if len(ended) == len(found):
@@ -343,20 +342,21 @@ class PipelineEngine:
         """
         num_replicas = self._mesh.size("dp")
         message = (
-            "the criterion returned (loss_sum, weight) on some data-parallel ranks and a plain loss on others, or "
-            "both in turn: return the same kind for every batch"
+            "the criterion returned (loss_sum, weight) on {} data-parallel ranks and a plain loss on the others: "
+            "return the same kind for every batch"
         )
         known = None
         with suppress(TypeError):  # no weak reference to it can be had
             known = self._is_weighted.get(criterion)
         if known is not None and trains:
-            self.agreement.note_deviation((num_weighted - num_replicas * known).abs(), message)
+            self.agreement.note_deviation((num_weighted - num_replicas * known).abs(), message.format("some"))
             return known
         number = int(num_weighted)
         if number not in (0, num_replicas):
-            raise ValueError(message)
-        with suppress(TypeError):
-            self._is_weighted[criterion] = number > 0
+            raise ValueError(message.format(f"{number} of {num_replicas}"))
+        if trains:  # in evaluation it may return another kind
+            with suppress(TypeError):
+                self._is_weighted[criterion] = number > 0
         return number > 0
 
     def _returned_outputs(self, result: RunResult, asked: "_Wanted", wanted: "_Wanted") -> Any:
