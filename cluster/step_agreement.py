@@ -13,6 +13,7 @@ sums are exact in float64.
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .agree import batch_code, differing_ranks, gather_integers, require_equal, settings_hash
@@ -72,7 +73,12 @@ class StepAgreement:
     @property
     def share(self) -> float | Tensor:
         """This rank's part of a sum that is 0 where the ranks of each replica agree."""
-        return self._batch * self._weight + self._deviation
+        share = self._batch * self._weight
+        if isinstance(share, Tensor) or isinstance(self._deviation, Tensor):
+            # In float64 before they are added: float32 rounds sums above 2**24.
+            share, deviation = (torch.as_tensor(x, dtype=torch.float64) for x in (share, self._deviation))
+            return share + deviation
+        return share + self._deviation
 
     def code(self, settings: Any) -> int:
         """The code of what all ranks must have alike, with further settings in it; below 2**32."""
