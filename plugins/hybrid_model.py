@@ -169,7 +169,7 @@ def _checked_splits(
     Raises:
         ValueError: something does; all reasons at once.
     """
-    faults = optimizer_faults(model, optimizer) + config.fused.model_faults(model, mesh.device)
+    faults = optimizer_faults(model, optimizer) + config.fused.model_errors(model, mesh.device)
     if getattr(model, "_compiled_call_impl", None) is not None and mesh.size("tp", "sp") * config.wp > 1:
         faults.append(COMPILED)
     sharder = split = None

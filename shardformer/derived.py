@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from ..pipeline.plan import StagePlan, is_within
 from .layer_split import widths
-from .layers.embedding import embedding_faults
+from .layers.embedding import embedding_errors
 from .layers.forward_code import exit_fault, own_names, returns_tuple, takes_named_inputs, tensor_inputs
 from .tables.table import RegionDropout, Table, has_submodule, present
 
@@ -249,7 +249,7 @@ def derived_table(model: nn.Module) -> Table:
     (stack,) = stacks
     layers = list(base.get_submodule(stack).children())
     embedding = _path_of(base, _called(model, "get_input_embeddings"))
-    if embedding is not None and embedding_faults(base.get_submodule(embedding)):
+    if embedding is not None and embedding_errors(base.get_submodule(embedding)):
         embedding = None
     head = _head(model) if embedding is not None or not _is_tied(model) else None
     plain = Table(

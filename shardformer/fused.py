@@ -19,7 +19,7 @@ from .layers.attention import (
     FLASH_ATTN_DTYPES,
     XFORMERS,
     XFORMERS_DEVICES,
-    attention_faults,
+    attention_errors,
     flash_kernel,
     register_xformers,
     set_attention,
@@ -95,13 +95,13 @@ class FusedKernels:
             found += _compiler_errors(device)
         return found
 
-    def model_faults(self, model: nn.Module, device: torch.device) -> list[str]:
+    def model_errors(self, model: nn.Module, device: torch.device) -> list[str]:
         """Why a model cannot use the attention that was asked for. No communication."""
         found = []
         if self.flash_attention:
-            found += attention_faults(model, flash_kernel(device), "enable_flash_attention")
+            found += attention_errors(model, flash_kernel(device), "enable_flash_attention")
         if self.xformers:
-            found += attention_faults(model, XFORMERS, "enable_xformers")
+            found += attention_errors(model, XFORMERS, "enable_xformers")
         return found
 
     def choose_attention(self, model: nn.Module, device: torch.device) -> None:

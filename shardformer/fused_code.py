@@ -40,7 +40,7 @@ def compile_elementwise(model: nn.Module) -> dict[str, int]:
     Names, parameters and hooks stay. The compiler itself runs when such code runs first.
 
     Args:
-        model: split already; weight gradients are held back already where a schedule asks for that.
+        model: split already; weight gradients are deferred already where a schedule asks for that.
 
     Returns:
         How many modules are compiled, by the names of their classes; empty where the model has no such code.

@@ -62,7 +62,7 @@ class LayerSplit:
         layer: the native one.
         config: of the model, where it has one.
         group: the tensor axis.
-        sequence: how sequences are spread over that between regions; None leaves them whole.
+        sequence: the sharding of sequences over that between regions; None leaves them whole.
         common_input: of the regions of all layers, for the second input of some; None for a layer on its own.
         path: of the layer in the model.
         errors: of the model, to which those of this layer are added; None raises each where it is found.
@@ -115,17 +115,17 @@ class LayerSplit:
         """New values of its attributes by path; a module's config is one, changed for this module alone."""
         table, layer = self._table, self.layer
         values: dict[str, Any] = {}
-        own = _held(layer, table.divide)
+        own = _present_attributes(layer, table.divide)
         for path in own:
             with self._at():
                 whole = attribute(layer, path)
-                held = self._held_count(path, whole)
-                values[path] = LocalCount(held, whole) if path in table.divisors else held
+                local = self._local_count(path, whole)
+                values[path] = LocalCount(local, whole) if path in table.divisors else local
         attends = not table.key_value or present(layer, table.key_value)  # some layers attend otherwise
         if table.groups is not None and attends:
             heads = self.heads
             values[table.groups] = heads.padded_group // heads.copies
-        for path in _held(layer, table.divide_key_value):
+        for path in _present_attributes(layer, table.divide_key_value):
             heads = self.heads
             whole = attribute(layer, path) * heads.padded_key_value // heads.key_value
             values[path] = whole * heads.copies // heads.ranks
@@ -134,11 +134,11 @@ class LayerSplit:
             if path not in own and has_attribute(layer, config):
                 known = values.get(config, attribute(layer, config))
                 values[config] = AttributeView(
-                    known, **{name: self._held_count(path, attribute(layer, path))}
+                    known, **{name: self._local_count(path, attribute(layer, path))}
                 )
         return values
 
-    def _held_count(self, path: str, whole: int) -> int:
+    def _local_count(self, path: str, whole: int) -> int:
         """Local count of so many, with the padded heads where they are counts of heads."""
         if self._table.region_of(path) in self._table.attention:
             whole = whole * self.heads.padded_query // self.heads.query
@@ -368,8 +368,8 @@ class LayerSplit:
             return {}
         for name in names:
             self._require_input(region, name)
-        held = self.heads.held_by(self._group.rank())
-        return {"by_head": names, "num_heads": self.heads.query, "held_heads": held}
+        local = self.heads.local_to(self._group.rank())
+        return {"by_head": names, "num_heads": self.heads.query, "local_heads": local}
 
     @property
     def heads(self) -> Heads:
@@ -476,6 +476,6 @@ def require_divisible(name: str, count: int, ranks: int) -> None:
         )
 
 
-def _held(layer: nn.Module, attributes: Iterable[str]) -> list[str]:
+def _present_attributes(layer: nn.Module, attributes: Iterable[str]) -> list[str]:
     """List the attributes whose modules the layer has."""
     return [path for path in attributes if has_submodule(layer, path.rpartition(".")[0])]

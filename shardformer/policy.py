@@ -12,7 +12,7 @@ from ..pipeline.plan import StagePlan, setting_errors, settings_of
 from ..pipeline.stage import local_stages
 from ..pipeline.stage_manager import layer_errors
 from .sequence.attention import TENSOR_INSTEAD
-from .sequence.boundary import sequence_faults
+from .sequence.boundary import sequence_errors
 from .sequence.config import SequenceParallelism
 from .shard_config import ShardConfig
 
@@ -115,7 +115,7 @@ class Policy(ABC):
     """Split of one kind of model. A table (tables/table.py) is the shorter way; this is the general one.
 
     `ShardFormer.optimize` calls `set_model` and `set_shard_config`, then `faults` and `preprocess`, cuts the
-    model by `stage_plan`, applies `module_policy` to what is held, and calls `postprocess`. All of it is called
+    model by `stage_plan`, applies `module_policy` to local modules, and calls `postprocess`. All of it is called
     before for a copy of the model on the meta device, whose errors are raised together; see sharder.py.
 
     Attributes:
@@ -159,8 +159,8 @@ class Policy(ABC):
             found += setting_errors(settings, source)
         return found
 
-    def sequence_faults(self, settings: SequenceParallelism, *, tp_size: int, sp_size: int) -> list[str]:
-        """Why sequences of this model cannot be spread so, each with what would work. No communication.
+    def sequence_errors(self, settings: SequenceParallelism, *, tp_size: int, sp_size: int) -> list[str]:
+        """Why sequences of this model cannot be sharded so, each with what would work. No communication.
 
         Args:
             settings: how; they fit the sizes of the axes.
@@ -179,12 +179,12 @@ class Policy(ABC):
         return found
 
     def _mode_errors(self, settings: SequenceParallelism, *, tp_size: int, sp_size: int) -> list[str]:
-        """Why this model's sequences cannot be spread in this one mode."""
-        found = sequence_faults(self.model, self.stage_plan(), settings, tp_size=tp_size, sp_size=sp_size)
-        return found or (self.region_faults(settings) if settings.is_on_tensor_axis else [])
+        """Why this model's sequences cannot be sharded in this one mode."""
+        found = sequence_errors(self.model, self.stage_plan(), settings, tp_size=tp_size, sp_size=sp_size)
+        return found or (self.region_errors(settings) if settings.is_on_tensor_axis else [])
 
-    def region_faults(self, settings: SequenceParallelism) -> list[str]:
-        """Why the regions of this model's layers cannot gather sequences that are spread around them."""
+    def region_errors(self, settings: SequenceParallelism) -> list[str]:
+        """Why the regions of this model's layers cannot gather sequences that are sharded around them."""
         return [
             f"sequence_parallelism_mode={settings.mode!r}: {type(self).__name__} does not say where sequences are "
             "gathered within layers: use a table, or 'all_to_all' or 'ring_attn'"

@@ -68,16 +68,16 @@ def recompute_errors(
         config: what is asked for.
     """
     found = []
-    for stage, held in layers.items():
-        count = config.num_layers(stage, len(held))
-        if count > len(held):
+    for stage, local in layers.items():
+        count = config.num_layers(stage, len(local))
+        if count > len(local):
             found.append(
-                f"num_ckpt_layers_per_stage asks for {count} layers of stage {stage}, which has {len(held)}: ask for "
+                f"num_ckpt_layers_per_stage asks for {count} layers of stage {stage}, which has {len(local)}: ask for "
                 "at most that many"
             )
         other = [
             type(layer).__name__
-            for layer in held[:count]
+            for layer in local[:count]
             if not isinstance(layer, GradientCheckpointingLayer)
         ]
         if other:
@@ -95,8 +95,8 @@ def checkpoint_layers(
 
     Without re-entrance, so that hooks of parameters fire as ever; random numbers are the same again.
     """
-    for stage, held in layers.items():
-        count = config.num_layers(stage, len(held))
-        for index, layer in enumerate(held):
+    for stage, local in layers.items():
+        count = config.num_layers(stage, len(local))
+        for index, layer in enumerate(local):
             layer.gradient_checkpointing = index < count  # type: ignore[assignment]
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]

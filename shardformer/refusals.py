@@ -119,7 +119,7 @@ class PartialState:
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not self._is_lifted:
-            raise RuntimeError(self._told)
+            raise RuntimeError(self._message)
 
     def refuse_loading(self, module: nn.Module, *_: Any) -> NoReturn:
         """Refuse whole tensors, and pieces of whatever layout."""
@@ -141,10 +141,10 @@ class PartialState:
         return self  # a copy of a part is a part
 
     def __reduce__(self) -> NoReturn:
-        raise RuntimeError(self._told)
+        raise RuntimeError(self._message)
 
     @property
-    def _told(self) -> str:
+    def _message(self) -> str:
         return (
             f"this rank has only a part of this {self._kind}, which state_dict(), save_pretrained and torch.save would "
             "write for the whole: call booster.save_model(model, path) or booster.save_checkpoint on every rank, for "

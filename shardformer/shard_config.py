@@ -32,7 +32,7 @@ class ShardConfig:
         inference_only: the model is not to be trained: `ShardFormer` puts it into evaluation and turns gradients off.
         make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times the ranks.
         enable_tensor_parallelism: False ignores the group.
-        enable_sequence_parallelism: spread the sequences within layers over ranks; see docs/sequence.md.
+        enable_sequence_parallelism: shard the sequences within layers over ranks; see docs/sequence.md.
         sequence_parallelism_mode: "split_gather" or "ring" on the tensor axis, "all_to_all" or "ring_attn" on one of
             their own. None is "all_to_all" where there is one, else "split_gather".
         sequence_parallel_process_group: that axis.

@@ -39,8 +39,8 @@ class ShardFormer:
 
     A split model trains in a plain loop: after `loss.backward()` each rank has its piece of the true gradients,
     averaged over the data axis, for an optimizer that updates every entry on its own (AdamW, SGD, …). Clip with
-    `clip_grad_norm_`, not with torch's. A call compares its inputs over the tensor axis, so that ranks with different
-    batches are told.
+    `clip_grad_norm_`, not with torch's. A call compares its inputs over the tensor axis, so that different
+    batches raise an error.
 
     Example:
         shard_former = ShardFormer(ShardConfig(tensor_parallel_size=2, gather_output=True))
@@ -94,7 +94,7 @@ class ShardFormer:
         """Cut the model down to this rank's stage and split it over the tensor axis, in place.
 
         Parameter objects and names stay; a split one holds this rank's piece (`cluster.placement`). An all-gather over
-        each axis compares the models. Of a lazily built model only what is held is made real. Move
+        each axis compares the models. Of a lazily built model only local parameters are materialized. Move
         the model to its device before.
 
         Args:
@@ -111,7 +111,7 @@ class ShardFormer:
         if errors := _split_errors(model, config):
             raise ValueError("\n".join(errors))
         fused, device, dtype = config.fused, *_computing(model)
-        errors = fused.faults(device, dtype) + fused.model_faults(model, device)
+        errors = fused.faults(device, dtype) + fused.model_errors(model, device)
         sharder = None
         if policy is not None or config.tensor_parallel_size * config.num_stages > 1:
             sharder = sharder_or_errors(model, policy, config, errors)
@@ -282,13 +282,13 @@ def policy_for(model: nn.Module, *, sequences_alone: bool = False) -> Policy:
     try:
         return TablePolicy(table or derived_table(model))
     except ValueError:
-        told = f"a {type(model).__name__} (model_type={model_type!r})"
+        kind = f"a {type(model).__name__} (model_type={model_type!r})"
         advice = "register a Table of its layers (docs/policies.md), or give one as custom_policy"
         raise ValueError(
-            f"sequence parallelism needs a table, and {told} has none: leave enable_sequence_parallelism and sp_size "
+            f"sequence parallelism needs a table, and {kind} has none: leave enable_sequence_parallelism and sp_size "
             f"out, {advice}"
             if sequences_alone
-            else f"no table says how to split {told}, nor does transformers: use tp_size=1 and pp_size=1, {advice}"
+            else f"no table says how to split {kind}, nor does transformers: use tp_size=1 and pp_size=1, {advice}"
         ) from None
 
 
@@ -312,7 +312,7 @@ def shard_model(model: nn.Module, policy: Policy | Table | None = None) -> nn.Mo
     return shard_former.shard_model(model, policy)
 
 
-# Of a DataLoader, besides what is told apart below.
+# Arguments of a DataLoader that are taken over as they are.
 _KEPT = (
     "num_workers",
     "pin_memory",

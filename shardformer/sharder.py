@@ -167,10 +167,10 @@ class ModelSharder:
         """
         self.model = self.policy.preprocess()
         shared = self.policy.get_shared_params()
-        spread_layer = self._spread_layer()
+        sharded_layer = self._sharded_layer()
         classes = _replace_class(self.model, self.policy)
         self._cut()
-        _spread_sequences(self.model, self.policy, self.shard_config)  # before layers ask what is spread
+        _shard_sequences(self.model, self.policy, self.shard_config)  # before layers ask whether theirs are
         errors = Errors()
         self.policy.set_errors(errors)
         _apply_policy(self.model, self.policy, self.shard_config.active_group, classes, errors)
@@ -178,7 +178,10 @@ class ModelSharder:
         stages = local_stages(self.model)
         self.model = self.policy.postprocess()
         remember_stages(self.model, stages)  # it may be another
-        if spread_layer is not None and (axis := axis_of(self.model.get_submodule(spread_layer))) is not None:
+        if (
+            sharded_layer is not None
+            and (axis := axis_of(self.model.get_submodule(sharded_layer))) is not None
+        ):
             keep_sharded(self.model, axis)
         if self.shard_config.sequence.is_on_sequence_axis and (plan := self.policy.stage_plan()) is not None:
             compute_parts_before_layers(self.model, plan)
@@ -191,8 +194,8 @@ class ModelSharder:
                 plan = reckoning(plan)
             cut_stages(self.model, plan, stages=manager.stages, bounds=self.policy.stage_bounds())
 
-    def _spread_layer(self) -> str | None:
-        """The last layer's path, where sequences stay spread behind it."""
+    def _sharded_layer(self) -> str | None:
+        """The last layer's path, where sequences stay sharded behind it."""
         config, plan = self.shard_config, self.policy.stage_plan()
         is_asked = config.sequence.is_on_sequence_axis and config.parallel_output
         if not is_asked or plan is None or not stays_sharded(self.model, plan, self.policy.head_path()):
@@ -206,7 +209,7 @@ def _errors_of_policy(policy: Policy, config: ShardConfig) -> list[str]:
         tp_size=tp_size,
         num_stages=config.num_stages,
         num_layers_per_stage=None if manager is None else manager.num_layers_per_stage,
-    ) or policy.sequence_faults(config.sequence, tp_size=tp_size, sp_size=config.sequence_parallel_size)
+    ) or policy.sequence_errors(config.sequence, tp_size=tp_size, sp_size=config.sequence_parallel_size)
 
 
 def _split_dry(
@@ -222,7 +225,7 @@ def _split_dry(
         split = dry_policy.preprocess()
         classes = _replace_class(split, dry_policy)
         if is_sequence_fit and config.sequence.is_on_tensor_axis:
-            _spread_sequences(split, dry_policy, dry_config)
+            _shard_sequences(split, dry_policy, dry_config)
         marked = _apply_policy(split, dry_policy, dry_config.active_group, classes, errors)
         _report_ties(split, marked, errors)
         split = dry_policy.postprocess()
@@ -262,8 +265,8 @@ def _meta_copy(model: nn.Module) -> nn.Module:
         own = copies[id(module)]
         for name, child in module._modules.items():
             own._modules[name] = None if child is None else copies[id(child)]
-        for held in (own._parameters, own._buffers):
-            held.update({name: None if each is None else tensor(each) for name, each in held.items()})
+        for tensors in (own._parameters, own._buffers):
+            tensors.update({name: None if each is None else tensor(each) for name, each in tensors.items()})
     found: nn.Module = copies[id(model)]
     return found
 
@@ -292,17 +295,17 @@ def _replace_class(model: nn.Module, policy: Policy) -> set[type[nn.Module]]:
     return {type(module) for module in model.modules()}
 
 
-def _spread_sequences(model: nn.Module, policy: Policy, config: ShardConfig) -> None:
+def _shard_sequences(model: nn.Module, policy: Policy, config: ShardConfig) -> None:
     split, plan = config.sequence_split, policy.stage_plan()
     if split is not None:
-        assert plan is not None  # `sequence_faults` said so
+        assert plan is not None  # `sequence_errors` said so
         shard_sequences(model, plan, split)
 
 
 def _apply_policy(
     model: nn.Module, policy: Policy, group: Any, classes: set[type[nn.Module]], errors: Errors
 ) -> set[nn.Module]:
-    """Change the modules that are held as the policy describes it; return those that were changed as they are."""
+    """Change the local modules as the policy describes it; return those that were changed as they are."""
     descriptions = policy.module_policy()
     known = {key for each in classes for key in (each, each.__name__)}
     if unknown := [getattr(key, "__name__", key) for key in descriptions if key not in known]:
@@ -326,8 +329,8 @@ def _apply(
 ) -> set[nn.Module]:
     replacements = list(description.sub_module_replacement)
     if isinstance(module, StandIn):  # it may hold a part of its native module
-        held = {name for name, each in module.named_modules() if not isinstance(each, StandIn)}
-        replacements = [each for each in replacements if each.suffix in held]
+        local = {name for name, each in module.named_modules() if not isinstance(each, StandIn)}
+        replacements = [each for each in replacements if each.suffix in local]
     else:
         _change(module, path, description, errors)
     marked: set[nn.Module] = set()

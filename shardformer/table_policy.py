@@ -96,10 +96,10 @@ class TablePolicy(Policy):
             ),
         ]
 
-    def region_faults(self, settings: SequenceParallelism) -> list[str]:
+    def region_errors(self, settings: SequenceParallelism) -> list[str]:
         """Why the layers that a pipeline would cut cannot compute on parts of sequences between their regions."""
         if not isinstance(self.table.stage, StagePlan):
-            return self._parts[self._from_model(self._stages_part().part)].region_faults(settings)
+            return self._parts[self._from_model(self._stages_part().part)].region_errors(settings)
         option = f"sequence_parallelism_mode={settings.mode!r}"
         layers = layers_of(self.model, self._stacks())
         parts = [
@@ -153,7 +153,7 @@ class TablePolicy(Policy):
         """Changes of the model itself and of each local part, by its path."""
         found = {"": self._own_policy()}
         for path, part in self._parts.items():
-            if _is_held(self.model, path):
+            if _is_local(self.model, path):
                 found |= {join(path, inner): own for inner, own in part._described().items()}
         return found
 
@@ -168,7 +168,7 @@ class TablePolicy(Policy):
                 self.errors.add(
                     "", f"the table names {name!r}, and the model has no such module: correct the name"
                 )
-            elif _is_held(self.model, name):
+            elif _is_local(self.model, name):
                 replacements.append(Replacement(suffix=name, target_module=target, kwargs=vocabulary))
         layers = {path: self._split_of(path, layer) for path, layer in self._layers().items()}
         replacements += self._shared_biases(layers)
@@ -178,7 +178,7 @@ class TablePolicy(Policy):
                 if not isinstance(split.layer, StandIn):
                     found += split.replacements()
                     attributes |= {f"{path}.{name}": value for name, value in split.attributes().items()}
-                # Also where another stage's layer is held for this parameter alone.
+                # Also where another stage's layer is local for this parameter alone.
                 found += split.split_parameters()
             replacements += [replace(each, suffix=join(path, each.suffix)) for each in found]
         return ModulePolicyDescription(
@@ -241,7 +241,7 @@ class TablePolicy(Policy):
     def route_losses(self) -> None:
         """Let the model and its parts compute their losses from split logits, where they can."""
         for path, part in self._parts.items():
-            if _is_held(self.model, path):
+            if _is_local(self.model, path):
                 part.route_losses()
         name = self.head_path() or ""
         head = self.model.get_submodule(name)
@@ -342,7 +342,7 @@ class TablePolicy(Policy):
         return names[0] if names else None
 
 
-def _is_held(model: nn.Module, path: str) -> bool:
+def _is_local(model: nn.Module, path: str) -> bool:
     """Return True where the module at a path is on a stage of this rank, and no stand-in nor inside of one."""
     module = model
     for name in path.split("."):
@@ -393,7 +393,7 @@ def layer_part_errors(table: Table, layer: nn.Module) -> list[str]:
 
 
 def _dropout_errors(layers: Mapping[str, nn.Module], option: str) -> list[str]:
-    """Adapters that drop at random where sequences are spread over the tensor axis."""
+    """Adapters that drop at random where sequences are sharded over the tensor axis."""
     found = [
         f"{path}.{name}"
         for path, layer in layers.items()

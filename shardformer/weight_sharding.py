@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from ..cluster.mesh import weight_size_faults
 from ..pipeline.plan import layer_drop_errors
-from .layers.parallel_module import native_faults
+from .layers.parallel_module import native_errors
 from .layers.weight_sharding import KINDS, ShardedLinear, WeightPool
 from .policy import Policy
 from .recompute import recomputable_layers
@@ -98,7 +98,7 @@ def weight_model_errors(
     found = [
         f"{path} {error}"
         for path, module in linear.items()
-        for error in native_faults(module, *KINDS, type(module))
+        for error in native_errors(module, *KINDS, type(module))
     ]
     config = getattr(model, "config", None)
     found += layer_drop_errors(

@@ -136,7 +136,7 @@ def flash_kernel(device: torch.device) -> str:
     return FLASH_ATTENTION_2 if device.type == "cuda" else SDPA
 
 
-def attention_faults(model: nn.Module, kernel: str, option: str) -> list[str]:
+def attention_errors(model: nn.Module, kernel: str, option: str) -> list[str]:
     """Why a model cannot compute attention with a kernel and get the same; empty when it can.
 
     Args:
@@ -158,7 +158,7 @@ def attention_faults(model: nn.Module, kernel: str, option: str) -> list[str]:
 
 
 def set_attention(model: nn.Module, kernel: str) -> None:
-    """Let a model and its parts compute attention with a kernel; `attention_faults` found nothing against it."""
+    """Let a model and its parts compute attention with a kernel; `attention_errors` found nothing against it."""
     chosen: Any = model
     chosen.set_attn_implementation(kernel)
     others = {

@@ -16,7 +16,7 @@ from ...cluster.collectives import gather_from, reduce_from
 from ...cluster.placement import Shard, place, placement_of
 from ...pipeline.weight_gradients import Owner
 from .linear import ProductLayer, enter
-from .parallel_module import ParallelModule, native_faults, require_all, require_native, take_hooks
+from .parallel_module import ParallelModule, native_errors, require_all, require_native, take_hooks
 from .weight_gradient import embedding, needs_all_uses
 
 _SCALE = "embed_scale"
@@ -26,12 +26,12 @@ _READ = {"super", "forward", _SCALE, "to", "weight", "dtype"}
 
 @dataclass(frozen=True, kw_only=True)
 class VocabRange:
-    """Which entries of the vocabulary this rank holds.
+    """The entries of the vocabulary that are local to a rank.
 
     Args:
         vocab_size: entries in all, V.
-        first: the first that is held here.
-        width: how many rows are held here, padding included: P / T.
+        first: the first local one.
+        width: number of local rows, padding included: P / T.
         valid: how many of them are entries.
     """
 
@@ -42,7 +42,7 @@ class VocabRange:
 
 
 def vocab_shard(vocab_size: int, num_ranks: int, make_vocab_size_divisible_by: int) -> Shard:
-    """How V rows are cut: padded to a multiple of ranks × `make_vocab_size_divisible_by`."""
+    """The cut of V rows: padded to a multiple of ranks × `make_vocab_size_divisible_by`."""
     multiple = make_vocab_size_divisible_by * num_ranks
     padded = -(-vocab_size // multiple) * multiple
     return Shard(size=num_ranks, dim=0, blocks=(vocab_size,), padded=(padded,))
@@ -56,9 +56,9 @@ def vocab_range(shard: Shard, rank: int) -> VocabRange:
     return VocabRange(vocab_size=vocab_size, first=rank * width, width=width, valid=valid)
 
 
-def embedding_faults(native: nn.Embedding) -> list[str]:
+def embedding_errors(native: nn.Embedding) -> list[str]:
     """Why an embedding cannot be split by its entries and look up the same; empty when it can."""
-    found = native_faults(native, *_kinds(native))
+    found = native_errors(native, *_kinds(native))
     if needs_all_uses(native):
         found.append("has max_norm, scale_grad_by_freq or sparse gradients, which need all of a row's uses")
     return found
@@ -88,8 +88,8 @@ class VocabParallelEmbedding1D(ParallelModule):
         make_vocab_size_divisible_by: int = 64,
     ) -> None:
         require_native(native, *_kinds(native))
-        if faults := embedding_faults(native):
-            raise ValueError(f"this embedding {faults[0]}")
+        if errors := embedding_errors(native):
+            raise ValueError(f"this embedding {errors[0]}")
         super().__init__()
         self.group = process_group
         self.num_embeddings = native.num_embeddings
@@ -140,7 +140,7 @@ class VocabParallelEmbedding1D(ParallelModule):
         return found_BSH * (scale.to(found_BSH.dtype) if isinstance(scale, Tensor) else scale)
 
     def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, held={self.range}"
+        return f"{self.num_embeddings}, {self.embedding_dim}, local={self.range}"
 
 
 class VocabParallelLMHead1D(ProductLayer):
@@ -189,11 +189,11 @@ class VocabParallelLMHead1D(ProductLayer):
         return gather_from(logits_BSP, self.group, -1)[..., : self.out_features]
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, held={self.range}"
+        return f"{self.in_features}, {self.out_features}, local={self.range}"
 
 
 def is_scaled(native: nn.Module) -> bool:
-    """Whether this is an nn.Embedding whose class looks up as one and multiplies with its `embed_scale`.
+    """Return True for an nn.Embedding whose class looks up as one and multiplies with its `embed_scale`.
 
     Seen in the names that its forward reads, and tried with a scale and a weight of our own.
     """
@@ -210,5 +210,5 @@ def is_scaled(native: nn.Module) -> bool:
 
 
 def scale_of(native: nn.Module) -> Tensor | float | None:
-    """What an embedding multiplies with, or None for a plain one."""
+    """The factor of an embedding, or None for a plain one."""
     return getattr(native, _SCALE) if is_scaled(native) else None

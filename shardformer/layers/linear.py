@@ -32,7 +32,7 @@ class _Kept(NamedTuple):
     again: Regather
 
     def is_of(self, x: Tensor) -> bool:
-        """Whether this is the gathered tensor, as it was; the region's own code may hand a layer another one."""
+        """Return True for the gathered tensor, unchanged; the region's code may hand a layer another one."""
         return self.whole() is x and self.version == x._version
 
 

@@ -29,7 +29,7 @@ _LORA = ("peft.tuners.lora.layer", "Linear")
 
 
 def is_lora(module: nn.Module) -> bool:
-    """Whether a module is LoRA around a linear layer, as peft puts it around nn.Linear and transformers' Conv1D."""
+    """Return True for LoRA around a linear layer, as peft puts it around nn.Linear and transformers' Conv1D."""
     return (type(module).__module__, type(module).__name__) == _LORA
 
 
@@ -142,5 +142,5 @@ def _shard(weight: Parameter) -> Shard:
 
 
 def _sizes(shard: Shard) -> dict[str, Any]:
-    """How the layer's own features are cut, as arguments of a further layer."""
+    """The cut of the layer's own features, as arguments of a further layer."""
     return {"split_sizes": shard.blocks, "padded_sizes": shard.padded, "stretches": shard.stretches}

@@ -202,7 +202,7 @@ def shifted(labels: Tensor, ignore_index: int) -> Tensor:
 
 
 def has_causal_loss(model: nn.Module) -> bool:
-    """Whether all that this model's forward does with logits is to give them to transformers' own causal loss.
+    """Return True where this model's forward only gives logits to transformers' own causal loss.
 
     Seen in its code: a forward of transformers that reads `self.loss_function`, which nobody has replaced. A
     forward from elsewhere may use the logits for more, and gets them whole.
@@ -215,7 +215,7 @@ def has_causal_loss(model: nn.Module) -> bool:
 
 
 def reads_weights(model: nn.Module) -> bool:
-    """Whether the model's own forward reads a weight instead of calling the module that holds it."""
+    """Return True where the model's own forward reads a weight instead of calling its module."""
     return "weight" in _names_read(model)
 
 

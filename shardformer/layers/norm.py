@@ -18,7 +18,7 @@ from .parallel_module import ParallelModule
 _EPSILONS = ("variance_epsilon", "eps")
 
 
-def norm_faults(native: nn.Module) -> list[str]:
+def norm_errors(native: nn.Module) -> list[str]:
     """Why a norm cannot be split over its features; empty when it can.
 
     Tried on numbers of its own, as classes of any name compute it, and some that look alike differ.
@@ -44,7 +44,7 @@ class SplitRMSNorm(ParallelModule):
     """A root-mean-square norm of features that are split: each rank norms its own by the mean over all ranks.
 
     Args:
-        native: the norm to split; see `norm_faults`.
+        native: the norm to split; see `norm_errors`.
         process_group: the tensor axis, of size T.
         split_sizes, padded_sizes, stretches: how the features are cut, see `Shard`, where they are `blocks`, `padded`
             and so on; None cuts them evenly. Features that are added are zeros in what is normed.
@@ -61,8 +61,8 @@ class SplitRMSNorm(ParallelModule):
         stretches: int = 1,
         copies: int = 1,
     ) -> None:
-        if faults := norm_faults(native):
-            raise TypeError(f"this {type(native).__name__} {faults[0]}")
+        if errors := norm_errors(native):
+            raise TypeError(f"this {type(native).__name__} {errors[0]}")
         super().__init__()
         self.group = process_group
         self.epsilon = epsilon_of(native)

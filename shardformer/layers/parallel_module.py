@@ -38,11 +38,11 @@ class ParallelModule(nn.Module, ABC):
 
 
 def is_of_peft(module: nn.Module) -> bool:
-    """Whether a module is of one of peft's classes, or of one made from them."""
+    """Return True where a module is of one of peft's classes, or of one made from them."""
     return any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__)
 
 
-def native_faults(module: nn.Module, *kinds: type[nn.Module]) -> list[str]:
+def native_errors(module: nn.Module, *kinds: type[nn.Module]) -> list[str]:
     """Why no parallel layer can take this module's place and compute the same; empty when one can.
 
     A parallel layer takes over weight and bias alone: what a subclass (an adapter, a quantized layer), a hook
@@ -81,7 +81,7 @@ def native_faults(module: nn.Module, *kinds: type[nn.Module]) -> list[str]:
 
 
 def _own_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """Those that transformers put on a module to let what it returns require a gradient."""
+    """The hooks by which transformers let a module's output require a gradient."""
     return [
         hook
         for hook in module._forward_hooks.values()
@@ -90,7 +90,7 @@ def _own_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 def take_hooks(parallel: nn.Module, native: nn.Embedding) -> None:
-    """Let a parallel embedding have the hooks of the native one, which are transformers' own (`native_faults`).
+    """Let a parallel embedding have the hooks of the native one, which are transformers' own (`native_errors`).
 
     In the same dictionary, so that `model.disable_input_require_grads()` takes them off.
     """
@@ -98,9 +98,9 @@ def take_hooks(parallel: nn.Module, native: nn.Embedding) -> None:
 
 
 def require_native(module: nn.Module, *kinds: type[nn.Module]) -> None:
-    """Raise TypeError where `native_faults` finds any."""
-    if faults := native_faults(module, *kinds):
-        raise TypeError(f"this {type(module).__name__} {'; it '.join(faults)}")
+    """Raise TypeError where `native_errors` finds any."""
+    if errors := native_errors(module, *kinds):
+        raise TypeError(f"this {type(module).__name__} {'; it '.join(errors)}")
 
 
 def require_all(is_valid: Tensor, tell: Callable[[], str]) -> None:

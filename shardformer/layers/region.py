@@ -66,7 +66,7 @@ class CommonInput:
 
 
 def _is_in_backward() -> bool:
-    """Whether a layer is being recomputed, one by one: what it makes then has no part in the sum of gradients."""
+    """Return True while one layer is recomputed: its outputs then have no part in the sum of gradients."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -83,7 +83,7 @@ class Region:
         common_input: CommonInput | None = None,
         by_head: Mapping[str, int] | None = None,
         num_heads: int = 1,
-        held_heads: Sequence[int] = (),
+        local_heads: Sequence[int] = (),
         sequence: RegionSequence | None = None,
     ) -> nn.Module:
         """Let the module's first tensor pass `copy_to` (backward all-reduce) before its forward.
@@ -98,8 +98,8 @@ class Region:
                 samples and heads, the heads innermost); this rank takes those of its heads. A length of 1 stays, and
                 so does what has two dimensions: it is of samples and tokens.
             num_heads: how many heads there are on all ranks.
-            held_heads: those of this rank.
-            sequence: how the first tensor is spread, which is gathered (backward reduce-scatter) instead.
+            local_heads: those of this rank.
+            sequence: the sharding of the first tensor, which is gathered (backward reduce-scatter) instead.
         """
         inputs = list(inspect.signature(module.forward).parameters)
         second = (second_input, inputs.index(second_input)) if second_input is not None else ()
@@ -130,7 +130,7 @@ class Region:
             given.update(zip(entering, entered, strict=True))
             for key in cut.keys() & given.keys():
                 if isinstance(given[key], Tensor) and given[key].ndim > 2:
-                    given[key] = own_heads(given[key], cut[key], num_heads, held_heads)
+                    given[key] = own_heads(given[key], cut[key], num_heads, local_heads)
             return tuple(given[index] for index in range(len(args))), {name: given[name] for name in kwargs}
 
         module.register_forward_pre_hook(enter_region, with_kwargs=True)

@@ -80,7 +80,7 @@ class SequenceOrder:
 
 
 class SequenceAxis:
-    """The ranks over which the sequences of one stack of layers are spread.
+    """The ranks over which the sequences of one stack of layers are sharded.
 
     Args:
         group: the ranks.
@@ -134,7 +134,7 @@ class SequenceAxis:
 
 
 def axis_of(module: Any) -> SequenceAxis | None:
-    """The axis over which a module's sequences are spread, None where it sees whole ones."""
+    """The axis over which a module's sequences are sharded; None where it sees whole ones."""
     return getattr(module, _ATTRIBUTE, None)
 
 
@@ -202,7 +202,7 @@ def gather_sequence(part: Tensor, axis: SequenceAxis, length: int, *, is_data: b
 
 
 def draws(layer: nn.Module) -> bool:
-    """Whether a layer may draw random numbers in training."""
+    """Return True where a layer may draw random numbers in training."""
     held: list[Any] = [vars(module) for module in layer.modules()]
     held += [vars(own["config"]) for own in held if hasattr(own.get("config"), "__dict__")]
     return any(

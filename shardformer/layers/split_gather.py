@@ -26,7 +26,7 @@ from .weight_gradient import Deferral, gradient_or_deferred
 
 @dataclass(frozen=True)
 class RegionSequence:
-    """How the regions of a model go between parts of sequences and whole ones.
+    """The way of a model's regions between sharded and whole sequences.
 
     Args:
         axis: over which the sequences are sharded; the tensor axis, one stretch per rank.

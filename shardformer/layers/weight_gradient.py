@@ -30,7 +30,7 @@ from ...pipeline.weight_gradients import DeferredGradient, Factors, GradientOwne
 
 
 class KeptInput(Protocol):
-    """How backward gets a layer's input again, of which forward kept something smaller."""
+    """A layer's input for backward, of which forward kept something smaller."""
 
     def use(self) -> None:
         """Count one more layer that will ask for it."""
@@ -136,7 +136,7 @@ def _is_own(x: Tensor, weight: Tensor) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether a call is traced, compiled, or run under functorch."""
+    """Return True where a call is traced, compiled, or run under functorch."""
     is_traced = torch.jit.is_tracing() or torch.compiler.is_compiling()
     return is_traced or torch._C._are_functorch_transforms_active()
 

@@ -372,7 +372,7 @@ def _use(layer: ShardedLinear, for_backward: bool) -> Use:
 
 
 def _in_backward() -> bool:
-    """Whether autograd is computing gradients now."""
+    """Return True while autograd computes gradients."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 

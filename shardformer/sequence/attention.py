@@ -66,7 +66,7 @@ def set_sequence_attention(model: nn.Module, mode: str) -> None:
     """Let the layers of a model that hold parts of sequences attend over all of them.
 
     Args:
-        model: `SequenceAxis.note` was told of its layers; `sequence_attention_faults` found nothing against it.
+        model: `SequenceAxis.note` has marked its layers; `sequence_attention_errors` found nothing against it.
         mode: a key of KNOWN.
     """
     _register()
@@ -76,7 +76,7 @@ def set_sequence_attention(model: nn.Module, mode: str) -> None:
 
 
 def attention_kernels(model: nn.Module) -> set[str]:
-    """With which kernels the layers that hold parts of sequences compute attention."""
+    """The kernels by which layers with sharded sequences compute attention."""
     return {part.config._attn_implementation for part in models_around(model, _is_sharded)}
 
 
@@ -195,7 +195,7 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def _attention_name(mode: str, kernel: str) -> str:
-    """What attention of a mode is called, for models that computed it with a kernel."""
+    """The name of a mode's attention, for models that computed it with a kernel."""
     if mode == RING and kernel != EAGER:
         return f"echelon_{mode}"  # its masks are those of all kernels but eager attention
     return f"echelon_{mode}_{kernel}"
@@ -215,7 +215,7 @@ def _register() -> None:
 
 
 def _blocks(*, cache_position: Tensor | None = None, **given: Any) -> BlockMask:
-    """`block_mask`, also as releases of transformers call it that tell the queries by their positions."""
+    """`block_mask`, also as releases of transformers call it that give the queries by their positions."""
     if cache_position is not None:
         given.update(
             q_length=len(cache_position), q_offset=int(cache_position[0]), device=cache_position.device
@@ -301,17 +301,17 @@ def _function_of(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, An
 
 
 def _first(module: nn.Module, name: str) -> Any:
-    """What has a name in the file that the module's class is written in, or those that it is made from; else None."""
+    """The object of a name in the file of the module's class, or of its bases; else None."""
     files = (sys.modules[each.__module__] for each in type(module).__mro__)
     return next((found for file in files if (found := getattr(file, name, None)) is not None), None)
 
 
-def sequence_attention_faults(
+def sequence_attention_errors(
     model: nn.Module, mode: str, option: str, layers: Sequence[nn.Module] | None = None
 ) -> list[str]:
     """Why the layers of a model cannot hold parts of sequences and get the same; empty when they can.
 
-    Which heads there are is not asked here: see `heads_faults`.
+    Which heads there are is not asked here: see `heads_errors`.
 
     Args:
         model: a whole one.
@@ -389,7 +389,7 @@ def _layer_reasons(layer: nn.Module, mode: str) -> Iterator[str]:
 
 
 def _is_mixer(module: nn.Module, inside: set[int]) -> bool:
-    """Whether a module, which is none of those inside attention, brings together what is at several positions."""
+    """Return True where a module outside of attention mixes positions."""
     if isinstance(module, _MIXERS):
         return True
     is_named_so = _MIXER_NAMES.search(type(module).__name__) is not None
@@ -397,7 +397,7 @@ def _is_mixer(module: nn.Module, inside: set[int]) -> bool:
 
 
 def _argument_reasons(attention: nn.Module, mode: str) -> Iterator[str]:
-    """What the module hands to attention that would be lost there."""
+    """Errors of arguments that the module hands to attention and that would be lost there."""
     name, instead = type(attention).__name__, _RING_INSTEAD if mode == RING else TENSOR_INSTEAD
     given = {
         argument for call in _CALL.findall(_code(type(attention))) for argument in _ARGUMENT.findall(call)
@@ -420,7 +420,7 @@ def _argument_reasons(attention: nn.Module, mode: str) -> Iterator[str]:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """Whether a module calls attention through transformers' interface."""
+    """Return True where a module calls attention through transformers' interface."""
     return _INTERFACE.search(_code(type(module))) is not None
 
 

@@ -209,7 +209,7 @@ def _require_rows(module: nn.Module, whole: Tensor) -> None:
 
 
 def _looks_up(module: nn.Module) -> bool:
-    """Whether it is an embedding of which each position is a row."""
+    """Return True for an embedding of which each position is a row."""
     if isinstance(module, VocabParallelEmbedding1D):
         return True
     is_plain = type(module) is nn.Embedding or is_scaled(module)
@@ -217,7 +217,7 @@ def _looks_up(module: nn.Module) -> bool:
 
 
 def _is_rotary(module: nn.Module) -> bool:
-    """Whether it is one of transformers' rotary tables, with frequencies that are the same for all lengths."""
+    """Return True for one of transformers' rotary tables with the same frequencies for all lengths."""
     kind = type(module)
     if not (kind.__module__.startswith("transformers.") and kind.__name__.endswith("RotaryEmbedding")):
         return False
@@ -235,10 +235,10 @@ def _is_by_position(value: Any) -> bool:
 
 
 def _reenters(layer: nn.Module) -> bool:
-    """Whether a layer is recomputed by an autograd function, which wants the tensor itself that it is given."""
+    """Return True where an autograd function recomputes a layer, which needs the very tensor that it is given."""
     if not getattr(layer, "gradient_checkpointing", False):
         return False
     checkpoint: Any = getattr(layer, "_gradient_checkpointing_func", None)
     checkpoint = getattr(checkpoint, "checkpoint", checkpoint)  # of a RememberingLength
-    is_told = isinstance(checkpoint, partial)
-    return not (is_told and checkpoint.keywords.get("use_reentrant") is False)
+    is_partial = isinstance(checkpoint, partial)
+    return not (is_partial and checkpoint.keywords.get("use_reentrant") is False)

@@ -18,7 +18,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Seen(Enum):
-    """What queries see of keys, where that can be said in a word."""
+    """The part of keys that queries see, where that can be said in a word."""
 
     NOTHING = auto()
     ALL = auto()
@@ -27,7 +27,7 @@ class Seen(Enum):
 
 
 class Mask(ABC):
-    """Which queries of a sequence see which of its keys.
+    """The keys that each query of a sequence sees.
 
     Args:
         lengths: of queries and of keys.
@@ -44,7 +44,7 @@ class Mask(ABC):
         self._known: dict[tuple[range, range], Seen] = {}
 
     def block(self, queries: range, keys: range) -> Seen | Tensor:
-        """What these positions see of those: in a word, or (B or 1, N or 1, Q, K): booleans, or numbers to add."""
+        """The keys that these queries see: a word, or (B or 1, N or 1, Q, K) of booleans, or of numbers to add."""
         if (known := self._known.get((queries, keys))) is None:
             known = self._known[queries, keys] = self._look(queries, keys)
         return self._tensor(queries, keys) if known is Seen.SOME else known
@@ -158,8 +158,8 @@ class GivenMask(Mask):
 
     def __init__(self, mask: Tensor, length: int) -> None:
         super().__init__((length, length))
-        if faults := _given_faults(mask, length):
-            raise ValueError("; ".join(faults))
+        if errors := _given_errors(mask, length):
+            raise ValueError("; ".join(errors))
         self._mask = mask
 
     def _look(self, queries: range, keys: range) -> Seen:
@@ -283,7 +283,7 @@ def _mapped(function: MaskFunction) -> MaskFunction:
     return mapped
 
 
-def _given_faults(mask: Tensor, length: int) -> list[str]:
+def _given_errors(mask: Tensor, length: int) -> list[str]:
     found = []
     if mask.ndim != 4 or mask.shape[-1] != length or mask.shape[-2] not in (1, length):
         found.append(

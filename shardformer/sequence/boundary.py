@@ -30,17 +30,17 @@ from ..layers.sequence_axis import (
     samplewise,
     shard_sequence,
 )
-from .attention import ALL_TO_ALL, RING, attention_kernels, sequence_attention_faults, set_sequence_attention
+from .attention import ALL_TO_ALL, RING, attention_kernels, sequence_attention_errors, set_sequence_attention
 from .before_layers import PartTensor
 from .config import SequenceParallelism, SequenceSplit
-from .ulysses import heads_faults
+from .ulysses import heads_errors
 
 
 def shard_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> None:
     """Let the layers of each stack compute on parts of sequences, by hooks. After the cut, before layers are split.
 
     Args:
-        model: a cut model; `sequence_faults` found nothing against it.
+        model: a cut model; `sequence_errors` found nothing against it.
         plan: where its layers are.
         split: how.
     """
@@ -76,7 +76,7 @@ def reckoning(plan: StagePlan) -> StagePlan:
     return replace(plan, are_entries_reckoned=True, encoder=encoder)
 
 
-def sequence_faults(
+def sequence_errors(
     model: nn.Module, plan: StagePlan | None, settings: SequenceParallelism, *, tp_size: int, sp_size: int
 ) -> list[str]:
     """Why the layers of a whole model cannot compute on parts of sequences; empty when they can."""
@@ -112,13 +112,13 @@ def sequence_faults(
         return found
     assert settings.mode is not None
     layers = [model.get_submodule(path) for path in plan.layer_paths(model)]
-    found = sequence_attention_faults(model, settings.mode, option, layers)
+    found = sequence_attention_errors(model, settings.mode, option, layers)
     heads = -(-getattr(config, "num_attention_heads", 0) // tp_size)
-    return found + (heads_faults(heads, sp_size, option) if settings.mode == ALL_TO_ALL else [])
+    return found + (heads_errors(heads, sp_size, option) if settings.mode == ALL_TO_ALL else [])
 
 
 def _in_first_place(model: nn.Module, stack: Stack) -> list[nn.Module]:
-    """What stands at the first layer's place, on each of this rank's stages."""
+    """The modules at the first layer's place, on each of this rank's stages."""
     found: list[nn.Module] = []
     for stage in local_stages(model).values():
         with stage.seated():
@@ -274,7 +274,7 @@ class RememberingLength:
         self.checkpoint, self._axis = checkpoint, axis
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What `checkpoint` makes of it."""
+        """Call `checkpoint` on a function that knows the length in backward too."""
         lengths: list[int] = []
 
         def compute(*args: Any) -> Any:
@@ -289,7 +289,7 @@ class RememberingLength:
 
 
 def remember_lengths(layers: Sequence[nn.Module]) -> None:
-    """Let these layers keep the length where they are checkpointed, whoever told them to be, and when."""
+    """Let these layers keep the length where they are checkpointed, whoever asked for that, and when."""
     for layer in layers:
         checkpoint, axis = getattr(layer, "_gradient_checkpointing_func", None), axis_of(layer)
         if checkpoint is not None and axis is not None and not isinstance(checkpoint, RememberingLength):

@@ -18,7 +18,7 @@ MODES = (*TENSOR_MODES, *SEQUENCE_MODES)
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceParallelism:
-    """What is asked for.
+    """Settings of sequence parallelism.
 
     Args:
         mode: "split_gather" (arXiv:2205.05198), or "ring", another name of it, on the tensor axis; "all_to_all"
@@ -39,7 +39,7 @@ class SequenceParallelism:
     def asked(
         *, enable: bool, mode: str | None, sp_size: int | None, **settings: Any
     ) -> "SequenceParallelism":
-        """What the switch and the mode of a user mean together, where no mode is one that fits the axes."""
+        """Settings from a user's switch and mode; no mode is the one that fits the axes."""
         if not isinstance(enable, bool):
             misuse = (f"enable_sequence_parallelism={enable!r} must be True or False",)
             return SequenceParallelism(misuse=misuse, **settings)
@@ -57,7 +57,7 @@ class SequenceParallelism:
         return SequenceParallelism(mode=usual if mode is None else mode, **settings)
 
     def arguments(self) -> dict[str, Any]:
-        """What a plugin is told, in the words of users."""
+        """The arguments of a plugin that mean the same."""
         return {
             "enable_sequence_parallelism": self.mode is not None,
             "sequence_parallelism_mode": self.mode,
@@ -72,12 +72,12 @@ class SequenceParallelism:
 
     @property
     def is_on_tensor_axis(self) -> bool:
-        """Whether it is the tensor axis that sequences are spread over."""
+        """True where sequences are sharded over the tensor axis."""
         return self.mode in TENSOR_MODES
 
     @property
     def is_on_sequence_axis(self) -> bool:
-        """Whether it is an axis of their own."""
+        """True where sequences are sharded over an axis of their own."""
         return self.mode in SEQUENCE_MODES
 
     def faults(self, *, tp_size: int, sp_size: int) -> list[str]:
@@ -85,29 +85,29 @@ class SequenceParallelism:
         if self.misuse:
             return list(self.misuse)
         if self.mode is None:
-            return self._unused_faults(sp_size)
+            return self._unused_errors(sp_size)
         if self.mode not in MODES:
             return [f"sequence_parallelism_mode={self.mode!r} must be one of {', '.join(map(repr, MODES))}"]
         found = []
         if self.is_on_tensor_axis and tp_size == 1:
             found.append(
-                f"sequence_parallelism_mode={self.mode!r} spreads sequences over the tensor axis, and tp_size is 1: "
+                f"sequence_parallelism_mode={self.mode!r} shards sequences over the tensor axis, and tp_size is 1: "
                 "use tp_size of 2 or more, or 'all_to_all' or 'ring_attn' with an sp_size"
             )
         if self.is_on_tensor_axis and sp_size != 1:
             found.append(
-                f"sp_size={sp_size} with sequence_parallelism_mode={self.mode!r}, which spreads sequences over the "
+                f"sp_size={sp_size} with sequence_parallelism_mode={self.mode!r}, which shards sequences over the "
                 f"tensor axis: leave sp_size out, it is that of tp_size={tp_size}"
             )
         if self.is_on_sequence_axis and sp_size == 1:
             found.append(
-                f"sequence_parallelism_mode={self.mode!r} spreads sequences over sp_size ranks, and sp_size is 1: use "
+                f"sequence_parallelism_mode={self.mode!r} shards sequences over sp_size ranks, and sp_size is 1: use "
                 "2 or more"
             )
-        return found + self._option_faults(sp_size)
+        return found + self._option_errors(sp_size)
 
-    def _unused_faults(self, sp_size: int) -> list[str]:
-        """What is asked of sequences that stay whole."""
+    def _unused_errors(self, sp_size: int) -> list[str]:
+        """Errors of options without a mode, whose sequences are replicated."""
         options = {
             f"sp_size={sp_size}": sp_size != 1,
             f"enable_sequence_overlap={self.overlaps!r}": bool(self.overlaps),
@@ -120,7 +120,7 @@ class SequenceParallelism:
             if is_given
         ]
 
-    def _option_faults(self, sp_size: int) -> list[str]:
+    def _option_errors(self, sp_size: int) -> list[str]:
         found = [
             f"{name}={value!r} must be True or False"
             for name, value in (
@@ -159,11 +159,11 @@ WHOLE = SequenceParallelism()
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceSplit:
-    """What is done to a model: a mode and the ranks.
+    """The sharding of a model's sequences: a mode and the ranks.
 
     Args:
         settings: what was asked for.
-        group: the ranks over which sequences are spread.
+        group: the ranks over which sequences are sharded.
         rings: of "ring_attn", those of a double ring.
     """
 

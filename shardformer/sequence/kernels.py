@@ -20,7 +20,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class View:
-    """How queries look at a block of keys.
+    """The view that queries have of a block of keys.
 
     Args:
         seen: all of them, the triangle, or numbers to add to the scores, minus infinity at keys that are not seen.
@@ -60,7 +60,7 @@ class Kernel:
 
 
 def look(q: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, view: View) -> tuple[Tensor, Tensor]:
-    """What queries get of a block of keys alone, and the lse; 0 and minus infinity for those that see none of it."""
+    """Attend to a block of keys alone; returns the outputs and the lse: 0 and minus infinity where none is seen."""
     view = _added(view, q.dtype)
     k, v = _for_each_query_head(q, k_BMKD), _for_each_query_head(q, v_BMKD)
     out, lse = _kernel(q, v, view).forward(q, k, v, view)
@@ -86,7 +86,7 @@ def look_back(
 
 
 def is_fused(q: Tensor, v: Tensor, view: View) -> bool:
-    """Whether a kernel computes this without holding all scores."""
+    """Return True where a kernel computes this without keeping all scores in memory."""
     return _kernel(q, v, view) is not _PLAIN
 
 
@@ -145,7 +145,7 @@ def _masked(scores: Tensor, view: View, dtype: torch.dtype) -> Tensor:
 
 
 def _kept(probabilities: Tensor, view: View) -> Tensor:
-    """What is left of probabilities after dropout, which is the same each time."""
+    """Probabilities after dropout, which is the same each time."""
     if not view.dropout:
         return probabilities
     generator = torch.Generator(probabilities.device).manual_seed(view.seed)

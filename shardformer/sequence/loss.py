@@ -1,7 +1,7 @@
-"""Causal losses of sequences that stay spread behind the last layer, so that no rank holds logits of a whole one.
+"""Causal losses of sequences that stay sharded behind the last layer, so that no rank holds logits of a whole one.
 
 The ranks of the sequence axis each have the loss of their own positions, labels shifted before they are cut. What is
-differentiated is told in [Note: gradients over the sequence axis] of boundary.py.
+differentiated is described in [Note: gradients over the sequence axis] of boundary.py.
 """
 
 import inspect
@@ -51,7 +51,7 @@ class SequenceParallelLogits:
 
 
 def stays_sharded(model: nn.Module, plan: StagePlan, head: str | None) -> bool:
-    """Whether a model computes position by position behind its last layer, up to the causal loss of transformers.
+    """Return True where a model goes position by position behind its last layer, up to the causal loss of transformers.
 
     Args:
         model: a whole one.
@@ -73,7 +73,7 @@ def stays_sharded(model: nn.Module, plan: StagePlan, head: str | None) -> bool:
 
 
 def keep_sharded(model: nn.Module, axis: SequenceAxis) -> None:
-    """Let a model leave sequences spread behind its last layer in training calls with labels; `stays_sharded` says so.
+    """Let a model leave sequences sharded behind its last layer in training calls with labels; `stays_sharded` says so.
 
     Args:
         model: a split one that holds its head.

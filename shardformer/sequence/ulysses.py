@@ -27,10 +27,10 @@ Attend = Callable[..., tuple[Tensor, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class HeadShare:
-    """Which heads each rank attends with: `keys` key-value heads, with `groups` query heads each.
+    """The heads that each rank attends with: `keys` key-value heads, with `groups` query heads each.
 
-    Key-value heads are repeated `repeats` times, each for a part of its query heads, and both are filled up with heads
-    of zeros at the end, so that every rank has as many and every query head meets its key-value head.
+    Key-value heads are repeated `repeats` times, each for a part of its query heads, and both are filled up with padded
+    heads at the end, so that every rank has as many and every query head meets its key-value head.
 
     Args:
         size: ranks.
@@ -62,12 +62,12 @@ class HeadShare:
 
     @property
     def keys(self) -> int:
-        """Key-value heads of one rank, zeros among them."""
+        """Key-value heads of one rank, padded ones among them."""
         return -(-self.num_keys * self.repeats // self.size)
 
     @property
     def queries(self) -> int:
-        """Query heads of one rank, zeros among them."""
+        """Query heads of one rank, padded ones among them."""
         return self.keys * self.groups
 
     def own(self, x: Tensor, dim: int, rank: int) -> Tensor:
@@ -84,8 +84,8 @@ class HeadShare:
         return _filled(found, dim, self.queries)
 
 
-def heads_faults(num_heads: int, size: int, option: str) -> list[str]:
-    """Why query heads cannot be shared out over ranks; empty when they can.
+def heads_errors(num_heads: int, size: int, option: str) -> list[str]:
+    """Why query heads cannot be sharded over ranks; empty when they can.
 
     Args:
         num_heads: of a tensor-parallel rank.
@@ -191,7 +191,7 @@ def _filled(x: Tensor, dim: int, length: int) -> Tensor:
 
 
 def _own_mask(mask: Tensor, share: HeadShare, axis: SequenceAxis) -> Tensor:
-    """A mask or bias for whole sequences, with this rank's heads where it tells heads apart."""
+    """A mask or bias for whole sequences, with this rank's heads where it has an entry for each head."""
     length = axis.length
     if (
         mask.ndim not in (2, 4)

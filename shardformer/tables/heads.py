@@ -44,7 +44,7 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """The heads of an attention that are spread over ranks.
+    """The heads of an attention that are sharded over ranks.
 
     [Note: padded heads] Where the ranks do not divide them, heads are added whose weights are zeros, so that each rank
     holds as many: key-value heads behind the last one, and query heads behind the last one of each group that shares a
@@ -93,7 +93,7 @@ class Heads:
         """Number of neighbouring ranks that share a key-value head."""
         return max(self.ranks // self.padded_key_value, 1)
 
-    def held_by(self, rank: int) -> list[int]:
+    def local_to(self, rank: int) -> list[int]:
         """The query heads that a rank holds; in the place of one of zeros there stands any."""
         shard = self.query_cut(self.query).shard(size=self.ranks, dim=0)
         return (shard.local(torch.arange(1, self.query + 1), rank) - 1).clamp(min=0).tolist()

@@ -110,7 +110,7 @@ _OLDER_SIGLIP = replace(
 
 def _gemma3_table(vision: str, table: Table) -> Table:
     """The table for a vision model at this path, with a table of its own."""
-    head = f"{vision}.head"  # of which the language model is told nothing
+    head = f"{vision}.head"  # of which the language model knows nothing
     stages = PartStages(
         part="language_model",
         entry=(f"{vision}.embeddings",),

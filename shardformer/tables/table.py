@@ -81,7 +81,7 @@ class Table:
         key_value_heads: path of the attribute with the number of key-value heads; None is the config's
             `num_key_value_heads`.
         groups: path of the attribute "query heads per key-value head"; None where no layer reads one.
-        divide: paths of attributes that the layer's code reads as counts of what is held; divided by the ranks. An
+        divide: paths of attributes that the layer's code reads as local counts; divided by the ranks. An
             attribute of a config that a module holds is changed for this module alone.
         divide_key_value: the same for counts of key-value heads, of which each rank holds one at least.
         divisors: of `divide`, those by which the layer's code divides whole widths too.

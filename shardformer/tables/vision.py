@@ -112,7 +112,7 @@ SWIN = replace(
 )
 
 # SAM: a vision encoder with windowed attention, and a mask decoder that attends both ways; the vision model alone.
-# Relative positions are one table for all heads, used with the heads that are held.
+# Relative positions are one table for all heads, used with the local heads.
 _SAM_POSITIONS = ("attn.rel_pos_h", "attn.rel_pos_w")
 
 _SAM_ENCODER = Table(

@@ -91,12 +91,12 @@ def test_a_held_count_divides_by_the_whole_and_counts_what_is_held() -> None:
         assert Tensor.reshape(torch.zeros(2, 4), heads, 32 // heads).shape == (2, 4)
 
 
-def sequence_faults(model_type: str, mode: str, **settings: object) -> list[str]:
+def sequence_errors(model_type: str, mode: str, **settings: object) -> list[str]:
     table = table_for(model_type)
     assert table is not None
     policy = TablePolicy(table)
     policy.set_model(ModelChoice(model_type=model_type, settings=tuple(settings.items())).build_on_meta())
-    return policy.sequence_faults(SequenceParallelism(mode=mode), tp_size=2, sp_size=2)
+    return policy.sequence_errors(SequenceParallelism(mode=mode), tp_size=2, sp_size=2)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -104,8 +104,8 @@ def sequence_faults(model_type: str, mode: str, **settings: object) -> list[str]
 def test_nobody_is_sent_to_a_mode_that_is_refused_too(
     model_type: str, settings: dict[str, object], mode: str
 ) -> None:
-    taking = {each for each in MODES if not sequence_faults(model_type, each, **settings)}
-    for told in sequence_faults(model_type, mode, **settings):
+    taking = {each for each in MODES if not sequence_errors(model_type, each, **settings)}
+    for told in sequence_errors(model_type, mode, **settings):
         assert ("no other mode takes this model" in told) == (not taking), told
         assert set(re.findall(r"'(\w+)'", told.partition("use sequence_parallelism_mode=")[2])) <= taking, (
             told
@@ -119,7 +119,7 @@ def test_nobody_is_sent_to_a_mode_that_is_refused_too(
 def test_layers_of_another_attention_are_refused_in_one_sentence(mode: str) -> None:
     policy = TablePolicy(derived_table(ModelChoice(model_type="minimax").build_on_meta()))
     policy.set_model(ModelChoice(model_type="minimax").build_on_meta())
-    (found,) = policy.sequence_faults(SequenceParallelism(mode=mode), tp_size=1, sp_size=2)
+    (found,) = policy.sequence_errors(SequenceParallelism(mode=mode), tp_size=1, sp_size=2)
     assert found == (
         f"sequence_parallelism_mode='{mode}': MiniMaxDecoderLayer mixes positions by MiniMaxLightningAttention, which "
         "sees those of one rank alone: leave enable_sequence_parallelism out, for no other mode takes this model either"
@@ -127,5 +127,5 @@ def test_layers_of_another_attention_are_refused_in_one_sentence(mode: str) -> N
 
 
 def test_a_mode_that_is_not_refused_is_advised() -> None:
-    found = sequence_faults("bloom", "ring_attn")
+    found = sequence_errors("bloom", "ring_attn")
     assert found and all("use sequence_parallelism_mode='split_gather' or 'ring'" in each for each in found)

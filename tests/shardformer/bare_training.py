@@ -53,7 +53,7 @@ def departure(
     loss_of: Callable[[Any, Any], Tensor] = model_loss,
     after_backward: Callable[[nn.Module], None] = lambda split: None,
 ) -> str | None:
-    """What departs first from one process in three steps of AdamW with clipping, or None.
+    """The first difference from one process in three steps of AdamW with clipping, or None.
 
     Args:
         model: the whole one, left as it is.

@@ -1,4 +1,4 @@
-"""Which layers are recomputed. That gradients stay is tests/contract, but where the call of transformers asks."""
+"""The layers that are recomputed. That gradients stay is tests/contract, but where the call of transformers asks."""
 
 from collections import Counter
 from typing import Any
@@ -112,7 +112,7 @@ def train_with_layers_marked_before(name: str) -> None:
 
 
 def counted_runs(model: nn.Module) -> Counter[nn.Module]:
-    """How often from now on the first row-split layer of each layer computes."""
+    """Count from now on how often the first row-split layer of each layer computes."""
     runs: Counter[nn.Module] = Counter()
     for layer in recomputable_layers(model):
         inside = next(each for each in layer.modules() if isinstance(each, Linear1D_Row))
@@ -121,7 +121,7 @@ def counted_runs(model: nn.Module) -> Counter[nn.Module]:
 
 
 def keep_the_hook() -> None:
-    """What a frozen embedding returns requires a gradient until transformers is told otherwise."""
+    """The output of a frozen embedding requires a gradient until transformers takes its hook off."""
     model: Any = split(enable(build("LlamaForCausalLM")))
     embedding, ids = model.get_input_embeddings(), torch.arange(6).view(1, 6)
     assert "Parallel" in type(embedding).__name__

@@ -93,7 +93,7 @@ def require_equal(module: nn.Module, args: tuple, output: Any, *, what: str) -> 
 
 
 def dropped_inside(name: str, *, attention: bool = True) -> list[Tensor]:
-    """What was dropped on this rank among attention probabilities, or else inside T5's feed forwards."""
+    """The entries dropped on this rank among attention probabilities, or else inside T5's feed forwards."""
     model = build(name, attention="eager", **BOTH[name])
     copied = split(model)
     dropped: list[Tensor] = []
@@ -125,7 +125,7 @@ def attention_dropout() -> None:
 
 
 def require_unlike(masks: list[Tensor], what: str) -> None:
-    """What is dropped differs between two ranks, everywhere."""
+    """Two ranks drop other entries, everywhere."""
     for mask in masks:
         assert mask.any()
         first, second = pieces(mask.to(torch.uint8))

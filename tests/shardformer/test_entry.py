@@ -20,7 +20,7 @@ from ..pool import Pool
 
 
 class Log:
-    """What backward does, in order: "begin" and "end" of sums over ranks, "product" for a weight that waited."""
+    """The events of backward, in order: "begin" and "end" of sums over ranks, "product" for a weight that waited."""
 
     def __init__(self) -> None:
         self.events: list[str] = []

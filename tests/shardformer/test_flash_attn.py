@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.shardformer.layers.attention import FLASH_ATTENTION_2, SDPA, attention_faults, set_attention
+from echelon.shardformer.layers.attention import FLASH_ATTENTION_2, SDPA, attention_errors, set_attention
 from echelon.verify.batch import make_batch
 from echelon.verify.models import ModelChoice
 
@@ -31,7 +31,7 @@ def test_a_model_computes_as_with_its_plain_code(model_type: str) -> None:
     model.set_attn_implementation("eager")
     expected = of_loss(model, batch)
     with installed_flash_attn() as called:
-        assert attention_faults(model, FLASH_ATTENTION_2, "enable_flash_attention") == []
+        assert attention_errors(model, FLASH_ATTENTION_2, "enable_flash_attention") == []
         set_attention(model, FLASH_ATTENTION_2)
         found = of_loss(model, batch)
     assert called
@@ -46,9 +46,9 @@ def test_a_model_that_is_built_with_it_computes_as_with_its_plain_code(model_typ
         ]
         batch = make_batch(ModelChoice(model_type=model_type), num_samples=3, seed=1)
         expected, found = (of_loss(model, batch) for model in models)
-        (fault,) = attention_faults(models[0], FLASH_ATTENTION_2, "x")
+        (fault,) = attention_errors(models[0], FLASH_ATTENTION_2, "x")
         assert f"build it with attn_implementation='{FLASH_ATTENTION_2}'" in fault
-        assert attention_faults(models[1], FLASH_ATTENTION_2, "x") == []
+        assert attention_errors(models[1], FLASH_ATTENTION_2, "x") == []
     assert called
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -65,9 +65,9 @@ def test_a_model_that_is_built_with_it_computes_as_with_its_plain_code(model_typ
 )
 def test_a_model_whose_mask_would_be_lost_is_refused(choice: ModelChoice, words: str) -> None:
     model = choice.build_on_meta()
-    found = attention_faults(model, FLASH_ATTENTION_2, "enable_flash_attention")
+    found = attention_errors(model, FLASH_ATTENTION_2, "enable_flash_attention")
     assert any(words in fault and "leave enable_flash_attention out" in fault for fault in found)
-    assert not any(words in fault for fault in attention_faults(model, SDPA, "enable_flash_attention"))
+    assert not any(words in fault for fault in attention_errors(model, SDPA, "enable_flash_attention"))
 
 
 @pytest.mark.parametrize("model_type", ["bart", "gemma3", "gpt_neo"])

@@ -1,4 +1,4 @@
-"""What is read in the code of forwards, on forwards of all kinds."""
+"""Reading the code of forwards of all kinds."""
 
 import pytest
 import torch

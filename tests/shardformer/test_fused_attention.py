@@ -1,4 +1,4 @@
-"""Which attention a model computes with: xFormers' arguments, and what cannot be, told with what can."""
+"""The attention that a model computes with: xFormers' arguments, and refusals that name an alternative."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from echelon.shardformer.fused import FusedKernels
 from echelon.shardformer.layers.attention import (
     SDPA,
     XFORMERS,
-    attention_faults,
+    attention_errors,
     register_xformers,
     set_attention,
     xformers_attention,
@@ -31,7 +31,7 @@ PARTS = pytest.mark.skipif(
 
 
 class Attention(nn.Module):
-    """What attention functions of transformers look at."""
+    """The attributes that attention functions of transformers read."""
 
     def __init__(self, *, groups: int = 1, is_causal: bool = True) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def attention_by_hand(
     position_bias: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls attention with, in the plainest words."""
+    """Attention as transformers calls it, in plain code."""
     key, value = (each.repeat_interleave(module.num_key_value_groups, 1) for each in (key, value))
     scores = query @ key.transpose(-1, -2) * scaling
     if position_bias is not None:
@@ -162,7 +162,7 @@ def test_a_query_that_sees_nothing_gets_0_as_by_sdpa() -> None:
 def test_a_model_that_cannot_is_named_with_what_can_be_done(model_type: str, kernel: str, words: str) -> None:
     register_xformers()
     found = "\n".join(
-        attention_faults(ModelChoice(model_type=model_type).build_on_meta(), kernel, "enable_it")
+        attention_errors(ModelChoice(model_type=model_type).build_on_meta(), kernel, "enable_it")
     )
     assert words in found and "leave enable_it out" in found
 
@@ -172,12 +172,12 @@ def test_attention_that_was_chosen_when_a_model_was_built_is_not_taken_for_anoth
     config = choice.config()
     config._attn_implementation = "eager"
     model = transformers.FalconForCausalLM(config)
-    assert "build it with attn_implementation='sdpa'" in "\n".join(attention_faults(model, SDPA, "x"))
-    assert attention_faults(choice.build_on_meta(), SDPA, "x") == []
+    assert "build it with attn_implementation='sdpa'" in "\n".join(attention_errors(model, SDPA, "x"))
+    assert attention_errors(choice.build_on_meta(), SDPA, "x") == []
 
 
 def test_a_model_that_is_not_transformers_is_refused() -> None:
-    (fault,) = attention_faults(nn.Sequential(nn.Linear(2, 2)), SDPA, "enable_flash_attention")
+    (fault,) = attention_errors(nn.Sequential(nn.Linear(2, 2)), SDPA, "enable_flash_attention")
     assert "Sequential is no model of transformers" in fault
 
 

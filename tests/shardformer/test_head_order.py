@@ -1,4 +1,4 @@
-"""How heads are dealt out to ranks, and where heads of zeros are added. No processes: the ranks are numbers."""
+"""Sharding of heads over ranks, and the places of padded heads. No processes: the ranks are numbers."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -58,7 +58,7 @@ def test_every_query_head_is_held_once_beside_its_own_key(query: int, key_value:
             if head:
                 assert own_keys[place // per_key] - 1 == (head - 1) // heads.group
         held += [head for head in own if head]
-        assert heads.held_by(rank) == [max(head - 1, 0) for head in own]
+        assert heads.local_to(rank) == [max(head - 1, 0) for head in own]
     assert held == list(range(1, query + 1))
 
 

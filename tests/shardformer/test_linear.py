@@ -100,7 +100,7 @@ def rows() -> None:
 
 
 def no_input_gradient() -> Tensor | None:
-    """What `reduce_input_gradient=False` leaves to the region: this rank's part."""
+    """The gradient that `reduce_input_gradient=False` leaves to the region: this rank's part."""
     layer = Linear1D_Col(linear(bias=True), dist.group.WORLD, reduce_input_gradient=False)
     x = numbers(B, S, INPUTS).requires_grad_()
     layer(x).sum().backward()

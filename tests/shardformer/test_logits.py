@@ -1,4 +1,4 @@
-"""What a call to a split model returns: whole logits, or split ones where that was asked for; and generation."""
+"""Outputs of a split model: whole logits, or split ones where that was asked for; and generation."""
 
 from collections.abc import Callable
 from copy import deepcopy

@@ -145,7 +145,7 @@ class OwnPolicy(Policy):
 
 
 def refuse_own_policy() -> list[str]:
-    """What is told of a policy that says nothing of adapters, and of peft's own wrapper."""
+    """Errors of a policy that says nothing of adapters, and of peft's own wrapper."""
     group = dist.group.WORLD
     found: list[str] = []
     model = adapted(lora={"target_modules": ["q_proj"]})
@@ -168,7 +168,7 @@ def test_dropout_where_sequences_are_spread_over_the_tensor_axis_is_refused() ->
     policy = policy_for(model)
     policy.set_model(model)
     for mode in ("split_gather", "ring"):
-        found = policy.sequence_faults(SequenceParallelism(mode=mode), tp_size=2, sp_size=1)
+        found = policy.sequence_errors(SequenceParallelism(mode=mode), tp_size=2, sp_size=1)
         assert len(found) == 1
         assert "lora_dropout above 0 in model.layers.0.self_attn.q_proj (and " in found[0]
-    assert not policy.sequence_faults(SequenceParallelism(mode="all_to_all"), tp_size=1, sp_size=2)
+    assert not policy.sequence_errors(SequenceParallelism(mode="all_to_all"), tp_size=1, sp_size=2)

@@ -84,7 +84,7 @@ def cross_entropies() -> None:
 
 
 def all_ignored() -> tuple[bool, bool, float, float]:
-    """Whether the mean is nan, whether its gradient is finite; the sum; the largest of the losses."""
+    """True where the mean is nan; whether its gradient is finite; the sum; the largest of the losses."""
     held = vocab_range(vocab_shard(8, dist.get_world_size(), 1), dist.get_rank())
     labels = torch.full((N,), -100)
 

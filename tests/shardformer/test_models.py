@@ -150,7 +150,7 @@ def token_types() -> None:
 
 
 def cross_attention() -> None:
-    """What the table does not split stays whole, and right: attention over another model's states."""
+    """Modules that the table does not split are replicated, and right: attention over another model's states."""
     for name in ("BertLMHeadModel", "GPT2LMHeadModel"):
         for attention in ("sdpa", "eager"):
             model = build(name, attention=attention, is_decoder=True, add_cross_attention=True)

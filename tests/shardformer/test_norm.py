@@ -1,4 +1,4 @@
-"""Which norms and embeddings can be split: told by what they compute, not by their names."""
+"""Norms and embeddings that can be split: recognized by their computation, not by their names."""
 
 from dataclasses import replace
 
@@ -12,8 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from echelon.cluster.placement import Shard, placement_of
-from echelon.shardformer.layers.embedding import embedding_faults, is_scaled
-from echelon.shardformer.layers.norm import SplitRMSNorm, norm_faults
+from echelon.shardformer.layers.embedding import embedding_errors, is_scaled
+from echelon.shardformer.layers.norm import SplitRMSNorm, norm_errors
 
 from ..pool import Pool
 
@@ -22,7 +22,7 @@ from ..pool import Pool
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_root_mean_square_norms_can_be_split(kind: type[nn.Module], device: str) -> None:
     with torch.device(device):
-        assert norm_faults(kind(8, eps=1e-5)) == []
+        assert norm_errors(kind(8, eps=1e-5)) == []
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_root_mean_square_norms_can_be_split(kind: type[nn.Module], device: str)
     ],
 )
 def test_other_norms_cannot(native: nn.Module, reason: str) -> None:
-    (fault,) = norm_faults(native)
+    (fault,) = norm_errors(native)
     assert reason in fault
 
 
@@ -109,10 +109,10 @@ def test_an_embedding_that_only_scales_can_be_split(device: str) -> None:
     with torch.device(device):
         native = Gemma3TextScaledWordEmbedding(5, 4, padding_idx=0, embed_scale=2.0)
     assert is_scaled(native)
-    assert embedding_faults(native) == []
+    assert embedding_errors(native) == []
 
 
 @pytest.mark.parametrize("kind", [Divided, Shifted])
 def test_one_that_does_more_cannot(kind: type[nn.Embedding]) -> None:
     assert not is_scaled(kind(5, 4))
-    assert "what it does of its own would be lost" in embedding_faults(kind(5, 4))[0]
+    assert "what it does of its own would be lost" in embedding_errors(kind(5, 4))[0]

@@ -1,4 +1,4 @@
-"""What a table becomes for the models of an older transformers, on modules that look like them."""
+"""Tables for the models of an older transformers, on modules that look like them."""
 
 from dataclasses import replace
 

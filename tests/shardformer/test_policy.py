@@ -61,7 +61,7 @@ class Tower(nn.Module):
 
 
 class TunedTower(Tower):
-    """What the policy makes of a Tower."""
+    """A Tower that the policy split."""
 
     def num_blocks(self) -> int:
         return len(self.blocks)
@@ -112,7 +112,7 @@ class TowerPolicy(Policy):
 
 
 def by_hand(model: Tower) -> Tower:
-    """What the policy says, without it."""
+    """The policy's message, without it."""
     model.first.bias.data += 1
     model.last.bias.data -= 1
     for block in model.blocks:

@@ -1,4 +1,4 @@
-"""Which of a call's tensors enters a region."""
+"""The tensors of a call that enter a region."""
 
 from unittest.mock import patch
 

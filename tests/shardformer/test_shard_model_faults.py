@@ -1,4 +1,4 @@
-"""What Shardformer refuses without a booster, on every rank alike, and what a config makes of its arguments."""
+"""Refusals of ShardFormer without a booster, on every rank alike, and the arguments of its config."""
 
 from collections.abc import Callable
 from typing import Any
@@ -118,7 +118,7 @@ def refuse_different_inputs() -> None:
 
 
 def refuse_an_average_over_pieces() -> None:
-    """Which gives all ranks the pieces of the first one, by a loss that looks right."""
+    """It would give all ranks the pieces of the first one, by a loss that looks right."""
     wrapped = DistributedDataParallel(formed().shard_model(build("LlamaForCausalLM")))
     with pytest.raises(
         ValueError, match=r"the pieces of one rank to all of \[0, 1\], of which \[0, 1\] hold"

@@ -184,7 +184,7 @@ def test_two_stages_of_two_ranks_have_the_loss_and_gradients_of_the_whole_model(
 
 
 def kinds() -> list[str]:
-    """Which ends of the model this rank holds split."""
+    """The split ends of the model on this rank."""
     mesh = ParallelMesh(tp=2, pp=2)
     config = ShardConfig(
         tensor_parallel_process_group=mesh.group("tp"), pipeline_stage_manager=PipelineStageManager(mesh)
@@ -231,7 +231,7 @@ def test_a_placement_that_is_not_on_the_ranks_is_refused(placement: tuple[int, .
 
 
 def manage_ties() -> list[tuple]:
-    """What managed_parameters says of the tied embedding and of a tie within a rank: counted, sizes of groups."""
+    """The result of managed_parameters for the tied embedding and of a tie within a rank: counted, sizes of groups."""
     mesh = ParallelMesh(pp=3)
     found = []
     for placement in ((0, 1, 2, 0), (2, 1, 0, 1)):

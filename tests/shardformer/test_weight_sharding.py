@@ -248,7 +248,7 @@ def test_backwards_of_all_kinds_give_the_same(pool: Pool) -> None:
 
 
 def transfers(ahead: bool) -> list[str]:
-    """What is begun, used and given out, in order, in a third step; for the first three layers."""
+    """The gathers, uses and releases of a third step in their order; for the first three layers."""
     model, _ = make_parallel(overlap=ahead)
     model = nn.Sequential(*list(model)[:3])
     names = {block.linear: str(index) for index, block in enumerate(model)}

@@ -1,4 +1,4 @@
-"""Single layers whose sequences are spread between regions, against the native ones; on every rank of a tensor axis."""
+"""Single layers with sequences sharded between regions, against the native ones; on every rank of a tensor axis."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -153,7 +153,7 @@ def built(name: str, **settings: Any) -> Built:
 
 
 def inputs_of(name: str, config: Any, length: int) -> dict[str, Any]:
-    """What a layer is given besides hidden states: whole, and a causal mask that pads a row."""
+    """Arguments of a layer besides hidden states: whole, and a causal mask that pads a row."""
     seen = torch.ones(length, length, dtype=torch.bool).tril().expand(BATCH, 1, length, length).clone()
     seen[1, :, :, length - length // 3 :] = False
     mask = torch.zeros(BATCH, 1, length, length).masked_fill(~seen, torch.finfo(torch.float32).min)
@@ -164,7 +164,7 @@ def inputs_of(name: str, config: Any, length: int) -> dict[str, Any]:
     return {"attention_mask": mask, "position_embeddings": rotary(torch.zeros(1), positions)}
 
 
-def spread(built: Built, sequence: RegionSequence | None) -> nn.Module:
+def sequence_sharded(built: Built, sequence: RegionSequence | None) -> nn.Module:
     """A copy of a native layer, split over the world."""
     native, table, config = built
     layer, group = deepcopy(native), dist.group.WORLD
@@ -206,14 +206,14 @@ def require_same(
 
     Args:
         name: of the layer.
-        sequence: how it is spread.
+        sequence: how it is sharded.
         length: of the sequence.
-        run: the spread layer.
-        backward: of the spread layer, from its loss.
+        run: the sequence-sharded layer.
+        backward: of the sequence-sharded layer, from its loss.
         change: both layers before they run.
     """
     made = built(name)
-    native, layer = made[0], spread(made, sequence)
+    native, layer = made[0], sequence_sharded(made, sequence)
     change(native)
     change(layer)
     inputs = inputs_of(name, made[2], length)

@@ -17,7 +17,7 @@ from echelon.shardformer.layers.sequence_axis import SequenceAxis, SequenceOrder
 from echelon.shardformer.sequence.attention import (
     all_to_all_attention,
     ring_attention_of,
-    sequence_attention_faults,
+    sequence_attention_errors,
     set_sequence_attention,
 )
 from echelon.shardformer.sequence.block_mask import block_mask
@@ -139,7 +139,7 @@ def test_a_llama_attends_round_the_ring(pool: Pool) -> None:
 
 
 class Attention(nn.Module):
-    """What attention functions look at."""
+    """The attributes that attention functions read."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ def faults(mode: str, model_type: str, **settings: object) -> list[str]:
     if model_type not in CONFIG_MAPPING or (IS_OLDER and model_type in CAME_LATER):
         pytest.skip("this release of transformers has no such model, or computes its attention otherwise")
     model = ModelChoice(model_type=model_type, settings=tuple(settings.items())).build_on_meta()
-    return sequence_attention_faults(model, mode, OPTION)
+    return sequence_attention_errors(model, mode, OPTION)
 
 
 @pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
@@ -300,10 +300,10 @@ def test_scores_may_be_capped(mode: str) -> None:
 def test_only_layers_that_are_to_be_split_are_looked_at() -> None:
     model = ModelChoice(model_type="bart").build_on_meta()
     encoder = list(model.get_submodule("model.encoder.layers").children())
-    found = sequence_attention_faults(model, "all_to_all", OPTION, encoder)
+    found = sequence_attention_errors(model, "all_to_all", OPTION, encoder)
     assert found and not any("BartDecoder" in each for each in found), found
 
 
 def test_a_model_of_another_kind_is_refused() -> None:
-    (fault,) = sequence_attention_faults(nn.Linear(1, 1), "all_to_all", OPTION)
+    (fault,) = sequence_attention_errors(nn.Linear(1, 1), "all_to_all", OPTION)
     assert "no layers of Linear" in fault

@@ -41,7 +41,7 @@ class Shapes(TorchDispatchMode):
 
 
 def is_whole(shape: tuple[int, ...], tp: int) -> bool:
-    """Whether a tensor has a whole sequence, with padding or not, or the rows of both samples'.
+    """Return True where a tensor has a whole sequence, with padding or not, or the rows of both samples'.
 
     40 rows may be those of two parts, and 80 numbers the two sums that the loss of split logits has of each.
     """
@@ -123,7 +123,7 @@ def ask_for_what_is_not_in_the_vocabulary() -> None:
 
 
 def know_frequencies() -> None:
-    """Those of which the longest position decides see the whole."""
+    """Rotary tables that depend on the longest position see whole sequences."""
     for kind, expected in (("default", PartTensor), ("dynamic", Tensor)):
         rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
         settings = {} if kind == "default" else {"rope_parameters": rope, "max_position_embeddings": 16}

@@ -1,4 +1,4 @@
-"""Models whose sequences stay spread up to the loss, and what is whole or refused around that."""
+"""Models whose sequences stay sharded up to the loss, and what is whole or refused around that."""
 
 from copy import deepcopy
 from typing import Any
@@ -139,7 +139,7 @@ def give_other_batches(axis: str) -> None:
         model(input_ids=ids)
 
 
-def spread_over_two_rings() -> None:
+def sharded_over_two_rings() -> None:
     model = boosted(build("LlamaForCausalLM"), sp=4, inner_ring_size=2)
     axis = axis_of(model.unwrap().model.layers[0])
     assert axis is not None and axis.rings is not None
@@ -176,7 +176,7 @@ def test_logits_of_a_part_have_the_loss_of_the_whole(pool: Pool, tp: int) -> Non
 
 
 def test_a_double_ring_reaches_attention(pool: Pool) -> None:
-    pool.run(4, spread_over_two_rings)
+    pool.run(4, sharded_over_two_rings)
 
 
 def test_logits_are_whole_where_that_is_asked_for(pool: Pool) -> None:

@@ -1,4 +1,4 @@
-"""Sequences that are spread between regions: layers against the native ones."""
+"""Sequences that are sharded between regions: layers against the native ones."""
 
 from typing import Any
 from unittest.mock import patch

@@ -1,4 +1,4 @@
-"""What spreading sequences between regions sends and keeps, and what is computed while something is under way."""
+"""Messages and memory of sequences sharded between regions, and the products computed while messages are in flight."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from echelon.cluster.traffic import Traffic
 
 from ...pool import Pool
 from ..compare import numbers
-from .layers import BATCH, HIDDEN, built, inputs_of, spread, world_sequence
+from .layers import BATCH, HIDDEN, built, inputs_of, sequence_sharded, world_sequence
 
 LENGTH = 24  # divides by the ranks of all tests here
 WHOLE = BATCH * LENGTH * HIDDEN * 4  # bytes of the hidden states of a whole sequence
@@ -27,10 +27,10 @@ SENT = {None: 8, "gather": 8, "regather": 10}
 
 
 def made(name: str, style: Any, *, overlap: bool = False) -> tuple[nn.Module, Tensor, dict[str, Any]]:
-    """A layer that is spread (of no style: only split), and what it is called with."""
+    """A layer that is sequence-sharded (of no style: only split), and what it is called with."""
     layer_of = built(name)
     sequence = None if style is None else world_sequence(style, overlap=overlap)
-    layer, x = spread(layer_of, sequence), numbers(BATCH, LENGTH, HIDDEN)
+    layer, x = sequence_sharded(layer_of, sequence), numbers(BATCH, LENGTH, HIDDEN)
     if sequence is not None:
         sequence.axis.length = LENGTH
         x = sequence.axis.own(x, 1)
@@ -110,7 +110,7 @@ _NAMES = {
 
 
 class Log(TorchDispatchMode):
-    """What is computed and sent, in order: "mm" for products, else names of communication and "wait" for its end."""
+    """The calls in their order: "mm" for products, else names of communication and "wait" for its end."""
 
     def __init__(self) -> None:
         super().__init__()

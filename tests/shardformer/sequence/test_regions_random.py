@@ -14,7 +14,7 @@ from echelon.shardformer.layers.sequence_axis import CommonRandom, PartRandom
 
 from ...pool import Pool
 from ..compare import named, numbers, pieces, require_equal_on_ranks
-from .layers import BATCH, HIDDEN, built, first_of, inputs_of, spread, world_sequence
+from .layers import BATCH, HIDDEN, built, first_of, inputs_of, sequence_sharded, world_sequence
 
 LENGTH = 16
 DROPPING = {
@@ -27,7 +27,7 @@ DROPPING = {
 
 @contextmanager
 def noted() -> Iterator[list[Tensor]]:
-    """What is dropped inside, among hidden states."""
+    """The entries dropped inside, among hidden states."""
     dropped: list[Tensor] = []
     native = nn.functional.dropout
 
@@ -48,7 +48,7 @@ def gradients(name: str, run: Callable[..., Any]) -> tuple[list[Tensor | None], 
     """Gradients of a layer's parameters after a step, and what was dropped among hidden states."""
     made = built(name, **DROPPING[name])
     sequence = world_sequence("gather")
-    layer = spread(made, sequence)
+    layer = sequence_sharded(made, sequence)
     sequence.axis.length = LENGTH
     x = sequence.axis.own(numbers(BATCH, LENGTH, HIDDEN), 1).requires_grad_()
     torch.manual_seed(7)
@@ -124,7 +124,7 @@ def samples() -> None:
     made = built("bert")
     made[0].get_submodule("output").dropout = SampleDropPath()
     sequence = world_sequence("gather")
-    layer = spread(made, sequence)
+    layer = sequence_sharded(made, sequence)
     sequence.axis.length = LENGTH
     kept: list[Tensor] = []
     layer.get_submodule("output.dropout").register_forward_hook(

@@ -19,7 +19,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.traffic import Traffic
 from echelon.shardformer.layers.sequence_axis import SequenceAxis, SequenceOrder
-from echelon.shardformer.sequence.ulysses import HeadShare, attend_by_heads, heads_faults
+from echelon.shardformer.sequence.ulysses import HeadShare, attend_by_heads, heads_errors
 
 from ...pool import Pool
 
@@ -29,7 +29,7 @@ HAS_BIASES = "position_bias" in signature(sdpa_attention_forward).parameters  # 
 
 
 class Attention(nn.Module):
-    """What attention functions of transformers look at."""
+    """The attributes that attention functions of transformers read."""
 
     def __init__(self, num_queries: int, num_keys: int, *, is_causal: bool = True) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def test_what_belongs_to_a_head_goes_with_it(pool: Pool) -> None:
 
 
 def drop(num_heads: int) -> tuple[Tensor, list[Tensor]]:
-    """Which entries are dropped, and the values' gradients without checkpointing and with it."""
+    """The dropped entries, and the values' gradients without checkpointing and with it."""
     length, rate = 16, 0.4
     axis = new_axis(length)
     module = Attention(num_heads, num_heads)
@@ -287,8 +287,8 @@ def test_few_key_value_heads_are_repeated_no_more_than_ranks_need() -> None:
 
 
 def test_more_ranks_than_heads_are_refused() -> None:
-    assert heads_faults(4, 4, "all_to_all") == []
-    (fault,) = heads_faults(4, 6, "sequence_parallelism_mode='all_to_all'")
+    assert heads_errors(4, 4, "all_to_all") == []
+    (fault,) = heads_errors(4, 6, "sequence_parallelism_mode='all_to_all'")
     assert "sp_size=6 is more than the 4 attention heads" in fault
     assert "sp_size=4 or less" in fault and "ring_attn" in fault
 
