@@ -10,7 +10,7 @@ from workload import Workload, adamw
 
 from echelon import Booster, HybridParallelPlugin
 from echelon.cluster.placement import placement_of
-from echelon.verify.gather import gather_whole
+from echelon.verify.parity import gather_whole
 
 
 class EchelonBatch(OneBatch):

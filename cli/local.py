@@ -23,7 +23,7 @@ class _Answered(Generic[Answer]):
 
 @dataclass(frozen=True)
 class _Failed:
-    told: str
+    report: str
 
 
 def run_on_processes(
@@ -36,7 +36,7 @@ def run_on_processes(
         timeout_seconds: after how long a collective that a peer does not join raises.
 
     Returns:
-        What each rank returned, or how one failed.
+        The answer of each rank, or how one failed.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("spawn")
@@ -54,7 +54,7 @@ def run_on_processes(
     answers = [_read(reader) for reader in readers]
     for process in processes:
         process.join()
-    if failures := [answer.told for answer in answers if isinstance(answer, _Failed)]:
+    if failures := [answer.report for answer in answers if isinstance(answer, _Failed)]:
         return "\n".join(failures)
     values = [answer.value for answer in answers if isinstance(answer, _Answered)]
     if len(values) < num_processes:
@@ -64,7 +64,7 @@ def run_on_processes(
 
 
 def _read(reader: Connection) -> "_Answered | _Failed | None":
-    """What a process sent, None where it ended before."""
+    """The answer of a process, None where it ended before."""
     try:
         return reader.recv()
     except EOFError:

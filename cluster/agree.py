@@ -75,6 +75,19 @@ def broadcast_object(value: Any, root: int, group: dist.ProcessGroup | None) -> 
     return box[0]
 
 
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's object, in the order of ranks, by pickle. Two all-gathers.
+
+    Args:
+        value: without tensors on a device.
+        group: the ranks, which all call; None is the world.
+    """
+    found: list[Any] = [value] * dist.get_world_size(group)
+    if len(found) > 1:
+        dist.all_gather_object(found, value, group=group)
+    return found
+
+
 def tagged(values: Sequence[int], call: str | None = None) -> tuple[int, ...]:
     """A message of numbers that says in which call it is sent; None is the watched one.
 

@@ -38,14 +38,12 @@ LONG_FUNCTIONS = {
     "plugins/hybrid_model.py:boost",
     "plugins/hybrid_parallel.py:__init__",
     "shardformer/layers/region.py:from_native_module",
-    "verify/compare.py:compare_float32",
-    "verify/reference.py:train",
 }
 # Calls of torch.distributed that communicate stand in cluster/ and pipeline/transport.py. How many are left elsewhere:
 COMMUNICATE = re.compile(
     r"(i?send|i?recv|(all_|batch_)?(reduce|gather|scatter|broadcast|isend|to_all|barrier)\w*)$"
 )
-COMMUNICATING = {"checkpoint": 3, "plugins": 1, "shardformer": 1, "verify": 7, "zero": 10}
+COMMUNICATING = {"checkpoint": 3, "plugins": 1, "shardformer": 1, "zero": 10}
 
 
 def package_sources() -> list[Path]:

@@ -6,8 +6,7 @@ import torch
 from torch import Generator, Tensor
 from transformers import PretrainedConfig
 
-from .models import ModelChoice
-from .small import (
+from .models import (
     END,
     FRAMES,
     IMAGE_SIDE,
@@ -18,6 +17,7 @@ from .small import (
     NUM_QUERIES,
     TARGET_LENGTH,
     VOCABULARY,
+    ModelChoice,
 )
 
 
@@ -29,8 +29,8 @@ def make_images(
     Args:
         config: has `image_size` and `patch_size`, each a number or (height, width).
         head: a key of `models.HEADS`.
-        num_samples: how many images.
-        drawn: what all numbers are drawn from.
+        num_samples: the number of images.
+        drawn: the generator of all numbers.
     """
     height, width = _pair(config.image_size)
     patch_height, patch_width = _pair(config.patch_size)
@@ -216,7 +216,7 @@ def image_text(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch
 
 
 def image_in_text(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
-    """Text with the places of an image in its middle, which `token_type_ids` tells: they attend to each other."""
+    """Text with the places of an image in its middle, marked in `token_type_ids`: they attend to each other."""
     before = LENGTH // 4
     tokens, mask = _tokens(num_samples, LENGTH, drawn)
     places = torch.full((num_samples, NUM_PATCHES), IMAGE_TOKEN)

@@ -1,4 +1,4 @@
-"""Comparing a layout's steps with the reference's: what is allowed, and the first quantity that departs."""
+"""Comparison of a layout's steps with the reference's: tolerances, and the first quantity that departs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ class Measure:
     Args:
         quantity: "loss", "gradient", "norm", "weight", "copy", "loss scale" or "number of skipped steps".
         name: the worst tensor; empty for a scalar.
-        distance: how far it is from the reference (in 16 bits: from float32).
-        allowed: how far it may be.
+        distance: from the reference (in 16 bits: from float32).
+        allowed: the largest distance that agrees.
     """
 
     quantity: str
@@ -38,7 +38,7 @@ class Measure:
 
     @property
     def agrees(self) -> bool:
-        """Whether it is as near as it has to be; not a number is not."""
+        """True if it is as near as it has to be; not a number is not."""
         return self.distance <= self.allowed
 
     def __str__(self) -> str:
@@ -95,17 +95,7 @@ def compare_float32(
         if not isfinite(other.norm):
             compared.append(_compare_skipped(loss, found, other, index))
             continue
-        peaks = {name: gradient.abs().max().item() for name, gradient in other.gradients.items()}
-        largest = max(peaks.values())
-        noise = ZERO_GRADIENT * largest
-        gradient_allowed = {
-            name: 0.0 if exact else noise if peak < noise else 1e-5 * max(peak, 1e-3 * largest)
-            for name, peak in peaks.items()
-        }
-        for name, peak in peaks.items():
-            distance = _distance(own.gradients.get(name), other.gradients[name])
-            moved = 1e-1 if peak < noise else distance / epsilon
-            shares[name] = min(shares.get(name, 1e-3) + moved, 1e-1)
+        gradient_allowed = _allowed_gradients(own, other, shares, epsilon=epsilon, exact=exact)
         weight_allowed = {
             name: 1e-5 * weight.abs().max().item() + learning_rate * shares.get(name, 1e-3)
             for name, weight in other.weights.items()
@@ -125,6 +115,27 @@ def compare_float32(
         )
         compared.append(_comparison(measures, own, other, index))
     return compared
+
+
+def _allowed_gradients(
+    own: StepRecord, other: StepRecord, shares: dict[str, float], *, epsilon: float, exact: bool
+) -> dict[str, float]:
+    """The allowed distance of each gradient in float32.
+
+    Args:
+        shares: by name, the share of the learning rate by which a weight may be off; grows by this step's.
+    """
+    peaks = {name: gradient.abs().max().item() for name, gradient in other.gradients.items()}
+    largest = max(peaks.values())
+    noise = ZERO_GRADIENT * largest
+    for name, peak in peaks.items():
+        distance = _distance(own.gradients.get(name), other.gradients[name])
+        moved = 1e-1 if peak < noise else distance / epsilon
+        shares[name] = min(shares.get(name, 1e-3) + moved, 1e-1)
+    return {
+        name: 0.0 if exact else noise if peak < noise else 1e-5 * max(peak, 1e-3 * largest)
+        for name, peak in peaks.items()
+    }
 
 
 class Reference(NamedTuple):
@@ -264,7 +275,7 @@ def _apart(reference: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> floa
 
 
 def _distance(found: Tensor | None, expected: Tensor) -> float:
-    """The largest difference of two entries; 0 where there is nothing to compare, which is told as a mismatch."""
+    """The largest difference of two entries; 0 where there is nothing to compare, which is reported as a mismatch."""
     if found is None or found.shape != expected.shape:
         return 0.0
     return (found.float() - expected).abs().max().item()
@@ -279,7 +290,7 @@ def _mismatch(quantity: str, found: Mapping[str, Tensor], expected: Mapping[str,
 
 
 def _reach(rounded: float, expected: float) -> float:
-    """How far a number may be off, by how far rounded weights bring it."""
+    """The distance that rounded weights allow a number."""
     return ALLOWED_ROUNDING * abs(rounded - expected)
 
 

@@ -1,6 +1,9 @@
-"""A layout to verify, as data. What is done with it is parity.py."""
+"""A layout to verify and the training that it goes through, as data."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
 
 from ..plugins.hybrid_config import HybridConfig, PipelineConfig
 from ..shardformer.recompute import PipelineGradientCheckpointConfig
@@ -9,13 +12,13 @@ from ..shardformer.sequence.config import SequenceParallelism
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a model is spread over processes and trained.
+    """How a model is parallelized and trained.
 
     Args:
         tp, pp, dp, sp: sizes of the axes; their product is the number of processes.
         zero: the ZeRO stage.
-        zero_size: over how many replicas it splits.
-        overlap_allgather: whether updated parameters are gathered while the next forward runs.
+        zero_size: the number of replicas over which it shards.
+        overlap_allgather: gather updated parameters while the next forward runs.
         precision: "fp32", "bf16" or "fp16".
         schedule: a name of the pipeline's schedules.
         chunks: stages per rank, where the schedule takes any number.
@@ -23,7 +26,7 @@ class Layout:
         max_norm: clip gradients to this norm; 0 does not.
         recompute: the share of each stage's layers that is computed again in backward.
         sequence: the mode of sequence parallelism, None for whole sequences.
-        wp: neighbours on the data axis that share out the weights of linear layers.
+        wp: neighbours on the data axis over which the weights of linear layers are sharded.
         inner_ring: ranks of the inner one of two rings, 0 for one ring.
         options: names of further options of the plugin that are switched on.
     """
@@ -48,23 +51,23 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """How many processes it takes."""
+        """The number of its processes."""
         return self.tp * self.pp * self.dp * self.sp
 
     @property
     def num_stages(self) -> int:
-        """How many stages the pipeline's ranks hold together."""
+        """The stages of all ranks of the pipeline."""
         return len(self._pipeline.placement(self.pp))
 
     @property
     def checkpoint(self) -> PipelineGradientCheckpointConfig | None:
-        """Which layers are computed again."""
+        """The layers that are computed again."""
         ratio = self.recompute
         return PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=ratio) if ratio else None
 
     @property
     def sequence_settings(self) -> SequenceParallelism:
-        """How sequences are spread."""
+        """The mode of sequence parallelism and its options."""
         return SequenceParallelism(
             mode=self.sequence,
             regathers="enable_sequence_regather" in self.options,
@@ -121,3 +124,41 @@ class Layout:
         rest += ["late"] * self.overlap_allgather
         rest += [f"recompute{self.recompute:g}"] * bool(self.recompute)
         return "·".join([*sizes, *schedule, *rest, *self.options, self.precision])
+
+
+LEARNING_RATE = 1e-3
+EPSILON = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a model is trained under every layout, besides forward, backward and update.
+
+    Args:
+        vector_rate: the learning rate of biases and norms, which have a parameter group of their own.
+        frozen: parameters that do not train: none, the lower half of the model (with the embedding), or every
+            second one.
+        overflow_step: the step, from 0, in which the gradients of one rank are not finite; None is none.
+        extra_samples: samples of a replica's batch beyond two for each microbatch, by step + replica, over again
+            from the first. 1 makes microbatches of unequal size.
+    """
+
+    vector_rate: float = LEARNING_RATE
+    frozen: Literal["none", "lower half", "every second"] = "none"
+    overflow_step: int | None = None
+    extra_samples: tuple[int, ...] = (1,)
+
+    def freeze(self, model: nn.Module) -> None:
+        """Switch off the gradients of frozen parameters."""
+        parameters = list(model.parameters())
+        chosen = {
+            "none": [],
+            "lower half": parameters[: len(parameters) // 2],
+            "every second": parameters[::2],
+        }
+        for parameter in chosen[self.frozen]:
+            parameter.requires_grad_(False)
+
+    def num_samples(self, *, step: int, replica: int, microbatches: int) -> int:
+        """The number of samples of a replica's batch."""
+        return 2 * microbatches + self.extra_samples[(step + replica) % len(self.extra_samples)]

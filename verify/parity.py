@@ -1,7 +1,7 @@
-"""The parity check: a model under a layout beside one process, step by step. The latter is reference.py."""
+"""The parity check: a model under a layout beside one process, step by step. The one process is reference.py."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf, isfinite, nan
@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..booster.booster import Booster
-from ..cluster.agree import batch_hash
+from ..cluster.agree import batch_hash, broadcast_object, gather_objects
+from ..cluster.collectives import begin_gather
 from ..cluster.mesh import ParallelMesh
-from ..cluster.placement import Shard, placement_of
+from ..cluster.placement import Placement, Shard, placement_of
 from ..lazy import materialize
 from ..pipeline.microbatch import split
 from ..plugins.hybrid_model import HybridParallelModule
@@ -25,14 +26,12 @@ from ..zero.precision import DTYPES
 from . import reference
 from .batch import loss_of, make_batch
 from .compare import Reference, StepComparison, compare_16_bit, compare_float32, first_departure
-from .gather import gather_whole
-from .layout import Layout
+from .layout import EPSILON, LEARNING_RATE, Layout, Training
 from .models import ModelChoice
 from .reference import StepRecord
-from .training import EPSILON, LEARNING_RATE, Training
 
-LOSS_SCALE = 2.0**8  # the first scale of fp16 runs: high enough to tell whether it is taken out again
-ROUNDINGS = (1, 2, 3)  # seeds for references with moved weights, which tell how much rounding is amplified
+LOSS_SCALE = 2.0**8  # the first scale of fp16 runs: high enough to show if it is not taken out again
+ROUNDINGS = (1, 2, 3)  # seeds for references with moved weights, which show how much rounding is amplified
 # How far weights are moved in 16 bits, in units in the last place: every eighth of them is rounded the other way then,
 # enough for all that follows to be rounded anew, and the weights stay as near as rounding brings them anyway.
 MOVED_16_BIT = 1 / 8
@@ -43,7 +42,7 @@ Batches = list[dict[str, Tensor]]  # of a step, by replica
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a parity check found; equal on every rank.
+    """The result of a parity check; equal on every rank.
 
     Args:
         steps: by step, each quantity beside its reference.
@@ -55,7 +54,7 @@ class Report:
 
     @property
     def agrees(self) -> bool:
-        """Whether everything was within tolerance."""
+        """True if everything was within tolerance."""
         return self.departure is None
 
 
@@ -73,7 +72,7 @@ def parity(
 
     Args:
         choice: the model.
-        layout: how it is spread.
+        layout: how it is parallelized.
         training: what its steps go through.
         num_steps: optimizer steps.
         seed: of the model's weights and of the batches.
@@ -86,12 +85,10 @@ def parity(
     batches = [drawn_batches(choice, layout, training, step, seed) for step in range(num_steps)]
     untouched = materialize(copy.deepcopy(model)) if dist.get_rank() == 0 else None
     found = take_steps(boosted_under(layout, model, training), training, batches)
-    verdict: list[tuple[StepComparison, ...] | None] = [None]
+    compared: list[StepComparison] = []
     if untouched is not None:
-        verdict = [tuple(compare_with_one_process(untouched, [(layout, batches)], training, found))]
-    dist.broadcast_object_list(verdict, src=0)
-    steps = verdict[0]
-    assert steps is not None
+        compared = compare_with_one_process(untouched, [(layout, batches)], training, found)
+    steps = tuple(broadcast_object(compared, 0, None))
     return Report(steps=steps, departure=first_departure(steps))
 
 
@@ -113,10 +110,10 @@ def compare_with_one_process(
     training: Training,
     found: Sequence[StepRecord],
 ) -> list[StepComparison]:
-    """Train the model in one process, and compare what a run found, whose parts had these layouts and batches.
+    """Train the model in one process, and compare a run with it whose parts had these layouts and batches.
 
     Steps in float32, as long as those before were too, are compared in float32; what follows one of 16 bits is
-    compared as such. Where either departs, more references with moved weights tell what rounding may account for.
+    compared as such. Where either departs, more references with moved weights show what rounding may account for.
     """
     steps = [
         [split(batch, num_microbatches=layout.microbatches, microbatch_size=None) for batch in replicas]
@@ -184,7 +181,7 @@ def _compare_16_bit(
 
 
 def _gives_equal_bits(model: nn.Module, layout: Layout) -> bool:
-    """Whether the first step in float32 adds up nothing in another order than one process."""
+    """True if the first step in float32 adds up nothing in another order than one process."""
     # The gradients of an encoder's output are summed in another order where its decoder has several stages.
     is_one_stack = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     is_pipeline_alone = layout.tp == layout.dp == layout.sp == 1 and not layout.options
@@ -212,7 +209,7 @@ class Run(NamedTuple):
 
 
 def boosted_under(layout: Layout, model: nn.Module, training: Training) -> Run:
-    """Spread a model as the layout says. Collective over the world."""
+    """Parallelize a model as the layout says. Collective over the world."""
     plugin = HybridParallelPlugin(
         tp_size=layout.tp,
         pp_size=layout.pp,
@@ -243,7 +240,7 @@ def boosted_under(layout: Layout, model: nn.Module, training: Training) -> Run:
 def take_steps(
     run: Run, training: Training, batches: Sequence[Batches], *, first_step: int = 0
 ) -> list[StepRecord]:
-    """Train on the batches of each step, and say what it gave: whole on rank 0, elsewhere without tensors.
+    """Train on the batches of each step, and record it: whole on rank 0, elsewhere without tensors.
 
     Collective over the world.
 
@@ -251,7 +248,8 @@ def take_steps(
         first_step: the number of the first of them, of the whole run.
     """
     _, booster, boosted, optimizer = run
-    mesh, records = boosted.mesh, []
+    mesh = boosted.mesh
+    records: list[StepRecord] = []
     for step, replicas in enumerate(batches, start=first_step):
         batch = replicas[mesh.rank("dp")]
         is_last = all(mesh.rank(axis) == mesh.size(axis) - 1 for axis in ("dp", "sp", "tp"))
@@ -265,14 +263,17 @@ def take_steps(
         norm = optimizer.get_grad_norm()
         assert norm is not None
         optimizer.zero_grad()
+        loss, norm, loss_scale, skipped = _equal_everywhere(
+            output["loss"].item(), norm, loss_scale, optimizer.skipped_steps
+        )
         records.append(
             StepRecord(
-                loss=_agreed(output["loss"].item(), mesh),
-                norm=_agreed(norm, mesh),
+                loss=loss,
+                norm=norm,
                 gradients=gradients,
                 weights=_whole(boosted, _weights(boosted, optimizer)),
-                loss_scale=_agreed(loss_scale, mesh),
-                skipped=_agreed(optimizer.skipped_steps, mesh),
+                loss_scale=loss_scale,
+                skipped=skipped,
                 unequal_copies=_unequal_copies(boosted, optimizer),
             )
         )
@@ -292,6 +293,37 @@ def make_optimizer(model: nn.Module, *, vector_rate: float = LEARNING_RATE) -> t
     )
 
 
+def gather_whole(
+    local: Mapping[str, Tensor], placements: Mapping[str, Placement | None], mesh: ParallelMesh
+) -> dict[str, Tensor]:
+    """All tensors of the model, whole, on global rank 0; an empty dict elsewhere.
+
+    Collective over the world: all-gather over the axis of each placement, then over pp; tensors of other stages are
+    on the CPU. Replicas (over dp and sp, and of tied tensors on several stages) are taken once.
+
+    Args:
+        local: this rank's piece of every tensor of its stage, by name, in one order on all ranks of an axis.
+        placements: how each is sharded.
+        mesh: the mesh.
+    """
+    own = {name: _over_axis(tensor.detach(), placements[name], mesh) for name, tensor in local.items()}
+    if any(mesh.rank(axis) for axis in ("dp", "sp", "tp")):
+        return {}
+    if mesh.size("pp") == 1:
+        return own
+    found: dict[str, Tensor] = {}
+    for stage in gather_objects({name: tensor.cpu() for name, tensor in own.items()}, mesh.group("pp")):
+        found = {**stage, **found}
+    return found if mesh.rank("pp") == 0 else {}
+
+
+def _over_axis(local: Tensor, placement: Placement | None, mesh: ParallelMesh) -> Tensor:
+    """A tensor that is whole on its axis, from the pieces of all its ranks."""
+    if not isinstance(placement, Shard) or placement.size == 1:
+        return local
+    return placement.whole(begin_gather(local, mesh.group(placement.axis))().unbind(0))
+
+
 def _whole(boosted: HybridParallelModule, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Whole float32 tensors on rank 0, by parameter name, from all ranks' pieces. Collective over the world."""
     placements = {name: placement_of(boosted.held[name]) for name in tensors}
@@ -306,9 +338,9 @@ def _weights(boosted: HybridParallelModule, optimizer: ShardedOptimizer) -> dict
 
 
 def _unequal_copies(boosted: HybridParallelModule, optimizer: ShardedOptimizer) -> tuple[str, ...]:
-    """Names of the weights whose copies differ between ranks that hold the same piece. Collective over the world.
+    """Names of the weights whose replicas differ between ranks. Collective over the world.
 
-    Replicas, and what is whole on several tensor ranks or stages; parameters, and the masters behind them.
+    Over data ranks, tensor ranks and stages; parameters, and their masters.
     """
     mesh, masters = boosted.mesh, optimizer.masters()
     own = {}
@@ -316,11 +348,9 @@ def _unequal_copies(boosted: HybridParallelModule, optimizer: ShardedOptimizer) 
         placement = placement_of(parameter)
         piece = mesh.rank(placement.axis) // placement.copies if isinstance(placement, Shard) else 0
         own[name, piece] = batch_hash([parameter.detach(), masters.get(name)])
-    by_rank: list[dict[tuple[str, int], int]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(by_rank, own)
     hashes: dict[tuple[str, int], set[int]] = {}
-    for held in by_rank:
-        for key, code in held.items():
+    for of_rank in gather_objects(own):
+        for key, code in of_rank.items():
             hashes.setdefault(key, set()).add(code)
     return tuple(dict.fromkeys(name for (name, _), codes in hashes.items() if len(codes) > 1))
 
@@ -332,17 +362,14 @@ def _overflowing(outputs: object, inputs: object) -> Tensor:
     return loss
 
 
-def _agreed(value: float, mesh: ParallelMesh) -> float:
-    """A number that all ranks must have alike: `nan` where they do not, and `inf` for what is not finite."""
-    own = value if isfinite(value) else inf
-    extremes = torch.tensor([own, -own], dtype=torch.float64, device=mesh.device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    largest, negated_smallest = extremes.tolist()
-    return largest if largest == -negated_smallest else nan
+def _equal_everywhere(*values: float) -> list[float]:
+    """Numbers that all ranks must have alike: `nan` where they do not, and `inf` for what is not finite."""
+    own = [value if isfinite(value) else inf for value in values]
+    return [found[0] if len(set(found)) == 1 else nan for found in zip(*gather_objects(own), strict=True)]
 
 
 def _is_shared(model: nn.Module) -> bool:
-    """Whether parameters are used in several places, so that a pipeline adds up their gradients in another order."""
+    """True if parameters are used in several places, so that a pipeline adds up their gradients in another order."""
     with_duplicates = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
     policy = policy_for(model)
     policy.set_model(model)

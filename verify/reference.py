@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What one training step gave.
+    """The numbers of one training step.
 
     Args:
         loss: the mean over replicas and microbatches.
         norm: the norm of all gradients, before clipping.
         gradients: by parameter name, before clipping, float32.
         weights: by parameter name after the step, float32 (in 16 bits the masters, of what is trained).
-        loss_scale: what the losses of the step were multiplied with for their backward.
-        skipped: how many steps were skipped so far, this one included: their gradients were not finite.
-        unequal_copies: weights of which two ranks that hold the same piece have different ones after the step.
+        loss_scale: the factor of the losses of the step in their backward.
+        skipped: the number of skipped steps, this one included: their gradients were not finite.
+        unequal_copies: weights whose replicas differ between two ranks after the step.
     """
 
     loss: float
@@ -74,9 +74,7 @@ def train(
         loss, gradients = _gradients(
             worker, replicas, criterion=criterion, scale=scale, overflows=index == overflow_step
         )
-        # In float64: torch's own float32 sum loses 1e-3 of the norm of 24 million entries on CPUs.
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients.values()]
-        norm = torch.linalg.vector_norm(torch.stack(norms)).item()
+        norm = _norm(gradients)
         if isfinite(norm):
             _update(masters, optimizer, gradients, max_norm=max_norm)
         else:
@@ -129,6 +127,13 @@ def _gradients(
     return torch.stack(losses).mean().item(), sums
 
 
+def _norm(gradients: Mapping[str, Tensor]) -> float:
+    """The norm of all gradients together."""
+    # In float64: torch's own float32 sum loses 1e-3 of the norm of 24 million entries on CPUs.
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients.values()]
+    return torch.linalg.vector_norm(torch.stack(norms)).item()
+
+
 def _update(
     masters: nn.Module, optimizer: torch.optim.Optimizer, gradients: dict[str, Tensor], *, max_norm: float
 ) -> None:
@@ -152,7 +157,7 @@ def _publish(masters: nn.Module, worker: nn.Module) -> dict[str, Tensor]:
 
 
 def _worker(masters: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """What computes: the masters, or a copy with parameters of another dtype; buffers (rotary frequencies) stay."""
+    """The model that computes: the masters, or a copy of another dtype; buffers (rotary frequencies) stay."""
     if dtype is torch.float32:
         return masters
     worker = copy.deepcopy(masters)

@@ -1,16 +1,25 @@
-"""A run that is saved and goes on under other layouts, beside one process that never stopped. See parity.py."""
+"""A run that is saved and goes on under other layouts, beside one process that never stopped.
 
-from collections.abc import Sequence
+Tensors are gathered from the ranks without the boxes of checkpoints, to share no mistake with them.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from ..cluster.agree import gather_objects
+from ..cluster.placement import placement_of
 from ..pipeline.microbatch import merge, split
+from ..plugins.hybrid_model import HybridParallelModule
+from ..zero.bucket import Bucket, Slot
+from ..zero.optimizer import ShardedOptimizer
 from .compare import StepComparison, first_departure
-from .contents import Contents, contents_of, differing
-from .layout import Layout
+from .layout import Layout, Training
 from .models import ModelChoice
 from .parity import (
     AS_USUAL,
@@ -19,10 +28,12 @@ from .parity import (
     boosted_under,
     compare_with_one_process,
     drawn_batches,
+    gather_whole,
     take_steps,
 )
 from .reference import StepRecord
-from .training import Training
+
+PARAMETER, MASTER = "parameter/", "master/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +41,7 @@ class Part:
     """A part of a run, which begins from what the one before saved.
 
     Args:
-        layout: how it is spread.
+        layout: how it is parallelized.
         num_steps: optimizer steps.
     """
 
@@ -58,7 +69,7 @@ class Relay:
     seed: int = 0
 
     def first_step(self, number: int) -> int:
-        """How many steps there are before a part."""
+        """The number of steps before a part."""
         return sum(part.num_steps for part in self.parts[:number])
 
     def batches(self, number: int) -> list[Batches]:
@@ -80,13 +91,26 @@ class Relay:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What a part was, whole.
+class Contents:
+    """All that a run carries from step to step.
 
     Args:
-        records: what each step gave.
-        loaded: what it began with; None for the first part.
-        saved: what it ended with; None for the last.
+        tensors: "parameter/NAME" as it computes, "master/NAME" as it is stepped, "STATE/NAME" of the optimizer.
+        values: plain ones by name: states that are numbers, options of parameter groups, loss scale, skipped steps.
+    """
+
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The course of a part.
+
+    Args:
+        records: its steps.
+        loaded: its contents at the beginning; None for the first part.
+        saved: its contents at the end; None for the last.
     """
 
     records: list[StepRecord]
@@ -96,12 +120,12 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Handover:
-    """What was loaded beside what was saved.
+    """Contents that were loaded beside those that were saved.
 
     Args:
         step: the number of steps before it.
-        num_tensors: how many were compared.
-        differing: names of what is not the same.
+        num_tensors: the number of those that were compared.
+        differing: names of tensors and values that are not the same.
     """
 
     step: int
@@ -119,13 +143,13 @@ class Handover:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeReport(Report):
-    """A parity report over all parts, and what was handed over between them."""
+    """A parity report over all parts, and the handovers between them."""
 
     handovers: tuple[Handover, ...]
 
 
 def run_part(relay: Relay, number: int, folder: Path) -> None:
-    """Train a part, from the checkpoint of the one before, and save one for the next; write down what it was.
+    """Train a part, from the checkpoint of the one before, save one for the next, and write its outcome.
 
     Collective over the world, which has the size of the part's layout.
 
@@ -153,7 +177,7 @@ def run_part(relay: Relay, number: int, folder: Path) -> None:
 
 
 def compare_parts(relay: Relay, folder: Path) -> ResumeReport:
-    """Compare all parts, which were run, with one process that never stopped. In one process alone."""
+    """Compare all parts, which have run, with one process that never stopped. In one process alone."""
     outcomes = [read_outcome(number, folder) for number in range(len(relay.parts))]
     handovers = []
     for number in range(1, len(outcomes)):
@@ -182,7 +206,7 @@ def write_outcome(outcome: Outcome, number: int, folder: Path) -> None:
 
 
 def read_outcome(number: int, folder: Path) -> Outcome:
-    """What `write_outcome` wrote."""
+    """The outcome that `write_outcome` wrote."""
     found: Outcome = torch.load(_path(number, folder), weights_only=False)  # this run's own file
     return found
 
@@ -192,9 +216,130 @@ def _path(number: int, folder: Path) -> Path:
 
 
 def _first_departure(steps: Sequence[StepComparison], handovers: Sequence[Handover]) -> str | None:
-    """What departs first, in the order of the run."""
+    """The first departure in the order of the run."""
     for handover in handovers:
         departure = first_departure(steps[: handover.step])
         if departure is not None or handover.differing:
             return departure or str(handover)
     return first_departure(steps)
+
+
+def contents_of(model: HybridParallelModule, optimizer: ShardedOptimizer) -> Contents:
+    """The contents, whole on global rank 0; elsewhere without tensors. Collective over the world."""
+    states, numbers = _states(optimizer)
+    kinds = {MASTER: optimizer.masters(), **states}
+    tensors = _whole(model, PARAMETER, model.tensors())
+    for prefix, local in kinds.items():
+        tensors |= _whole(model, prefix, local)
+    values: dict[str, Any] = {name: sorted(found) for name, found in numbers.items()}
+    values |= {
+        f"group {index}": {name: value for name, value in group.items() if name != "params"}
+        for index, group in enumerate(optimizer.param_groups)
+    }
+    values |= {"loss scaler": optimizer.scaler_state(), "skipped steps": optimizer.skipped_steps}
+    return Contents(tensors=tensors, values=values)
+
+
+def differing(saved: Contents, loaded: Contents) -> list[str]:
+    """Names of what is not the same, bit for bit.
+
+    Where the precision changed parameters must be what was stepped before, rounded; a loss scale that only one of the
+    precisions has is left out.
+    """
+    expected = {name: _expected(name, saved, loaded.tensors.get(name)) for name in saved.tensors}
+    found = [
+        name
+        for name in {**expected, **loaded.tensors}
+        if name not in expected
+        or name not in loaded.tensors
+        or not _equal(expected[name], loaded.tensors[name])
+    ]
+    values = [
+        name
+        for name in {**saved.values, **loaded.values}
+        if saved.values.get(name) != loaded.values.get(name)
+    ]
+    if None in (saved.values["loss scaler"], loaded.values["loss scaler"]):
+        values = [name for name in values if name != "loss scaler"]
+    return found + values
+
+
+def _expected(name: str, saved: Contents, loaded: Tensor | None) -> Tensor:
+    """The tensor to be found under a name: the saved one, or in another format its master in that."""
+    present = saved.tensors[name]
+    if loaded is None or loaded.dtype is present.dtype:
+        return present
+    master = MASTER + name.removeprefix(PARAMETER) if name.startswith(PARAMETER) else name
+    return saved.tensors.get(master, present).to(loaded.dtype)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit, so that a NaN equals itself and zeros of two signs differ."""
+    return (
+        one.dtype is other.dtype
+        and one.shape == other.shape
+        and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    )
+
+
+def _whole(model: HybridParallelModule, prefix: str, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    known = model.tensors()
+    placements = {name: placement_of(known[name]) for name in local}
+    whole = gather_whole(local, placements, model.mesh)
+    return {
+        prefix + name: tensor.cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in whole.items()
+    }
+
+
+def _states(optimizer: ShardedOptimizer) -> tuple[dict[str, dict[str, Tensor]], dict[str, set[float]]]:
+    """States by kind and parameter of this rank's stage, and those that are numbers of all ranks.
+
+    Collective over the world. Ranks that shard a parameter each have its numbers: different ones are all there.
+    """
+    names: dict[str, set[str]] = {}  # of parameters, by the kind that some rank has of them
+    numbers: dict[str, set[float]] = {}
+    for tensors, scalars in gather_objects(_own_states(optimizer)):
+        for kind, name in tensors:
+            names.setdefault(kind, set()).add(name)
+        for key, number in scalars:
+            numbers.setdefault(key, set()).add(number)
+    return {f"{kind}/": _gathered(optimizer, kind, of) for kind, of in sorted(names.items())}, numbers
+
+
+def _own_states(optimizer: ShardedOptimizer) -> tuple[list[tuple[str, str]], list[tuple[str, float]]]:
+    """Kind and parameter of the states that this rank has a part of; and names and values of numbers."""
+    tensors, scalars = [], []
+    for bucket in optimizer.buckets:
+        for slot in bucket.slots:
+            for kind, value in _state(optimizer, slot).items():
+                if isinstance(value, Tensor) and value.dim():
+                    tensors.append((kind, slot.managed.name))
+                else:
+                    scalars.append((f"{kind}/{slot.managed.name}", float(value)))
+    return tensors, scalars
+
+
+def _gathered(optimizer: ShardedOptimizer, kind: str, names: set[str]) -> dict[str, Tensor]:
+    """The states of a kind in their parameters' shapes. Collective over the data axis."""
+    found: dict[str, Tensor] = {}
+    for bucket in optimizer.buckets:
+        whole = bucket.partition.gathered(_flat(optimizer, bucket, kind))
+        found |= {name: part for name, part in bucket.unflattened(whole).items() if name in names}
+    return found
+
+
+def _flat(optimizer: ShardedOptimizer, bucket: Bucket, kind: str) -> Tensor:
+    """This rank's states of a kind, each where its master lies in the bucket's slice."""
+    flat = torch.zeros_like(bucket.masters)
+    first = bucket.partition.index * bucket.masters.numel()
+    for slot in bucket.slots:
+        if (value := _state(optimizer, slot).get(kind)) is not None:
+            start = slot.start + slot.piece_start - first
+            flat[start : start + value.numel()] = value
+    return flat
+
+
+def _state(optimizer: ShardedOptimizer, slot: Slot) -> dict[str, Any]:
+    """The optimizer's state of this rank's piece of a parameter; empty where it has none."""
+    return {} if slot.piece is None else optimizer.inner.state.get(slot.piece, {})

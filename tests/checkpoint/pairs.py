@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from echelon.verify.layout import Layout
+from echelon.verify.layout import Layout, Training
 from echelon.verify.models import ModelChoice
 from echelon.verify.resume import Part, Relay
-from echelon.verify.training import Training
 
 # A vocabulary of 101 is padded on every tensor axis. Of a relu one unit that switches makes T5's gradients jump. A
 # quarter of an expert has to have rows of 16 bytes in 16 bits.

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from echelon.verify.layout import Layout
+from echelon.verify.layout import Layout, Training
 from echelon.verify.models import ModelChoice
 from echelon.verify.reference import StepRecord
 from echelon.verify.resume import Part, Relay, ResumeReport, compare_parts, read_outcome, run_part
-from echelon.verify.training import Training
 
 from ..contract.planted.checkpoint import FAULTS
 from ..pool import Pool

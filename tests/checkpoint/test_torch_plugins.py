@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from echelon.verify.layout import Layout
+from echelon.verify.layout import Layout, Training
 from echelon.verify.resume import Part, Relay, compare_parts, run_part
-from echelon.verify.training import Training
 
 from ..pool import Pool
 from .pairs import MODELS

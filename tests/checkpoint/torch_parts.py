@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from echelon import Booster, TorchDDPPlugin, TorchFSDPPlugin
-from echelon.verify.contents import MASTER, PARAMETER, Contents
 from echelon.verify.parity import LOSS_SCALE, Batches, make_optimizer
 from echelon.verify.reference import StepRecord
-from echelon.verify.resume import Outcome, Relay, write_outcome
+from echelon.verify.resume import MASTER, PARAMETER, Contents, Outcome, Relay, write_outcome
 
 
 def run_torch_part(relay: Relay, number: int, folder: Path, *, kind: str) -> None:

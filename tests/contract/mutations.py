@@ -34,10 +34,9 @@ from typing import Any
 from unittest.mock import patch
 
 from echelon.shardformer.tables.table import Table
-from echelon.verify.layout import Layout
+from echelon.verify.layout import Layout, Training
 from echelon.verify.models import ModelChoice
 from echelon.verify.parity import parity
-from echelon.verify.training import Training
 
 PLAIN = Training()
 AS_IT_IS = object()  # in the place of a replacement that was not given

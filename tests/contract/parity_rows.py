@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from echelon.verify.layout import Layout
+from echelon.verify.layout import LEARNING_RATE, Layout, Training
 from echelon.verify.models import ModelChoice
-from echelon.verify.training import LEARNING_RATE, Training
 
 from .covering import Row, covering
 from .matrix_rows import TIED_HEADS, known, types_with_tables

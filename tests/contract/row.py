@@ -9,10 +9,9 @@ from unittest.mock import patch
 import pytest
 
 from echelon.verify.batch import make_batch
-from echelon.verify.layout import Layout
+from echelon.verify.layout import Layout, Training
 from echelon.verify.models import ModelChoice
 from echelon.verify.parity import Report, parity
-from echelon.verify.training import Training
 
 PLAIN = Training()
 

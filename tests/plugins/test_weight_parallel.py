@@ -25,8 +25,8 @@ from echelon.shardformer.recompute import recomputable_layers
 from echelon.shardformer.weight_sharding import apply_weight_sharding
 from echelon.verify.batch import loss_of as batch_loss
 from echelon.verify.batch import make_batch
-from echelon.verify.gather import gather_whole
 from echelon.verify.models import ModelChoice
+from echelon.verify.parity import gather_whole
 from echelon.zero.optimizer import ShardedOptimizer
 from echelon.zero.precision import PrecisionConfig
 

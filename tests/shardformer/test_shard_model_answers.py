@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, StaticCache
 
 from echelon import ShardConfig, ShardFormer
-from echelon.verify.models import ModelChoice
-from echelon.verify.small import FRAMES, MELS, VOCABULARY
+from echelon.verify.models import FRAMES, MELS, VOCABULARY, ModelChoice
 
 from ..pool import Pool
 from .compare import MULTIPLE, integers, named, numbers

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from echelon.verify.layout import Layout
+from echelon.verify.layout import Layout, Training
 from echelon.verify.models import ModelChoice
-from echelon.verify.training import Training
 
 from ..models import UNUSED, Occasional
 from ..mutations import Mutation
