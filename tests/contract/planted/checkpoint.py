@@ -16,7 +16,7 @@ from echelon.checkpoint.dcp import StateFiles
 from echelon.checkpoint.inspect import examine_checkpoint, find_folder
 from echelon.checkpoint.local import LocalTensor, Part
 from echelon.checkpoint.steps import recover
-from echelon.verify.contents import contents_of, differing
+from echelon.verify.resume import contents_of, differing
 
 from ...checkpoint.failures import at_every_write, flip_every_file
 from ...checkpoint.handmade import Handmade, small_config
