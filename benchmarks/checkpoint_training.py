@@ -38,7 +38,7 @@ class SavedTraining(EchelonBatch):
         """What ranks hold alike under one name, of which torch saves one, and pieces under names of their own."""
         plugin, own = self.booster.plugin, f"rank {dist.get_rank()}"
         found = {}
-        for name, held in plugin.held_model(self._model).tensors.items():
+        for name, held in plugin.local_model(self._model).tensors.items():
             is_whole = [part.box.size for part in held.parts] == [held.shape]
             for number, part in enumerate(held.parts):
                 found[name if is_whole else f"{name} {number} of {own}"] = part.local.contiguous()

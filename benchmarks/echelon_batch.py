@@ -39,5 +39,5 @@ class EchelonBatch(OneBatch):
         """Gradients by name, gathered to the first rank. Communicates over the world."""
         self._optimizer.reduce_gradients()
         gradients = self._optimizer.gradients()
-        placements = {name: placement_of(self._model.held[name]) for name in gradients}
+        placements = {name: placement_of(self._model.local_parameters[name]) for name in gradients}
         return gather_whole(gradients, placements, self._plugin.mesh)

@@ -153,7 +153,7 @@ class Booster:
             OSError: it could not be written; on every rank. What was there stands.
         """
         return self.plugin.checkpoints.save_model(
-            self.plugin.held_model(model),
+            self.plugin.local_model(model),
             checkpoint,
             shard=shard,
             size_per_shard=size_per_shard,
@@ -177,7 +177,7 @@ class Booster:
             ValueError: tensors are missing or do not fit; lists all of them, and changes nothing.
             FileNotFoundError: there is nothing of that name.
         """
-        self.plugin.checkpoints.load_model(self.plugin.held_model(model), checkpoint, strict=strict)
+        self.plugin.checkpoints.load_model(self.plugin.local_model(model), checkpoint, strict=strict)
 
     def save_optimizer(
         self,
@@ -263,7 +263,7 @@ class Booster:
         return self.plugin.checkpoints.save_step(
             directory,
             step,
-            model=self.plugin.held_model(model),
+            model=self.plugin.local_model(model),
             trained=None if optimizer is None else self.plugin.trained(optimizer),
             lr_scheduler=lr_scheduler,
             dataloader=dataloader,
@@ -307,7 +307,7 @@ class Booster:
         """
         return self.plugin.checkpoints.load_step(
             directory,
-            model=self.plugin.held_model(model),
+            model=self.plugin.local_model(model),
             trained=None if optimizer is None else self.plugin.trained(optimizer),
             lr_scheduler=lr_scheduler,
             dataloader=dataloader,
@@ -357,5 +357,5 @@ class Booster:
             ValueError: the model has no adapters.
         """
         self.plugin.checkpoints.save_adapters(
-            self.plugin.held_model(model), checkpoint, use_safetensors=use_safetensors
+            self.plugin.local_model(model), checkpoint, use_safetensors=use_safetensors
         )

@@ -53,6 +53,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers import Cache
@@ -166,7 +167,12 @@ class Stage:
 
 
 def cut_stages(
-    model: nn.Module, plan: StagePlan, *, stages: Sequence[int], bounds: Sequence[int]
+    model: nn.Module,
+    plan: StagePlan,
+    *,
+    stages: Sequence[int],
+    bounds: Sequence[int],
+    device: torch.device | None = None,
 ) -> dict[int, Stage]:
     """Replace in place all of the model that none of these stages holds; parameter names stay what they were.
 
@@ -175,13 +181,14 @@ def cut_stages(
         plan: where its layers are.
         stages: the stages to keep.
         bounds: where each stage's layers begin, and where the last one's stop.
+        device: where it will compute; None is where it is.
 
     Returns:
         The stages by index. `local_stages` finds them again.
     """
     paths = plan.layer_paths(model)
     roles = {stage: stage_roles(model, plan, bounds[stage], bounds[stage + 1]) for stage in stages}
-    casting = _Casting(model)
+    casting = _Casting(model, device or next(model.parameters()).device)
     for path, role in _on_no_stage(list(roles.values())).items():
         model.set_submodule(path, casting.stand_in(path, role))
     borrowed = {stage: _borrow(model, plan, bounds[stage], bounds[stage + 1]) for stage in stages}
@@ -275,11 +282,11 @@ def _release(natives: Sequence[nn.Module], kept: set[nn.Module]) -> None:
 class _Casting:
     """The stand-ins of one model: one for each place and role, whichever stage it serves."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.inbox = Inbox()
         self.native: dict[str, nn.Module] = {}
         self._model = model
-        self._device = next(model.parameters()).device
+        self._device = device
         self._stand_ins: dict[tuple[str, Role], StandIn] = {}
 
     def stand_in(self, path: str, role: Role) -> StandIn:

@@ -85,7 +85,7 @@ class Plugin(ABC):
         """One batch through the pipeline; see `HybridParallelPlugin.execute_pipeline`."""
 
     @abstractmethod
-    def held_model(self, model: nn.Module) -> LocalModel:
+    def local_model(self, model: nn.Module) -> LocalModel:
         """What this rank holds of a boosted model, to be saved or loaded."""
 
     @abstractmethod
@@ -248,7 +248,7 @@ class BoostedModule(nn.Module):
         )
 
 
-def model_faults(model: nn.Module) -> list[str]:
+def model_errors(model: nn.Module) -> list[str]:
     """Why a model cannot be boosted: it is none, has no values, or a plugin or ShardFormer had it before.
 
     ShardFormer's hooks sum and average gradients, which an optimizer of ours would do once more; so do a plugin's.
@@ -264,7 +264,7 @@ def model_faults(model: nn.Module) -> list[str]:
     return []
 
 
-def optimizer_faults(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
+def optimizer_errors(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
     """Why this optimizer cannot train this model; empty when it can."""
     if optimizer is None:
         return []

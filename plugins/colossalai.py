@@ -61,7 +61,7 @@ FSDP = {
 }
 
 
-def unavailable_faults(plugin: type, known: Mapping[str, Unavailable], given: Mapping[str, Any]) -> list[str]:
+def unavailable_errors(plugin: type, known: Mapping[str, Unavailable], given: Mapping[str, Any]) -> list[str]:
     """Return why these arguments cannot be taken; empty where all ask for nothing.
 
     Raises:

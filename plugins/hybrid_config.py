@@ -71,10 +71,10 @@ class PipelineConfig:
 
     def _style_faults(self, pp_size: int) -> list[str]:
         """What is wrong with the schedule, of whichever number of microbatches where that makes no sense itself."""
-        if whole_number_faults({"num_model_chunks": self.num_model_chunks}):
+        if whole_number_errors({"num_model_chunks": self.num_model_chunks}):
             return []
         number = self.num_microbatches
-        is_known = number is not None and not whole_number_faults({"": number}) and not is_below_one(number)
+        is_known = number is not None and not whole_number_errors({"": number}) and not is_below_one(number)
         faults = style_errors(self.style, self.num_model_chunks, pp_size, number if is_known else None)
         return [f"pp_style: {fault}" for fault in faults]
 
@@ -82,7 +82,7 @@ class PipelineConfig:
         parts = {"num_microbatches": self.num_microbatches, "microbatch_size": self.microbatch_size}
         given = {name: value for name, value in parts.items() if value is not None}
         numbers = given | {"num_model_chunks": self.num_model_chunks}
-        found = whole_number_faults(numbers)
+        found = whole_number_errors(numbers)
         found += [
             f"{name}={value} must be at least 1" for name, value in given.items() if is_below_one(value)
         ]
@@ -217,7 +217,7 @@ class HybridConfig:
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "check_every": self.check_every,
         }
-        if found := whole_number_faults(sizes):
+        if found := whole_number_errors(sizes):
             return found
         found = mesh_faults(world_size=world_size, pp=self.pp, dp=self.dp, sp=self.sp, tp=self.tp)
         if not found:
@@ -273,7 +273,7 @@ class HybridConfig:
         return switch_errors(options) or fused.faults(default_device(), dtype)
 
 
-def whole_number_faults(given: Mapping[str, Any]) -> list[str]:
+def whole_number_errors(given: Mapping[str, Any]) -> list[str]:
     """Which of these are not whole numbers."""
     return [
         f"{name}={value!r} must be a whole number"

@@ -1,6 +1,7 @@
 """A model parallelized by HybridParallelPlugin: how boost makes it, and what it offers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,13 +21,9 @@ from ..lazy import materialize
 from ..pipeline.stage import argument, local_stages, refuse_direct_calls, takes, without_cache
 from ..pipeline.stage_manager import PipelineStageManager
 from ..shardformer.equal_ranks import require_equal_inputs, require_equal_models, tensors_of_call
-from ..shardformer.layers.batch_norm import own_batch_norms
+from ..shardformer.layers.batch_norm import RunningStatistics, own_batch_norms
 from ..shardformer.layers.weight_gradient import defer_weight_gradients, give_gradients_to
-from ..shardformer.recompute import (
-    checkpoint_layers,
-    recomputable_layers,
-    recompute_errors,
-)
+from ..shardformer.recompute import checkpoint_layers, recomputable_layers, recompute_errors
 from ..shardformer.refusals import mark_taken, refuse_partial_state
 from ..shardformer.shard_config import ShardConfig
 from ..shardformer.shard_former import sharder_or_errors
@@ -35,10 +32,10 @@ from ..shardformer.table_policy import expert_width_errors
 from ..shardformer.weight_sharding import WeightSharding, apply_weight_sharding, plan_weight_sharding
 from ..zero.groups import optimizer_options
 from ..zero.optimizer import ShardedOptimizer
-from .base import BoostedModule, model_faults, optimizer_faults
+from .base import BoostedModule, model_errors, optimizer_errors
 from .engine import PipelineEngine
 from .hybrid_config import HybridConfig
-from .lora import peft_model_faults, unwrapped
+from .lora import peft_model_errors, unwrapped
 from .state import ParameterNames, managed_parameters
 
 
@@ -64,51 +61,188 @@ def boost(
     Raises:
         ValueError: all reasons why this model cannot be trained under this config, before anything changed.
     """
-    raise_errors(model_faults(model) or peft_model_faults(model))
+    raise_errors(model_errors(model) or peft_model_errors(model))
     model, adapters = unwrapped(model)
-    sharder, split = _checked_splits(
-        model, optimizer, config=config, mesh=mesh, stage_manager=stage_manager, rings=rings
-    )
+    plan = plan_boost(model, optimizer, config=config, mesh=mesh, stage_manager=stage_manager, rings=rings)
     with naming_failures("boost"):
-        meet_all_ranks()
-        require_equal_models(model)
-        require_equal(optimizer_options(optimizer), what="the optimizer")
-        names = ParameterNames.of(model)
-        model.to(mesh.device)
+        require_equal_boosts(model, optimizer)
+        names = ParameterNames.of(model)  # Hugging Face's, of the whole model
         config.fused.choose_attention(model, mesh.device)
-        shared = sharder.shard() if sharder is not None else []
-        if split is not None:
-            apply_weight_sharding(
-                model,
-                split.layers,
-                mesh.group("weight"),
-                native=split.native,
-                overlap=config.wp_overlap,
-                memory_pool=config.wp_memory_pool,
-                gradient_dtype=config.wire_dtype,
-            )
+        apply_recomputation(plan, config)
+        ties = cut_stages(plan, mesh.device)
+        model.to(mesh.device)
+        split_layers(plan)
+        shard_weights(model, plan, config=config, mesh=mesh)
         materialize(model)
         statistics = own_batch_norms(model, mesh.group("data"))
         refuse_partial_state(model)
         boosted = HybridParallelModule(
             model, names, config=config, mesh=mesh, stage_manager=stage_manager, adapters=adapters
         )
-        wrapped = None if optimizer is None else _sharded(optimizer, boosted, shared)
-        if wrapped is not None:
-            give_gradients_to(wrapped.reducer, model)
-        for parameter in model.parameters():  # what no optimizer manages: frozen, or none was given
-            if parameter.is_floating_point() and parameter.dtype != config.precision.dtype:
-                parameter.data = parameter.data.to(config.precision.dtype)
+        wrap_optimizer(boosted, optimizer, ties)
         config.fused.fuse(model, config.precision.dtype)
-        if wrapped is not None:
-            wrapped.agreement = boosted.agreement
-            wrapped.after_step = statistics.average
-            if config.overlap_allgather:
-                wrapped.publisher.overlap_with_forward(model)
-        elif mesh.world_size > 1:
-            _refuse_backward(model)
-        boosted.optimizer = wrapped
+        connect_optimizer(boosted, statistics)
     return boosted
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoostPlan:
+    """All that becomes of a model, found without changing it.
+
+    Args:
+        sharder: cuts it into stages and splits its layers; None where it stays as it is.
+        weights: the layers whose weights are sharded over the weight axis; None for none.
+        recomputed: the layers of each stage, of which some are recomputed in backward; None recomputes none.
+    """
+
+    sharder: ModelSharder | None
+    weights: WeightSharding | None
+    recomputed: Mapping[int, Sequence[nn.Module]] | None
+
+
+def plan_boost(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    config: HybridConfig,
+    mesh: ParallelMesh,
+    stage_manager: PipelineStageManager,
+    rings: Rings | None,
+) -> BoostPlan:
+    """Check all that `boost` will do, by a dry run on the meta device. Changes and communicates nothing.
+
+    Raises:
+        ValueError: something cannot be done; all reasons at once.
+    """
+    errors = optimizer_errors(model, optimizer) + config.fused.model_errors(model, mesh.device)
+    if getattr(model, "_compiled_call_impl", None) is not None and mesh.size("tp", "sp") * config.wp > 1:
+        errors.append(COMPILED)
+    sharder = weights = recomputed = None
+    if config.wp > 1:
+        weights = plan_weight_sharding(model, errors, policy=config.custom_policy)
+    if mesh.size("tp", "pp", "sp") > 1:
+        shard_config = _shard_config(config, mesh=mesh, stage_manager=stage_manager, rings=rings)
+        sharder = sharder_or_errors(model, config.custom_policy, shard_config, errors)
+        if config.custom_policy is None:  # which may leave experts replicated
+            errors += expert_width_errors(model, tp_size=mesh.size("tp"), dtype=config.precision.dtype)
+    if config.pipeline.checkpoint is not None and not errors:
+        recomputed = {0: recomputable_layers(model)} if sharder is None else sharder.layers_by_stage()
+        errors += recompute_errors(recomputed, config.pipeline.checkpoint)
+    raise_errors(errors)
+    return BoostPlan(sharder=sharder, weights=weights, recomputed=recomputed)
+
+
+def _shard_config(
+    config: HybridConfig, *, mesh: ParallelMesh, stage_manager: PipelineStageManager, rings: Rings | None
+) -> ShardConfig:
+    """The options of the plugin that are ShardFormer's."""
+    return ShardConfig(
+        tensor_parallel_process_group=mesh.group("tp"),
+        pipeline_stage_manager=stage_manager,
+        parallel_output=config.parallel_output,
+        make_vocab_size_divisible_by=config.make_vocab_size_divisible_by,
+        enable_sequence_parallelism=config.sequence.mode is not None,
+        sequence_parallelism_mode=config.sequence.mode,
+        sequence_parallel_process_group=mesh.group("sp"),
+        sequence_parallel_rings=rings,
+        enable_sequence_overlap=config.sequence.overlaps,
+        enable_sequence_regather=config.sequence.regathers,
+    )
+
+
+def require_equal_boosts(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Compare models and optimizers over the world. Collective.
+
+    Raises:
+        ValueError: ranks differ; on every rank.
+    """
+    meet_all_ranks()
+    require_equal_models(model)
+    require_equal(optimizer_options(optimizer), what="the optimizer")
+
+
+def apply_recomputation(plan: BoostPlan, config: HybridConfig) -> None:
+    """Let layers be recomputed in backward. Before they are split: those with sharded sequences wrap it."""
+    if plan.recomputed is not None and config.pipeline.checkpoint is not None:
+        checkpoint_layers(plan.recomputed, config.pipeline.checkpoint)
+
+
+def cut_stages(plan: BoostPlan, device: torch.device) -> list[dict[int, Tensor]]:
+    """Keep this rank's stages, before anything reaches the device. Return the parameters that several stages hold."""
+    return [] if plan.sharder is None else plan.sharder.cut_stages(device)
+
+
+def split_layers(plan: BoostPlan) -> None:
+    """Shard sequences, and weights over the tensor axis."""
+    if plan.sharder is not None:
+        plan.sharder.split_layers()
+
+
+def shard_weights(model: nn.Module, plan: BoostPlan, *, config: HybridConfig, mesh: ParallelMesh) -> None:
+    """Shard the weights of linear layers over the weight axis."""
+    if plan.weights is not None:
+        apply_weight_sharding(
+            model,
+            plan.weights.layers,
+            mesh.group("weight"),
+            native=plan.weights.native,
+            overlap=config.wp_overlap,
+            memory_pool=config.wp_memory_pool,
+            gradient_dtype=config.wire_dtype,
+        )
+
+
+def wrap_optimizer(
+    boosted: "HybridParallelModule", optimizer: Optimizer | None, ties: list[dict[int, Tensor]]
+) -> None:
+    """Wrap the optimizer, let layers add to its gradients, and cast all parameters. Collective over the world.
+
+    Args:
+        boosted: its `optimizer` is the result; None where none is given.
+        optimizer: torch's, on the parameters of the model.
+        ties: the parameters that several stages hold, as `managed_parameters` takes them.
+    """
+    config, mesh = boosted.config, boosted.mesh
+    if optimizer is not None:
+        managed = managed_parameters(
+            boosted.local_parameters,
+            ties,
+            mesh=mesh,
+            stage_manager=boosted.stage_manager,
+            stages=boosted.engine.parameters,
+        )
+        boosted.optimizer = ShardedOptimizer(
+            optimizer,
+            managed,
+            mesh=mesh,
+            stage=config.zero_stage,
+            zero_size=config.zero_size,
+            overlap_communication=config.overlap_communication,
+            communication_dtype=config.wire_dtype,
+            cpu_offload=config.cpu_offload,
+            accumulation_steps=config.gradient_accumulation_steps,
+            precision=config.precision,
+            max_norm=config.max_norm,
+            bucket_size=int(config.bucket_size_in_m * 2**20),
+        )
+    for (
+        parameter
+    ) in boosted.module.parameters():  # those that no optimizer manages: frozen, or none was given
+        if parameter.is_floating_point() and parameter.dtype != config.precision.dtype:
+            parameter.data = parameter.data.to(config.precision.dtype)
+
+
+def connect_optimizer(boosted: "HybridParallelModule", statistics: RunningStatistics) -> None:
+    """Let a step compare what ranks noted and average statistics; without an optimizer refuse backward."""
+    optimizer = boosted.optimizer
+    if optimizer is None:
+        if boosted.mesh.world_size > 1:
+            _refuse_backward(boosted.module)
+        return
+    optimizer.agreement = boosted.agreement
+    optimizer.after_step = statistics.average
+    if boosted.config.overlap_allgather:
+        optimizer.publisher.overlap_with_forward(boosted.module)
 
 
 def _refuse_backward(model: nn.Module) -> None:
@@ -123,83 +257,6 @@ def _refuse_backward(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(own(refuse))
-
-
-def _sharded(
-    optimizer: Optimizer, boosted: "HybridParallelModule", shared: list[dict[int, Tensor]]
-) -> ShardedOptimizer:
-    """The optimizer of a split model; `shared` as `managed_parameters` takes it. Collective over the world."""
-    config, mesh = boosted.config, boosted.mesh
-    managed = managed_parameters(
-        boosted.held,
-        shared,
-        mesh=mesh,
-        stage_manager=boosted.stage_manager,
-        stages=boosted.engine.parameters,
-    )
-    return ShardedOptimizer(
-        optimizer,
-        managed,
-        mesh=mesh,
-        stage=config.zero_stage,
-        zero_size=config.zero_size,
-        overlap_communication=config.overlap_communication,
-        communication_dtype=config.wire_dtype,
-        cpu_offload=config.cpu_offload,
-        accumulation_steps=config.gradient_accumulation_steps,
-        precision=config.precision,
-        max_norm=config.max_norm,
-        bucket_size=int(config.bucket_size_in_m * 2**20),
-    )
-
-
-def _checked_splits(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    *,
-    config: HybridConfig,
-    mesh: ParallelMesh,
-    stage_manager: PipelineStageManager,
-    rings: Rings | None,
-) -> tuple[ModelSharder | None, WeightSharding | None]:
-    """What will cut and split the model, and share out its weights, once nothing speaks against boosting it.
-
-    Each is None where nothing of the kind was asked for.
-
-    Raises:
-        ValueError: something does; all reasons at once.
-    """
-    faults = optimizer_faults(model, optimizer) + config.fused.model_errors(model, mesh.device)
-    if getattr(model, "_compiled_call_impl", None) is not None and mesh.size("tp", "sp") * config.wp > 1:
-        faults.append(COMPILED)
-    sharder = split = None
-    if config.wp > 1:
-        split = plan_weight_sharding(model, faults, policy=config.custom_policy)
-    if mesh.size("tp", "pp", "sp") > 1:
-        shard_config = ShardConfig(
-            tensor_parallel_process_group=mesh.group("tp"),
-            pipeline_stage_manager=stage_manager,
-            parallel_output=config.parallel_output,
-            make_vocab_size_divisible_by=config.make_vocab_size_divisible_by,
-            enable_sequence_parallelism=config.sequence.mode is not None,
-            sequence_parallelism_mode=config.sequence.mode,
-            sequence_parallel_process_group=mesh.group("sp"),
-            sequence_parallel_rings=rings,
-            enable_sequence_overlap=config.sequence.overlaps,
-            enable_sequence_regather=config.sequence.regathers,
-        )
-        sharder = sharder_or_errors(model, config.custom_policy, shard_config, faults)
-        if config.custom_policy is None:  # which may leave experts whole
-            tp_size = mesh.size("tp")
-            faults += expert_width_errors(model, tp_size=tp_size, dtype=config.precision.dtype)
-    checkpoint = config.pipeline.checkpoint
-    if checkpoint is not None and not faults:
-        layers = {0: recomputable_layers(model)} if sharder is None else sharder.layers_by_stage()
-        faults += recompute_errors(layers, checkpoint)
-        if not faults:
-            checkpoint_layers(layers, checkpoint)
-    raise_errors(faults)
-    return sharder, split
 
 
 COMPILED = (
@@ -241,7 +298,7 @@ class HybridParallelModule(BoostedModule):
         self.optimizer: ShardedOptimizer | None = None
         # Not `names` itself, which would keep the parameters of all other stages in memory.
         self.state_names = names.state
-        self._held = names.held(module)
+        self._local_parameters = names.local(module)
         self._takes_cache = takes(module, "use_cache")
         self._compiles = mesh.size("tp", "sp") == config.wp == 1
         self.random = ForwardRandom(mesh)
@@ -258,11 +315,11 @@ class HybridParallelModule(BoostedModule):
         )
 
     @property
-    def held(self) -> dict[str, nn.Parameter]:
-        """The parameters that this rank holds, by their first names in the whole model."""
+    def local_parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters, by their first names in the whole model."""
         if self.optimizer is not None:
             self.optimizer.publisher.wait()
-        return self._held
+        return self._local_parameters
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs, at pp_size=1; tensors are brought to the model's device and precision first.
@@ -348,10 +405,10 @@ class HybridParallelModule(BoostedModule):
         Raises:
             ValueError: modules have an extra state, which would not be restored.
         """
-        parameters = set(self.held.values())
+        parameters = self.local_parameters
         state = saved_state(self.module)
-        buffers = {name: tensor for name, tensor in state.items() if tensor not in parameters}
-        return {**self.held, **buffers}
+        known = set(parameters.values())
+        return {**parameters, **{name: tensor for name, tensor in state.items() if tensor not in known}}
 
 
 @torch.compiler.disable

@@ -34,13 +34,13 @@ from ..shardformer.tables.table import Table
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.precision import default_precision
 from .base import Boosted, Plugin, Returned, require_process_group
-from .colossalai import HYBRID, unavailable_faults
+from .colossalai import HYBRID, unavailable_errors
 from .hybrid_config import HybridConfig, PipelineConfig
 from .hybrid_model import HybridParallelModule, boost, refuse_pipeline
 from .internevo import in_its_words, plugin_arguments
 from .ledger import Ledger
 from .loss import PipelineLoss
-from .state import held_tensors, trained_shards
+from .state import local_tensors, trained_shards
 
 
 class HybridParallelPlugin(Plugin):
@@ -159,7 +159,7 @@ class HybridParallelPlugin(Plugin):
         custom_policy: Policy | Table | None = None,
         **others: Any,
     ) -> None:
-        unavailable = unavailable_faults(type(self), self._unavailable, others)
+        unavailable = unavailable_errors(type(self), self._unavailable, others)
         sequence = SequenceParallelism.asked(
             enable=enable_sequence_parallelism,
             mode=sequence_parallelism_mode,
@@ -416,13 +416,13 @@ class HybridParallelPlugin(Plugin):
         """A context that counts bytes and calls by axis and kind; it knows the held memory of `optimizer` too."""
         return Ledger(self.mesh, optimizer)
 
-    def held_model(self, model: nn.Module) -> LocalModel:
+    def local_model(self, model: nn.Module) -> LocalModel:
         """What this rank holds of a boosted model."""
         boosted = self._boosted(model, None, "saving and loading")
         return LocalModel(
             module=boosted.module,
             names=boosted.state_names,
-            tensors=held_tensors(boosted.tensors(), self.mesh),
+            tensors=local_tensors(boosted.tensors(), self.mesh),
             adapters=boosted.adapters,
             loaded=lambda: None if boosted.optimizer is None else boosted.optimizer.refresh_masters(),
         )

@@ -47,7 +47,7 @@ def require_peft() -> Any:
 
 def unwrapped(model: nn.Module) -> Unwrapped:
     """The transformers model inside of a PeftModel with LoRA, and its adapters; any other model as it is."""
-    if not _is_peft_model(model) or peft_model_faults(model):
+    if not _is_peft_model(model) or peft_model_errors(model):
         return Unwrapped(model, ())
     peft_model: Any = model
     inside = peft_model.get_base_model()
@@ -69,7 +69,7 @@ def unwrapped(model: nn.Module) -> Unwrapped:
     return Unwrapped(inside, adapters)
 
 
-def peft_model_faults(model: nn.Module) -> list[str]:
+def peft_model_errors(model: nn.Module) -> list[str]:
     """Why a PeftModel cannot be boosted; empty for any other model."""
     if not _is_peft_model(model):
         return []
@@ -218,7 +218,7 @@ def _listed(names: Any) -> Collection[str]:
 def _loaded(model: nn.Module, folder: Path, peft: Any) -> nn.Module:
     """A model with adapters from a folder, to be trained on. Each rank reads."""
     peft_model: nn.Module = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
-    raise_errors(peft_model_faults(peft_model))
+    raise_errors(peft_model_errors(peft_model))
     needed, stored = set(names_by_key(peft_model, "default")), set(_stored_names(folder))
     faults = [f"{name} is missing" for name in sorted(needed - stored)]
     known = set(peft_model.state_dict())

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .colossalai import ZERO, unavailable_faults
+from .colossalai import ZERO, unavailable_errors
 from .hybrid_parallel import HybridParallelPlugin
 
 
@@ -58,7 +58,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         check_every: int = 100,
         **others: Any,
     ) -> None:
-        unavailable_faults(
+        unavailable_errors(
             type(self), ZERO, others
         )  # of an unknown name here: it may be one of HybridParallelPlugin
         with _own_names():

@@ -53,7 +53,7 @@ class ParameterNames:
         first = {parameter: name for name, parameter in model.named_parameters()}
         return ParameterNames(first=first, order=tuple(first.values()), state=TensorNames.of(model))
 
-    def held(self, model: nn.Module) -> dict[str, Parameter]:
+    def local(self, model: nn.Module) -> dict[str, Parameter]:
         """The parameters that a cut model still holds, by their first name in the whole model, in its order."""
         held = {self.first[parameter]: parameter for parameter in model.parameters()}
         return {name: held[name] for name in self.order if name in held}
@@ -125,12 +125,12 @@ def _partial_groups(placement: Placement | None, mesh: ParallelMesh) -> list[dis
     return []
 
 
-def held_tensors(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, LocalTensor]:
+def local_tensors(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, LocalTensor]:
     """Pieces of a model's tensors, by name. What several ranks hold each of them may save."""
-    return {name: held_like(tensor, name, tensor, mesh=mesh) for name, tensor in tensors.items()}
+    return {name: local_like(tensor, name, tensor, mesh=mesh) for name, tensor in tensors.items()}
 
 
-def held_like(parameter: Tensor, name: str, tensor: Tensor, *, mesh: ParallelMesh) -> LocalTensor:
+def local_like(parameter: Tensor, name: str, tensor: Tensor, *, mesh: ParallelMesh) -> LocalTensor:
     """A tensor of which this rank holds the piece that it holds of a parameter."""
     return local_piece(name, tensor, placement_of(parameter), _rank(parameter, mesh))
 
@@ -184,7 +184,7 @@ def _rank(tensor: Tensor, mesh: ParallelMesh) -> int:
     return mesh.rank(placement.axis) if isinstance(placement, Shard) else 0
 
 
-def held_module(module: nn.Module, adapters: Sequence[Adapter]) -> LocalModel:
+def local_module(module: nn.Module, adapters: Sequence[Adapter]) -> LocalModel:
     """Its parameters and persistent buffers, whole or in torch's rows; a tied one once."""
     names, named = TensorNames.of(module), saved_state(module)
     return LocalModel(
@@ -312,7 +312,7 @@ class SplitCheckpoints:
         return LocalModel(
             module=self._model,
             names=names,
-            tensors=held_tensors({name: named[name] for name in names.needed}, self._mesh),
+            tensors=local_tensors({name: named[name] for name in names.needed}, self._mesh),
             loaded=lambda: None,
         )
 
@@ -321,7 +321,7 @@ class SplitCheckpoints:
         named = {parameter: name for name, parameter in self._model.named_parameters()}
         groups = [
             [
-                TrainedPiece(named[each], each, partial(held_like, each, mesh=self._mesh))
+                TrainedPiece(named[each], each, partial(local_like, each, mesh=self._mesh))
                 for each in group["params"]
                 if each.requires_grad
             ]

@@ -22,11 +22,11 @@ from ..lazy import materialize
 from ..shardformer.layers.batch_norm import own_batch_norms
 from ..shardformer.refusals import mark_taken
 from ..zero.precision import DTYPES, default_precision
-from .base import Boosted, BoostedModule, Plugin, Returned, model_faults, require_process_group
-from .colossalai import DDP, unavailable_faults
+from .base import Boosted, BoostedModule, Plugin, Returned, model_errors, require_process_group
+from .colossalai import DDP, unavailable_errors
 from .lora import unwrapped
 from .scaled_optimizer import ScaledOptimizer
-from .state import held_module, trained_parameters
+from .state import local_module, trained_parameters
 
 
 class TorchPlugin(Plugin):
@@ -140,7 +140,7 @@ class TorchDDPPlugin(TorchPlugin):
         static_graph: bool = False,
         **others: Any,
     ) -> None:
-        unavailable = unavailable_faults(type(self), DDP, others)
+        unavailable = unavailable_errors(type(self), DDP, others)
         require_process_group()
         raise_errors(unavailable)
         given = {
@@ -190,7 +190,7 @@ class TorchDDPPlugin(TorchPlugin):
         Raises:
             ValueError: the model is none, or was split or boosted before.
         """
-        raise_errors(model_faults(model))
+        raise_errors(model_errors(model))
         with naming_failures("boost"):
             meet_all_ranks()
             model, adapters = unwrapped(model)
@@ -216,11 +216,11 @@ class TorchDDPPlugin(TorchPlugin):
         assert isinstance(model, TorchDDPModel)
         return self._accumulating(model.ddp.no_sync() if model.ddp is not None else nullcontext())
 
-    def held_model(self, model: nn.Module) -> LocalModel:
+    def local_model(self, model: nn.Module) -> LocalModel:
         """All of a boosted model."""
         if not isinstance(model, TorchDDPModel):
             raise ValueError("saving and loading takes the model that booster.boost returned")
-        return held_module(model.module, model.adapters)
+        return local_module(model.module, model.adapters)
 
 
 class TorchDDPModel(BoostedModule):

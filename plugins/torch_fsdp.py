@@ -40,11 +40,11 @@ from ..shardformer.refusals import is_partial, mark_taken, refuse_partial_state
 from ..zero.elementwise import require_elementwise
 from ..zero.groups import PARTIAL_STATE
 from ..zero.precision import DTYPES, default_precision, is_finite_number, precision_faults
-from .base import Boosted, BoostedModule, model_faults, optimizer_faults, require_process_group
-from .colossalai import FSDP, unavailable_faults
+from .base import Boosted, BoostedModule, model_errors, optimizer_errors, require_process_group
+from .colossalai import FSDP, unavailable_errors
 from .lora import unwrapped
 from .scaled_optimizer import ScaledOptimizer
-from .state import held_module
+from .state import local_module
 from .torch_ddp import TorchPlugin, require_boosted
 
 
@@ -154,7 +154,7 @@ class TorchFSDPPlugin(TorchPlugin):
         max_scale: float | None = None,
         **others: Any,
     ) -> None:
-        unavailable = unavailable_faults(type(self), FSDP, others)
+        unavailable = unavailable_errors(type(self), FSDP, others)
         require_process_group()
         self.has_default_precision = precision is None
         self.config = FSDPConfig(
@@ -190,7 +190,7 @@ class TorchFSDPPlugin(TorchPlugin):
         Collective over the world; every rank gives an equal model. One that was built lazily is made real whole before
         it is shared out. See `Booster.boost`.
         """
-        raise_errors(model_faults(model))
+        raise_errors(model_errors(model))
         model, adapters = unwrapped(model)
         raise_errors(boost_faults(model, optimizer))
         with naming_failures("boost"):
@@ -217,11 +217,11 @@ class TorchFSDPPlugin(TorchPlugin):
             require_boosted(optimizer, "booster.no_sync")
         return self._accumulating(_boosted(model, "no_sync").no_sync())
 
-    def held_model(self, model: nn.Module) -> LocalModel:
+    def local_model(self, model: nn.Module) -> LocalModel:
         """This rank's rows of a boosted model, in float32."""
         boosted = _boosted(model, "saving and loading")
         boosted.free_whole_parameters()
-        return held_module(boosted.module, boosted.adapters)
+        return local_module(boosted.module, boosted.adapters)
 
 
 def boost_faults(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
@@ -230,7 +230,7 @@ def boost_faults(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
         return ["the model is already boosted: give booster.boost the plain transformers model, once"]
     if isinstance(optimizer, ScaledOptimizer):
         return ["the optimizer is already boosted: give booster.boost the plain torch optimizer"]
-    found = optimizer_faults(model, optimizer)
+    found = optimizer_errors(model, optimizer)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             found.append(f"{name} is a scalar, which has no rows to share out: give it the shape (1,)")

@@ -149,6 +149,8 @@ class ModelSharder:
         self.policy = policy
         self.shard_config = shard_config
         self.plan = plan_parallelism(model, policy, shard_config)
+        self._last_layer: str | None = None
+        self._classes: set[type[nn.Module]] = set()
 
     def layers_by_stage(self) -> dict[int, list[nn.Module]]:
         """The layers of every stage, before the cut; all layers stand under 0 where there are no stages."""
@@ -160,39 +162,48 @@ class ModelSharder:
         return {stage: layers[start:stop] for stage, (start, stop) in enumerate(itertools.pairwise(bounds))}
 
     def shard(self) -> list[dict[int, Tensor]]:
-        """Do it. Communicates nothing.
+        """Cut and split the model. Communicates nothing.
 
         Returns:
             The parameters that several stages hold: for each, its tensor by stage.
         """
-        self.model = self.policy.preprocess()
-        shared = self.policy.get_shared_params()
-        sharded_layer = self._sharded_layer()
-        classes = _replace_class(self.model, self.policy)
-        self._cut()
-        _shard_sequences(self.model, self.policy, self.shard_config)  # before layers ask whether theirs are
-        errors = Errors()
-        self.policy.set_errors(errors)
-        _apply_policy(self.model, self.policy, self.shard_config.active_group, classes, errors)
-        errors.raise_any()
-        stages = local_stages(self.model)
-        self.model = self.policy.postprocess()
-        remember_stages(self.model, stages)  # it may be another
-        if (
-            sharded_layer is not None
-            and (axis := axis_of(self.model.get_submodule(sharded_layer))) is not None
-        ):
-            keep_sharded(self.model, axis)
-        if self.shard_config.sequence.is_on_sequence_axis and (plan := self.policy.stage_plan()) is not None:
-            compute_parts_before_layers(self.model, plan)
+        shared = self.cut_stages()
+        self.split_layers()
         return shared
 
-    def _cut(self) -> None:
+    def cut_stages(self, device: torch.device | None = None) -> list[dict[int, Tensor]]:
+        """Release all layers that are not of this rank's stages; see `shard`.
+
+        Args:
+            device: where the model will compute, if it is to be moved there next; None is where it is.
+        """
+        self.model = self.policy.preprocess()
+        shared = self.policy.get_shared_params()
+        self._last_layer = self._sharded_layer()
+        self._classes = _replace_class(self.model, self.policy)
         manager, plan = self.shard_config.pipeline_stage_manager, self.policy.stage_plan()
         if manager is not None and manager.num_stages > 1 and plan is not None:
             if self.shard_config.sequence_split is not None:
                 plan = reckoning(plan)
-            cut_stages(self.model, plan, stages=manager.stages, bounds=self.policy.stage_bounds())
+            bounds = self.policy.stage_bounds()
+            cut_stages(self.model, plan, stages=manager.stages, bounds=bounds, device=device)
+        return shared
+
+    def split_layers(self) -> None:
+        """Shard the sequences within the local layers, and their weights over the tensor axis; after `cut_stages`."""
+        _shard_sequences(self.model, self.policy, self.shard_config)  # before layers ask whether theirs are
+        errors = Errors()
+        self.policy.set_errors(errors)
+        _apply_policy(self.model, self.policy, self.shard_config.active_group, self._classes, errors)
+        errors.raise_any()
+        stages = local_stages(self.model)
+        self.model = self.policy.postprocess()
+        remember_stages(self.model, stages)  # it may be another
+        last = self._last_layer
+        if last is not None and (axis := axis_of(self.model.get_submodule(last))) is not None:
+            keep_sharded(self.model, axis)
+        if self.shard_config.sequence.is_on_sequence_axis and (plan := self.policy.stage_plan()) is not None:
+            compute_parts_before_layers(self.model, plan)
 
     def _sharded_layer(self) -> str | None:
         """The last layer's path, where sequences stay sharded behind it."""

@@ -326,7 +326,7 @@ def _over_axis(local: Tensor, placement: Placement | None, mesh: ParallelMesh) -
 
 def _whole(boosted: HybridParallelModule, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Whole float32 tensors on rank 0, by parameter name, from all ranks' pieces. Collective over the world."""
-    placements = {name: placement_of(boosted.held[name]) for name in tensors}
+    placements = {name: placement_of(boosted.local_parameters[name]) for name in tensors}
     whole = gather_whole(tensors, placements, boosted.mesh)
     return {name: tensor.float().cpu().clone() for name, tensor in whole.items()}
 
@@ -334,7 +334,9 @@ def _whole(boosted: HybridParallelModule, tensors: dict[str, Tensor]) -> dict[st
 def _weights(boosted: HybridParallelModule, optimizer: ShardedOptimizer) -> dict[str, Tensor]:
     """This rank's float32 weights by name: the masters, and frozen ones as they are."""
     masters = optimizer.masters()
-    return {name: masters.get(name, parameter.detach()) for name, parameter in boosted.held.items()}
+    return {
+        name: masters.get(name, parameter.detach()) for name, parameter in boosted.local_parameters.items()
+    }
 
 
 def _unequal_copies(boosted: HybridParallelModule, optimizer: ShardedOptimizer) -> tuple[str, ...]:
@@ -344,7 +346,7 @@ def _unequal_copies(boosted: HybridParallelModule, optimizer: ShardedOptimizer) 
     """
     mesh, masters = boosted.mesh, optimizer.masters()
     own = {}
-    for name, parameter in boosted.held.items():
+    for name, parameter in boosted.local_parameters.items():
         placement = placement_of(parameter)
         piece = mesh.rank(placement.axis) // placement.copies if isinstance(placement, Shard) else 0
         own[name, piece] = batch_hash([parameter.detach(), masters.get(name)])

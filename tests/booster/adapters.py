@@ -111,7 +111,7 @@ def answer(booster: Any, boosted: Any, choice: Adapted) -> Tensor | None:
 def moved(boosted: Any, whole: dict[str, Tensor]) -> list[str]:
     """The frozen parameters of this rank that are not, to the bit, what they were."""
     found = []
-    for name, parameter in boosted.held.items():
+    for name, parameter in boosted.local_parameters.items():
         placement = placement_of(parameter)
         is_cut = isinstance(placement, Shard)
         rank = boosted.mesh.rank(placement.axis) if is_cut else 0

@@ -72,7 +72,7 @@ class Run:
         """What this rank holds of weights, masters and states: boxes of whole tensors with their content."""
         plugin = self.booster.plugin
         trained = plugin.trained(self.optimizer)
-        held = dict(plugin.held_model(self.model).tensors)
+        held = dict(plugin.local_model(self.model).tensors)
         held |= {f"master/{name}": each for name, each in trained.masters.items()}
         for piece in trained.pieces:
             for key, value in self.optimizer.inner.state[piece.key].items():
@@ -87,7 +87,7 @@ class Run:
         """All of that, whole, on every rank."""
         every: list[Any] = [None] * dist.get_world_size()
         shapes = {
-            name: each.shape for name, each in self.booster.plugin.held_model(self.model).tensors.items()
+            name: each.shape for name, each in self.booster.plugin.local_model(self.model).tensors.items()
         }
         dist.all_gather_object(every, (shapes, self.pieces()))
         known = {name: shape for shapes, _ in every for name, shape in shapes.items()}

@@ -82,7 +82,11 @@ def split_in_both_ways(model_type: str, tp_size: int, pp_size: int) -> list[str]
     eager, lazy = boosted
     assert isinstance(eager, HybridParallelModule) and isinstance(lazy, HybridParallelModule)
     left = [name for name, tensor in lazy.tensors().items() if isinstance(tensor, LazyTensor)]
-    placed = [name for name in eager.held if vars(eager.held[name]) != vars(lazy.held[name])]
+    placed = [
+        name
+        for name in eager.local_parameters
+        if vars(eager.local_parameters[name]) != vars(lazy.local_parameters[name])
+    ]
     return [*differences(lazy.module, eager.module), *left, *placed]
 
 

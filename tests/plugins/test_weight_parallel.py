@@ -20,7 +20,7 @@ from echelon.cluster.placement import Shard, placement_of
 from echelon.lazy import LazyInitContext, materialize
 from echelon.pipeline.stage_manager import PipelineStageManager
 from echelon.plugins.ledger import Ledger
-from echelon.plugins.state import ParameterNames, held_tensors, managed_parameters
+from echelon.plugins.state import ParameterNames, local_tensors, managed_parameters
 from echelon.shardformer.recompute import recomputable_layers
 from echelon.shardformer.weight_sharding import apply_weight_sharding
 from echelon.verify.batch import loss_of as batch_loss
@@ -50,7 +50,7 @@ class Trained:
         self.model = build_model(class_name)
         self.names = ParameterNames.of(self.model)
         apply_weight_sharding(self.model, recomputable_layers(self.model), self.mesh.group("weight"))
-        self.held = self.names.held(self.model)
+        self.held = self.names.local(self.model)
         self.optimizer = ShardedOptimizer(
             make_optimizer(self.model),
             managed_parameters(
@@ -86,7 +86,7 @@ class Trained:
         return LocalModel(
             module=self.model,
             names=self.names.state,
-            tensors=held_tensors(self.held, self.mesh),
+            tensors=local_tensors(self.held, self.mesh),
             loaded=self.optimizer.refresh_masters,
         )
 
@@ -314,7 +314,9 @@ def boost_shared(choice: ModelChoice) -> set[str]:
     booster = Booster(plugin=HybridParallelPlugin(wp_size=2, precision="fp32", num_microbatches=1))
     model = choice.build()
     wrapped, *_ = booster.boost(model, make_optimizer(model))
-    return {name for name, parameter in wrapped.held.items() if placement_of(parameter) is not None}
+    return {
+        name for name, parameter in wrapped.local_parameters.items() if placement_of(parameter) is not None
+    }
 
 
 def boost_what_cannot_be() -> None:

@@ -241,7 +241,7 @@ def manage_ties() -> list[tuple]:
         tied = model.get_parameter(name)
         names = ParameterNames.of(model)
         part, shared = ShardFormer(ShardConfig(pipeline_stage_manager=manager)).optimize(model)
-        managed = managed_parameters(names.held(part), shared, mesh=mesh, stage_manager=manager, stages={})
+        managed = managed_parameters(names.local(part), shared, mesh=mesh, stage_manager=manager, stages={})
         found += [
             (one.counts, *(group.size() for group in one.sum_groups))
             for one in managed
