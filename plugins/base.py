@@ -3,7 +3,7 @@
 import logging
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, Literal, NoReturn
@@ -33,7 +33,7 @@ _LOG = logging.getLogger("echelon")
 
 
 class Plugin(ABC):
-    """One way of training over several processes. `Booster` calls it; scripts read its sizes.
+    """Strategy of training over several processes. `Booster` calls it; scripts read its sizes.
 
     Attributes:
         mesh: all ranks.
@@ -86,11 +86,11 @@ class Plugin(ABC):
 
     @abstractmethod
     def local_model(self, model: nn.Module) -> LocalModel:
-        """What this rank holds of a boosted model, to be saved or loaded."""
+        """This rank's part of a boosted model, to be saved or loaded."""
 
     @abstractmethod
     def trained(self, optimizer: Optimizer) -> Trained:
-        """What this rank steps by a boosted optimizer, to be saved or loaded."""
+        """The tensors that a boosted optimizer steps on this rank, to be saved or loaded."""
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
@@ -147,7 +147,7 @@ class Plugin(ABC):
     ) -> SharedLoader:
         """A dataloader that gives each data-parallel rank its share, and equal batches within a replica.
 
-        It tells its position in the data by `state_dict()`, and goes on at one after `load_state_dict()`, also with
+        It reports its position in the data by `state_dict()`, and goes on at one after `load_state_dict()`, also with
         another number of replicas or another `batch_size`. The order of an epoch follows from the seed and the epoch
         alone: batches that are equally large over all replicas together hold the same samples whatever the layout.
 
@@ -167,7 +167,7 @@ class Plugin(ABC):
             kwargs: further arguments for the DataLoader, without `sampler`, `batch_sampler` and `generator`.
 
         Raises:
-            ValueError: the dataset or the arguments cannot be dealt out; all faults are told.
+            ValueError: the dataset or the arguments cannot be dealt out; all errors at once.
         """
         rank, size = self.data_rank
         return shared_loader(
@@ -184,6 +184,11 @@ class Plugin(ABC):
             num_workers=num_workers,
             **kwargs,
         )
+
+
+def own_arguments(scope: Mapping[str, Any]) -> dict[str, Any]:
+    """The named arguments of an `__init__` that begins with `own_arguments(locals())`."""
+    return {name: value for name, value in scope.items() if name not in ("self", "others", "__class__")}
 
 
 def require_process_group() -> None:
@@ -249,13 +254,13 @@ class BoostedModule(nn.Module):
 
 
 def model_errors(model: nn.Module) -> list[str]:
-    """Why a model cannot be boosted: it is none, has no values, or a plugin or ShardFormer had it before.
+    """List reasons why a model cannot be boosted: it is none, has no values, or a plugin or ShardFormer had it before.
 
     ShardFormer's hooks sum and average gradients, which an optimizer of ours would do once more; so do a plugin's.
     Other checks would stumble over these. Empty when it can.
     """
-    if faults := given_errors(model):
-        return faults
+    if errors := given_errors(model):
+        return errors
     if is_taken(model):
         return [
             "the model is already boosted, or ShardFormer has split it: give booster.boost the plain transformers "
@@ -265,7 +270,7 @@ def model_errors(model: nn.Module) -> list[str]:
 
 
 def optimizer_errors(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
-    """Why this optimizer cannot train this model; empty when it can."""
+    """List reasons why this optimizer cannot train this model."""
     if optimizer is None:
         return []
     if isinstance(optimizer, ShardedOptimizer):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..cluster.agree import batch_hash, broadcast_object, differing_ranks, gather_integers
+from ..cluster.errors import raise_errors
 from ..cluster.failures import meet_all_ranks, rename_call
 from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom
@@ -84,7 +85,9 @@ class PipelineEngine:
         )
         self._mean_samples = 1.0  # of a rank, as of the last comparison
         self._is_even = False  # whether all ranks ran equally many microbatches then
-        self._is_weighted: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # what criterions return
+        self._is_weighted: WeakKeyDictionary[Any, bool] = (
+            WeakKeyDictionary()
+        )  # what criterions return in training
         self._first_weight = 1.0  # of the calls before a step: the samples of a replica in the first of them
         self._normalizes_together = any(has_sync_batch_norm(stage.model) for stage in stages.values())
         # Collectives that depend on the number of microbatches, where that depends on each rank's batch.
@@ -105,7 +108,7 @@ class PipelineEngine:
         return_outputs: Returned,
         average_loss: bool,
     ) -> dict[str, Any]:
-        """One batch, with backward where gradients are on; see `HybridParallelPlugin.execute_pipeline`."""
+        """Run one batch, with backward where gradients are on; see `HybridParallelPlugin.execute_pipeline`."""
         trains = torch.is_grad_enabled()
         own = _Wanted(
             trains=trains,
@@ -116,35 +119,54 @@ class PipelineEngine:
         )
         batch, drawn = self._next_batch(data_iter, own)
         wanted = self._wanted.joined(own)
+        microbatches = split(self.to_compute(batch), **self._cutting)
+        weighting = _Weighting(
+            criterion or _model_loss,
+            num_microbatches=len(microbatches),
+            first_weight=self._weight_of_first_call(optimizer, trains=trains),
+        )
+        result = self._run_schedule(microbatches, weighting, optimizer, wanted, drawn)
+        loss = self._common_loss(result, weighting, optimizer, wanted) if wanted.loss else None
+        return {
+            "loss": self._returned(loss, own) if return_loss and loss is not None else None,
+            "outputs": self._returned_outputs(result, own, wanted),
+        }
+
+    def _weight_of_first_call(self, optimizer: ShardedOptimizer | None, *, trains: bool) -> float:
+        """The samples of a replica in the first of the calls before a step."""
         follows_weighted = optimizer is not None and isinstance(optimizer.gradient_factor, Tensor)
         if trains and not follows_weighted:
             self._first_weight = self._mean_samples
-        microbatches = split(self.to_compute(batch), **self._cutting)
-        judge = _Judge(
-            criterion or _model_loss, num_microbatches=len(microbatches), first_weight=self._first_weight
-        )
+        return self._first_weight
+
+    def _run_schedule(
+        self,
+        microbatches: Sequence[Any],
+        weighting: "_Weighting",
+        optimizer: ShardedOptimizer | None,
+        wanted: "_Wanted",
+        drawn: int,
+    ) -> RunResult:
+        """Compute this rank's actions of the schedule; the forwards draw random numbers that follow from `drawn`."""
+        schedule = self._schedule(len(microbatches), trains=torch.is_grad_enabled())
         trace = None if self.trace is None else Trace(self._mesh.device)
         with self._random.following(drawn) as begin_forward:
             run = ScheduleRun(
                 stages=self._stages,
                 microbatches=microbatches,
-                criterion=judge if wanted.loss else None,
+                criterion=weighting if wanted.loss else None,
                 transport=self._transport,
-                scale=lambda loss: judge.share(loss if optimizer is None else optimizer.scale_loss(loss)),
+                scale=lambda loss: weighting.share(loss if optimizer is None else optimizer.scale_loss(loss)),
                 keep_outputs=wanted.outputs,
                 before_forward=begin_forward,
                 weight_gradients=self._weight_gradients,
                 around_backward=None if optimizer is None else self._accumulating(optimizer),
                 trace=trace,
             )
-            result = run.run(self._schedule(len(microbatches), trains=trains)[self._mesh.rank("pp")])
+            result = run.run(schedule[self._mesh.rank("pp")])
         if trace is not None and self.trace is not None:
             self.trace += trace.spans()
-        loss = self._common_loss(result, judge, optimizer, wanted) if wanted.loss else None
-        return {
-            "loss": self._returned(loss, own) if return_loss and loss is not None else None,
-            "outputs": self._returned_outputs(result, own, wanted),
-        }
+        return result
 
     def _schedule(self, num_microbatches: int, *, trains: bool) -> Schedule:
         """The schedule of so many microbatches with its communication, made once."""
@@ -218,28 +240,19 @@ class PipelineEngine:
         Returns:
             The random number of the first rank.
         """
-        compares_replicas = (
-            own.trains and len(self._equal_steps) < COMPARED_CALLS and self._mesh.size("dp") > 1
-        )
-        is_hashed = compares_replicas or self._mesh.size("pp", "sp", "tp") > 1
-        code = batch_hash(batch) if is_hashed and has_batch else 0
+        is_first = own.trains and len(self._equal_steps) < COMPARED_CALLS and self._mesh.size("dp") > 1
+        is_hashed = has_batch and (is_first or self._mesh.size("pp", "sp", "tp") > 1)
+        code = batch_hash(batch) if is_hashed else 0
         samples = batch_size(batch) if has_batch else 0
         replica = self._mesh.rank("dp")
         found = gather_integers((int(has_batch), code, samples, replica, drawn, *map(int, own)))
-        ended = [rank for rank, (has_batch, *_) in enumerate(found) if not has_batch]
-        if len(ended) == len(found):
-            raise StopIteration
-        if ended:
-            raise ValueError(
-                f"the dataloader has ended on rank(s) {ended} while the other ranks still have batches: every "
-                "rank must get equally many; build it with booster.plugin.prepare_dataloader"
-            )
+        _require_batches([bool(has_batch) for has_batch, *_ in found])
         self._wanted = _common_wishes(
             [(of, _Wanted(*map(bool, wishes))) for _, _, _, of, _, *wishes in found], replica
         )
         codes = [(of, code) for _, code, _, of, *_ in found]
         self.agreement.require_equal_batches(codes)
-        if compares_replicas:
+        if is_first:
             self._note_replicas(codes)
         every = [samples for _, _, samples, *_ in found]
         self._check_batch(batch, dict(enumerate(every)))
@@ -276,8 +289,8 @@ class PipelineEngine:
             )
         if not isinstance(batch, Mapping):
             return
-        if self._mesh.size("pp") > 1 and (faults := setting_errors(batch, "the batch")):
-            raise ValueError("\n".join(faults))
+        if self._mesh.size("pp") > 1:
+            raise_errors(setting_errors(batch, "the batch"))
         if batch.get("num_items_in_batch") is None:
             return
         if (most := max(len(microbatch_lengths(count, **self._cutting)) for count in samples.values())) > 1:
@@ -292,12 +305,11 @@ class PipelineEngine:
         counts = {count: len(microbatch_lengths(count, **self._cutting)) for count in sorted(set(samples))}
         shares = self._mesh.size("weight") > 1
         if (shares or self._normalizes_together) and len(set(counts.values())) > 1:
-            told = ", ".join(f"{number} for {count} samples" for count, number in counts.items())
+            numbers = ", ".join(f"{number} for {count} samples" for count, number in counts.items())
             why = f"wp_size={self._mesh.size('weight')}" if shares else "SyncBatchNorm"
             raise ValueError(
-                f"with {why} every rank must run equally many microbatches, and the "
-                f"ranks' batches make {told}: give num_microbatches instead of microbatch_size, or drop_last=True in "
-                "the dataloader"
+                f"with {why} every rank must run equally many microbatches, and the ranks' batches make {numbers}: "
+                "give num_microbatches instead of microbatch_size, or drop_last=True in the dataloader"
             )
 
     def to_compute(self, batch: Any) -> Any:
@@ -312,27 +324,33 @@ class PipelineEngine:
         return map_tensors(batch, convert)
 
     def _common_loss(
-        self, result: RunResult, judge: "_Judge", optimizer: ShardedOptimizer | None, wanted: "_Wanted"
+        self,
+        result: RunResult,
+        weighting: "_Weighting",
+        optimizer: ShardedOptimizer | None,
+        wanted: "_Wanted",
     ) -> BatchLoss:
         """The loss of all replicas, from which the optimizer gets what corrects the gradients; see `reduced_loss`."""
         figures_R3 = reduced_loss(
             result if self._mesh.rank("pp") == self._last_rank else None,
             self._mesh,
-            num_microbatches=judge.num_microbatches,
+            num_microbatches=weighting.num_microbatches,
             by_replica=wanted.own_loss,
         )
         loss = BatchLoss(
             figures_R3=figures_R3,
             num_replicas=self._mesh.size("dp"),
-            is_weighted=self._returns_weights(judge.criterion, figures_R3[:, 2].sum(), trains=wanted.trains),
+            is_weighted=self._returns_weights(
+                weighting.criterion, figures_R3[:, 2].sum(), trains=wanted.trains
+            ),
         )
         if optimizer is not None and wanted.trains:
-            first = judge.first_weight * loss.num_replicas * optimizer.accumulation_steps
+            first = weighting.first_weight * loss.num_replicas * optimizer.accumulation_steps
             _note_factor(optimizer, first / loss.weight if loss.is_weighted else 1.0)
         return loss
 
     def _returns_weights(self, criterion: Criterion, num_weighted: Tensor, *, trains: bool) -> bool:
-        """Whether a criterion returns (loss_sum, weight). Waits for the device where it is new, or in evaluation.
+        """Return True for a criterion of (loss_sum, weight). Waits for the device where it is new, or in evaluation.
 
         Args:
             num_weighted: replicas on which it did, 0-d, equal on all ranks.
@@ -389,12 +407,24 @@ class PipelineEngine:
         return returned.as_subclass(PipelineLoss) if asked.trains else returned
 
 
+def _require_batches(has_batch: Sequence[bool]) -> None:
+    """Raise StopIteration where all ranks' data has ended, ValueError where that of some has."""
+    ended = [rank for rank, has_one in enumerate(has_batch) if not has_one]
+    if len(ended) == len(has_batch):
+        raise StopIteration
+    if ended:
+        raise ValueError(
+            f"the dataloader has ended on rank(s) {ended} while the other ranks still have batches: every "
+            "rank must get equally many; build it with booster.plugin.prepare_dataloader"
+        )
+
+
 def _note_factor(optimizer: ShardedOptimizer, factor: float | Tensor) -> None:
     """Leave the optimizer what corrects the gradients of a batch, where it accumulates no other that needs another."""
-    held = optimizer.gradient_factor
-    if isinstance(held, Tensor) and isinstance(factor, Tensor) and optimizer.accumulation_steps > 1:
-        factor = 1 / (1 / held + 1 / factor)  # by the sum of their weights, as of one larger batch
-    elif held is not None and (isinstance(held, Tensor) or isinstance(factor, Tensor)):
+    previous = optimizer.gradient_factor
+    if isinstance(previous, Tensor) and isinstance(factor, Tensor) and optimizer.accumulation_steps > 1:
+        factor = 1 / (1 / previous + 1 / factor)  # by the sum of their weights, as of one larger batch
+    elif previous is not None and (isinstance(previous, Tensor) or isinstance(factor, Tensor)):
         raise ValueError(
             "a batch whose criterion returned (loss_sum, weight) was accumulated with another before "
             "optimizer.step(), and the weights of both are not known together: give the plugin "
@@ -413,12 +443,12 @@ class _Wanted(NamedTuple):
     outputs_everywhere: bool
 
     def joined(self, other: "_Wanted") -> "_Wanted":
-        """What either of two asks for."""
+        """Combine two calls: everything that either of them asks for."""
         return _Wanted(*(mine or theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 def _common_wishes(every: Sequence[tuple[int, _Wanted]], replica: int) -> _Wanted:
-    """What all ranks compute: a loss that any of them wants, and outputs that any of this replica does.
+    """Combine the wishes of all ranks: a loss that any of them wants, and outputs that any of this replica does.
 
     Both take communication, which ranks that want neither join.
 
@@ -444,7 +474,7 @@ def _common_wishes(every: Sequence[tuple[int, _Wanted]], replica: int) -> _Wante
     )
 
 
-class _Judge:
+class _Weighting:
     """A criterion, with how much of a microbatch's loss is differentiated: its share of the batch."""
 
     def __init__(self, criterion: Criterion, *, num_microbatches: int, first_weight: float) -> None:
@@ -454,9 +484,9 @@ class _Judge:
         self.is_weighted = False
 
     def __call__(self, outputs: Any, inputs: Any) -> Tensor | tuple[Tensor, Tensor]:
-        judged = self.criterion(outputs, inputs)
-        self.is_weighted = isinstance(judged, tuple)
-        return judged
+        computed = self.criterion(outputs, inputs)
+        self.is_weighted = isinstance(computed, tuple)
+        return computed
 
     def share(self, loss: Tensor) -> Tensor:
         """The part that is differentiated: of a mean an equal one, of a sum what the first weight leaves."""
@@ -482,7 +512,7 @@ def _model_loss(outputs: Any, inputs: Any) -> Tensor:
 
 
 def _whole(outputs: Any) -> Any:
-    """Outputs with whole logits. All-gather over tp where they are split, over sp where they are spread."""
+    """Outputs with whole logits. All-gather over tp or sp where they are sharded."""
     for name in list(getattr(outputs, "keys", tuple)()):
         if isinstance(outputs[name], (VocabParallelLogits, SequenceParallelLogits)):
             setattr(outputs, name, outputs[name].gather().detach())

@@ -1,4 +1,4 @@
-"""What HybridParallelPlugin is asked for, as data that is checked at once. What it does is hybrid_parallel.py."""
+"""Options of HybridParallelPlugin as frozen data, with all of their errors at once."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,12 +25,56 @@ from ..shardformer.sequence.config import WHOLE, SequenceParallelism
 from ..shardformer.tables.table import Table
 from ..shardformer.weight_sharding import weight_errors
 from ..zero.partition import zero_size_errors
-from ..zero.precision import DTYPES, PrecisionConfig, precision_faults
+from ..zero.precision import DTYPES, PrecisionConfig, default_precision, precision_faults
+
+# Arguments of the plugin by the names that they have in the configs; those that are not listed keep theirs.
+_PIPELINE = {
+    "pp_style": "style",
+    "num_model_chunks": "num_model_chunks",
+    "num_microbatches": "num_microbatches",
+    "microbatch_size": "microbatch_size",
+    "num_layers_per_stage": "num_layers_per_stage",
+    "overlap_p2p": "overlap_p2p",
+    "gradient_checkpoint_config": "checkpoint",
+}
+_PRECISION = {
+    name: name
+    for name in (
+        *("precision", "initial_scale", "min_scale", "growth_factor", "growth_interval", "backoff_factor"),
+        *("hysteresis", "max_scale"),
+    )
+}
+_FUSED = {
+    "enable_flash_attention": "flash_attention",
+    "enable_xformers": "xformers",
+    "enable_fused_normalization": "normalization",
+    "enable_jit_fused": "jit",
+    "enable_all_optimization": "everything",
+}
+_SEQUENCE = {
+    "enable_sequence_parallelism": "enable",
+    "sequence_parallelism_mode": "mode",
+    "enable_sequence_regather": "regathers",
+    "enable_sequence_overlap": "overlaps",
+    "inner_ring_size": "inner_ring_size",
+}
+_RENAMED = {
+    "tp_size": "tp",
+    "pp_size": "pp",
+    "dp_size": "dp",
+    "wp_size": "wp",
+    "zero_bucket_size_in_m": "bucket_size_in_m",
+}
+
+
+def _taken(arguments: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Take these arguments out, under their other names."""
+    return {name: arguments.pop(argument) for argument, name in names.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """How a batch goes through the pipeline.
+    """Options of the pipeline.
 
     Args:
         style: a name in `pipeline.schedules.SCHEDULES`, or a schedule of the user's own.
@@ -38,7 +82,7 @@ class PipelineConfig:
         num_microbatches, microbatch_size: into how many parts a batch is split, or of how many samples each;
             one of them under a pipeline, and neither means one part.
         num_layers_per_stage: how many layers each stage gets; None deals them out.
-        overlap_p2p: compute while tensors travel between stages.
+        overlap_p2p: compute while tensors are in flight between stages.
         checkpoint: which layers are recomputed in backward; None for none.
     """
 
@@ -52,33 +96,33 @@ class PipelineConfig:
 
     @property
     def cutting(self) -> dict[str, int | None]:
-        """How a batch is cut, as `pipeline.microbatch` takes it: into one microbatch where nothing is said."""
-        is_said = self.num_microbatches is not None or self.microbatch_size is not None
+        """The arguments of `pipeline.microbatch`: one microbatch where nothing is given."""
+        is_given = self.num_microbatches is not None or self.microbatch_size is not None
         return {
-            "num_microbatches": self.num_microbatches if is_said else 1,
+            "num_microbatches": self.num_microbatches if is_given else 1,
             "microbatch_size": self.microbatch_size,
         }
 
-    def faults(self, pp_size: int) -> list[str]:
-        """All that is wrong with it, each with what would work."""
-        found = self._number_faults(pp_size)
-        style = self._style_faults(pp_size)
+    def errors(self, pp_size: int) -> list[str]:
+        """List all errors for a pipeline of so many ranks, each with what would work."""
+        found = self._number_errors(pp_size)
+        style = self._style_errors(pp_size)
         num_stages = None  # not known where the schedule is not
         if not found and not style:
             num_stages = len(self.placement(pp_size))
         found += [*style, *switch_errors({"overlap_p2p": self.overlap_p2p})]
-        return found + self._layer_faults(num_stages) + self._checkpoint_faults(num_stages)
+        return found + self._layer_errors(num_stages) + self._checkpoint_errors(num_stages)
 
-    def _style_faults(self, pp_size: int) -> list[str]:
-        """What is wrong with the schedule, of whichever number of microbatches where that makes no sense itself."""
+    def _style_errors(self, pp_size: int) -> list[str]:
+        """Errors of the schedule, for any number of microbatches where that number is an error itself."""
         if whole_number_errors({"num_model_chunks": self.num_model_chunks}):
             return []
         number = self.num_microbatches
         is_known = number is not None and not whole_number_errors({"": number}) and not is_below_one(number)
-        faults = style_errors(self.style, self.num_model_chunks, pp_size, number if is_known else None)
-        return [f"pp_style: {fault}" for fault in faults]
+        found = style_errors(self.style, self.num_model_chunks, pp_size, number if is_known else None)
+        return [f"pp_style: {error}" for error in found]
 
-    def _number_faults(self, pp_size: int) -> list[str]:
+    def _number_errors(self, pp_size: int) -> list[str]:
         parts = {"num_microbatches": self.num_microbatches, "microbatch_size": self.microbatch_size}
         given = {name: value for name, value in parts.items() if value is not None}
         numbers = given | {"num_model_chunks": self.num_model_chunks}
@@ -97,7 +141,7 @@ class PipelineConfig:
             )
         return found
 
-    def _checkpoint_faults(self, num_stages: int | None) -> list[str]:
+    def _checkpoint_errors(self, num_stages: int | None) -> list[str]:
         if self.checkpoint is None:
             return []
         if not isinstance(self.checkpoint, PipelineGradientCheckpointConfig):
@@ -112,7 +156,7 @@ class PipelineConfig:
         return stage_placement(*self._style(pp_size), self.num_microbatches)
 
     def splits_backward(self, pp_size: int) -> bool:
-        """Whether the schedule has weight gradients of its own."""
+        """Return True for a schedule with weight gradients as actions of their own."""
         style, num_ranks, _ = self._style(pp_size)
         return splits_backward(style, num_ranks, self.num_microbatches)
 
@@ -127,7 +171,7 @@ class PipelineConfig:
         """Style, ranks and chunks; a single rank has nothing to gain from several stages or from waiting work."""
         return ("1f1b", 1, 1) if pp_size == 1 else (self.style, pp_size, self.num_model_chunks)
 
-    def _layer_faults(self, num_stages: int | None) -> list[str]:
+    def _layer_errors(self, num_stages: int | None) -> list[str]:
         given = self.num_layers_per_stage
         if given is None:
             return []
@@ -146,16 +190,16 @@ class PipelineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig:
-    """All that a HybridParallelPlugin is asked for.
+    """Options of a HybridParallelPlugin.
 
     Args:
         tp, pp, sp: sizes of the tensor, pipeline and sequence axes.
-        sequence: how sequences are spread over the tensor or the sequence axis.
-        wp: over how many neighbours on the data axis the weights of linear layers are shared out.
+        sequence: how sequences are sharded over the tensor or the sequence axis.
+        wp: the number of neighbours on the data axis over which the weights of linear layers are sharded.
         wp_overlap, wp_memory_pool: see `shardformer.layers.weight_sharding.WeightPool`.
         dp: size of the data axis; None is what the world size leaves.
-        zero_stage: 0 plain data parallelism, 1 optimizer states split over it, 2 gradients too.
-        zero_size: over how many replicas they are split; -1 or 0 is all of them.
+        zero_stage: 0 plain data parallelism, 1 optimizer states sharded over it, 2 gradients too.
+        zero_size: the number of replicas over which they are sharded; -1 or 0 is all of them.
         overlap_communication: whether gradients are averaged while backward runs.
         overlap_allgather: whether parameters are gathered while the next forward runs.
         communication_dtype: the format in which gradients are averaged over the replicas; None is float32.
@@ -167,7 +211,7 @@ class HybridConfig:
         bucket_size_in_m: millions (2**20) of gradient elements that are reduced together.
         parallel_output, make_vocab_size_divisible_by: see `shardformer.ShardConfig`.
         fused: the fused kernels that the model is to use.
-        custom_policy: how the model is split, by a policy or a table; None takes the table of its type.
+        custom_policy: the policy or table that splits the model; None takes the table of its type.
     """
 
     tp: int = 1
@@ -195,6 +239,24 @@ class HybridConfig:
     fused: FusedKernels = field(default_factory=FusedKernels)
     custom_policy: Policy | Table | None = None
 
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> "HybridConfig":
+        """The options that all arguments of the plugin together ask for, by name."""
+        rest = dict(arguments)
+        sp_size, tp_size = rest.pop("sp_size"), rest["tp_size"]
+        sequence = SequenceParallelism.asked(sp_size=sp_size, **_taken(rest, _SEQUENCE))
+        precision = _taken(rest, _PRECISION)
+        if precision["precision"] is None:
+            precision["precision"] = default_precision(default_device())
+        return cls(
+            sp=sequence.own_axis(sp_size=sp_size, tp_size=tp_size),
+            sequence=sequence,
+            pipeline=PipelineConfig(**_taken(rest, _PIPELINE)),
+            precision_settings=precision,
+            fused=FusedKernels.asked(**_taken(rest, _FUSED)),
+            **{_RENAMED.get(name, name): value for name, value in rest.items()},
+        )
+
     @cached_property
     def precision(self) -> PrecisionConfig:
         """The precision, once its settings are known to be sound."""
@@ -206,8 +268,8 @@ class HybridConfig:
         given = self.communication_dtype
         return torch.float32 if given is None else DTYPES[given] if isinstance(given, str) else given
 
-    def faults(self, world_size: int) -> list[str]:
-        """All that is wrong with it in a world of this size, each with what would work."""
+    def errors(self, world_size: int) -> list[str]:
+        """List all errors in a world of this size, each with what would work."""
         sizes = {"tp_size": self.tp, "pp_size": self.pp, "sp_size": self.sp, "wp_size": self.wp}
         sizes |= {} if self.dp is None else {"dp_size": self.dp}
         sizes |= {
@@ -237,7 +299,7 @@ class HybridConfig:
             *("wp_overlap", "wp_memory_pool"),
         )
         found += switch_errors({name: getattr(self, name) for name in switches})
-        found += self._fused_faults()
+        found += self._fused_errors()
         found += self.sequence.faults(tp_size=self.tp, sp_size=self.sp)
         if self.overlap_allgather is True and self.zero_stage == 0:
             found.append(
@@ -258,10 +320,10 @@ class HybridConfig:
             if getattr(self, name) < 1
         ]
         found += policy_errors("custom_policy", self.custom_policy)
-        pipeline_faults = self.pipeline.faults(self.pp) if self.pp >= 1 else []
-        return found + pipeline_faults + precision_faults(**self.precision_settings)
+        pipeline_errors = self.pipeline.errors(self.pp) if self.pp >= 1 else []
+        return found + pipeline_errors + precision_faults(**self.precision_settings)
 
-    def _fused_faults(self) -> list[str]:
+    def _fused_errors(self) -> list[str]:
         fused = self.fused
         options = {
             "enable_flash_attention": fused.flash_attention,
@@ -274,7 +336,7 @@ class HybridConfig:
 
 
 def whole_number_errors(given: Mapping[str, Any]) -> list[str]:
-    """Which of these are not whole numbers."""
+    """List values that are not whole numbers."""
     return [
         f"{name}={value!r} must be a whole number"
         for name, value in given.items()
@@ -283,5 +345,5 @@ def whole_number_errors(given: Mapping[str, Any]) -> list[str]:
 
 
 def is_below_one(value: Any) -> bool:
-    """Whether it is a number that is less than 1."""
+    """Return True for a number below 1."""
     return isinstance(value, (int, float)) and value < 1

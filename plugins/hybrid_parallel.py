@@ -21,21 +21,18 @@ from ..checkpoint.optimizer import Trained
 from ..cluster.agree import require_equal
 from ..cluster.errors import raise_errors
 from ..cluster.failures import naming_failures
-from ..cluster.launch import default_device
 from ..cluster.mesh import ParallelMesh
 from ..pipeline.runner import Criterion
 from ..pipeline.schedules import UserSchedule
 from ..pipeline.stage_manager import PipelineStageManager
-from ..shardformer.fused import FusedKernels
 from ..shardformer.policy import Policy
 from ..shardformer.recompute import PipelineGradientCheckpointConfig
-from ..shardformer.sequence.config import SequenceParallelism, double_ring
+from ..shardformer.sequence.config import double_ring
 from ..shardformer.tables.table import Table
 from ..zero.optimizer import ShardedOptimizer
-from ..zero.precision import default_precision
-from .base import Boosted, Plugin, Returned, require_process_group
+from .base import Boosted, Plugin, Returned, own_arguments, require_process_group
 from .colossalai import HYBRID, unavailable_errors
-from .hybrid_config import HybridConfig, PipelineConfig
+from .hybrid_config import HybridConfig
 from .hybrid_model import HybridParallelModule, boost, refuse_pipeline
 from .internevo import in_its_words, plugin_arguments
 from .ledger import Ledger
@@ -47,17 +44,17 @@ class HybridParallelPlugin(Plugin):
     """Trains a transformers model over tp × pp × sp × dp processes, with ZeRO and mixed precision.
 
     Args:
-        tp_size: ranks over which each layer is split.
+        tp_size: ranks over which each layer is sharded.
         pp_size: stages that the layers are dealt out to.
-        sp_size: ranks over which sequences are spread, by "all_to_all" and "ring_attn"; None is 1.
+        sp_size: ranks over which sequences are sharded, by "all_to_all" and "ring_attn"; None is 1.
         dp_size: replicas that get different batches; None is what the world size leaves.
-        zero_stage: 0 keeps optimizer states whole on each replica, 1 splits them over the replicas, 2 gradients too:
+        zero_stage: 0 replicates optimizer states, 1 shards them over the replicas, 2 gradients too:
             they are averaged in every backward, and no rank holds them whole.
-        zero_size: over how many neighbouring replicas `zero_stage` splits, those of a node for example; -1 or 0 is all
-            of them, 1 none. Gradients are averaged over all replicas.
+        zero_size: the number of neighbouring replicas over which `zero_stage` shards, those of a node for example; -1
+            or 0 is all of them, 1 none. Gradients are averaged over all replicas.
         precision: "fp32", "bf16" or "fp16"; 16-bit weights keep float32 masters. None is fp32 on a CPU, bf16 on a GPU
             that computes in it, else fp16.
-        num_microbatches, microbatch_size: how a batch is cut; under a pipeline one of them is needed.
+        num_microbatches, microbatch_size: how a batch is split; under a pipeline one of them is needed.
         gradient_accumulation_steps: calls of `execute_pipeline`, or of `booster.backward`, before each step, which
             takes the mean of their gradients. With 1 there may be any number, and it takes their sum.
         pp_style: the schedule: "gpipe", "1f1b", "interleaved", "zbh1", "zbv" (docs/pipeline.md says which to
@@ -67,20 +64,20 @@ class HybridParallelPlugin(Plugin):
         num_layers_per_stage: layers of each stage, all chunks counted; None deals them out, evenly where they
             divide and else so that the largest stage has as few parameters as possible.
         gradient_checkpoint_config: layers that are recomputed in backward.
-        overlap_p2p: compute while tensors travel between stages.
-        enable_sequence_parallelism: spread the sequences within layers over ranks; docs/sequence.md says which mode to
-            choose.
+        overlap_p2p: compute while tensors are in flight between stages.
+        enable_sequence_parallelism: shard the sequences within layers over ranks; docs/sequence.md says which mode
+            to choose.
         sequence_parallelism_mode: "split_gather" or "ring" over the tensor axis, "all_to_all" or "ring_attn" over one
             of sp_size ranks. None is "all_to_all" where there are such, else "split_gather".
         enable_sequence_overlap: of "split_gather" and "ring", gather in backward while gradients are computed.
         enable_sequence_regather: of "split_gather", keep a part of what is gathered and gather it again in backward.
         inner_ring_size: of "ring_attn", ranks of the inner one of two rings, those of a node for example.
-        wp_size: neighbours on the data axis (dp and sp together) that share out the weights of linear layers, and
-            gather them layer by layer (InternEvo's isp, arXiv:2401.09149).
+        wp_size: neighbours on the data axis (dp and sp together) over which the weights of linear layers are
+            sharded; they gather them layer by layer (InternEvo's isp, arXiv:2401.09149).
         wp_overlap: gather the next layer's weights while one computes.
         wp_memory_pool: gather into the same few buffers again and again.
-        parallel_output: leave logits split over the vocabulary after training calls with labels (see
-            `VocabParallelLogits`); the loss is computed from split logits in any case.
+        parallel_output: leave logits sharded over the vocabulary after training calls with labels (see
+            `VocabParallelLogits`); the loss is computed from sharded logits in any case.
         make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times tp_size.
         initial_scale, min_scale, growth_factor, growth_interval, backoff_factor, hysteresis, max_scale: the
             loss scale of fp16; see `zero.precision.PrecisionConfig`.
@@ -104,12 +101,12 @@ class HybridParallelPlugin(Plugin):
 
     Raises:
         RuntimeError: no process group was started.
-        ValueError: what is asked for does not fit; all faults at once, on every rank, before any communication.
+        ValueError: what is asked for does not fit; all errors at once, on every rank, before any communication.
     """
 
     _unavailable = HYBRID
 
-    def __init__(  # long since it is a list of arguments, handed on to a config
+    def __init__(  # a list of arguments, handed on to a config by name
         self,
         tp_size: int = 1,
         pp_size: int = 1,
@@ -159,66 +156,11 @@ class HybridParallelPlugin(Plugin):
         custom_policy: Policy | Table | None = None,
         **others: Any,
     ) -> None:
+        arguments = own_arguments(locals())
         unavailable = unavailable_errors(type(self), self._unavailable, others)
-        sequence = SequenceParallelism.asked(
-            enable=enable_sequence_parallelism,
-            mode=sequence_parallelism_mode,
-            sp_size=sp_size,
-            regathers=enable_sequence_regather,
-            overlaps=enable_sequence_overlap,
-            inner_ring_size=inner_ring_size,
-        )
-        self.config = HybridConfig(
-            tp=tp_size,
-            pp=pp_size,
-            sp=sequence.own_axis(sp_size=sp_size, tp_size=tp_size),
-            dp=dp_size,
-            sequence=sequence,
-            wp=wp_size,
-            wp_overlap=wp_overlap,
-            wp_memory_pool=wp_memory_pool,
-            zero_stage=zero_stage,
-            zero_size=zero_size,
-            overlap_communication=overlap_communication,
-            overlap_allgather=overlap_allgather,
-            communication_dtype=communication_dtype,
-            cpu_offload=cpu_offload,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            pipeline=PipelineConfig(
-                style=pp_style,
-                num_microbatches=num_microbatches,
-                microbatch_size=microbatch_size,
-                num_model_chunks=num_model_chunks,
-                num_layers_per_stage=num_layers_per_stage,
-                overlap_p2p=overlap_p2p,
-                checkpoint=gradient_checkpoint_config,
-            ),
-            precision_settings=dict(
-                precision=default_precision(default_device()) if precision is None else precision,
-                initial_scale=initial_scale,
-                min_scale=min_scale,
-                growth_factor=growth_factor,
-                growth_interval=growth_interval,
-                backoff_factor=backoff_factor,
-                hysteresis=hysteresis,
-                max_scale=max_scale,
-            ),
-            max_norm=max_norm,
-            bucket_size_in_m=zero_bucket_size_in_m,
-            parallel_output=parallel_output,
-            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-            check_every=check_every,
-            fused=FusedKernels.asked(
-                flash_attention=enable_flash_attention,
-                xformers=enable_xformers,
-                normalization=enable_fused_normalization,
-                jit=enable_jit_fused,
-                everything=enable_all_optimization,
-            ),
-            custom_policy=custom_policy,
-        )
+        self.config = HybridConfig.of(arguments)
         require_process_group()
-        raise_errors([*unavailable, *self.config.faults(dist.get_world_size())])
+        raise_errors([*unavailable, *self.config.errors(dist.get_world_size())])
         require_equal(self.config, what="the plugin")
         self.has_default_precision = precision is None
         self.mesh = ParallelMesh(pp=pp_size, dp=dp_size, sp=self.config.sp, tp=tp_size, wp=wp_size)
@@ -229,7 +171,7 @@ class HybridParallelPlugin(Plugin):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path, **others: Any) -> "HybridParallelPlugin":
-        """The plugin that an InternEvo configuration asks for; see docs/coming-from-internevo.md.
+        """Make the plugin that an InternEvo configuration asks for; see docs/coming-from-internevo.md.
 
         Args:
             config: the configuration, its `parallel` section alone, or the path of a .py or .json file.
@@ -247,7 +189,7 @@ class HybridParallelPlugin(Plugin):
 
     @property
     def tp_size(self) -> int:
-        """Ranks over which each layer is split."""
+        """Ranks over which each layer is sharded."""
         return self.mesh.size("tp")
 
     @property
@@ -262,12 +204,12 @@ class HybridParallelPlugin(Plugin):
 
     @property
     def sp_size(self) -> int:
-        """Ranks over which the sequence is split."""
+        """Ranks over which sequences are sharded."""
         return self.mesh.size("sp")
 
     @property
     def zero_stage(self) -> int:
-        """What is split over the replicas: 0 nothing, 1 the optimizer's states, 2 gradients too."""
+        """ZeRO's stage: 0 shards nothing over the replicas, 1 optimizer states, 2 gradients too."""
         return self.config.zero_stage
 
     @property
@@ -290,8 +232,8 @@ class HybridParallelPlugin(Plugin):
     ) -> Boosted:
         """Split the model, wrap the optimizer; criterion, dataloader and scheduler are returned as they are.
 
-        Collective over the world; every rank gives an equal model. One that was built lazily is made real once it is
-        split. See `Booster.boost`.
+        Collective over the world; every rank gives an equal model. One that was built lazily is materialized once
+        it is split. See `Booster.boost`.
         """
         boosted = boost(
             model,
@@ -413,11 +355,11 @@ class HybridParallelPlugin(Plugin):
         return model
 
     def ledger(self, optimizer: ShardedOptimizer | None = None) -> Ledger:
-        """A context that counts bytes and calls by axis and kind; it knows the held memory of `optimizer` too."""
+        """A context that counts bytes and calls by axis and kind; it knows the memory of `optimizer` too."""
         return Ledger(self.mesh, optimizer)
 
     def local_model(self, model: nn.Module) -> LocalModel:
-        """What this rank holds of a boosted model."""
+        """This rank's part of a boosted model."""
         boosted = self._boosted(model, None, "saving and loading")
         return LocalModel(
             module=boosted.module,
@@ -428,7 +370,7 @@ class HybridParallelPlugin(Plugin):
         )
 
     def trained(self, optimizer: Optimizer) -> Trained:
-        """What this rank steps by a boosted optimizer."""
+        """The tensors that a boosted optimizer steps on this rank."""
         if not isinstance(optimizer, ShardedOptimizer):
             raise ValueError("saving and loading takes the optimizer that booster.boost returned")
         return trained_shards(optimizer, self.mesh)

@@ -1,4 +1,4 @@
-"""What training costs on this rank: bytes that travel, by axis and kind, and bytes that are held."""
+"""The cost of training on this rank: bytes sent by axis and kind, and bytes of local memory."""
 
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -12,7 +12,7 @@ _MEBI = 2**20
 
 
 class Ledger(AbstractContextManager["Ledger"]):
-    """Counts communication while it is entered, and held memory whenever it is asked.
+    """Counts communication while it is entered, and local memory whenever it is asked.
 
         with plugin.ledger(optimizer) as ledger:
             booster.execute_pipeline(...)
@@ -23,8 +23,8 @@ class Ledger(AbstractContextManager["Ledger"]):
     Counting slows a step by some microseconds for every operation: time without it.
 
     Args:
-        mesh: whose axes messages are told by.
-        optimizer: what `boost` returned; None leaves held memory out.
+        mesh: by whose axes messages are counted.
+        optimizer: what `boost` returned; None leaves memory out.
     """
 
     def __init__(self, mesh: ParallelMesh, optimizer: ShardedOptimizer | None) -> None:

@@ -70,7 +70,7 @@ def unwrapped(model: nn.Module) -> Unwrapped:
 
 
 def peft_model_errors(model: nn.Module) -> list[str]:
-    """Why a PeftModel cannot be boosted; empty for any other model."""
+    """List reasons why a PeftModel cannot be boosted; none for any other model."""
     if not _is_peft_model(model):
         return []
     peft_model: Any = model
@@ -99,7 +99,7 @@ def _is_peft_model(model: nn.Module) -> bool:
 
 
 def _config_writer(model: nn.Module, config: Any) -> Any:
-    """What writes an adapter's configuration as peft does: for inference; without a task, with the model's class."""
+    """Make a function that writes peft's configuration: for inference; without a task, with the model's class."""
     written = copy.deepcopy(config)
     written.inference_mode = True
     kind = type(model)
@@ -130,20 +130,20 @@ def enable_lora(
 ) -> nn.Module:
     """See `Booster.enable_lora`."""
     peft = require_peft()
-    faults = [
-        *_argument_faults(pretrained_dir, lora_config, bnb_quantization_config, quantize),
-        *_model_faults(model),
+    errors = [
+        *_argument_errors(pretrained_dir, lora_config, bnb_quantization_config, quantize),
+        *_model_errors(model),
     ]
-    if not faults and lora_config is not None:
-        faults = [*_config_faults(model, lora_config, peft)]
-    raise_errors(faults)
+    if not errors and lora_config is not None:
+        errors = [*_config_errors(model, lora_config, peft)]
+    raise_errors(errors)
     with _quiet():
         if pretrained_dir is None:
             return peft.get_peft_model(model, lora_config)
         return _loaded(model, Path(pretrained_dir), peft)
 
 
-def _argument_faults(
+def _argument_errors(
     pretrained_dir: str | Path | None, lora_config: Any, bnb_quantization_config: Any, quantize: bool
 ) -> list[str]:
     found = []
@@ -165,8 +165,8 @@ def _argument_faults(
     return found
 
 
-def _model_faults(model: nn.Module) -> list[str]:
-    """Why a model cannot have adapters put into it."""
+def _model_errors(model: nn.Module) -> list[str]:
+    """List reasons why a model cannot take adapters."""
     if is_split(model) or hasattr(model, "unwrap"):
         return [
             "the model is already boosted or split: call booster.enable_lora before booster.boost, which then splits"
@@ -176,14 +176,14 @@ def _model_faults(model: nn.Module) -> list[str]:
     return []
 
 
-def _config_faults(model: nn.Module, config: Any, peft: Any) -> list[str]:
-    """Why these adapters are none for this model."""
+def _config_errors(model: nn.Module, config: Any, peft: Any) -> list[str]:
+    """List reasons why these adapters do not fit this model."""
     if type(config) is not peft.LoraConfig:
         return [f"lora_config is a {type(config).__name__}: give a peft.LoraConfig"]
-    return [*_task_faults(model, config), *_target_faults(model, config)]
+    return [*_task_errors(model, config), *_target_errors(model, config)]
 
 
-def _task_faults(model: nn.Module, config: Any) -> list[str]:
+def _task_errors(model: nn.Module, config: Any) -> list[str]:
     """A task that is another class's than the model's; classes that transformers lists nowhere have any."""
     asked, kind = getattr(config.task_type, "value", config.task_type), type(model).__name__
     tasks = [task for task, listing in _TASKS.items() if kind in getattr(modeling_auto, listing).values()]
@@ -193,7 +193,7 @@ def _task_faults(model: nn.Module, config: Any) -> list[str]:
     return [f"lora_config is for task_type={asked!r}, and the model is a {kind}: use task_type={fitting}"]
 
 
-def _target_faults(model: nn.Module, config: Any) -> list[str]:
+def _target_errors(model: nn.Module, config: Any) -> list[str]:
     """Names of modules that the model does not have, of which peft would pass over those that others stand beside."""
     known = [name for name, _ in model.named_modules()]
     ends = sorted({name.rpartition(".")[2] for name in known if _is_linear(model.get_submodule(name))})
@@ -220,11 +220,11 @@ def _loaded(model: nn.Module, folder: Path, peft: Any) -> nn.Module:
     peft_model: nn.Module = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     raise_errors(peft_model_errors(peft_model))
     needed, stored = set(names_by_key(peft_model, "default")), set(_stored_names(folder))
-    faults = [f"{name} is missing" for name in sorted(needed - stored)]
+    errors = [f"{name} is missing" for name in sorted(needed - stored)]
     known = set(peft_model.state_dict())
-    faults += [f"{name} is not in the model" for name in sorted(stored - needed - known)]
-    if faults:
-        raise ValueError(f"the adapters in {folder} do not fit this model: {'; '.join(faults)}")
+    errors += [f"{name} is not in the model" for name in sorted(stored - needed - known)]
+    if errors:
+        raise ValueError(f"the adapters in {folder} do not fit this model: {'; '.join(errors)}")
     return peft_model
 
 
@@ -238,7 +238,7 @@ def _stored_names(folder: Path) -> list[str]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what peft warns of that is no business of the caller, or is told as an error."""
+    """Silence warnings of peft that are none of the caller's, or are raised as errors."""
     with warnings.catch_warnings():
         # peft 0.21 reads a property that transformers 5.23 has renamed; it can go when peft reads the new one.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)

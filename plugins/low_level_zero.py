@@ -1,34 +1,36 @@
 """LowLevelZeroPlugin: the hybrid plugin with data parallelism and ZeRO alone."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from .base import own_arguments
 from .colossalai import ZERO, unavailable_errors
 from .hybrid_parallel import HybridParallelPlugin
 
+# Arguments that HybridParallelPlugin has under other names, in which its errors speak.
+_RENAMED = {"stage": "zero_stage", "reduce_bucket_size_in_m": "zero_bucket_size_in_m"}
+
 
 class LowLevelZeroPlugin(HybridParallelPlugin):
-    """Data parallelism with optimizer states, or gradients too, split over the ranks (ZeRO, arXiv:1910.02054).
+    """Data parallelism with optimizer states, or gradients too, sharded over the ranks (ZeRO, arXiv:1910.02054).
 
     Args:
-        stage: 2 splits gradients and optimizer states, 1 states alone, 0 neither.
+        stage: 2 shards gradients and optimizer states, 1 states alone, 0 neither.
         precision: "fp32", "bf16" or "fp16"; None is fp32 on a CPU, bf16 on a GPU that computes in it, else fp16.
         initial_scale, min_scale, growth_factor, growth_interval, backoff_factor, hysteresis, max_scale: the
             loss scale of fp16.
         max_norm: clip gradients to this norm; 0 does not.
         reduce_bucket_size_in_m: millions (2**20) of gradient elements that are reduced together.
-        zero_size: over how many neighbouring ranks a stage above 0 splits; -1 or 0 is all of them, 1 none.
+        zero_size: the number of neighbouring ranks over which a stage above 0 shards; -1 or 0 is all of them, 1 none.
         cpu_offload: keep masters and optimizer states on the CPU, and step there.
         overlap_communication, overlap_allgather, communication_dtype: see `HybridParallelPlugin`.
-        num_microbatches, microbatch_size: how `execute_pipeline` cuts a batch; None takes it whole.
+        num_microbatches, microbatch_size: how `execute_pipeline` splits a batch; None takes it whole.
         gradient_accumulation_steps, check_every: see `HybridParallelPlugin`.
         others: further arguments of ColossalAI's, taken where they ask for nothing (see `colossalai.ZERO`).
 
     Raises:
-        ValueError: what is asked for does not fit; all faults at once.
+        ValueError: what is asked for does not fit; all errors at once.
     """
 
     _unavailable = ZERO
@@ -58,40 +60,15 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         check_every: int = 100,
         **others: Any,
     ) -> None:
+        arguments = own_arguments(locals())
         unavailable_errors(
             type(self), ZERO, others
-        )  # of an unknown name here: it may be one of HybridParallelPlugin
-        with _own_names():
-            super().__init__(
-                precision=precision,
-                zero_stage=stage,
-                zero_size=zero_size,
-                overlap_communication=overlap_communication,
-                overlap_allgather=overlap_allgather,
-                communication_dtype=communication_dtype,
-                cpu_offload=cpu_offload,
-                num_microbatches=num_microbatches,
-                microbatch_size=microbatch_size,
-                gradient_accumulation_steps=gradient_accumulation_steps,
-                check_every=check_every,
-                initial_scale=initial_scale,
-                min_scale=min_scale,
-                growth_factor=growth_factor,
-                growth_interval=growth_interval,
-                backoff_factor=backoff_factor,
-                hysteresis=hysteresis,
-                max_scale=max_scale,
-                max_norm=max_norm,
-                zero_bucket_size_in_m=reduce_bucket_size_in_m,
-                **others,
-            )
-
-
-@contextmanager
-def _own_names() -> Iterator[None]:
-    """Let what is refused be told by the names that this plugin has for it."""
-    try:
-        yield
-    except ValueError as error:
-        told = str(error).replace("zero_stage", "stage")
-        raise ValueError(told.replace("zero_bucket_size_in_m", "reduce_bucket_size_in_m")) from None
+        )  # an unknown name here may be one of HybridParallelPlugin
+        renamed = {_RENAMED.get(name, name): value for name, value in arguments.items()}
+        try:
+            super().__init__(**renamed, **others)
+        except ValueError as error:
+            text = str(error)
+            for name, other in _RENAMED.items():
+                text = text.replace(other, name)
+            raise ValueError(text) from None

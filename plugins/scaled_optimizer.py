@@ -32,7 +32,7 @@ class ScaledOptimizer(Optimizer):
         optim: the inner optimizer.
         scaler: the loss scale.
         names: of the parameters, in the plain model.
-        last_norm: what `clip_grad_by_norm` found last, None before: torch measures no norm by itself.
+        last_norm: the last result of `clip_grad_by_norm`, None before: torch measures no norm by itself.
         group: of all ranks and of no other use: options of the groups are compared in it; None compares nothing.
         after_step: is called at the end of every step, also of one that was skipped.
         skipped_steps: how many steps an overflow skipped; without a loss scale none is.
@@ -125,7 +125,7 @@ class ScaledOptimizer(Optimizer):
     ) -> Tensor:
         """Clip the true gradients to a norm, after all backwards of a step; returns the norm before.
 
-        Where they are shared out it is that over all pieces, by an all-reduce over the shard group.
+        Where they are sharded it is that over all pieces, by an all-reduce over the shard group.
 
         Args:
             max_norm: gradients of a larger norm are scaled down to it; `inf` measures alone.
@@ -235,7 +235,7 @@ class ScaledOptimizer(Optimizer):
         self._noted = self._norms() if self._is_scaled and self.scaler.is_enabled() else None
 
     def _watch_writes(self) -> None:
-        """Look whether anything but a backward of this optimizer wrote to scaled gradients, without waiting for it.
+        """Note whether anything but a backward of this optimizer wrote to scaled gradients, without waiting for it.
 
         Zeros may be written: they are as good as dropped. What is unscaled is the user's.
         """

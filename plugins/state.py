@@ -29,6 +29,7 @@ from ..checkpoint.local import (
 )
 from ..checkpoint.optimizer import Trained, TrainedPiece
 from ..checkpoint.step import Resume, Resumed
+from ..cluster.errors import raise_errors
 from ..cluster.mesh import ParallelMesh
 from ..cluster.placement import Placement, Shard, Shared, is_counted, placement_of
 from ..pipeline.stage_manager import PipelineStageManager
@@ -55,39 +56,39 @@ class ParameterNames:
 
     def local(self, model: nn.Module) -> dict[str, Parameter]:
         """The parameters that a cut model still holds, by their first name in the whole model, in its order."""
-        held = {self.first[parameter]: parameter for parameter in model.parameters()}
-        return {name: held[name] for name in self.order if name in held}
+        local = {self.first[parameter]: parameter for parameter in model.parameters()}
+        return {name: local[name] for name in self.order if name in local}
 
 
 def managed_parameters(
-    held: Mapping[str, Parameter],
-    shared: list[dict[int, Tensor]],
+    local: Mapping[str, Parameter],
+    ties: list[dict[int, Tensor]],
     *,
     mesh: ParallelMesh,
     stage_manager: PipelineStageManager,
     stages: Mapping[int, Sequence[Parameter]],
 ) -> list[ManagedParameter]:
-    """What the optimizer has to know of every parameter of this rank.
+    """Describe every parameter of this rank to the optimizer.
 
     Collective over the world: makes the groups of ranks whose stages share a parameter. Stages of one rank
-    need none: their gradients meet in one tensor. Every rank of the world calls with an equal `shared`.
+    need none: their gradients meet in one tensor. Every rank of the world calls with equal `ties`.
 
     Args:
-        held: this rank's parameters by name.
-        shared: the parameters that several stages hold, as `ShardFormer.optimize` returns them.
+        local: this rank's parameters by name.
+        ties: the parameters that several stages hold, as `ShardFormer.optimize` returns them.
         mesh: the mesh.
         stage_manager: which rank holds which stage.
         stages: the parameters that one stage of this rank uses alone, by stage.
     """
     units = {parameter: stage for stage, parameters in stages.items() for parameter in parameters}
-    ties: dict[Tensor, tuple[list[int], dist.ProcessGroup | None]] = {}
-    for tie in shared:
+    tied: dict[Tensor, tuple[list[int], dist.ProcessGroup | None]] = {}
+    for tie in ties:
         ranks = stage_manager.ranks_of(sorted(tie))
         tie_group = stage_manager.tie_group(ranks) if len(ranks) > 1 else None
-        ties[next(iter(tie.values()))] = (ranks, tie_group)
+        tied[next(iter(tie.values()))] = (ranks, tie_group)
     managed = []
-    for name, parameter in held.items():
-        ranks, tie_group = ties.get(parameter, ([stage_manager.rank], None))
+    for name, parameter in local.items():
+        ranks, tie_group = tied.get(parameter, ([stage_manager.rank], None))
         groups = [
             *_partial_groups(placement_of(parameter), mesh),
             *([] if tie_group is None else [tie_group]),
@@ -107,7 +108,7 @@ def managed_parameters(
 
 
 def _data_axes(placement: Placement | None) -> tuple[str, ...]:
-    """The parts of the data axis that a placement names."""
+    """The data axes that a placement names."""
     return (placement.axis,) if isinstance(placement, Shard) and placement.axis != "tp" else ()
 
 
@@ -126,23 +127,23 @@ def _partial_groups(placement: Placement | None, mesh: ParallelMesh) -> list[dis
 
 
 def local_tensors(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, LocalTensor]:
-    """Pieces of a model's tensors, by name. What several ranks hold each of them may save."""
+    """Pieces of a model's tensors, by name. A replicated one may be saved by any rank."""
     return {name: local_like(tensor, name, tensor, mesh=mesh) for name, tensor in tensors.items()}
 
 
 def local_like(parameter: Tensor, name: str, tensor: Tensor, *, mesh: ParallelMesh) -> LocalTensor:
-    """A tensor of which this rank holds the piece that it holds of a parameter."""
+    """This rank's piece of a tensor that is sharded as a parameter is."""
     return local_piece(name, tensor, placement_of(parameter), _rank(parameter, mesh))
 
 
 def trained_shards(optimizer: ShardedOptimizer, mesh: ParallelMesh) -> Trained:
-    """What this rank steps: stretches of its pieces of parameters."""
+    """The tensors that this rank steps: slices of its pieces of parameters."""
     groups: list[list[TrainedPiece]] = [[] for _ in optimizer.param_groups]
     for bucket in optimizer.buckets:
         for slot in bucket.slots:
             if slot.piece is not None:
-                held = partial(_held, slot=slot, mesh=mesh)
-                groups[bucket.group_index].append(TrainedPiece(slot.managed.name, slot.piece, held))
+                local = partial(_local_slice, slot=slot, mesh=mesh)
+                groups[bucket.group_index].append(TrainedPiece(slot.managed.name, slot.piece, local))
     return Trained(
         inner=optimizer.inner,
         groups=groups,
@@ -152,7 +153,7 @@ def trained_shards(optimizer: ShardedOptimizer, mesh: ParallelMesh) -> Trained:
     )
 
 
-def _held(name: str, flat: Tensor, *, slot: Slot, mesh: ParallelMesh) -> LocalTensor:
+def _local_slice(name: str, flat: Tensor, *, slot: Slot, mesh: ParallelMesh) -> LocalTensor:
     parameter = slot.parameter
     return local_slice(
         name,
@@ -179,13 +180,13 @@ def _install(optimizer: ShardedOptimizer, state: dict[str, Any], extra: Mapping[
 
 
 def _rank(tensor: Tensor, mesh: ParallelMesh) -> int:
-    """This rank of the axis that a tensor is cut over."""
+    """This rank on the axis over which a tensor is sharded."""
     placement = placement_of(tensor)
     return mesh.rank(placement.axis) if isinstance(placement, Shard) else 0
 
 
 def local_module(module: nn.Module, adapters: Sequence[Adapter]) -> LocalModel:
-    """Its parameters and persistent buffers, whole or in torch's rows; a tied one once."""
+    """Parameters and persistent buffers of a module, replicated or in torch's rows; a tied one once."""
     names, named = TensorNames.of(module), saved_state(module)
     return LocalModel(
         module=module,
@@ -197,7 +198,7 @@ def local_module(module: nn.Module, adapters: Sequence[Adapter]) -> LocalModel:
 
 
 def trained_parameters(optimizer: ScaledOptimizer) -> Trained:
-    """What this rank steps: whole parameters, or rows of them."""
+    """The tensors that this rank steps: whole parameters, or rows of them."""
     parameters = [parameter for group in optimizer.optim.param_groups for parameter in group["params"]]
     groups = [
         [
@@ -230,7 +231,7 @@ def _install_whole(optimizer: ScaledOptimizer, state: dict[str, Any], extra: Map
 
 
 class SplitCheckpoints:
-    """Checkpoints of a model that ShardFormer has split over the tensor axis, as the booster's for whatever layout.
+    """Checkpoints of a model that ShardFormer has split over the tensor axis, like those of a booster.
 
     Args:
         model: as `ShardFormer.optimize` returned it, without a pipeline.
@@ -242,8 +243,7 @@ class SplitCheckpoints:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, mesh: ParallelMesh) -> None:
-        if faults := save_faults(model, optimizer, None):
-            raise ValueError("; ".join(faults))
+        raise_errors(save_faults(model, optimizer, None))
         self._model = model
         self._optimizer = optimizer
         self._mesh = mesh
@@ -265,7 +265,7 @@ class SplitCheckpoints:
         return self._checkpoints.save_step(
             directory,
             step,
-            model=self._held(),
+            model=self._local_model(),
             trained=self._trained(),
             lr_scheduler=lr_scheduler,
             dataloader=dataloader,
@@ -287,7 +287,7 @@ class SplitCheckpoints:
         """See `Booster.load_checkpoint`."""
         return self._checkpoints.load_step(
             directory,
-            model=self._held(),
+            model=self._local_model(),
             trained=self._trained(),
             lr_scheduler=lr_scheduler,
             dataloader=dataloader,
@@ -298,7 +298,7 @@ class SplitCheckpoints:
     def save_model(self, checkpoint: str | Path, *, size_per_shard: float = 1024) -> Save:
         """Write the whole model as a Hugging Face folder; see `Booster.save_model`."""
         return self._checkpoints.save_model(
-            self._held(),
+            self._local_model(),
             checkpoint,
             shard=True,
             size_per_shard=size_per_shard,
@@ -306,8 +306,8 @@ class SplitCheckpoints:
             use_async=False,
         )
 
-    def _held(self) -> LocalModel:
-        """What this rank holds; splitting keeps names and ties."""
+    def _local_model(self) -> LocalModel:
+        """This rank's part of the model; splitting keeps names and ties."""
         names, named = TensorNames.of(self._model), saved_state(self._model)
         return LocalModel(
             module=self._model,
@@ -317,7 +317,7 @@ class SplitCheckpoints:
         )
 
     def _trained(self) -> Trained:
-        """What this rank steps: all that it holds, but for what is frozen."""
+        """The tensors that this rank steps: all local ones that are not frozen."""
         named = {parameter: name for name, parameter in self._model.named_parameters()}
         groups = [
             [

@@ -22,7 +22,7 @@ from ..lazy import materialize
 from ..shardformer.layers.batch_norm import own_batch_norms
 from ..shardformer.refusals import mark_taken
 from ..zero.precision import DTYPES, default_precision
-from .base import Boosted, BoostedModule, Plugin, Returned, model_errors, require_process_group
+from .base import Boosted, BoostedModule, Plugin, Returned, model_errors, own_arguments, require_process_group
 from .colossalai import DDP, unavailable_errors
 from .lora import unwrapped
 from .scaled_optimizer import ScaledOptimizer
@@ -47,7 +47,7 @@ class TorchPlugin(Plugin):
 
     @property
     def tp_size(self) -> int:
-        """Ranks over which each layer is split: one."""
+        """Ranks over which each layer is sharded: one."""
         return 1
 
     @property
@@ -56,7 +56,7 @@ class TorchPlugin(Plugin):
         return self.mesh.rank("dp"), self.mesh.size("dp")
 
     def trained(self, optimizer: Optimizer) -> Trained:
-        """What this rank steps by a boosted optimizer."""
+        """The tensors that a boosted optimizer steps on this rank."""
         return trained_parameters(require_boosted(optimizer, "saving and loading"))
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
@@ -140,17 +140,10 @@ class TorchDDPPlugin(TorchPlugin):
         static_graph: bool = False,
         **others: Any,
     ) -> None:
+        given = own_arguments(locals())
         unavailable = unavailable_errors(type(self), DDP, others)
         require_process_group()
         raise_errors(unavailable)
-        given = {
-            "broadcast_buffers": broadcast_buffers,
-            "bucket_cap_mb": bucket_cap_mb,
-            "find_unused_parameters": find_unused_parameters,
-            "check_reduction": check_reduction,
-            "gradient_as_bucket_view": gradient_as_bucket_view,
-            "static_graph": static_graph,
-        }
         # torch warns of some of its own arguments as deprecated even when they are what they would be anyway.
         usual = {name: parameter.default for name, parameter in signature(TorchDDPPlugin).parameters.items()}
         self._ddp_kwargs = {name: value for name, value in given.items() if value != usual[name]}
@@ -185,7 +178,7 @@ class TorchDDPPlugin(TorchPlugin):
         dataloader: DataLoader | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> Boosted:
-        """Wrap model and optimizer. Collective over the world. A lazily built model is made real whole.
+        """Wrap model and optimizer. Collective over the world. A lazily built model is materialized whole.
 
         Raises:
             ValueError: the model is none, or was split or boosted before.
@@ -199,7 +192,7 @@ class TorchDDPPlugin(TorchPlugin):
             dtype = None if self._precision == "fp32" else DTYPES[self._precision]
             boosted = TorchDDPModel(model, self.mesh, dtype, self._ddp_kwargs, adapters)
             if boosted.ddp is not None and optimizer is not None:
-                # Else every forward would replace what the other replicas have seen by what rank 0 has.
+                # Else every forward would replace the statistics of the other replicas by those of rank 0.
                 boosted.ddp.parameters_to_ignore |= set(statistics.names)
         scaler = torch.amp.GradScaler(self.mesh.device.type, enabled=self._precision == "fp16")
         names = {parameter: name for name, parameter in model.named_parameters()}

@@ -40,7 +40,7 @@ from ..shardformer.refusals import is_partial, mark_taken, refuse_partial_state
 from ..zero.elementwise import require_elementwise
 from ..zero.groups import PARTIAL_STATE
 from ..zero.precision import DTYPES, default_precision, is_finite_number, precision_faults
-from .base import Boosted, BoostedModule, model_errors, optimizer_errors, require_process_group
+from .base import Boosted, BoostedModule, model_errors, optimizer_errors, own_arguments, require_process_group
 from .colossalai import FSDP, unavailable_errors
 from .lora import unwrapped
 from .scaled_optimizer import ScaledOptimizer
@@ -50,7 +50,7 @@ from .torch_ddp import TorchPlugin, require_boosted
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPConfig:
-    """What a TorchFSDPPlugin is asked for; see there."""
+    """Options of a TorchFSDPPlugin; see there."""
 
     precision: str = "fp32"
     shard_size: int | None = None
@@ -62,8 +62,8 @@ class FSDPConfig:
     growth_interval: int = 1000
     unavailable: Mapping[str, Any] = field(default_factory=dict)
 
-    def faults(self, world_size: int) -> list[str]:
-        """All that is wrong with it in a world of this size, each with what would work."""
+    def errors(self, world_size: int) -> list[str]:
+        """List all errors in a world of this size, each with what would work."""
         found = precision_faults(
             precision=self.precision,
             growth_factor=self.growth_factor,
@@ -79,7 +79,7 @@ class FSDPConfig:
             if value is not None
         ]
         if self.shard_size is not None:
-            found += _shard_size_faults(self.shard_size, world_size)
+            found += _shard_size_errors(self.shard_size, world_size)
         found += switch_errors({"cpu_offload": self.cpu_offload})
         if not (self.reshard_after_forward is None or isinstance(self.reshard_after_forward, bool)):
             found.append(f"reshard_after_forward={self.reshard_after_forward!r} must be True, False or None")
@@ -114,7 +114,7 @@ class FSDPConfig:
 
 
 class TorchFSDPPlugin(TorchPlugin):
-    """Data parallelism with parameters, gradients and optimizer states shared out (ZeRO-3), by torch's fully_shard.
+    """Data parallelism with parameters, gradients and optimizer states sharded (ZeRO-3), by torch's fully_shard.
 
     Every transformer layer is gathered when it computes and freed afterwards; the rest of the model is gathered for
     the whole step. Weights are kept, updated and saved in float32. No pipeline: call `model(**batch)`. In a backward
@@ -123,7 +123,7 @@ class TorchFSDPPlugin(TorchPlugin):
     Args:
         precision: "fp32", "bf16" or "fp16": in what layers compute; fp16 scales the loss by torch's GradScaler. None is
             fp32 on a CPU, bf16 on a GPU that computes in it, else fp16.
-        shard_size: ranks over which a model is shared out, neighbours; the groups of so many hold replicas (hybrid
+        shard_size: ranks over which a model is sharded, neighbours; the groups of so many hold replicas (hybrid
             sharding). It divides the world size; None is the whole world.
         cpu_offload: keep pieces of parameters, gradients and states on the CPU, where the optimizer then steps.
         reshard_after_forward: free a layer after its forward and gather it again for backward. None frees layers
@@ -135,7 +135,7 @@ class TorchFSDPPlugin(TorchPlugin):
 
     Raises:
         RuntimeError: no process group was started.
-        ValueError: what is asked for does not fit; all faults at once, on every rank, before any communication.
+        ValueError: what is asked for does not fit; all errors at once, on every rank, before any communication.
     """
 
     def __init__(
@@ -154,21 +154,15 @@ class TorchFSDPPlugin(TorchPlugin):
         max_scale: float | None = None,
         **others: Any,
     ) -> None:
+        arguments = own_arguments(locals())
         unavailable = unavailable_errors(type(self), FSDP, others)
         require_process_group()
         self.has_default_precision = precision is None
-        self.config = FSDPConfig(
-            precision=default_precision(default_device()) if precision is None else precision,
-            shard_size=shard_size,
-            cpu_offload=False if cpu_offload is None else cpu_offload,
-            reshard_after_forward=reshard_after_forward,
-            initial_scale=initial_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            unavailable={"hysteresis": hysteresis, "min_scale": min_scale, "max_scale": max_scale},
-        )
-        raise_errors([*unavailable, *self.config.faults(dist.get_world_size())])
+        missing = {name: arguments.pop(name) for name in ("hysteresis", "min_scale", "max_scale")}
+        arguments["precision"] = default_precision(default_device()) if precision is None else precision
+        arguments["cpu_offload"] = False if cpu_offload is None else cpu_offload
+        self.config = FSDPConfig(**arguments, unavailable=missing)
+        raise_errors([*unavailable, *self.config.errors(dist.get_world_size())])
         self.mesh = ParallelMesh()
         self.shard_mesh = shard_mesh(self.mesh, shard_size or self.mesh.world_size)
 
@@ -185,14 +179,14 @@ class TorchFSDPPlugin(TorchPlugin):
         dataloader: DataLoader | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> Boosted:
-        """Share out the model in place, re-point and wrap the optimizer; the others are returned as they are.
+        """Shard the model in place, re-point and wrap the optimizer; the others are returned as they are.
 
-        Collective over the world; every rank gives an equal model. One that was built lazily is made real whole before
-        it is shared out. See `Booster.boost`.
+        Collective over the world; every rank gives an equal model. One that was built lazily is materialized whole
+        before it is sharded. See `Booster.boost`.
         """
         raise_errors(model_errors(model))
         model, adapters = unwrapped(model)
-        raise_errors(boost_faults(model, optimizer))
+        raise_errors(boost_errors(model, optimizer))
         with naming_failures("boost"):
             meet_all_ranks()
             require_equal_models(model)
@@ -209,7 +203,7 @@ class TorchFSDPPlugin(TorchPlugin):
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
-        """Accumulate whole gradients on each rank; the first backward after the block averages and shares them out.
+        """Accumulate whole gradients on each rank; the first backward after the block averages and shards them.
 
         They take the memory of one gradient of every parameter on every rank.
         """
@@ -224,8 +218,8 @@ class TorchFSDPPlugin(TorchPlugin):
         return local_module(boosted.module, boosted.adapters)
 
 
-def boost_faults(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
-    """Why this model and optimizer cannot be shared out; empty when they can."""
+def boost_errors(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
+    """List reasons why this model and optimizer cannot be sharded."""
     if any(isinstance(each, DTensor) for each in model.parameters()):
         return ["the model is already boosted: give booster.boost the plain transformers model, once"]
     if isinstance(optimizer, ScaledOptimizer):
@@ -233,14 +227,14 @@ def boost_faults(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
     found = optimizer_errors(model, optimizer)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
-            found.append(f"{name} is a scalar, which has no rows to share out: give it the shape (1,)")
+            found.append(f"{name} is a scalar, which has no rows to shard: give it the shape (1,)")
         if has_foreign_hooks(parameter):
             found.append(f"{name} has hooks, which would be lost: register hooks on modules instead")
-    return found + ([] if optimizer is None else _optimizer_kind_faults(optimizer))
+    return found + ([] if optimizer is None else _optimizer_kind_errors(optimizer))
 
 
-def _optimizer_kind_faults(optimizer: Optimizer) -> list[str]:
-    """Why its states cannot be shared out: they are there already, or need whole parameters."""
+def _optimizer_kind_errors(optimizer: Optimizer) -> list[str]:
+    """List reasons why its states cannot be sharded: they exist already, or need whole parameters."""
     if optimizer.state:
         return [
             f"{type(optimizer).__name__} already has state for {len(optimizer.state)} parameters, which would be lost: "
@@ -254,14 +248,14 @@ def _optimizer_kind_faults(optimizer: Optimizer) -> list[str]:
     return []
 
 
-def _shard_size_faults(shard_size: Any, world_size: int) -> list[str]:
+def _shard_size_errors(shard_size: Any, world_size: int) -> list[str]:
     if isinstance(shard_size, bool) or not isinstance(shard_size, int):
         return [f"shard_size={shard_size!r} must be a whole number, or None for all ranks"]
     allowed = [size for size in divisors(world_size) if size > 1 or world_size == 1]
     if shard_size in allowed:
         return []
     if shard_size == 1:
-        return [f"shard_size=1 shares out nothing: use one of {allowed}, or TorchDDPPlugin"]
+        return [f"shard_size=1 shards nothing: use one of {allowed}, or TorchDDPPlugin"]
     return [f"shard_size={shard_size} does not divide the world size {world_size}: use one of {allowed}"]
 
 
@@ -272,7 +266,7 @@ def _boosted(model: nn.Module, call: str) -> "TorchFSDPModel":
 
 
 class TorchFSDPModel(BoostedModule):
-    """A model whose parameters are shared out; `unwrap()` is the model itself.
+    """A model whose parameters are sharded; `unwrap()` is the model itself.
 
     Its layers and then the rest are sharded by fully_shard, which replaces every parameter by a DTensor: this
     rank's rows of it in float32. Building it is collective over the world.
@@ -335,39 +329,39 @@ class TorchFSDPModel(BoostedModule):
             self.root[0].set_requires_gradient_sync(True)
 
     def free_whole_parameters(self) -> None:
-        """Keep this rank's pieces alone. What a forward without a backward left whole would outlive a step."""
+        """Keep this rank's pieces alone, also after a forward without a backward."""
         for module in self._sharded_modules():
             module.reshard()
 
     def has_unreduced_gradients(self) -> bool:
-        """Whether gradients of a `no_sync` block wait on this rank."""
+        """Return True where gradients of a `no_sync` block wait on this rank."""
         return bool(self.unreduced_gradients())
 
     def unreduced_gradients(self) -> list[Tensor]:
-        """Those of a `no_sync` block that wait on this rank, whole."""
+        """Gradients of a `no_sync` block that wait on this rank, whole."""
         found = (
             each
-            for held, whole in self._whole_parameters()
-            for each in (held.unsharded_accumulated_grad, whole.grad)
+            for record, whole in self._whole_parameters()
+            for each in (record.unsharded_accumulated_grad, whole.grad)
         )
         return [each for each in found if each is not None]
 
     def drop_unreduced_gradients(self) -> None:
         """Forget what a `no_sync` block added up."""
-        for held, whole in self._whole_parameters():
-            held.unsharded_accumulated_grad = None
+        for record, whole in self._whole_parameters():
+            record.unsharded_accumulated_grad = None
             whole.grad = None
 
     def _sharded_modules(self) -> Iterator[FSDPModule]:
         yield from (module for module in self.module.modules() if isinstance(module, FSDPModule))
 
     def _whole_parameters(self) -> Iterator[tuple[Any, Parameter]]:
-        """What fully_shard knows of each parameter that was whole before, and that parameter. Private to torch."""
+        """Each parameter that was whole before, behind fully_shard's own record of it. Private to torch."""
         for module in self._sharded_modules():
             groups: list[FSDPParamGroup] = module._get_fsdp_state()._fsdp_param_groups
-            for held in (each for group in groups for each in group.fsdp_params):
-                if hasattr(held, "_unsharded_param"):
-                    yield held, held._unsharded_param
+            for record in (each for group in groups for each in group.fsdp_params):
+                if hasattr(record, "_unsharded_param"):
+                    yield record, record._unsharded_param
 
 
 def separable_layers(model: nn.Module) -> list[nn.Module]:
@@ -382,7 +376,7 @@ def separable_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _uses(module: nn.Module) -> Counter[Parameter]:
-    """How many places below the module hold each parameter; a module in two places counts twice."""
+    """The number of places below the module that hold each parameter; a module in two places counts twice."""
     return Counter(
         parameter
         for _, part in module.named_modules(remove_duplicate=False)
@@ -392,7 +386,7 @@ def _uses(module: nn.Module) -> Counter[Parameter]:
 
 
 class FSDPOptimizer(ScaledOptimizer):
-    """The user's optimizer behind a loss scale, its groups re-pointed at the shared-out parameters.
+    """The user's optimizer behind a loss scale, its groups re-pointed at the sharded parameters.
 
     Groups keep their order and all their settings. With DTensors an overflow on any rank of a shard group is
     found by all of them, and replicas have equal gradients: all ranks skip the same steps.
@@ -400,7 +394,7 @@ class FSDPOptimizer(ScaledOptimizer):
     Args:
         optimizer: the user's, on the parameters of the plain model, without states.
         scaler: the loss scale, turned off where the precision needs none.
-        model: the model, shared out.
+        model: the model, sharded.
         names: the name of each parameter that the plain model had.
     """
 

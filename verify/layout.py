@@ -110,7 +110,7 @@ class Layout:
             pipeline=self._pipeline,
             precision_settings={"precision": self.precision},
             max_norm=self.max_norm,
-        ).faults(self.world_size)
+        ).errors(self.world_size)
 
     def __str__(self) -> str:
         sizes = [f"{name}{size}" for name, size in self._axes if size > 1]

@@ -207,8 +207,8 @@ def test_a_step_without_scaled_gradients_is_told_and_a_later_one_works(pool: Poo
 
 @pytest.mark.parametrize("scale", ["x", None, True, float("nan"), float("inf"), -1])
 def test_a_first_scale_that_is_no_number_above_0_is_a_fault(scale: Any) -> None:
-    (fault,) = FSDPConfig(initial_scale=scale).faults(2)
-    assert fault == f"initial_scale={scale!r}: it must be above 0 and finite"
+    (error,) = FSDPConfig(initial_scale=scale).errors(2)
+    assert error == f"initial_scale={scale!r}: it must be above 0 and finite"
 
 
 def test_ddp_takes_its_own_optimizer_alone(pool: Pool) -> None:
