@@ -195,3 +195,10 @@ def test_a_stand_in_answers_attributes_but_holds_no_parameters() -> None:
     assert model.model.embed_tokens.embedding_dim == 32
     assert model.model.layers[0].self_attn.head_dim == 8
     assert {name.split(".")[2] for name, _ in model.named_parameters() if "layers" in name} == {"2", "3", "4"}
+
+
+def test_stand_ins_compute_where_the_model_is_moved_next() -> None:
+    model = T.LlamaForCausalLM(T.LlamaConfig(**SMALL))
+    plan = StagePlan(layers="model.layers", entry=("model.embed_tokens",))
+    cut_stages(model, plan, stages=[1], bounds=[0, 2, 5], device=torch.device("meta"))
+    assert model.model.layers[0].device == torch.device("meta")

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -133,7 +134,7 @@ def test_a_dropped_weighted_batch_leaves_nothing_behind(pool: Pool) -> None:
 
 def test_weights_on_some_replicas_alone_are_refused_on_all(pool: Pool) -> None:
     for error in pool.run_failing(2, training.weighted_on_one_replica):
-        assert "on 1 of 2 data-parallel ranks" in str(error)
+        assert "(loss_sum, weight) on some data-parallel ranks" in str(error)
 
 
 MISUSES = {
@@ -239,6 +240,27 @@ REFUSALS = {
 def test_what_stands_on_another_stage_leaves_the_memory(pool: Pool) -> None:
     first, second = pool.run(2, training.kept_under_two_stages)
     assert first and second and not first & second
+
+
+def part_at_the_device() -> float:
+    """The part of a model that is there when it is moved to the device."""
+    model = LLAMA.build()
+    parameters, whole = model.parameters, sum(each.numel() for each in model.parameters())
+    found = []
+
+    def to(device: torch.device) -> torch.nn.Module:
+        found.append(sum(each.numel() for each in parameters()) / whole)
+        return model
+
+    with patch.object(model, "to", to):
+        training.hybrid(pp_size=2).boost(model)
+    assert len(found) == 1
+    return found[0]
+
+
+def test_a_model_is_cut_into_stages_before_it_reaches_the_device(pool: Pool) -> None:
+    first, second = pool.run(2, part_at_the_device)
+    assert first < 0.7 and second < 0.7
 
 
 @pytest.mark.parametrize("name", REFUSALS)
