@@ -22,7 +22,7 @@ from ..pipeline.stage import argument, local_stages, refuse_direct_calls, takes,
 from ..pipeline.stage_manager import PipelineStageManager
 from ..shardformer.equal_ranks import require_equal_inputs, require_equal_models, tensors_of_call
 from ..shardformer.layers.batch_norm import RunningStatistics, own_batch_norms
-from ..shardformer.layers.weight_gradient import defer_weight_gradients, give_gradients_to
+from ..shardformer.layers.weight_gradient import defer_weight_gradients
 from ..shardformer.recompute import checkpoint_layers, recomputable_layers, recompute_errors
 from ..shardformer.refusals import mark_taken, refuse_partial_state
 from ..shardformer.shard_config import ShardConfig
