@@ -33,7 +33,7 @@ from ..shardformer.sequence.loss import SequenceParallelLogits
 from ..zero.optimizer import ShardedOptimizer
 from .base import Returned
 from .hybrid_config import HybridConfig
-from .loss import BatchLoss, PipelineLoss, reduced_loss
+from .loss import BatchLoss, PipelineLoss, Weighting, model_loss, reduced_loss
 
 _LOG = logging.getLogger("echelon")
 _ENDED = object()
@@ -120,8 +120,8 @@ class PipelineEngine:
         batch, drawn = self._next_batch(data_iter, own)
         wanted = self._wanted.joined(own)
         microbatches = split(self.to_compute(batch), **self._cutting)
-        weighting = _Weighting(
-            criterion or _model_loss,
+        weighting = Weighting(
+            criterion or model_loss,
             num_microbatches=len(microbatches),
             first_weight=self._weight_of_first_call(optimizer, trains=trains),
         )
@@ -142,7 +142,7 @@ class PipelineEngine:
     def _run_schedule(
         self,
         microbatches: Sequence[Any],
-        weighting: "_Weighting",
+        weighting: Weighting,
         optimizer: ShardedOptimizer | None,
         wanted: "_Wanted",
         drawn: int,
@@ -326,7 +326,7 @@ class PipelineEngine:
     def _common_loss(
         self,
         result: RunResult,
-        weighting: "_Weighting",
+        weighting: Weighting,
         optimizer: ShardedOptimizer | None,
         wanted: "_Wanted",
     ) -> BatchLoss:
@@ -474,25 +474,6 @@ def _common_wishes(every: Sequence[tuple[int, _Wanted]], replica: int) -> _Wante
     )
 
 
-class _Weighting:
-    """A criterion, with how much of a microbatch's loss is differentiated: its share of the batch."""
-
-    def __init__(self, criterion: Criterion, *, num_microbatches: int, first_weight: float) -> None:
-        self.criterion = criterion
-        self.num_microbatches = num_microbatches
-        self.first_weight = first_weight
-        self.is_weighted = False
-
-    def __call__(self, outputs: Any, inputs: Any) -> Tensor | tuple[Tensor, Tensor]:
-        computed = self.criterion(outputs, inputs)
-        self.is_weighted = isinstance(computed, tuple)
-        return computed
-
-    def share(self, loss: Tensor) -> Tensor:
-        """The part that is differentiated: of a mean an equal one, of a sum what the first weight leaves."""
-        return loss / (self.first_weight if self.is_weighted else self.num_microbatches)
-
-
 def _parameters_of_one_stage(stages: Mapping[int, Stage]) -> dict[int, list[Parameter]]:
     """Each stage's parameters without those that another stage of this rank uses too."""
     uses = Counter(parameter for stage in stages.values() for parameter in stage.parameters())
@@ -500,15 +481,6 @@ def _parameters_of_one_stage(stages: Mapping[int, Stage]) -> dict[int, list[Para
         index: [parameter for parameter in stage.parameters() if uses[parameter] == 1]
         for index, stage in stages.items()
     }
-
-
-def _model_loss(outputs: Any, inputs: Any) -> Tensor:
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if loss is None:
-        raise ValueError(
-            "the model's outputs hold no loss: give labels in the batch, or a criterion of (outputs, inputs)"
-        )
-    return loss
 
 
 def _whole(outputs: Any) -> Any:

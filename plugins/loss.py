@@ -1,5 +1,6 @@
 """The loss of a batch, over the microbatches and replicas that have a part of it."""
 
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..cluster.mesh import ParallelMesh
-from ..pipeline.runner import RunResult
+from ..pipeline.runner import Criterion, RunResult
 
 
 class PipelineLoss(Tensor):
@@ -106,3 +107,32 @@ def reduced_loss(
     if is_reduced:
         dist.all_reduce(figures_R3)
     return figures_R3
+
+
+class Weighting:
+    """A criterion, with how much of a microbatch's loss is differentiated: its share of the batch."""
+
+    def __init__(self, criterion: Criterion, *, num_microbatches: int, first_weight: float) -> None:
+        self.criterion = criterion
+        self.num_microbatches = num_microbatches
+        self.first_weight = first_weight
+        self.is_weighted = False
+
+    def __call__(self, outputs: Any, inputs: Any) -> Tensor | tuple[Tensor, Tensor]:
+        computed = self.criterion(outputs, inputs)
+        self.is_weighted = isinstance(computed, tuple)
+        return computed
+
+    def share(self, loss: Tensor) -> Tensor:
+        """The part that is differentiated: of a mean an equal one, of a sum what the first weight leaves."""
+        return loss / (self.first_weight if self.is_weighted else self.num_microbatches)
+
+
+def model_loss(outputs: Any, inputs: Any) -> Tensor:
+    """The loss that a model computes of its labels."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if loss is None:
+        raise ValueError(
+            "the model's outputs hold no loss: give labels in the batch, or a criterion of (outputs, inputs)"
+        )
+    return loss
