@@ -134,7 +134,7 @@ def test_a_dropped_weighted_batch_leaves_nothing_behind(pool: Pool) -> None:
 
 def test_weights_on_some_replicas_alone_are_refused_on_all(pool: Pool) -> None:
     for error in pool.run_failing(2, training.weighted_on_one_replica):
-        assert "(loss_sum, weight) on some data-parallel ranks" in str(error)
+        assert "on 1 of 2 data-parallel ranks" in str(error)
 
 
 MISUSES = {
