@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import data
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import data
 from echelon import DistCoordinator, ParallelMesh, ShardConfig, ShardFormer, clip_grad_norm_
 from echelon.plugins.state import SplitCheckpoints
 

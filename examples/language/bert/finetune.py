@@ -25,9 +25,10 @@ from transformers import (
 from echelon import Booster
 
 sys.path.append(str(Path(__file__).parents[2]))  # what all examples share
-import data as paraphrase_data
 import fine_tuning
 from evaluation import outputs_of, sums_over
+
+import data as paraphrase_data
 
 COUNTS = ("true_positives", "false_positives", "false_negatives", "right")
 
