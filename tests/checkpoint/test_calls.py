@@ -147,7 +147,7 @@ IMPOSSIBLE: dict[str, tuple[Call, str]] = {
     ),
     "no scheduler and no path": (
         lambda run, place: run.booster.save_lr_scheduler(5, ""),
-        f"checkpoint='' {NO_PATH}; lr_scheduler is 5, which has no state_dict and load_state_dict: give the scheduler",
+        f"checkpoint='' {NO_PATH}\n- lr_scheduler is 5, which has no state_dict and load_state_dict: give the scheduler",
     ),
     "a scheduler that is none": (
         lambda run, place: run.booster.load_lr_scheduler(None, place / "s.pt"),

@@ -55,7 +55,7 @@ def test_the_help_says_what_the_plugin_says(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         parsed("--help")
     told = " ".join(capsys.readouterr().out.split())
-    assert "--num_microbatches NUM_MICROBATCHES how a batch is cut" in told
+    assert "--num_microbatches NUM_MICROBATCHES how a batch is split" in told
     assert "2**20) of gradient elements that are reduced together. (default: 12)" in told
 
 
