@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from ..cluster.agree import gather_objects
 from ..cluster.failures import meet_all_ranks, naming_failures
 
 Result = TypeVar("Result")
@@ -48,8 +49,7 @@ def on_all_ranks(work: Callable[[], Result], group: dist.ProcessGroup) -> list[R
         outcome = work()
     except Exception as error:  # whatever it is, the other ranks wait
         cause, outcome = error, _Failure.of(error)
-    every: list = [None] * group.size()
-    dist.all_gather_object(every, outcome, group=group)
+    every = gather_objects(outcome, group)
     if failures := {rank: each for rank, each in enumerate(every) if isinstance(each, _Failure)}:
         raise _together(failures) from cause
     return every

@@ -247,8 +247,7 @@ def begin_require_equal(
 
     def finish() -> None:
         if len({code for (code,) in end()}) > 1:
-            every: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
-            dist.all_gather_object(every, plain, group=group)
+            every: list[dict[str, str]] = gather_objects(plain, group)
             _raise_different(every, dist.get_process_group_ranks(group), what=what, rule=rule)
 
     return finish

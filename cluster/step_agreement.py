@@ -20,7 +20,13 @@ from .agree import batch_code, differing_ranks, gather_integers, require_equal, 
 from .mesh import ParallelMesh
 
 COMPARED_CALLS = 3  # the first ones
+CHECK_EVERY = 100
 _CODES = 2**24
+
+
+def is_compared(number: int, check_every: int = CHECK_EVERY) -> bool:
+    """Return whether the call of this number, counted from 0, is compared; see [Note: compared calls]."""
+    return number < COMPARED_CALLS or number % check_every == 0
 
 
 class StepAgreement:
@@ -28,10 +34,10 @@ class StepAgreement:
 
     Args:
         mesh: all ranks.
-        check_every: every how-manieth call compares everything beforehand.
+        check_every: every `check_every`-th call compares everything beforehand.
     """
 
-    def __init__(self, mesh: ParallelMesh, check_every: int = 100) -> None:
+    def __init__(self, mesh: ParallelMesh, check_every: int = CHECK_EVERY) -> None:
         self._mesh = mesh
         self._check_every = check_every
         ranks = mesh.replica_ranks()
@@ -47,7 +53,7 @@ class StepAgreement:
     def is_due(self) -> bool:
         """Count a call. Return True where it compares everything beforehand; equal on all ranks."""
         number, self._num_calls = self._num_calls, self._num_calls + 1
-        return self._compares_always or number < COMPARED_CALLS or number % self._check_every == 0
+        return self._compares_always or is_compared(number, self._check_every)
 
     def compare_always(self) -> None:
         """Compare in every call from now on: ranks draw different random numbers, and take one of them."""
@@ -67,18 +73,13 @@ class StepAgreement:
 
     def note_deviation(self, deviation: Tensor, why: str) -> None:
         """Note a number, 0-d and equal on all ranks, that is above 0 where something is wrong, and the error then."""
-        # float64: added to codes that float32 would round.
-        self._deviation, self._why = self._deviation + deviation.double(), why
+        self._deviation, self._why = self._deviation + deviation, why
 
     @property
-    def share(self) -> float | Tensor:
-        """This rank's part of a sum that is 0 where the ranks of each replica agree."""
-        share = self._batch * self._weight
-        if isinstance(share, Tensor) or isinstance(self._deviation, Tensor):
-            # In float64 before they are added: float32 rounds sums above 2**24.
-            share, deviation = (torch.as_tensor(x, dtype=torch.float64) for x in (share, self._deviation))
-            return share + deviation
-        return share + self._deviation
+    def share(self) -> Tensor:
+        """This rank's part of a sum that is 0 where the ranks of each replica agree; 0-d float64."""
+        # float64 before they are added: float32, which a code and a float make, rounds sums above 2**24.
+        return torch.as_tensor(self._batch * self._weight, dtype=torch.float64) + self._deviation
 
     def code(self, settings: Any) -> int:
         """The code of what all ranks must have alike, with further settings in it; below 2**32."""

@@ -85,9 +85,8 @@ class PipelineEngine:
         )
         self._mean_samples = 1.0  # of a rank, as of the last comparison
         self._is_even = False  # whether all ranks ran equally many microbatches then
-        self._is_weighted: WeakKeyDictionary[Any, bool] = (
-            WeakKeyDictionary()
-        )  # what criterions return in training
+        # Whether criterions return weights in training.
+        self._is_weighted: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self._first_weight = 1.0  # of the calls before a step: the samples of a replica in the first of them
         self._normalizes_together = any(has_sync_batch_norm(stage.model) for stage in stages.values())
         # Collectives that depend on the number of microbatches, where that depends on each rank's batch.

@@ -225,9 +225,8 @@ def wrap_optimizer(
             max_norm=config.max_norm,
             bucket_size=int(config.bucket_size_in_m * 2**20),
         )
-    for (
-        parameter
-    ) in boosted.module.parameters():  # those that no optimizer manages: frozen, or none was given
+    # Those that no optimizer manages: frozen, or none was given.
+    for parameter in boosted.module.parameters():
         if parameter.is_floating_point() and parameter.dtype != config.precision.dtype:
             parameter.data = parameter.data.to(config.precision.dtype)
 

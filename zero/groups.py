@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ..cluster.agree import gather_objects
 from .bucket import Bucket, Slot
 from .partition import ManagedParameter
 from .precision import DynamicScaler
@@ -235,8 +236,7 @@ def _require_equal_lines(
     largest, negated_smallest = extremes.tolist()
     if largest == -negated_smallest:
         return
-    every: list[list[str]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(every, lines, group=group)
+    every: list[list[str]] = gather_objects(lines, group)
     ranks = dist.get_process_group_ranks(group)
     other = next(index for index, theirs in enumerate(every) if theirs != every[0])
     length = max(len(every[0]), len(every[other]))

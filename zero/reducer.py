@@ -27,6 +27,7 @@ from torch.nn import Parameter
 
 from ..cluster.agree import gather_integers
 from ..cluster.hooks import has_foreign_hooks, has_foreign_last_hooks, own
+from ..cluster.step_agreement import is_compared
 from .bucket import Bucket, GradientState, Slot
 from .partition import ManagedParameter
 from .precision import DynamicScaler
@@ -35,8 +36,6 @@ from .writes import WriteWatch
 # Of a part of a product, which is read again at once: it is to stay in a core's own cache.
 _PART_BYTES = 2**19
 _CALLS = ("backward()", "reduce_gradients()", "step()")  # that communicate
-_COMPARED_STEPS = 3  # the first ones, in which ranks compare their calls; and again after so many:
-_COMPARED_EVERY = 100
 
 
 class _Backward(Enum):
@@ -295,9 +294,9 @@ class Reducer:
             RuntimeError: ranks are in different calls, or some forgot what others hold; on every rank.
         """
         is_step = call == "step()"
-        is_compared = self._num_steps < _COMPARED_STEPS or self._num_steps % _COMPARED_EVERY == 0
+        is_due = is_compared(self._num_steps)
         self._num_steps += is_step
-        if self._group.size() == 1 or not is_compared:
+        if self._group.size() == 1 or not is_due:
             return
         own_state = _CALLS.index(call), int(self.present is not None)
         states = gather_integers(own_state, self._group, "optimizer.step or backward")
