@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from .action import COMPUTES, Action, Op
 from .microbatch import map_tensors, signature
 from .simulate import Span
-from .transport import Arrival, Transport, takes_gradient
+from .transport import InFlight, Transport, takes_gradient
 from .weight_gradients import WeightGradients
 
 Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
@@ -129,10 +129,9 @@ class ScheduleRun:
 
     def __post_init__(self) -> None:
         self._trains = False
-        # Between an action and the one that uses its result:
-        self._arriving: dict[Action, Arrival] = {}
-        self._leaving: dict[_Place, tuple[Tensor, ...]] = {}  # outputs, detached, at the stage that made them
-        self._gradients: dict[_Place, tuple[Tensor, ...]] = {}  # of its inputs, at the stage that made them
+        # Between an action and the one that uses its result, at the stage that computes it, here or on another rank:
+        self._handed_on: dict[_Place, tuple[Tensor, ...] | InFlight] = {}  # outputs, detached
+        self._gradients: dict[_Place, tuple[Tensor, ...] | InFlight] = {}  # of its inputs
         # Between a forward and its backward. The graph of an output is kept by its edge, so that the output's
         # own memory is free once it was sent.
         self._received: dict[_Place, list[Tensor]] = {}
@@ -174,11 +173,11 @@ class ScheduleRun:
     def _do(self, actions: Sequence[Action]) -> None:
         last = {action.stage: action for action in actions if action.op in _GIVE_GRADIENTS}
         for action in actions:
-            context: AbstractContextManager = nullcontext()
-            if self.around_backward is not None and action.op in _GIVE_GRADIENTS:
-                context = self.around_backward(action, last[action.stage] == action)
-            with context:
+            if self.around_backward is None or action.op not in _GIVE_GRADIENTS:
                 _METHODS[action.op](self, action)
+            else:
+                with self.around_backward(action, last[action.stage] is action):
+                    _METHODS[action.op](self, action)
 
     def _result(self) -> RunResult:
         if self._weights and len(self._weights) != len(self._losses):
@@ -194,7 +193,7 @@ class ScheduleRun:
     def _forward(self, action: Action) -> None:
         """Run a stage on a microbatch; on the last stage the criterion too."""
         stage, microbatch = self.stages[action.stage], self.microbatches[action.microbatch]
-        received = () if stage.is_first else self._take_inputs(action)
+        received = () if stage.is_first else self._take_inputs(*action.place)
         self._begin()
         if self.before_forward is not None:
             self.before_forward(action.stage, action.microbatch)
@@ -215,7 +214,7 @@ class ScheduleRun:
             loss = self.scale(self._graphs.pop(place))
             _differentiate([loss], [torch.ones_like(loss)])
         else:
-            gradients = self._take_gradients(action)
+            gradients = _arrived(self._gradients.pop((action.stage + 1, action.microbatch)))
             self._begin()
             # The next stage answers every floating tensor; what a frozen stage does not need is dropped.
             pairs = [
@@ -248,16 +247,18 @@ class ScheduleRun:
         self._end(action)
 
     def _send_forward(self, action: Action) -> None:
-        self._way.send_outputs(action, self._leaving.pop(action.place), self._key(action))
+        self._way.send_outputs(action, _arrived(self._handed_on.pop(action.place)), self._key(action))
 
     def _receive_forward(self, action: Action) -> None:
-        self._arriving[action] = self._way.receive_inputs(action, self._key(action))
+        _, stage, microbatch = action
+        self._handed_on[stage - 1, microbatch] = self._way.receive_inputs(action, self._key(action))
 
     def _send_backward(self, action: Action) -> None:
-        self._way.send_gradients(action, self._gradients.pop(action.place))
+        self._way.send_gradients(action, _arrived(self._gradients.pop(action.place)))
 
     def _receive_backward(self, action: Action) -> None:
-        self._arriving[action] = self._way.receive_gradients(action, self._key(action))
+        _, stage, microbatch = action
+        self._gradients[stage + 1, microbatch] = self._way.receive_gradients(action, self._key(action))
 
     def _begin(self) -> None:
         if self.trace is not None:
@@ -267,24 +268,17 @@ class ScheduleRun:
         if self.trace is not None:
             self.trace.end(action)
 
-    def _take_inputs(self, action: Action) -> tuple[Tensor, ...]:
-        _, stage, microbatch = action
-        arrival = self._arriving.pop(Action(Op.RECV_FORWARD, stage, microbatch), None)
-        tensors = arrival.wait() if arrival else self._leaving.pop((stage - 1, microbatch))
+    def _take_inputs(self, stage: int, microbatch: int) -> tuple[Tensor, ...]:
+        tensors = _arrived(self._handed_on.pop((stage - 1, microbatch)))
         if self._trains:
             for tensor in tensors:
                 if takes_gradient(tensor.dtype):
                     tensor.requires_grad_()
         return tensors
 
-    def _take_gradients(self, action: Action) -> tuple[Tensor, ...]:
-        _, stage, microbatch = action
-        arrival = self._arriving.pop(Action(Op.RECV_BACKWARD, stage, microbatch), None)
-        return arrival.wait() if arrival else self._gradients.pop((stage + 1, microbatch))
-
     def _hand_on(self, action: Action, output: Any) -> None:
         """Keep a stage's outputs for the next one, and their graph for the backward."""
-        self._leaving[action.place] = tuple(tensor.detach() for tensor in output)
+        self._handed_on[action.place] = tuple([tensor.detach() for tensor in output])
         if self._trains:
             self._edges[action.place] = [
                 get_gradient_edge(tensor) if tensor.requires_grad else None
@@ -340,6 +334,10 @@ _METHODS: dict[Op, Callable[[ScheduleRun, Action], None]] = {
     Op.SEND_BACKWARD: ScheduleRun._send_backward,
     Op.RECV_BACKWARD: ScheduleRun._receive_backward,
 }
+
+
+def _arrived(tensors: tuple[Tensor, ...] | InFlight) -> tuple[Tensor, ...]:
+    return tensors.wait() if isinstance(tensors, InFlight) else tensors
 
 
 def _differentiate(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]) -> None:

@@ -2,9 +2,9 @@
 
 import pickle
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,27 +19,13 @@ _DOING = {
     Op.SEND_BACKWARD: "sending the gradients",
     Op.RECV_BACKWARD: "receiving the gradients",
 }
-
 # Sends that may be in flight on one channel: all below so many bytes together, and the latest few of any size. Beyond
 # that the oldest is waited for, and its memory is free. Waiting cannot deadlock: a valid schedule runs even if every
 # send blocks until its receive is posted, see [Note: rendezvous channels].
 _MAX_BYTES_IN_FLIGHT = 64 * 2**20
 _ALWAYS_IN_FLIGHT = 4
 
-
-class TensorSpec(NamedTuple):
-    """The shape and dtype of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "TensorSpec":
-        """The spec of a tensor."""
-        return cls(tuple(tensor.shape), tensor.dtype)
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+Specs = tuple[tuple[torch.Size, torch.dtype], ...]  # of the tensors of one transfer
 
 
 def takes_gradient(dtype: torch.dtype) -> bool:
@@ -47,162 +33,141 @@ def takes_gradient(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-class Arrival:
-    """Tensors in flight to this rank, or about to be: see [Note: shapes that are not known yet]."""
+class InFlight:
+    """Tensors that one action sends or receives. A receive may begin late: [Note: shapes that are not known yet]."""
 
-    def __init__(self, channel: "_Receiving", action: Action, key: Hashable = None) -> None:
+    def __init__(self, channel: "_Channel", action: Action, key: Hashable = None) -> None:
         self.action = action
         self.key = key
-        self.is_posted = False
+        self.tensors: tuple[Tensor, ...] | None = None  # None until it begins
         self._channel = channel
-        self._tensors: list[Tensor] = []
         self._works: list[dist.Work] = []
 
-    def post(self, specs: Sequence[TensorSpec]) -> None:
-        """Start to receive tensors of these shapes and dtypes; empty ones are not sent."""
-        self.is_posted = True
-        for spec in specs:
-            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._channel.device)
-            self._tensors.append(tensor)
-            if tensor.numel():
-                self._works.append(self._channel.irecv(self.action, tensor))
+    def begin(self, tensors: tuple[Tensor, ...]) -> None:
+        """Begin to send the tensors, or to receive into them. Empty ones do not travel."""
+        self.tensors = tensors
+        try:
+            self._works = [self._channel.transfer(tensor) for tensor in tensors if tensor.numel()]
+        except RuntimeError as error:
+            raise self._lost(error) from error
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The tensors once they are here. On CUDA the current stream waits, not the process.
+        """The tensors once the transfer is over. On CUDA the current stream waits, not the process.
 
         Raises:
             ValueError: the sender works on a microbatch of another signature.
-            RuntimeError: the sender is lost; names it.
+            RuntimeError: the peer is lost; names it.
         """
-        if not self.is_posted:
-            self._channel.post_up_to(self)
+        if self.tensors is None:
+            self._channel.begin_up_to(self)
         works, self._works = self._works, []  # each is waited for once: gloo would wait for a further tensor
-        with self._channel.naming_peer(self.action):
+        try:
             for work in works:
                 work.wait()
-        return tuple(self._tensors)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        assert self.tensors is not None
+        return self.tensors
+
+    def _lost(self, error: RuntimeError) -> RuntimeError:
+        """The backend's error behind the peer's name; its words and class stay for who goes by them."""
+        kind = type(error) if isinstance(error, dist.DistError) else RuntimeError
+        op, stage, microbatch = self.action
+        return kind(
+            f"lost rank {self._channel.peer} (pipeline stage {counterpart(self.action).stage}) while "
+            f"{_DOING[op]} of microbatch {microbatch} at stage {stage}: {error}"
+        )
 
 
-class _End:
+class _Channel:
     """One end of a channel: one direction between two ranks, activations or gradients, in one order."""
 
-    def __init__(self, mesh: ParallelMesh, group: dist.ProcessGroup, peer: int) -> None:
-        self.device = mesh.device
-        self._group = group
-        self._peer = peer
-        self._peer_global_rank = mesh.global_ranks("pp")[peer]
-
-    @contextmanager
-    def naming_peer(self, action: Action) -> Iterator[None]:
-        """Put the peer's name before the backend's error; its words and class stay for who goes by them."""
-        try:
-            yield
-        except RuntimeError as error:
-            kind = type(error) if isinstance(error, dist.DistError) else RuntimeError
-            raise kind(
-                f"lost rank {self._peer_global_rank} (pipeline stage {counterpart(action).stage}) while "
-                f"{_DOING[action.op]} of microbatch {action.microbatch} at stage {action.stage}: {error}"
-            ) from error
-
-
-class _InFlight(NamedTuple):
-    action: Action
-    tensor: Tensor  # keeps the memory until the send is done
-    work: dist.Work
-
-
-class _Sending(_End):
-    def __init__(self, mesh: ParallelMesh, group: dist.ProcessGroup, peer: int) -> None:
-        super().__init__(mesh, group, peer)
-        self._in_flight: deque[_InFlight] = deque()
+    def __init__(self, mesh: ParallelMesh, group: dist.ProcessGroup, peer: int, *, sends: bool) -> None:
+        self.peer = mesh.global_ranks("pp")[peer]
+        self.transfer: Callable[[Tensor], Any] = (
+            partial(dist.isend, group=group, group_dst=peer)
+            if sends
+            else partial(dist.irecv, group=group, group_src=peer)
+        )
+        self._device = mesh.device
+        self._sends: deque[tuple[InFlight, int]] = deque()  # with their bytes
         self._num_bytes = 0
         # Whether the receiver may post only when it needs the tensors: then waiting for it could deadlock.
-        self.is_describing = False
+        self._is_describing = False
+        self._late: deque[InFlight] = (
+            deque()
+        )  # receives whose shapes are not known yet, and those behind them
+        self._specs: dict[tuple[int, Hashable], Specs] = {}
 
-    def isend(self, action: Action, tensor: Tensor) -> None:
-        """Start to send."""
-        self._num_bytes += tensor.nbytes
-        while (
-            self._num_bytes > _MAX_BYTES_IN_FLIGHT
-            and len(self._in_flight) >= _ALWAYS_IN_FLIGHT
-            and not self.is_describing
-        ):
+    def send(self, action: Action, tensors: tuple[Tensor, ...]) -> None:
+        """Begin to send."""
+        num_bytes = sum([tensor.nbytes for tensor in tensors])
+        self._num_bytes += num_bytes
+        while self._num_bytes > _MAX_BYTES_IN_FLIGHT and len(self._sends) >= _ALWAYS_IN_FLIGHT:
+            if self._is_describing:
+                break
             self._wait_for_oldest()
-        with self.naming_peer(action):
-            work = dist.isend(tensor, group=self._group, group_dst=self._peer)
-        assert work is not None  # this rank is in the group
-        self._in_flight.append(_InFlight(action, tensor, work))
+        self._sends.append((self.now(action, tensors), num_bytes))
+
+    def describe(self, action: Action, specs: Specs, key: Hashable) -> None:
+        """Send ahead what `_description` reads at the other end: the number of bytes, and the bytes."""
+        self._is_describing = True
+        written = torch.frombuffer(bytearray(pickle.dumps((repr(key), specs))), dtype=torch.uint8)
+        for tensor in (torch.tensor([len(written)]), written):
+            self.send(action, (tensor.to(self._device),))
 
     def flush(self) -> None:
         """Wait for all sends, and forget their tensors."""
-        while self._in_flight:
+        while self._sends:
             self._wait_for_oldest()
-        self.is_describing = False
+        self._is_describing = False
 
     def _wait_for_oldest(self) -> None:
-        action, tensor, work = self._in_flight[0]
-        with self.naming_peer(action):
-            work.wait()
-        self._num_bytes -= tensor.nbytes
-        self._in_flight.popleft()
+        transfer, num_bytes = self._sends.popleft()
+        transfer.wait()
+        self._num_bytes -= num_bytes
 
+    def receive(self, action: Action, key: Hashable) -> InFlight:
+        """Begin to receive where the shapes are known, and else when it is waited for."""
+        specs = None if self._late else self._specs.get((action.stage, key))
+        if specs is not None:
+            return self.receive_as(action, specs)
+        self._late.append(InFlight(self, action, key))
+        return self._late[-1]
 
-class _Receiving(_End):
-    def __init__(self, mesh: ParallelMesh, group: dist.ProcessGroup, peer: int) -> None:
-        super().__init__(mesh, group, peer)
-        self._unposted: deque[Arrival] = deque()
-        self._specs: dict[tuple[int, Hashable], tuple[TensorSpec, ...]] = {}
+    def receive_as(self, action: Action, specs: Specs) -> InFlight:
+        """Begin to receive tensors of these shapes and dtypes."""
+        return self.now(action, self._empty(specs))
 
-    def irecv(self, action: Action, tensor: Tensor) -> dist.Work:
-        """Start to receive into a tensor."""
-        with self.naming_peer(action):
-            work = dist.irecv(tensor, group=self._group, group_src=self._peer)
-        assert work is not None  # this rank is in the group
-        return work
-
-    def receive(self, action: Action, key: Hashable) -> Arrival:
-        """Post a receive, now where its shapes are known and else when it is waited for."""
-        arrival = Arrival(self, action, key)
-        specs = None if self._unposted else self._specs.get((action.stage, key))
-        if specs is None:
-            self._unposted.append(arrival)
-        else:
-            arrival.post(specs)
-        return arrival
-
-    def post_up_to(self, last: Arrival) -> None:
-        """Post every receive before this one, and this. Waits for the sender to describe unknown shapes."""
-        while not last.is_posted:
-            arrival = self._unposted.popleft()
+    def begin_up_to(self, last: InFlight) -> None:
+        """Begin every receive before this one, and this. Waits for the sender to describe unknown shapes."""
+        while last.tensors is None:
+            arrival = self._late.popleft()
             place = arrival.action.stage, arrival.key
             if place not in self._specs:
                 self._specs[place] = self._description(arrival.action, arrival.key)
-            arrival.post(self._specs[place])
+            arrival.begin(self._empty(self._specs[place]))
 
-    def _description(self, action: Action, key: Hashable) -> tuple[TensorSpec, ...]:
-        """The specs that `_described` wrote at the other end. On CUDA the process waits, once per key."""
-        length = self._now(action, torch.empty(1, dtype=torch.int64, device=self.device))
-        written = self._now(action, torch.empty(int(length), dtype=torch.uint8, device=self.device))
+    def now(self, action: Action, tensors: tuple[Tensor, ...]) -> InFlight:
+        """A transfer that has begun."""
+        transfer = InFlight(self, action)
+        transfer.begin(tensors)
+        return transfer
+
+    def _empty(self, specs: Specs) -> tuple[Tensor, ...]:
+        return tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in specs)
+
+    def _description(self, action: Action, key: Hashable) -> Specs:
+        """The specs that the other end described. On CUDA the process waits, once per key."""
+        (length,) = self.receive_as(action, ((torch.Size([1]), torch.int64),)).wait()
+        (written,) = self.receive_as(action, ((torch.Size([int(length)]), torch.uint8),)).wait()
         sent_key, specs = pickle.loads(written.cpu().numpy().tobytes())
         if sent_key != repr(key):
             raise ValueError(
-                f"stage {action.stage} and the stage before it have different microbatches "
-                f"{action.microbatch}: here {key}, there {sent_key}; every rank of a pipeline must be given the "
-                "same batch"
+                f"stage {action.stage} and the stage before it have different microbatches {action.microbatch}: give "
+                f"every rank of a pipeline the same batch; here {key}, there {sent_key}"
             )
         return specs
-
-    def _now(self, action: Action, tensor: Tensor) -> Tensor:
-        work = self.irecv(action, tensor)
-        with self.naming_peer(action):
-            work.wait()
-        return tensor
-
-
-def _described(specs: Sequence[TensorSpec], key: Hashable) -> tuple[Tensor, Tensor]:
-    """Specs as two tensors: the number of bytes, and the bytes."""
-    written = pickle.dumps((repr(key), tuple(specs)))
-    return torch.tensor([len(written)]), torch.frombuffer(bytearray(written), dtype=torch.uint8)
 
 
 class Transport:
@@ -226,14 +191,12 @@ class Transport:
 
     def __init__(self, mesh: ParallelMesh, placement: Sequence[int], *, overlap: bool = True) -> None:
         self._overlap = overlap
-        self._device = mesh.device
         self._failure: str | None = None
-        self._sending: dict[tuple[Op, int], _Sending] = {}
-        self._receiving: dict[tuple[Op, int], _Receiving] = {}
-        self._specs: dict[tuple[int, Hashable], tuple[TensorSpec, ...]] = {}  # of outputs that were sent
-        self._open_channels(mesh, placement)
+        self._specs: dict[tuple[int, Hashable], Specs] = {}  # of outputs that were sent
+        self._channels: dict[tuple[Op, int], _Channel] = {}  # of a transfer's kind and its stage here
+        self._open_channels(mesh, dict(enumerate(placement)))
 
-    def send_outputs(self, action: Action, tensors: Sequence[Tensor], key: Hashable) -> None:
+    def send_outputs(self, action: Action, tensors: tuple[Tensor, ...], key: Hashable) -> None:
         """Start sending a stage's outputs; they must not be changed before `flush`. Empty ones are not sent.
 
         Args:
@@ -245,44 +208,38 @@ class Transport:
             ValueError: the tensors are not those that were described under this key before.
             RuntimeError: the receiver is lost; names it.
         """
-        channel = self._sending[action.op, action.stage]
-        specs = tuple(map(TensorSpec.of, tensors))
+        specs = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
         known = self._specs.get((action.stage, key))
         if known is None:
             self._specs[action.stage, key] = specs
-            channel.is_describing = True
-            for description in _described(specs, key):
-                channel.isend(action, description.to(self._device))
+            self._channels[action.op, action.stage].describe(action, specs, key)
         elif known != specs:
             raise ValueError(
                 f"stage {action.stage} sends {_listed(specs)} for microbatch {action.microbatch}, and "
                 f"{_listed(known)} for an earlier one of the same names, shapes and dtypes: let what a stage sends "
                 "follow from the shapes of the microbatch alone"
             )
-        self._send(channel, action, tensors)
+        self.send_gradients(action, tensors)
 
-    def send_gradients(self, action: Action, tensors: Sequence[Tensor]) -> None:
+    def send_gradients(self, action: Action, tensors: tuple[Tensor, ...]) -> None:
         """Start sending the gradients of a stage's inputs, under the same conditions."""
-        self._send(self._sending[action.op, action.stage], action, tensors)
+        channel = self._channels[action.op, action.stage]
+        channel.send(action, tuple([tensor.detach().contiguous() for tensor in tensors]))
+        if not self._overlap:
+            channel.flush()
 
-    def receive_inputs(self, action: Action, key: Hashable) -> Arrival:
+    def receive_inputs(self, action: Action, key: Hashable) -> InFlight:
         """Start receiving a stage's inputs.
 
         Raises:
             RuntimeError: the sender is lost; names it.
         """
-        arrival = self._receiving[action.op, action.stage].receive(action, key)
-        if not self._overlap:
-            arrival.wait()
-        return arrival
+        return self._receiving(self._channels[action.op, action.stage].receive(action, key))
 
-    def receive_gradients(self, action: Action, key: Hashable) -> Arrival:
+    def receive_gradients(self, action: Action, key: Hashable) -> InFlight:
         """Start receiving the gradients of a stage's outputs, once those were sent under this key."""
-        arrival = Arrival(self._receiving[action.op, action.stage], action)
-        arrival.post([spec for spec in self._specs[action.stage, key] if takes_gradient(spec.dtype)])
-        if not self._overlap:
-            arrival.wait()
-        return arrival
+        specs = tuple([spec for spec in self._specs[action.stage, key] if takes_gradient(spec[1])])
+        return self._receiving(self._channels[action.op, action.stage].receive_as(action, specs))
 
     def flush(self) -> None:
         """Wait for all sends, after which what was sent may be changed.
@@ -290,7 +247,7 @@ class Transport:
         Raises:
             RuntimeError: a receiver is lost.
         """
-        for channel in self._sending.values():
+        for channel in self._channels.values():
             channel.flush()
 
     def close(self, reason: str) -> None:
@@ -305,46 +262,34 @@ class Transport:
                 "agree on what comes next: end the run and start it again from a checkpoint"
             )
 
-    def _send(self, channel: _Sending, action: Action, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            if tensor.numel():
-                channel.isend(action, tensor.detach().contiguous())
+    def _receiving(self, arrival: InFlight) -> InFlight:
         if not self._overlap:
-            channel.flush()
+            arrival.wait()
+        return arrival
 
-    def _open_channels(self, mesh: ParallelMesh, placement: Sequence[int]) -> None:
-        """Make this rank's ends of all channels, and use each once.
+    def _open_channels(self, mesh: ParallelMesh, ranks: dict[int, int]) -> None:
+        """Make this rank's ends of all channels, and use each once. Stages between the same ranks share one.
 
         NCCL connects two ranks at their first transfer and blocks both until then: here every rank meets its
         peers in one common order, before a schedule could have them wait for each other.
         """
-        ranks, own = dict(enumerate(placement)), mesh.rank("pp")
-        forwards_and_backwards = (Action(op, stage, 0) for op in (Op.FORWARD, Op.BACKWARD) for stage in ranks)
-        sends = [send for each in forwards_and_backwards if (send := send_of(each, ranks)) is not None]
+        computations = (Action(op, stage, 0) for op in (Op.FORWARD, Op.BACKWARD) for stage in ranks)
+        sends = [send for each in computations if (send := send_of(each, ranks)) is not None]
         routes = [(send, ranks[send.stage], ranks[counterpart(send).stage]) for send in sends]
         kinds = sorted({(send.op.value, source < target) for send, source, target in routes})
         groups = dict(zip(kinds, mesh.pipeline_groups(len(kinds)), strict=True))
-        greeting = torch.zeros(1, device=self._device)
-        senders: dict[
-            tuple[Op, int], _Sending
-        ] = {}  # by kind and peer: stages between the same ranks share one
-        receivers: dict[tuple[Op, int], _Receiving] = {}
+        by_peer: dict[tuple[Op, int], _Channel] = {}
         for send, source, target in routes:
-            group, receive = groups[send.op.value, source < target], counterpart(send)
-            if own == source:
-                if (send.op, target) not in senders:
-                    senders[send.op, target] = _Sending(mesh, group, target)
-                    senders[send.op, target].isend(send, greeting)
-                    senders[send.op, target].flush()
-                self._sending[send.op, send.stage] = senders[send.op, target]
-            elif own == target:
-                if (receive.op, source) not in receivers:
-                    receivers[receive.op, source] = _Receiving(mesh, group, source)
-                    arrival = Arrival(receivers[receive.op, source], receive)
-                    arrival.post([TensorSpec.of(greeting)])
-                    arrival.wait()
-                self._receiving[receive.op, receive.stage] = receivers[receive.op, source]
+            if (own := mesh.rank("pp")) not in (source, target):
+                continue
+            end, peer = (send, target) if own == source else (counterpart(send), source)
+            if (end.op, peer) not in by_peer:
+                group = groups[send.op.value, source < target]
+                by_peer[end.op, peer] = channel = _Channel(mesh, group, peer, sends=end is send)
+                channel.now(end, (torch.zeros(1, device=mesh.device),)).wait()
+            self._channels[end.op, end.stage] = by_peer[end.op, peer]
 
 
-def _listed(specs: Sequence[TensorSpec]) -> str:
-    return ", ".join(map(str, specs)) or "nothing"
+def _listed(specs: Specs) -> str:
+    each = [f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype in specs]
+    return ", ".join(each) or "nothing"

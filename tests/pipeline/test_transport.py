@@ -102,7 +102,7 @@ def train_on_different_batches() -> None:
 
 def test_different_batches_on_the_ranks_are_refused(pool: Pool) -> None:
     errors = pool.run_failing(2, train_on_different_batches)
-    assert any("must be given the same batch" in str(error) for error in errors)
+    assert any("give every rank of a pipeline the same batch" in str(error) for error in errors)
 
 
 def die_in_step(dying_rank: int, style: str, num_chunks: int) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.pipeline.action import Op
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 
@@ -46,10 +45,9 @@ def nothing(*args: object) -> list[object]:
     return []
 
 
-def detached_inputs(self: Any, action: Any) -> tuple[Tensor, ...]:
+def detached_inputs(self: Any, stage: int, microbatch: int) -> tuple[Tensor, ...]:
     """The stages' inputs have no graph, as in evaluation."""
-    arrival = self._arriving.pop(action._replace(op=Op.RECV_FORWARD))
-    return arrival.wait()
+    return self._handed_on.pop((stage - 1, microbatch)).wait()
 
 
 def of_the_first_tensor_alone(send: Callable[..., None]) -> Callable[..., None]:
