@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch.distributed as dist
@@ -26,8 +27,6 @@ from .layers.norm import SplitRMSNorm
 from .layers.region import (
     AttributeView,
     CommonInput,
-    JoinedEntry,
-    JoinedRegion,
     LocalCount,
     PartialGradient,
     Region,
@@ -241,10 +240,9 @@ class LayerSplit:
         table = self._table
         regions = [name for name in active_regions(self.layer, table) if name not in table.joined]
         joined = [
-            Replacement(suffix=name, target_module=JoinedRegion, kwargs={"entry": entry})
+            Replacement(suffix=name, target_module=Region, kwargs={"split_random": switch})
             for region in present(self.layer, table.joined)
-            for entry in [JoinedEntry(split_random=randoms.get(region))]
-            for name in table.joined[region]
+            for name, switch in zip_longest(table.joined[region], [randoms.get(region)])
         ]
         single = self._put(
             regions,

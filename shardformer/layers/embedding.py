@@ -5,7 +5,6 @@
 
 import copy
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -107,13 +106,6 @@ class VocabParallelEmbedding1D(ParallelModule):
         self.train(native.training)
         take_hooks(self, native)
 
-    @staticmethod
-    def from_native_module(
-        module: nn.Module, process_group: dist.ProcessGroup, **kwargs: Any
-    ) -> "VocabParallelEmbedding1D":
-        """See the class for the arguments; takes an nn.Embedding."""
-        return VocabParallelEmbedding1D(cast(nn.Embedding, module), process_group, **kwargs)
-
     def forward(self, ids_BS: Tensor) -> Tensor:
         """(B, S) of entries, equal on all ranks; (B, S, H) out, equal on all ranks. Forward all-reduce.
 
@@ -170,13 +162,6 @@ class VocabParallelLMHead1D(ProductLayer):
         if self.bias is not None:
             place(self.bias, shard, rank)
         self.train(native.training)
-
-    @staticmethod
-    def from_native_module(
-        module: nn.Module, process_group: dist.ProcessGroup, **kwargs: Any
-    ) -> "VocabParallelLMHead1D":
-        """See the class for the arguments; takes an nn.Linear."""
-        return VocabParallelLMHead1D(cast(nn.Linear, module), process_group, **kwargs)
 
     def forward(self, hidden_BSH: Tensor) -> Tensor:
         """(B, S, H) in, equal on all ranks; (B, S, V) out, or this rank's (B, S, P/T) without `gather_output`."""

@@ -15,10 +15,10 @@ from torch.nn import Parameter
 from transformers.pytorch_utils import Conv1D
 
 from ...cluster.collectives import copy_beside, gather_from, gather_to, reduce_from, scatter_to
-from ...cluster.placement import Shard, Shared, place
+from ...cluster.placement import Shared, place
 from ...cluster.random import SplitRandom
 from ...pipeline.weight_gradients import Owner, WeightGradients
-from .parallel_module import ParallelModule, require_native
+from .parallel_module import ParallelModule, require_native, shard_of
 from .split_gather import Regather, RegionSequence, enter_beside, leave, row_product
 from .weight_gradient import LaterProduct, linear
 
@@ -153,13 +153,10 @@ class Linear1D_Col(_SplitLinear):
         native: the layer to split.
         process_group: the tensor axis, of size T.
         native_class: the class of `native`, where it is one of its own that computes what the plain one does.
-        split_sizes: lengths of the fused blocks among the output features, each split on its own; None is one.
-        padded_sizes: their lengths once padded with zeros, see `Shard`; None pads none.
-        copies: how many neighbouring ranks hold the same outputs (key-value heads fewer than ranks).
-        stretches: how many equal stretches the outputs have, see `Shard`.
         gather_output: return all outputs on all ranks (forward all-gather, backward slice).
         reduce_input_gradient: sum the input's gradient over the group in backward. False inside a region,
             which does it once for all its layers.
+        cut: of the output features, see `shard_of`: `split_sizes`, `padded_sizes`, `copies`, `stretches`.
     """
 
     def __init__(
@@ -168,39 +165,21 @@ class Linear1D_Col(_SplitLinear):
         process_group: dist.ProcessGroup,
         *,
         native_class: type[nn.Module] | None = None,
-        split_sizes: Sequence[int] | None = None,
-        padded_sizes: Sequence[int] | None = None,
-        copies: int = 1,
-        stretches: int = 1,
         gather_output: bool = False,
         reduce_input_gradient: bool = True,
+        **cut: Any,
     ) -> None:
         super().__init__(native, process_group, native_class=native_class)
-        if gather_output and (copies > 1 or split_sizes is not None):
+        shard = shard_of(self.weight, self.output_dim, process_group, **cut)
+        if gather_output and (shard.copies > 1 or len(shard.blocks) > 1):
             raise ValueError(
                 "gather_output is for outputs of one block without copies: gather what follows instead"
             )
         self.gather_output = gather_output
         self.reduce_input_gradient = reduce_input_gradient
-        size, rank = process_group.size(), process_group.rank()
-        shard = Shard(
-            size=size,
-            dim=self.output_dim,
-            blocks=_sizes(self.weight, self.output_dim, split_sizes),
-            padded=None if padded_sizes is None else tuple(padded_sizes),
-            copies=copies,
-            stretches=stretches,
-        )
-        place(self.weight, shard, rank)
+        place(self.weight, shard, process_group.rank())
         if self.bias is not None:
-            place(self.bias, replace(shard, dim=0), rank)
-
-    @staticmethod
-    def from_native_module(
-        module: nn.Module, process_group: dist.ProcessGroup, **kwargs: Any
-    ) -> "Linear1D_Col | GPT2FusedLinearConv1D_Col":
-        """See the class for the arguments; takes an nn.Linear."""
-        return Linear1D_Col(module, process_group, **kwargs)
+            place(self.bias, replace(shard, dim=0), process_group.rank())
 
     def forward(self, x_BSI: Tensor) -> Tensor:
         """(B, S, I) in, equal on all ranks; (B, S, O/T) out, or (B, S, O) with `gather_output`."""
@@ -231,13 +210,6 @@ class SharedKeyValueLinear1D_Col(Linear1D_Col):
         sizes = kwargs.get("padded_sizes") or kwargs["split_sizes"]
         self.part_width = sizes[-1] * kwargs.get("stretches", 1) // process_group.size()
 
-    @staticmethod
-    def from_native_module(
-        module: nn.Module, process_group: dist.ProcessGroup, **kwargs: Any
-    ) -> "SharedKeyValueLinear1D_Col":
-        """See the class for the arguments; takes an nn.Linear."""
-        return SharedKeyValueLinear1D_Col(module, process_group, **kwargs)
-
     def forward(self, x_BSI: Tensor) -> Tensor:
         """(B, S, I) in, equal on all ranks; (B, S, Q + 2D) out. Forward all-gather, backward reduce-scatter."""
         out = super().forward(x_BSI)
@@ -251,16 +223,21 @@ class SharedKeyValueLinear1D_Col(Linear1D_Col):
 
 
 class FusedLinear1D_Col(Linear1D_Col):
-    """A column-split linear layer whose outputs are several projections side by side (`split_sizes` says which)."""
+    """A column-split linear layer whose outputs are several projections side by side.
 
-    @staticmethod
-    def from_native_module(
-        module: nn.Module, process_group: dist.ProcessGroup, **kwargs: Any
-    ) -> "FusedLinear1D_Col":
-        """See `Linear1D_Col` for the arguments; `split_sizes` is required."""
-        if "split_sizes" not in kwargs:
-            raise ValueError("a fused projection needs split_sizes, the length of each projection")
-        return FusedLinear1D_Col(module, process_group, **kwargs)
+    Args:
+        split_sizes: the length of each projection.
+    """
+
+    def __init__(
+        self,
+        native: nn.Module,
+        process_group: dist.ProcessGroup,
+        *,
+        split_sizes: Sequence[int],
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(native, process_group, split_sizes=split_sizes, **kwargs)
 
 
 class Linear1D_Row(_SplitLinear):
@@ -272,10 +249,10 @@ class Linear1D_Row(_SplitLinear):
         native_class: the class of `native`, where it is one of its own that computes what the plain one does.
         split_random: the random state that the region before switched to; switched back here.
         split_input: inputs arrive whole, and each rank takes its own (backward all-gather).
-        split_sizes, padded_sizes, stretches: of the input features, see `Linear1D_Col`. What comes in as a feature that
-            was added is dropped, so the zeros that it is multiplied with get no gradient.
         sequence: how whole outputs are sharded: this rank's part comes out (forward reduce-scatter). The bias is added
             to that, so its gradient is a part of a sum.
+        cut: of the input features, see `shard_of`. What comes in as a feature that was added is dropped, so the zeros
+            that it is multiplied with get no gradient.
     """
 
     _is_real: Tensor | None
@@ -288,23 +265,15 @@ class Linear1D_Row(_SplitLinear):
         native_class: type[nn.Module] | None = None,
         split_random: SplitRandom | None = None,
         split_input: bool = False,
-        split_sizes: Sequence[int] | None = None,
-        padded_sizes: Sequence[int] | None = None,
-        stretches: int = 1,
         sequence: RegionSequence | None = None,
+        **cut: Any,
     ) -> None:
         super().__init__(native, process_group, native_class=native_class)
         self.split_input = split_input
         self.sequence = sequence
         self._split_random = split_random
         dim = 1 - self.output_dim
-        shard = Shard(
-            size=process_group.size(),
-            dim=dim,
-            blocks=_sizes(self.weight, dim, split_sizes),
-            padded=None if padded_sizes is None else tuple(padded_sizes),
-            stretches=stretches,
-        )
+        shard = shard_of(self.weight, dim, process_group, **cut)
         is_real = replace(shard, dim=0).local(torch.ones(self.weight.shape[dim]), process_group.rank())
         self.register_buffer(
             "_is_real", None if bool(is_real.all()) else is_real.to(self.weight.device), persistent=False
@@ -312,13 +281,6 @@ class Linear1D_Row(_SplitLinear):
         place(self.weight, shard, process_group.rank())
         if self.bias is not None and sequence is not None:
             place(self.bias, Shared(size=process_group.size()), process_group.rank())
-
-    @staticmethod
-    def from_native_module(
-        module: nn.Module, process_group: dist.ProcessGroup, **kwargs: Any
-    ) -> "Linear1D_Row":
-        """See the class for the arguments; takes an nn.Linear."""
-        return Linear1D_Row(module, process_group, **kwargs)
 
     def forward(self, x_BSI: Tensor) -> Tensor:
         """(B, S, I/T) in, or (B, S, I) with `split_input`; (B, S, O) out, equal on all ranks, or a part of S."""
@@ -341,34 +303,15 @@ class Linear1D_Row(_SplitLinear):
         return leave(self._product(x_BSI, None), sequence)
 
 
-def _sizes(weight: Tensor, dim: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
-    return tuple(sizes) if sizes is not None else (weight.shape[dim],)
-
-
-class _Transposed(_SplitLinear):
-    """For transformers' Conv1D, which holds (I, O)."""
+class GPT2FusedLinearConv1D_Col(Linear1D_Col):
+    """`Linear1D_Col` for transformers' Conv1D, which holds (I, O); `split_sizes` where it is fused."""
 
     native_class = Conv1D
     output_dim = 1
 
 
-class GPT2FusedLinearConv1D_Col(_Transposed, Linear1D_Col):
-    """`Linear1D_Col` for transformers' Conv1D; `split_sizes` where it is fused."""
+class GPT2FusedLinearConv1D_Row(Linear1D_Row):
+    """`Linear1D_Row` for transformers' Conv1D, which holds (I, O)."""
 
-    @staticmethod
-    def from_native_module(
-        module: nn.Module, process_group: dist.ProcessGroup, **kwargs: Any
-    ) -> "GPT2FusedLinearConv1D_Col":
-        """See `Linear1D_Col` for the arguments; takes a transformers Conv1D."""
-        return GPT2FusedLinearConv1D_Col(module, process_group, **kwargs)
-
-
-class GPT2FusedLinearConv1D_Row(_Transposed, Linear1D_Row):
-    """`Linear1D_Row` for transformers' Conv1D."""
-
-    @staticmethod
-    def from_native_module(
-        module: nn.Module, process_group: dist.ProcessGroup, **kwargs: Any
-    ) -> "GPT2FusedLinearConv1D_Row":
-        """See `Linear1D_Row` for the arguments; takes a transformers Conv1D."""
-        return GPT2FusedLinearConv1D_Row(module, process_group, **kwargs)
+    native_class = Conv1D
+    output_dim = 1

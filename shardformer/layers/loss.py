@@ -3,7 +3,7 @@
 # N tokens, V vocabulary, P vocabulary padded to a multiple of T, T size of the group
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -95,32 +95,39 @@ def vocab_parallel_cross_entropy(
     return losses_N.sum() if reduction == "sum" else losses_N.sum() / (~ignored_N).sum()
 
 
-_SPLIT_LOGITS = (
-    "these logits are split over the vocabulary; call outputs.logits.gather() on every rank, or give "
-    "parallel_output=False to the plugin"
-)
+class ShardedLogits:
+    """In the place of `outputs.logits` after a training step with labels: this rank's part, not the whole.
+
+    Anything that computes with it fails rather than take a part for the whole. `gather()`, on every rank of the axis,
+    gives (B, S, V); `parallel_output=False` in the plugin always does.
+    """
+
+    _part_of = ""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"outputs.logits.{name}: {self._advice()}")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError(f"outputs.logits[...]: {self._advice()}")
+
+    def _advice(self) -> str:
+        return (
+            f"these logits are {self._part_of}; call outputs.logits.gather() on every rank, or give "
+            "parallel_output=False to the plugin"
+        )
 
 
 @dataclass(frozen=True)
-class VocabParallelLogits:
-    """In the place of `outputs.logits` after a training step with labels: this rank's slice, not the whole.
-
-    Anything that computes with it fails rather than take a slice for the whole. `gather()`, on every rank of
-    the tensor axis, gives (B, S, V); `parallel_output=False` in the plugin always does.
-    """
+class VocabParallelLogits(ShardedLogits):
+    """`ShardedLogits` of a slice of the vocabulary."""
 
     local: Tensor
     head: VocabParallelLMHead1D
+    _part_of = "split over the vocabulary"
 
     def gather(self) -> Tensor:
         """All logits, (B, S, V). All-gather: every rank of the tensor axis calls it."""
         return self.head.gathered(self.local)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"outputs.logits.{name}: {_SPLIT_LOGITS}")
-
-    def __getitem__(self, index: Any) -> Any:
-        raise TypeError(f"outputs.logits[...]: {_SPLIT_LOGITS}")
 
 
 def _causal_lm_loss(
@@ -169,31 +176,49 @@ def route_loss(model: nn.Module, head: VocabParallelLMHead1D, *, parallel_output
     if not has_causal_loss(model):
         return
     model.loss_function = partial(_causal_lm_loss, head=head)  # type: ignore[assignment]
+    keep_logits_sharded(
+        model,
+        (head, "gather_output"),
+        is_sharded=lambda given: given.get("labels") is not None,
+        finish=lambda logits: (
+            VocabParallelLogits(logits, head) if model.training and parallel_output else head.gathered(logits)
+        ),
+    )
+
+
+def keep_logits_sharded(
+    model: nn.Module,
+    switch: tuple[Any, str],
+    *,
+    is_sharded: Callable[[Mapping[str, Any]], bool],
+    finish: Callable[[Any], Any],
+) -> None:
+    """Switch an attribute off during the calls of a model that shall have sharded logits, by hooks.
+
+    Args:
+        model: whose calls.
+        switch: an object and the name of its attribute, which is True between calls.
+        is_sharded: by the arguments of a call.
+        finish: makes `outputs.logits` of sharded ones.
+    """
+    owner, name = switch
     signature = inspect.signature(model.forward)
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        head.gather_output = signature.bind_partial(*args, **kwargs).arguments.get("labels") is None
+        setattr(owner, name, not is_sharded(signature.bind_partial(*args, **kwargs).arguments))
 
     def after(module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> Any:
-        was_split, head.gather_output = not head.gather_output, True
-        if not was_split or outputs is None:  # None: the forward raised
+        is_whole = getattr(owner, name)
+        setattr(owner, name, True)
+        if is_whole or outputs is None:  # None: the forward raised
             return outputs
-        keep_split = module.training and parallel_output
-        finish: Callable[[Tensor], Any] = (
-            partial(VocabParallelLogits, head=head) if keep_split else head.gathered
-        )
-        return with_logits(outputs, finish)
+        if isinstance(outputs, tuple):  # return_dict=False: the loss, then the logits
+            return (outputs[0], finish(outputs[1]), *outputs[2:])
+        outputs.logits = finish(outputs.logits)
+        return outputs
 
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after, with_kwargs=True, always_call=True)
-
-
-def with_logits(outputs: Any, finish: Callable[[Any], Any]) -> Any:
-    """Outputs of a call with labels, after `finish` has changed their logits."""
-    if isinstance(outputs, tuple):  # return_dict=False: the loss, then the logits
-        return (outputs[0], finish(outputs[1]), *outputs[2:])
-    outputs.logits = finish(outputs.logits)
-    return outputs
 
 
 def shifted(labels: Tensor, ignore_index: int) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ...cluster.collectives import copy_to, reduce_from
-from ...cluster.placement import Shard, place
-from .parallel_module import ParallelModule
+from ...cluster.placement import place
+from .parallel_module import ParallelModule, shard_of
 
 # Under what name classes of transformers and torch keep what they add to the mean of squares.
 _EPSILONS = ("variance_epsilon", "eps")
@@ -46,46 +46,20 @@ class SplitRMSNorm(ParallelModule):
     Args:
         native: the norm to split; see `norm_errors`.
         process_group: the tensor axis, of size T.
-        split_sizes, padded_sizes, stretches: how the features are cut, see `Shard`, where they are `blocks`, `padded`
-            and so on; None cuts them evenly. Features that are added are zeros in what is normed.
-        copies: how many neighbouring ranks hold the same features (key-value heads fewer than ranks).
+        cut: of the features, see `shard_of`. Features that are added are zeros in what is normed.
     """
 
-    def __init__(
-        self,
-        native: nn.Module,
-        process_group: dist.ProcessGroup,
-        *,
-        split_sizes: tuple[int, ...] | None = None,
-        padded_sizes: tuple[int, ...] | None = None,
-        stretches: int = 1,
-        copies: int = 1,
-    ) -> None:
+    def __init__(self, native: nn.Module, process_group: dist.ProcessGroup, **cut: Any) -> None:
         if errors := norm_errors(native):
             raise TypeError(f"this {type(native).__name__} {errors[0]}")
         super().__init__()
         self.group = process_group
         self.epsilon = epsilon_of(native)
         self.weight: Parameter = native.weight  # type: ignore[assignment]
-        features = self.weight.shape[0]
-        self._counted = features * copies  # by all ranks together
-        shard = Shard(
-            size=process_group.size(),
-            dim=0,
-            blocks=split_sizes or (features,),
-            padded=padded_sizes,
-            stretches=stretches,
-            copies=copies,
-        )
+        shard = shard_of(self.weight, 0, process_group, **cut)
+        self._counted = self.weight.shape[0] * shard.copies  # by all ranks together
         place(self.weight, shard, process_group.rank())
         self.train(native.training)
-
-    @staticmethod
-    def from_native_module(
-        module: nn.Module, process_group: dist.ProcessGroup, **kwargs: Any
-    ) -> "SplitRMSNorm":
-        """See the class for the arguments."""
-        return SplitRMSNorm(module, process_group, **kwargs)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """(B, S, H/T) in and out. All-reduce of (B, S, 1) in forward, and in backward.

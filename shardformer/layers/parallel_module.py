@@ -1,7 +1,6 @@
 """The base of all parallel layers: made from a native module, which it replaces under the same name."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
+from ...cluster.placement import Shard
 from ...lazy.tensor import LazyTensor
 
 # Where a module keeps what runs around its forward; accelerate puts a forward of its own on the instance.
@@ -24,17 +24,43 @@ _REQUIRES_GRADIENT = tuple(
 )
 
 
-class ParallelModule(nn.Module, ABC):
+class ParallelModule(nn.Module):
     """A module that holds one rank's part of a native module's parameters.
 
     A subclass keeps the native module's Parameter objects (only their data are cut, by
     `cluster.placement.place`), so an optimizer that holds them goes on holding them.
     """
 
-    @staticmethod
-    @abstractmethod
-    def from_native_module(module: nn.Module, process_group: dist.ProcessGroup, **kwargs: Any) -> nn.Module:
-        """The parallel module that takes the native one's place. Communicates nothing."""
+    @classmethod
+    def from_native_module(
+        cls, module: nn.Module, process_group: dist.ProcessGroup, **kwargs: Any
+    ) -> nn.Module:
+        """The parallel module that takes the native one's place; arguments as of the class. Communicates nothing."""
+        return cls(module, process_group, **kwargs)
+
+
+def shard_of(
+    tensor: Tensor,
+    dim: int,
+    group: dist.ProcessGroup,
+    *,
+    split_sizes: Sequence[int] | None = None,
+    padded_sizes: Sequence[int] | None = None,
+    **cut: Any,
+) -> Shard:
+    """The placement of a tensor that is cut along `dim` over a group.
+
+    Args:
+        tensor: whole.
+        dim: the dimension that is cut.
+        group: the tensor axis.
+        split_sizes: lengths of the fused blocks along `dim`, each cut on its own; None is one.
+        padded_sizes: their lengths once padded with zeros; None pads none.
+        cut: `copies` and `stretches`, see `Shard`.
+    """
+    blocks = (tensor.shape[dim],) if split_sizes is None else tuple(split_sizes)
+    padded = None if padded_sizes is None else tuple(padded_sizes)
+    return Shard(size=group.size(), dim=dim, blocks=blocks, padded=padded, **cut)
 
 
 def is_of_peft(module: nn.Module) -> bool:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...cluster.collectives import reduce_from
-from ...cluster.placement import Shard, Shared, place
+from ...cluster.placement import Shared, place
 from ...cluster.random import SplitRandom
 from .linear import Linear1D_Col, ProductLayer, enter
-from .lora import plain
+from .parallel_module import shard_of
 from .split_gather import RegionSequence
 
 
@@ -176,57 +176,6 @@ class RegionExit:
         return module
 
 
-class JoinedEntry:
-    """The entry of one region at several layers, which take the same tensor: they share one reduction in backward.
-
-    Args:
-        split_random: random state to switch to until the region's exit, where the region drops at random.
-    """
-
-    def __init__(self, *, split_random: SplitRandom | None = None) -> None:
-        self.layers: list[ProductLayer] = []
-        self._split_random = split_random
-        self._given: Tensor | None = None
-        self._entered: Tensor | None = None
-        self._left = 0  # layers that have not come yet
-
-    def __call__(self, x: Tensor, process_group: dist.ProcessGroup, *, is_training: bool) -> Tensor:
-        """The layers' input, the first time through `copy_to` (backward all-reduce)."""
-        if self._given is not x or self._entered is None:
-            if self._split_random is not None and is_training:
-                self._split_random.enter()
-            (self._entered,) = enter([x], process_group, self.layers)
-            self._given, self._left = x, len(self.layers)
-        entered = self._entered
-        self._left -= 1
-        if self._left == 0:
-            self._given = self._entered = None
-        return entered
-
-
-class JoinedRegion:
-    """Marks a column-split layer as one of those that a region begins at, by a hook."""
-
-    @staticmethod
-    def from_native_module(
-        module: nn.Module, process_group: dist.ProcessGroup, *, entry: JoinedEntry
-    ) -> nn.Module:
-        """Let the module's input pass the entry.
-
-        Args:
-            module: the layer, or LoRA around it; takes the replicated tensor alone.
-            process_group: the tensor axis.
-            entry: of all layers that the region begins at.
-        """
-
-        def pass_entry(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-            return (entry(args[0], process_group, is_training=module.training),)
-
-        entry.layers.append(plain(module))
-        module.register_forward_pre_hook(pass_entry)
-        return module
-
-
 class PartialGradient:
     """Marks parameters that are whole and used inside a region: their gradients are to be summed."""
 
@@ -250,10 +199,7 @@ class SplitParameter:
         *,
         name: str,
         dim: int,
-        split_sizes: tuple[int, ...],
-        padded_sizes: tuple[int, ...] | None = None,
-        stretches: int = 1,
-        copies: int = 1,
+        **cut: Any,
     ) -> nn.Module:
         """Place the parameter as a `Shard`; the module itself stays as it is.
 
@@ -262,17 +208,10 @@ class SplitParameter:
             process_group: the tensor axis.
             name: of the parameter.
             dim: the dimension that is cut.
-            split_sizes, padded_sizes, stretches, copies: see `Shard`, where they are `blocks`, `padded` and so on.
+            cut: see `shard_of`.
         """
-        shard = Shard(
-            size=process_group.size(),
-            dim=dim,
-            blocks=split_sizes,
-            padded=padded_sizes,
-            stretches=stretches,
-            copies=copies,
-        )
-        place(module.get_parameter(name), shard, process_group.rank())
+        parameter = module.get_parameter(name)
+        place(parameter, shard_of(parameter, dim, process_group, **cut), process_group.rank())
         return module
 
 

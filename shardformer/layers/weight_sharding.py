@@ -77,13 +77,6 @@ class ShardedLinear(ParallelModule):
         self.pool.buffers.reserve(self.weight.numel() * size)
         self.train(native.training)
 
-    @staticmethod
-    def from_native_module(
-        module: nn.Module, process_group: dist.ProcessGroup, **kwargs: Any
-    ) -> "ShardedLinear":
-        """See the class for the arguments; takes an nn.Linear or a transformers Conv1D."""
-        return ShardedLinear(module, process_group, **kwargs)
-
     def forward(self, x_BSI: Tensor) -> Tensor:
         """(B, S, I) in, (B, S, O) out, of this rank's batch. One all-gather.
 

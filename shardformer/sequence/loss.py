@@ -4,8 +4,7 @@ The ranks of the sequence axis each have the loss of their own positions, labels
 differentiated is described in [Note: gradients over the sequence axis] of boundary.py.
 """
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,37 +16,23 @@ from torch.autograd.function import once_differentiable
 from ...cluster.collectives import all_reduce
 from ...pipeline.plan import StagePlan, is_within
 from ..layers.forward_code import is_by_position, is_by_position_behind_loops, scales_alone
-from ..layers.loss import VocabParallelLogits, has_causal_loss, shifted, with_logits
+from ..layers.loss import ShardedLogits, VocabParallelLogits, has_causal_loss, keep_logits_sharded, shifted
 from ..layers.sequence_axis import SequenceAxis, gather_sequence
-
-_SPREAD_LOGITS = (
-    "these logits are of a part of the sequence on each rank; call outputs.logits.gather() on every rank, or give "
-    "parallel_output=False to the plugin"
-)
 
 
 @dataclass(frozen=True)
-class SequenceParallelLogits:
-    """In the place of `outputs.logits` after a training step with labels: those of this rank's positions.
-
-    Anything that computes with it fails rather than take a part for the whole. `gather()`, on every rank of the
-    sequence axis (and of the tensor axis), gives (B, S, V); `parallel_output=False` in the plugin always does.
-    """
+class SequenceParallelLogits(ShardedLogits):
+    """`ShardedLogits` of this rank's positions; to gather them is a call on the tensor axis too."""
 
     part: Tensor | VocabParallelLogits
     axis: SequenceAxis
     length: int
+    _part_of = "of a part of the sequence on each rank"
 
     def gather(self) -> Tensor:
         """All logits, (B, S, V), with gradients. All-gather over the sequence axis, and the tensor axis if split."""
         part = self.part.gather() if isinstance(self.part, VocabParallelLogits) else self.part
         return gather_sequence(part, self.axis, self.length, is_data=True)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"outputs.logits.{name}: {_SPREAD_LOGITS}")
-
-    def __getitem__(self, index: Any) -> Any:
-        raise TypeError(f"outputs.logits[...]: {_SPREAD_LOGITS}")
 
 
 def stays_sharded(model: nn.Module, plan: StagePlan, head: str | None) -> bool:
@@ -81,21 +66,17 @@ def keep_sharded(model: nn.Module, axis: SequenceAxis) -> None:
     """
     whole_loss: Any = model.loss_function
     model.loss_function = partial(_causal_loss, axis=axis, inner=whole_loss)  # type: ignore[assignment]
-    signature = inspect.signature(model.forward)
 
-    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        given = signature.bind_partial(*args, **kwargs).arguments
+    def is_sharded(given: Mapping[str, Any]) -> bool:
         keeps_all = (kept := given.get("logits_to_keep")) is None or (isinstance(kept, int) and kept == 0)
-        axis.ends_whole = not (module.training and given.get("labels") is not None and keeps_all)
+        return model.training and given.get("labels") is not None and keeps_all
 
-    def after(module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> Any:
-        was_spread, axis.ends_whole = not axis.ends_whole, True
-        if not was_spread or outputs is None:  # None: the forward raised
-            return outputs
-        return with_logits(outputs, lambda part: SequenceParallelLogits(part, axis, axis.length))
-
-    model.register_forward_pre_hook(before, with_kwargs=True)
-    model.register_forward_hook(after, with_kwargs=True, always_call=True)
+    keep_logits_sharded(
+        model,
+        (axis, "ends_whole"),
+        is_sharded=is_sharded,
+        finish=lambda part: SequenceParallelLogits(part, axis, axis.length),
+    )
 
 
 def _causal_loss(

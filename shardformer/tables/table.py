@@ -63,7 +63,7 @@ class Table:
         query_heads: path of the attribute with the number of query heads, of whatever part of a layer; None is the
             config's `num_attention_heads`.
         joined: by region whose module also uses its input whole (ALBERT's attention adds it to its output), the
-            column-split layers that take the input; they begin the region together.
+            column-split layers that take the input, in the order in which they run; each is an entry of the region.
         whole: modules inside a region that work on replicated activations, behind its end.
         second_input: by region, the name of another replicated input besides the first (the states that cross
             attention attends to).

@@ -189,11 +189,6 @@ def test_outputs_that_cannot_be_gathered_are_refused() -> None:
             Linear1D_Col(linear(bias=True), Group(), gather_output=True, **kwargs)  # type: ignore[arg-type]
 
 
-def test_a_fused_projection_needs_its_blocks() -> None:
-    with pytest.raises(ValueError, match="needs split_sizes"):
-        FusedLinear1D_Col.from_native_module(linear(bias=True), Group())  # type: ignore[arg-type]
-
-
 def test_an_output_width_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="7 entries along dim 0 are not divisible by 2 ranks"):
         Linear1D_Col.from_native_module(nn.Linear(4, 7), Group())  # type: ignore[arg-type]

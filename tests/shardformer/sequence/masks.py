@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AttentionMaskInterface, MistralConfig
 from transformers import masking_utils as masks
 
-from echelon.shardformer.sequence.block_mask import BlockMask, Seen, block_mask
+from echelon.shardformer.sequence.block_mask import BlockMask, block_mask
 
 BATCH = 2
 
@@ -117,14 +117,6 @@ def whole(kind: str, length: int) -> Tensor:
 
     with registered("always", always):
         return made(kind, length, "always")
-
-
-def as_tensor(seen: Seen | Tensor, queries: range, keys: range) -> Tensor:
-    """The answer for a block as booleans."""
-    if isinstance(seen, Tensor):
-        return seen
-    ones = torch.ones(len(queries), len(keys), dtype=torch.bool)
-    return {Seen.ALL: ones, Seen.NOTHING: ~ones, Seen.TRIANGLE: ones.tril()}[seen]
 
 
 @contextmanager
