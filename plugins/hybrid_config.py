@@ -332,7 +332,7 @@ class HybridConfig:
             "enable_jit_fused": fused.jit,
         }
         dtype = DTYPES.get(str(self.precision_settings.get("precision")))
-        return switch_errors(options) or fused.faults(default_device(), dtype)
+        return switch_errors(options) or fused.errors(default_device(), dtype)
 
 
 def whole_number_errors(given: Mapping[str, Any]) -> list[str]:

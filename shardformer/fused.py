@@ -35,8 +35,8 @@ class FusedKernels:
     Args:
         flash_attention: attention by the flash-attn package on CUDA, elsewhere by torch's fused kernels.
         xformers: attention by xFormers.
-        normalization: norms by apex, Liger or torch; see fused_norm.py.
-        jit: bias + activation and dropout + addition compiled by torch; see fused_code.py.
+        normalization: norms by torch's fused kernels; see fused_norm.py.
+        jit: activation formulas and dropout + addition compiled by torch; see fused_code.py.
     """
 
     flash_attention: bool = False
@@ -56,7 +56,7 @@ class FusedKernels:
             jit=jit or everything,
         )
 
-    def faults(self, device: torch.device, dtype: torch.dtype | None) -> list[str]:
+    def errors(self, device: torch.device, dtype: torch.dtype | None) -> list[str]:
         """List what this machine lacks or what contradicts itself, each with what would work. No communication.
 
         Args:
@@ -115,22 +115,27 @@ class FusedKernels:
     def fuse(self, model: nn.Module, dtype: torch.dtype) -> None:
         """Fuse norms and elementwise code, of a model that is split already. What finds nothing to fuse is logged."""
         kind = type(model).__name__
+        lines = []
         if self.normalization:
-            report = fuse_norms(model, dtype)
-            if report.unknown:
-                _tell(
-                    f"enable_fused_normalization: of {kind} stay as they are: {_counted(report.unknown)}; they compute "
-                    "otherwise than the fused kernels"
+            fused, unknown = fuse_norms(model, dtype)
+            if unknown:
+                names = ", ".join(f"{count} × {name}" for name, count in unknown.items())
+                lines.append(
+                    f"enable_fused_normalization: of {kind} stay as they are: {names}; they compute otherwise than the "
+                    "fused kernels"
                 )
-            elif not (report.fused or report.native):
-                _tell(
+            elif not fused:
+                lines.append(
                     f"enable_fused_normalization: {kind} has no norms that are known here; nothing was fused"
                 )
         if self.jit and not compile_elementwise(model):
-            _tell(
-                f"enable_jit_fused: {kind} has no bias in front of an activation and no sum behind a dropout; "
-                "nothing was compiled"
+            lines.append(
+                f"enable_jit_fused: {kind} has no activation by a formula and no sum behind a dropout; nothing was "
+                "compiled"
             )
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            for line in lines:
+                _LOG.warning(line)
 
 
 def _compiler_errors(device: torch.device) -> list[str]:
@@ -145,16 +150,6 @@ def _compiler_errors(device: torch.device) -> list[str]:
             "variable CXX, or leave this out"
         ]
     return []
-
-
-def _counted(names: dict[str, int]) -> str:
-    return ", ".join(f"{count} × {name}" for name, count in names.items())
-
-
-def _tell(line: str) -> None:
-    """Log a line, on the first rank alone."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        _LOG.warning(line)
 
 
 def switch_errors(given: Mapping[str, Any]) -> list[str]:

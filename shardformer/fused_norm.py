@@ -1,18 +1,17 @@
-"""Norms by fused kernels. Which modules are norms, and of what kind, is found by trying them."""
+"""Norms by torch's fused kernels. Which modules are norms, and of what kind, is found by trying them."""
 
 # H features
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache, partial
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.functional import layer_norm, rms_norm
 
 from ..pipeline.stand_ins import StandIn
 from .layers.norm import epsilon_of
@@ -22,124 +21,37 @@ from .layers.parallel_module import ParallelModule
 Kernel = Callable[..., Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kernels:
-    """The two norms as one library has them.
-
-    Args:
-        library: its name.
-        root_mean_square: x / sqrt(mean(x²) + epsilon) · weight.
-        layer: (x - mean(x)) / sqrt(variance(x) + epsilon) · weight + bias.
-    """
-
-    library: str
-    root_mean_square: Kernel
-    layer: Kernel
-
-
-@dataclass(frozen=True, kw_only=True)
-class NormReport:
-    """Report on a model's norms, by the names of their classes.
-
-    Args:
-        library: whose kernels compute them.
-        fused: how many were given a kernel.
-        native: how many already call torch's.
-        unknown: those that compute otherwise than any formula here, and stay as they are.
-    """
-
-    library: str
-    fused: dict[str, int]
-    native: dict[str, int]
-    unknown: dict[str, int]
-
-
-def fuse_norms(model: nn.Module, dtype: torch.dtype) -> NormReport:
-    """Let a model's norms compute with fused kernels, in place: names, parameters and hooks stay.
+def fuse_norms(model: nn.Module, dtype: torch.dtype) -> tuple[Counter[str], Counter[str]]:
+    """Let a model's norms compute with torch's fused kernels, in place: names, parameters and hooks stay.
 
     Args:
         model: split already; norms whose features are split have a class of their own and stay.
         dtype: the format that it will compute in.
+
+    Returns:
+        How many norms use a kernel, and how many compute otherwise than any formula here and stay as they are; by
+        the names of their classes.
     """
-    devices = [parameter.device for parameter in model.parameters()]
-    kernels = available_kernels(devices[0] if devices else torch.device("cpu"))
-    report = NormReport(library=kernels.library, fused={}, native={}, unknown={})
+    fused, unknown = Counter[str](), Counter[str]()
     for norm in list(_norms(model)):
-        name = type(norm).__name__
-        if kernels.library == "torch" and type(norm) in (nn.LayerNorm, nn.RMSNorm):
-            report.native[name] = report.native.get(name, 0) + 1
-        elif (form := _form_of(norm, kernels, dtype)) is None:
-            report.unknown[name] = report.unknown.get(name, 0) + 1
+        kind = type(norm)
+        if kind in (nn.LayerNorm, nn.RMSNorm):
+            fused[kind.__name__] += 1
+        elif (form := _form_of(norm, dtype)) is None:
+            unknown[kind.__name__] += 1
         else:
             vars(norm)["_compute"] = form
-            norm.__class__ = _fused_class(type(norm))  # type: ignore[arg-type]  # a class is hashable
-            report.fused[name] = report.fused.get(name, 0) + 1
-    return report
+            norm.__class__ = _fused_class(kind)  # type: ignore[arg-type]  # a class is hashable
+            fused[kind.__name__] += 1
+    return fused, unknown
 
 
-def available_kernels(device: torch.device) -> Kernels:
-    """The kernels of apex where it was built with them, else those of Liger, else torch's own; off CUDA torch's own."""
-    # apex can be installed without its kernels, and another package has its name.
-    if (
-        device.type == "cuda"
-        and find_spec("apex") is not None
-        and find_spec("fused_layer_norm_cuda") is not None
-    ):
-        return _apex()
-    if device.type == "cuda" and find_spec("liger_kernel") is not None:
-        return _liger()
-    return _torch()
+def _root_mean_square(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
+    return rms_norm(x, x.shape[-1:], weight, epsilon)
 
 
-def _torch() -> Kernels:
-    functional = nn.functional
-    return Kernels(
-        library="torch",
-        root_mean_square=lambda x, weight, bias, epsilon: functional.rms_norm(
-            x, x.shape[-1:], weight, epsilon
-        ),
-        layer=lambda x, weight, bias, epsilon: functional.layer_norm(x, x.shape[-1:], weight, bias, epsilon),
-    )
-
-
-def _apex() -> Kernels:
-    fused = import_module("apex.normalization.fused_layer_norm")
-
-    def root_mean_square(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
-        out: Tensor = fused.fused_rms_norm_affine(x, _ones(x, weight), x.shape[-1:], epsilon)
-        return out
-
-    def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
-        out: Tensor = fused.fused_layer_norm_affine(
-            x, _ones(x, weight), _zeros(x, bias), x.shape[-1:], epsilon
-        )
-        return out
-
-    return Kernels(library="apex", root_mean_square=root_mean_square, layer=layer)
-
-
-def _liger() -> Kernels:
-    functional = import_module("liger_kernel.transformers.functional")
-
-    def root_mean_square(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
-        # "gemma": all in float32, rounded once. In place it would overwrite the gradient that comes in, which a
-        # residual connection hands to others too.
-        out: Tensor = functional.liger_rms_norm(x, _ones(x, weight), epsilon, 0.0, "gemma", False)
-        return out
-
-    def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
-        out: Tensor = functional.liger_layer_norm(x, _ones(x, weight), _zeros(x, bias), epsilon)
-        return out
-
-    return Kernels(library="liger_kernel", root_mean_square=root_mean_square, layer=layer)
-
-
-def _ones(x: Tensor, weight: Tensor | None) -> Tensor:
-    return x.new_ones(x.shape[-1]) if weight is None else weight
-
-
-def _zeros(x: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_zeros(x.shape[-1]) if bias is None else bias
+def _centered(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
+    return layer_norm(x, x.shape[-1:], weight, bias, epsilon)
 
 
 def _forms(kernel: Kernel) -> list[Kernel]:
@@ -159,16 +71,18 @@ def _forms(kernel: Kernel) -> list[Kernel]:
     return [kernel, in_the_format_of_x, beside_one, in_float32]
 
 
+_FORMS = [*_forms(_root_mean_square), *_forms(_centered)]
+
+
 def _norms(model: nn.Module) -> Iterator[nn.Module]:
     """The modules that look like norms: an epsilon, one weight of features, at most a bias, one input."""
     for module in model.modules():
         parameters = dict(module.named_parameters())
         weight = parameters.get("weight")
-        is_alike = weight is not None and all(each.shape == weight.shape for each in parameters.values())
         if (
-            is_alike
-            and weight is not None
+            weight is not None
             and weight.ndim == 1
+            and all(each.shape == weight.shape for each in parameters.values())
             and parameters.keys() <= {"weight", "bias"}
             and isinstance(epsilon_of(module), float)
             and not any(True for _ in module.buffers())
@@ -178,17 +92,13 @@ def _norms(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def _form_of(norm: nn.Module, kernels: Kernels, dtype: torch.dtype) -> Kernel | None:
+def _form_of(norm: nn.Module, dtype: torch.dtype) -> Kernel | None:
     """The form that gives what a norm gives, but for rounding; the nearest of them, or None where all depart."""
     weight = norm.get_parameter("weight")
     device = torch.device("cpu") if weight.is_meta else weight.device
-    drawn = torch.Generator("cpu").manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=drawn, device="cpu")
-
+    random = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     features = weight.shape[0]
-    trial = copy.copy(norm)
+    trial: Any = copy.copy(norm)
     trial._parameters = {
         name: None if each is None else Parameter(random(features).to(device, dtype))
         for name, each in norm._parameters.items()
@@ -197,26 +107,19 @@ def _form_of(norm: nn.Module, kernels: Kernels, dtype: torch.dtype) -> Kernel | 
     sizes = torch.tensor([1e-6, 1e-3, 1.0, 30.0]).view(4, 1, 1, 1)
     shifts = torch.tensor([0.5, 0.5, 16.0, 0.5]).view(4, 1, 1, 1)
     x = ((random(4, 3, 2, features) + shifts) * sizes).to(device, dtype)
-    return _nearest(trial, [*_forms(kernels.root_mean_square), *_forms(kernels.layer)], x)
-
-
-def _nearest(trial: Any, forms: list[Kernel], x: Tensor) -> Kernel | None:
-    epsilon = epsilon_of(trial)
-    bias, parameters = trial._parameters.get("bias"), list(trial.parameters())
+    given = dict(weight=trial.weight, bias=trial._parameters.get("bias"), epsilon=epsilon_of(trial))
+    parameters = list(trial.parameters())
     try:
         # Without the hooks of the user, who watches no trials.
         expected, of_three = _tried(trial.forward, x, parameters), trial.forward(x[0])
         if expected[0].shape != x.shape or not torch.equal(expected[0][0], of_three.double()):
             return None
-        found = [
-            _tried(partial(form, weight=trial.weight, bias=bias, epsilon=epsilon), x, parameters)
-            for form in forms
-        ]
+        found = [_tried(partial(form, **given), x, parameters) for form in _FORMS]
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
         return None  # it takes something else than what a norm of the last dimension takes
     off = [_distance(each, expected, x.dtype) for each in found]
-    best = min(range(len(forms)), key=off.__getitem__)
-    return forms[best] if off[best] <= 1 else None
+    best = min(range(len(off)), key=off.__getitem__)
+    return _FORMS[best] if off[best] <= 1 else None
 
 
 @torch.enable_grad()

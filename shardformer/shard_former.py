@@ -111,7 +111,7 @@ class ShardFormer:
         if errors := _split_errors(model, config):
             raise ValueError("\n".join(errors))
         fused, device, dtype = config.fused, *_computing(model)
-        errors = fused.faults(device, dtype) + fused.model_errors(model, device)
+        errors = fused.errors(device, dtype) + fused.model_errors(model, device)
         sharder = None
         if policy is not None or config.tensor_parallel_size * config.num_stages > 1:
             sharder = sharder_or_errors(model, policy, config, errors)

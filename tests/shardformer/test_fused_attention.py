@@ -199,16 +199,16 @@ def test_every_part_is_set() -> None:
 
 def test_what_is_missing_is_named_at_once_with_all_other_faults() -> None:
     both = FusedKernels(flash_attention=True, xformers=True)
-    found = "\n".join(both.faults(CUDA, torch.float32))
+    found = "\n".join(both.errors(CUDA, torch.float32))
     assert all(words in found for words in ("ask for one of them", "package flash-attn", "in 16 bits alone"))
     assert "package xformers" in found
-    assert len(both.faults(CUDA, torch.float32)) == 4
+    assert len(both.errors(CUDA, torch.float32)) == 4
     with installed(xformers__ops={}, flash_attn={}):
-        assert FusedKernels(flash_attention=True).faults(CUDA, torch.bfloat16) == []
-        assert FusedKernels(xformers=True).faults(CUDA, torch.float32) == []
-        (fault,) = FusedKernels(xformers=True).faults(CPU, torch.float32)
+        assert FusedKernels(flash_attention=True).errors(CUDA, torch.bfloat16) == []
+        assert FusedKernels(xformers=True).errors(CUDA, torch.float32) == []
+        (fault,) = FusedKernels(xformers=True).errors(CPU, torch.float32)
         assert "computes on cuda and not on cpu" in fault
-    assert FusedKernels(flash_attention=True).faults(CPU, torch.float32) == []
+    assert FusedKernels(flash_attention=True).errors(CPU, torch.float32) == []
 
 
 def test_shardformer_tells_packages_models_and_sizes_together() -> None:
