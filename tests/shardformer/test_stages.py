@@ -1,4 +1,4 @@
-"""Models cut into stages and split over ranks at once: what each process holds, and that it computes the same."""
+"""Models cut into stages: the parameters, layers and ties of each process. Their numbers are tests/contract."""
 
 import itertools
 from copy import deepcopy
@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.cluster.collectives import all_gather
 from echelon.cluster.mesh import ParallelMesh
-from echelon.cluster.placement import Shard, placement_of
 from echelon.pipeline.stage import local_stages
 from echelon.pipeline.stage_manager import PipelineStageManager
 from echelon.pipeline.stand_ins import StandIn
@@ -24,13 +21,12 @@ from echelon.shardformer import (
     SubModuleReplacementDescription,
     policy_for,
 )
-from echelon.shardformer.layers import VocabParallelEmbedding1D, VocabParallelLMHead1D
 from echelon.shardformer.table_policy import TablePolicy
 from echelon.shardformer.tables.table import table_for
 
 from ..pipeline.test_encoder_decoder import build as build_t5
 from ..pool import Pool
-from .compare import MULTIPLE, batch_for, build, loss_of, named
+from .compare import build
 
 CASES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": dict(num_key_value_heads=1),
@@ -106,97 +102,6 @@ def test_a_rank_of_several_stages_holds_each_parameter_once_and_knows_all_ties(n
             held += [key for key, _ in part.named_parameters(remove_duplicate=False)]
             assert tuple(local_stages(part)) == manager_alone(rank, [0, 1, 2, 3, 4], placement).stages
         assert sorted(held) == names
-
-
-def train_stages(name: str, tied: bool) -> None:
-    """Two stages of two ranks each, by hand, against the whole model."""
-    mesh = ParallelMesh(tp=2, pp=2)
-    manager = PipelineStageManager(mesh, num_layers_per_stage=[1, 2])
-    model = build(name, num_hidden_layers=3, tie_word_embeddings=tied, **CASES[name])
-    batch = batch_for(model)
-    config = ShardConfig(
-        tensor_parallel_process_group=mesh.group("tp"),
-        pipeline_stage_manager=manager,
-        make_vocab_size_divisible_by=MULTIPLE,
-    )
-    # As a plugin splits, which sums gradients that are in parts itself.
-    sharder = ModelSharder(deepcopy(model), policy_for(model), config)
-    shared, part = sharder.shard(), sharder.model
-    (stage,) = local_stages(part).values()
-    peer = mesh.global_ranks("pp")[1 - manager.stage]
-    expected = loss_of(model(**batch))
-    expected.backward()
-    if stage.is_first:
-        (sent,) = stage.forward(batch, ())
-        dist.send(sent.detach().contiguous(), peer)
-        gradient = torch.empty_like(sent)
-        dist.recv(gradient, peer)
-        sent.backward(gradient)
-    else:
-        received = torch.empty(*_shape(batch), 32).requires_grad_()
-        dist.recv(received.detach(), peer)
-        loss = loss_of(stage.forward(batch, (received,)))
-        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
-        loss.backward()
-        assert received.grad is not None
-        dist.send(received.grad, peer)
-    for one in shared:  # summed over the stages that hold it
-        (tensor,) = {id(tensor): tensor for tensor in one.values()}.values()
-        dist.all_reduce(tensor.grad, group=mesh.group("pp"))
-    _require_gradients(part, model, mesh)
-
-
-def _shape(batch: dict[str, Tensor]) -> tuple[int, ...]:
-    return tuple(batch["input_ids"].shape)
-
-
-def _require_gradients(part: nn.Module, model: nn.Module, mesh: ParallelMesh) -> None:
-    largest = max(p.grad.abs().max().item() for p in model.parameters() if p.grad is not None)
-    whole = dict(model.named_parameters(remove_duplicate=False))
-    for name, parameter in part.named_parameters():
-        expected = whole[name].grad
-        if expected is None:
-            assert parameter.grad is None, name
-            continue
-        assert parameter.grad is not None, name
-        placement = placement_of(parameter)
-        parts = all_gather(parameter.grad[None], mesh.group("tp"), 0).unbind(0)
-        if isinstance(placement, Shard):
-            parts = [sum(parts)] * 2 if placement.copies == 2 else parts
-            found = placement.whole(parts)
-        else:
-            found = parts[0] if placement is None else sum(parts)
-        tolerance = max(1e-5 * expected.abs().max().item(), 2**-23 * largest)
-        torch.testing.assert_close(
-            found, expected, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
-def train_all() -> None:
-    for name in CASES:
-        for tied in (True, False):
-            with named(f"{name}, tied={tied}"):
-                train_stages(name, tied)
-
-
-def test_two_stages_of_two_ranks_have_the_loss_and_gradients_of_the_whole_model(pool: Pool) -> None:
-    pool.run(4, train_all)
-
-
-def kinds() -> list[str]:
-    """The split ends of the model on this rank."""
-    mesh = ParallelMesh(tp=2, pp=2)
-    config = ShardConfig(
-        tensor_parallel_process_group=mesh.group("tp"), pipeline_stage_manager=PipelineStageManager(mesh)
-    )
-    model, _ = ShardFormer(config).optimize(build("LlamaForCausalLM", tie_word_embeddings=True))
-    assert isinstance(model.model.embed_tokens, VocabParallelEmbedding1D) == (mesh.rank("pp") == 0)
-    assert isinstance(model.lm_head, VocabParallelLMHead1D) == (mesh.rank("pp") == 1)
-    return [name for name, parameter in model.named_parameters() if parameter.shape[0] == 64]
-
-
-def test_a_tied_embedding_is_split_on_the_first_and_on_the_last_stage(pool: Pool) -> None:
-    assert pool.run(4, kinds) == [["model.embed_tokens.weight"]] * 2 + [["lm_head.weight"]] * 2
 
 
 def test_get_held_layers_are_those_of_the_stage() -> None:

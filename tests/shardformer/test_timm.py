@@ -1,10 +1,8 @@
 """Models without a config, by a table for their class: timm's vision transformers."""
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from echelon import Booster, HybridParallelPlugin
 from echelon.shardformer import policy_for
 from echelon.shardformer.sharder import split_errors
 from echelon.shardformer.tables.table import table_for_class
@@ -13,9 +11,8 @@ from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 from echelon.verify.parity import Report, parity
 
-from ..models.small_timm import VisionTransformer, build_timm, register_timm, timm_pixels
+from ..models.small_timm import VisionTransformer, build_timm, register_timm
 from ..pool import Pool
-from .compare import require_same_training
 
 
 class Distilled(VisionTransformer):
@@ -45,60 +42,21 @@ def test_an_attribute_that_a_layer_lacks_is_told() -> None:
     assert "blocks.1: the table names 'attn.attn_dim' in a layer, which has no attribute" in told
 
 
-def train_split(num_heads: int) -> None:
-    model = build_timm(num_heads=num_heads, width=8 * num_heads)
-    require_same_training(model, {"pixels": timm_pixels(3)}, loss=squares)
-
-
-def squares(outputs: Tensor, inputs: object = None) -> Tensor:
-    return outputs.square().mean()
-
-
-@pytest.mark.parametrize(("num_ranks", "num_heads"), [(2, 4), (4, 4), (2, 3)])
-def test_the_split_model_computes_as_the_whole_one(pool: Pool, num_ranks: int, num_heads: int) -> None:
-    pool.run(num_ranks, train_split, num_heads)
-
-
-def train_steps() -> list[float]:
-    """The losses of three steps on two stages of two ranks each."""
-    plugin = HybridParallelPlugin(tp_size=2, pp_size=2, num_microbatches=2, precision="fp32")
-    booster = Booster(plugin=plugin)
-    model = build_timm()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    boosted, boosted_optimizer, criterion, _, _ = booster.boost(model, optimizer, squares)
-    losses = []
-    for step in range(3):
-        output = booster.execute_pipeline(
-            iter([timm_pixels(4, seed=step)]), boosted, criterion, boosted_optimizer, return_loss=True
-        )
-        losses.append(output["loss"].item())
-        boosted_optimizer.step()
-        boosted_optimizer.zero_grad()
-    return losses
-
-
-def test_stages_of_split_layers_train_as_one_process(pool: Pool) -> None:
-    model = build_timm()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    expected = []
-    for step in range(3):
-        loss = squares(model(timm_pixels(4, seed=step)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
-    assert expected[0] != pytest.approx(expected[2], rel=1e-2), "the steps change nothing"
-    for losses in pool.run(4, train_steps):
-        assert losses == pytest.approx(expected, rel=1e-5)
-
-
 def registered_parity(choice: ModelChoice, layout: Layout) -> Report:
     register_timm()
     return parity(choice, layout)
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2), Layout(tp=2, dp=2, zero=1)], ids=str
+    "layout",
+    [
+        Layout(tp=2, pp=2),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (Layout(tp=2), Layout(pp=2), Layout(tp=2, dp=2, zero=1))
+        ),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize(
     "choice", [ModelChoice(model_type="timm", head="image_classification")], ids=["timm"]
