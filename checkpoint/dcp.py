@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ..lazy.files import FileTensor, LoadedTensor, open_tensors
+from ..lazy.files import open_tensors
 from .box import Box
 from .consent import joined_failures
 from .local import LocalTensor
@@ -113,7 +113,7 @@ class StateFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files: dict[str, dict[str, FileTensor | LoadedTensor]] = {}
+        self._files: dict[str, dict[str, Tensor]] = {}
         path = folder / INDEX
         try:
             listing = json.loads(path.read_text())["tensors"]
@@ -144,7 +144,7 @@ class StateFiles:
         """The stored format."""
         return self._tensors[name].dtype
 
-    def file(self, name: str) -> Mapping[str, FileTensor | LoadedTensor]:
+    def file(self, name: str) -> Mapping[str, Tensor]:
         """The tensors of a file of the folder, which is opened once."""
         if name not in self._files:
             self._files[name] = open_tensors(self.folder / name)
@@ -158,12 +158,12 @@ class StateFiles:
         """
         for stored in self.boxes[name]:
             if stored.box.common(box) == box:
-                return self.file(stored.file)[stored.key]()[box.within(stored.box)]
+                return self.file(stored.file)[stored.key][box.within(stored.box)]
         found = torch.empty(box.size, dtype=self.dtype(name), device="cpu")
         missing = box.numel
         for stored in self.boxes[name]:
             if (common := stored.box.common(box)) is not None:
-                found[common.within(box)] = self.file(stored.file)[stored.key]()[common.within(stored.box)]
+                found[common.within(box)] = self.file(stored.file)[stored.key][common.within(stored.box)]
                 missing -= common.numel
         if missing:
             raise ValueError(f"{self.folder} lacks {missing} entries of {name} in {box}")

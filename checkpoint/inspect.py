@@ -416,9 +416,9 @@ def _key_error(states: StateFiles, name: str, file_name: str, key: str, size: tu
     file = states.file(file_name)
     if key not in file:
         return f"{file_name} has no {key}"
-    found, dtype = file[key].geometry, states.dtype(name)
-    if (found.size, found.dtype) != (size, dtype):
-        is_, must = f"{dtype_name(found.dtype)} {found.size}", f"{dtype_name(dtype)} {size}"
+    found, dtype = file[key], states.dtype(name)
+    if (tuple(found.shape), found.dtype) != (size, dtype):
+        is_, must = f"{dtype_name(found.dtype)} {tuple(found.shape)}", f"{dtype_name(dtype)} {size}"
         return f"{key} in {file_name} is {is_}, and not {must}"
     return None
 

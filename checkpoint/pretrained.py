@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..lazy.context import refuse_quantized
 from ..lazy.files import open_tensors
-from ..lazy.tensor import LazyTensor, content_of, lazily, real
+from ..lazy.tensor import LazyTensor, lazily, real
 from .box import Box, Stored
 from .consent import alike, errors_of_all
 from .local import LocalTensor, TensorNames
@@ -48,13 +48,13 @@ class Weights:
         self.tensors: dict[str, Tensor] = {}
         self._made: tuple[str, Tensor] | None = None
         for file in tensor_files(path):
-            sources = open_tensors(file)
-            if twice := sorted(self.paths.keys() & sources.keys()):
+            tensors = open_tensors(file)
+            if twice := sorted(self.paths.keys() & tensors.keys()):
                 raise ValueError(
                     f"{file} holds tensors that another file of {file.parent} holds too: {twice}"
                 )
-            self.paths |= dict.fromkeys(sources, file)
-            self.tensors |= {name: lazily(source) for name, source in sources.items()}
+            self.paths |= dict.fromkeys(tensors, file)
+            self.tensors |= tensors
 
     @property
     def names(self) -> Collection[str]:
@@ -74,13 +74,12 @@ class Weights:
         whole = self.tensors[name]
         if Box.whole(whole.shape).common(box) != box and box.numel:
             raise AssertionError(f"{box} of {name}, which has shape {tuple(whole.shape)}")
-        if isinstance(whole, LazyTensor) and not content_of(whole).value.is_borrowed:
+        if isinstance(whole, LazyTensor):
             if self._made is None or self._made[0] != name:
                 self._made = None
                 self._made = name, real(whole)
             whole = self._made[1]
-        part = whole[box.within(Box.whole(whole.shape))]
-        return real(part) if isinstance(part, LazyTensor) else part
+        return whole[box.within(Box.whole(whole.shape))]
 
 
 def open_pretrained(path: Path | str, model: nn.Module | None = None) -> Weights:
@@ -174,7 +173,7 @@ def known_to(model: nn.Module, stored: Mapping[str, Tensor], path: Path) -> dict
 
     Args:
         model: of transformers; it may be cut.
-        stored: tensors of files, lazy or materialized.
+        stored: tensors of files.
         path: where from, for errors.
 
     Raises:
@@ -243,7 +242,7 @@ def _renamed(
         else:
             if target not in to_convert:
                 to_convert[target] = copy.deepcopy(converter_of[pattern])
-            to_convert[target].add_tensor(target, name, pattern, stored[name])
+            to_convert[target].add_tensor(target, name, pattern, lazily(stored[name]))
     return found | _converted(to_convert, outline, path), unknown
 
 

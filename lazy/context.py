@@ -9,7 +9,7 @@ put back when it leaves, also by an error.
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch._ops import OpOverload
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten_with_path
 
 from ..cluster.errors import raise_errors
@@ -42,6 +42,37 @@ _ALLOCATIONS = (
     _ops.zeros.default,
 )
 _LOCAL = ("_parameters", "_buffers")
+
+
+def materialize(module: nn.Module, verbose: bool = False) -> nn.Module:
+    """Compute every lazily built tensor that a module holds, one after the other, in place; returns the module.
+
+    Each becomes a plain tensor, and stays the same object: optimizers and ties go on holding it. Modules that were not
+    built lazily are left as they are. Communicates nothing.
+
+    Args:
+        module: a model; parameters, buffers and other tensors of all its modules are found.
+        verbose: print how many tensors were materialized, and how large they are together.
+
+    Raises:
+        RuntimeError: it is called inside of LazyInitContext.
+        ValueError: tensors cannot be materialized; names all of them. None was.
+    """
+    if isinstance(torch.empty(1), LazyTensor):
+        raise RuntimeError(
+            "a lazily built model is materialized, or boosted, after the block of LazyInitContext"
+        )
+    tensors = list(_tensors_of(module))
+    lazy = {name: tensor for name, tensor in tensors if isinstance(tensor, LazyTensor)}
+    if lazy:
+        raise_errors([error for name, tensor in tensors for error in _errors(name, tensor)])
+    made: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
+    for name, tensor in lazy.items():
+        _replace(name, tensor, made)
+    if verbose:
+        num_bytes = sum(real.nbytes() for _, real in made.values())
+        print(f"{len(lazy)} lazily built tensors were materialized: {num_bytes / 2**20:.1f} MiB")
+    return module
 
 
 class LazyInitContext(TorchDispatchMode):
@@ -96,15 +127,7 @@ class LazyInitContext(TorchDispatchMode):
             return allocate(function, args, kwargs, device=self.default_device)
         return function(*args, **kwargs)
 
-    @staticmethod
-    def materialize(module: nn.Module, verbose: bool = False) -> nn.Module:
-        """Materialize a lazily built model, whole, in place, where no booster does it; returns it.
-
-        Args:
-            module: the model. Other ones are left as they are.
-            verbose: print how many tensors were made and how large they are.
-        """
-        return materialize(module, verbose=verbose)
+    materialize = staticmethod(materialize)
 
 
 def _like_outline(outline: Tensor, kwargs: dict[str, Any]) -> tuple[OpOverload, tuple, dict[str, Any]]:
@@ -126,37 +149,6 @@ def _allocates_weights(function: OpOverload, args: tuple, kwargs: dict[str, Any]
     is_plain = kwargs.get("device") in (None, _CPU) and kwargs.get("layout") in (None, torch.strided)
     on_meta = {"device": _META, **({"generator": None} if "generator" in kwargs else {})}
     return is_plain and bool(function(*args, **{**kwargs, **on_meta}).is_floating_point())
-
-
-def materialize(module: nn.Module, *, verbose: bool = False) -> nn.Module:
-    """Compute every lazily built tensor that a module holds, one after the other, in place; returns the module.
-
-    Each becomes a plain tensor, and stays the same object: optimizers and ties go on holding it. Modules that were not
-    built lazily are left as they are. Communicates nothing.
-
-    Args:
-        module: a model; parameters, buffers and other tensors of all its modules are found.
-        verbose: print how many tensors were materialized, and how large they are together.
-
-    Raises:
-        RuntimeError: it is called inside of LazyInitContext.
-        ValueError: tensors cannot be materialized; names all of them. None was.
-    """
-    if isinstance(torch.empty(1), LazyTensor):
-        raise RuntimeError(
-            "a lazily built model is materialized, or boosted, after the block of LazyInitContext"
-        )
-    tensors = list(_tensors_of(module))
-    lazy = {name: tensor for name, tensor in tensors if isinstance(tensor, LazyTensor)}
-    if lazy:
-        raise_errors([error for name, tensor in tensors for error in _errors(name, tensor)])
-    made: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
-    for name, tensor in lazy.items():
-        _replace(name, tensor, made)
-    if verbose:
-        num_bytes = sum(real.nbytes() for _, real in made.values())
-        print(f"{len(lazy)} lazily built tensors were materialized: {num_bytes / 2**20:.1f} MiB")
-    return module
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -225,17 +217,17 @@ class _LazySlice:
 class _LazyFile:
     """A safetensors file as transformers opens it, of which the tensors are lazy."""
 
-    def __init__(self, file: Any, path: Path) -> None:
+    def __init__(self, file: Any) -> None:
         self._file = file
-        self._tensors = {name: lazily(source) for name, source in open_tensors(path).items()}
 
     def get_slice(self, name: str) -> _LazySlice:
         """See `_LazySlice`."""
-        return _LazySlice(self._file.get_slice(name), self._tensors[name])
+        return _LazySlice(self._file.get_slice(name), self.get_tensor(name))
 
     def get_tensor(self, name: str) -> Tensor:
         """A lazy one."""
-        return self._tensors[name]
+        with _disable_current_modes():
+            return lazily(self._file.get_tensor(name))
 
     def __enter__(self) -> "_LazyFile":
         self._file.__enter__()
@@ -253,9 +245,24 @@ def reading_lazily() -> Iterator[None]:
     """Let `from_pretrained` find lazy tensors in files; see [Note: from_pretrained]."""
     from transformers import modeling_utils
 
+    thread = threading.get_ident()
     opened, loaded = modeling_utils.safe_open, modeling_utils.load_state_dict
-    modeling_utils.safe_open = _opening_lazily(opened)
-    modeling_utils.load_state_dict = _loading_lazily(loaded)
+
+    def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
+        file = opened(filename, *args, **kwargs)
+        if threading.get_ident() != thread:
+            return file
+        refuse_quantized(Path(filename).parent)
+        return _LazyFile(file)
+
+    def load_state_dict(checkpoint_file: Any, map_location: Any = "cpu", *args: Any, **kwargs: Any) -> Any:
+        path = Path(checkpoint_file)
+        if threading.get_ident() != thread or str(map_location) != "cpu" or path.suffix == ".safetensors":
+            return loaded(checkpoint_file, map_location, *args, **kwargs)
+        refuse_quantized(path.parent)
+        return {name: lazily(tensor) for name, tensor in open_tensors(path).items()}
+
+    modeling_utils.safe_open, modeling_utils.load_state_dict = safe_open, load_state_dict
     try:
         yield
     finally:
@@ -278,31 +285,3 @@ def refuse_quantized(folder: Path) -> None:
             f"the weights in {folder} are quantized ({method}): quantized weights can neither be split nor trained, "
             "so use the folder of the model before it was quantized, or dequantize it with transformers and save it"
         )
-
-
-def _opening_lazily(opened: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement of `safetensors.safe_open`."""
-    thread = threading.get_ident()
-
-    def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
-        file = opened(filename, *args, **kwargs)
-        if threading.get_ident() != thread:
-            return file
-        refuse_quantized(Path(filename).parent)
-        return _LazyFile(file, Path(filename))
-
-    return safe_open
-
-
-def _loading_lazily(loaded: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement of transformers' `load_state_dict`, which reads torch's own files."""
-    thread = threading.get_ident()
-
-    def load_state_dict(checkpoint_file: Any, map_location: Any = "cpu", *args: Any, **kwargs: Any) -> Any:
-        path = Path(checkpoint_file)
-        if threading.get_ident() != thread or str(map_location) != "cpu" or path.suffix == ".safetensors":
-            return loaded(checkpoint_file, map_location, *args, **kwargs)
-        refuse_quantized(path.parent)
-        return {name: lazily(source) for name, source in open_tensors(path).items()}
-
-    return load_state_dict

@@ -7,11 +7,10 @@ the generator's state with it, so each value can be made on its own, at any time
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -19,6 +18,8 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..cluster.agree import batch_hash
+
+_SAMPLES = 64
 
 
 @dataclass(frozen=True)
@@ -40,21 +41,6 @@ class Geometry:
             offset=int(tensor.storage_offset()),
         )
 
-    @staticmethod
-    def dense(dtype: torch.dtype, size: Iterable[int]) -> "Geometry":
-        """Of a tensor whose entries lie end to end, the first at the beginning of its memory."""
-        shape = tuple(size)
-        stride = tuple(prod(max(1, each) for each in shape[dim + 1 :]) for dim in range(len(shape)))
-        return Geometry(dtype=dtype, size=shape, stride=stride, offset=0)
-
-    @property
-    def num_bytes(self) -> int:
-        """The memory that its entries span, from the first to the last."""
-        if 0 in self.size:
-            return 0
-        last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
-        return (last + 1) * self.dtype.itemsize
-
     def of_memory(self, storage: UntypedStorage) -> Tensor:
         """The tensor of this geometry in some memory."""
         blank = torch.empty(0, dtype=self.dtype, device=storage.device)
@@ -69,27 +55,9 @@ class Read:
     geometry: Geometry
 
 
-class Source(Protocol):
-    """A tensor that is somewhere else, in a file for example."""
-
-    @property
-    def geometry(self) -> Geometry:
-        """Where its entries are in the memory that a call brings."""
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of that memory."""
-
-    def __call__(self) -> Tensor:
-        """The tensor, in memory that is nobody's to write to, nor to keep."""
-
-    def look(self) -> str:
-        """A text that differs between sources, the same on every machine."""
-
-
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call of one of torch's operators, or of a source.
+    """A call of one of torch's operators.
 
     Args:
         function: what is called.
@@ -97,7 +65,7 @@ class Call:
         generator_state: the state of the generator that it draws from, before it did; None if it draws nothing.
     """
 
-    function: OpOverload | Source
+    function: OpOverload
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     generator_state: Tensor | None
@@ -121,50 +89,49 @@ class Call:
         return [each for each in tree_leaves(returned) if isinstance(each, Tensor)]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Value:
     """The content of some memory once a call is done; see [Note: values].
 
     Args:
         num_bytes: of the memory.
-        call: the call.
-        returned: which of the tensors that it returns lies in this memory, and where; None for a call that writes to
-            memory that is there.
+        call: the call; None for the content of a tensor that is there.
+        there: that tensor, of a file, whose memory is nobody's to write to.
+        returned: which of the tensors that the call returns lies in this memory, and where; None for a call that writes
+            to memory that is there.
         before: what a call that writes finds there; None where it does not matter.
     """
 
     num_bytes: int
-    call: Call
+    call: Call | None = None
+    there: Tensor | None = None
     returned: tuple[int, Geometry] | None = None
     before: "Value | None" = None
 
-    @staticmethod
-    def of_source(source: Source) -> "Value":
-        """The value of a source."""
-        call = Call(function=source, args=(), kwargs={}, generator_state=None)
-        return Value(num_bytes=source.num_bytes, call=call, returned=(0, source.geometry))
-
-    @property
-    def is_borrowed(self) -> bool:
-        """True where it is found in memory that is not its own."""
-        return not isinstance(self.call.function, OpOverload)
-
     def needs(self) -> list["Value"]:
         """The values that it is made of, each once."""
-        read = [each.value for each in self.call.reads()]
+        read = [] if self.call is None else [each.value for each in self.call.reads()]
         return [each for each in dict.fromkeys([self.before, *read]) if each is not None]
 
 
 def fingerprint(value: Value) -> int:
-    """A number that differs where a value does: in its calls, their arguments, or the generator's state."""
+    """A number that differs where a value does: in its calls, their arguments, the generator's state, or files."""
     codes: dict[Value | None, int] = {None: 0}
     for each in in_order(value):
-        call = each.call
-        described = tree_map(lambda leaf: _described(leaf, codes), (call.args, dict(call.kwargs)))
-        rest = (call.generator_state, codes[each.before], each.num_bytes, repr(each.returned))
-        name = str(call.function) if isinstance(call.function, OpOverload) else call.function.look()
-        codes[each] = batch_hash([name, described, rest])
+        if each.there is not None:
+            codes[each] = batch_hash([tuple(each.there.shape), _samples(each.there)])
+            continue
+        assert each.call is not None
+        described = tree_map(lambda leaf: _described(leaf, codes), (each.call.args, dict(each.call.kwargs)))
+        rest = (each.call.generator_state, codes[each.before], each.num_bytes, repr(each.returned))
+        codes[each] = batch_hash([str(each.call.function), described, rest])
     return codes[value]
+
+
+def _samples(tensor: Tensor) -> Tensor:
+    """Some entries, so that a file is not read through."""
+    flat = tensor.reshape(-1) if tensor.is_contiguous() else tensor[:1].reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLES)].clone()
 
 
 def _described(leaf: Any, codes: Mapping[Value | None, int]) -> Any:
@@ -207,14 +174,14 @@ def make(value: Value) -> UntypedStorage:
     """Memory on the CPU that holds a value, of its own. What that is made of is freed as soon as it is not needed.
 
     Raises:
-        RuntimeError: torch refuses to repeat a call, or a file was changed; names the operator or tensor.
+        RuntimeError: torch refuses to repeat a call; names the operator.
     """
     made = borrow(value)
-    return made.clone() if value.is_borrowed else made
+    return made if value.there is None else made.clone()
 
 
 def borrow(value: Value) -> UntypedStorage:
-    """As `make`, or for a tensor of a file its pages, which are as private, and read when they are looked at."""
+    """As `make`, or the memory of a tensor that is there, to be read alone."""
     order = in_order(value)
     uses = Counter(need for each in order for need in each.needs())
     found: dict[Value, UntypedStorage] = {}
@@ -230,11 +197,14 @@ def borrow(value: Value) -> UntypedStorage:
 
 def _made_of(value: Value, needs: dict[Value, UntypedStorage], *, is_kept: bool) -> UntypedStorage:
     """A value from the memory of those that it needs; what it writes to is taken over, unless it is kept."""
+    if value.there is not None:
+        return value.there.untyped_storage()
+    assert value.call is not None
     if value.returned is not None:
-        return _returned(value, needs)
+        return _returned(value.call, *value.returned, value.num_bytes, needs)
     if value.before is None:
         own = UntypedStorage(value.num_bytes, device="cpu")
-    elif is_kept or value.before.is_borrowed:
+    elif is_kept or value.before.there is not None:
         own = needs[value.before].clone()
     else:
         own = needs[value.before]
@@ -242,25 +212,23 @@ def _made_of(value: Value, needs: dict[Value, UntypedStorage], *, is_kept: bool)
     return own
 
 
-def _returned(value: Value, needs: dict[Value, UntypedStorage]) -> UntypedStorage:
+def _returned(
+    call: Call, index: int, geometry: Geometry, num_bytes: int, needs: dict[Value, UntypedStorage]
+) -> UntypedStorage:
     """The memory of a tensor that a call returns; a copy where it lies otherwise than was recorded, or is not new."""
-    assert value.returned is not None
-    index, geometry = value.returned
 
     def tensor_of(read: Read) -> Tensor:
         assert read.value is not None, "only a call that writes reads the memory that it writes to"
         return read.geometry.of_memory(needs[read.value])
 
-    found = value.call.run(tensor_of)[index]
+    found = call.run(tensor_of)[index]
     if (found.dtype, tuple(found.size())) != (geometry.dtype, geometry.size):
-        raise AssertionError(
-            f"{value.call.function} returned {found.dtype} {tuple(found.size())}, not {geometry}"
-        )
+        raise AssertionError(f"{call.function} returned {found.dtype} {tuple(found.size())}, not {geometry}")
     own = found.untyped_storage()
-    inputs = [each for each in tree_leaves((value.call.args, value.call.kwargs)) if isinstance(each, Tensor)]
+    inputs = [each for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, Tensor)]
     old = {each.data_ptr() for each in (*needs.values(), *(each.untyped_storage() for each in inputs))}
-    if Geometry.of(found) == geometry and own.nbytes() == value.num_bytes and own.data_ptr() not in old:
+    if Geometry.of(found) == geometry and own.nbytes() == num_bytes and own.data_ptr() not in old:
         return own
-    own = UntypedStorage(value.num_bytes, device="cpu")
+    own = UntypedStorage(num_bytes, device="cpu")
     geometry.of_memory(own).copy_(found)
     return own

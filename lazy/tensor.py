@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .replay import Call, Geometry, Read, Source, Value, borrow, make
+from .replay import Call, Geometry, Read, Value, borrow, make
 
 _CONTENT = "_echelon_content"
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -134,16 +134,11 @@ def allocate(function: OpOverload, args: tuple, kwargs: dict[str, Any], *, devic
     return allocated
 
 
-def lazily(source: Source, *, device: torch.device = _CPU) -> Tensor:
-    """The lazy tensor of what is somewhere else.
-
-    Args:
-        source: where its numbers are.
-        device: where the tensor will be.
-    """
-    storage = UntypedStorage(source.num_bytes, device="meta")
-    _set_content(storage, Content(Value.of_source(source), device))
-    return _wrapped(source.geometry.of_memory(storage))
+def lazily(tensor: Tensor) -> Tensor:
+    """The lazy tensor of one that is there, in a file for example, and is not to be written to."""
+    storage = UntypedStorage(tensor.untyped_storage().nbytes(), device="meta")
+    _set_content(storage, Content(Value(num_bytes=storage.nbytes(), there=tensor), _CPU))
+    return _wrapped(Geometry.of(tensor).of_memory(storage))
 
 
 def record(function: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 
 from echelon.checkpoint.box import Box, Stored
 from echelon.checkpoint.pretrained import open_pretrained
-from echelon.lazy.files import FileTensor, open_tensors
 from echelon.verify.models import ModelChoice
 
 LLAMA = {
@@ -144,13 +143,6 @@ def test_boxes_are_read_from_every_kind_of_file(
         "d": torch.arange(11),
     }
     assert differences(open_pretrained(write(state, tmp_path)), state) == []
-
-
-def test_tensors_at_odd_bytes_are_moved_to_even_ones(tmp_path: Path) -> None:
-    path = as_an_older_file_with_tensors_at_odd_bytes({"a": torch.randn(5), "b": torch.randn(3)}, tmp_path)
-    sources = open_tensors(path).values()
-    assert all(isinstance(each, FileTensor) and each.start % 4 for each in sources)
-    assert all(each().data_ptr() % 4 == 0 for each in sources)
 
 
 def test_an_index_may_be_given_itself(tmp_path: Path) -> None:
@@ -306,7 +298,7 @@ def empty(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "kind", "message"),
     [
-        (truncated, ValueError, "it ends after"),
+        (truncated, ValueError, "is damaged, or no safetensors file: .* not fully covered"),
         (without_a_shard, FileNotFoundError, "missing: model-00002-of-00002.safetensors"),
         (with_an_index_of_more, FileNotFoundError, "missing: model-00001-of-00001.safetensors"),
         (twice, ValueError, r"another file .* holds too: \['a'\]"),
@@ -325,14 +317,6 @@ def test_what_cannot_be_read_is_refused(
     spoil(tmp_path)
     with pytest.raises(kind, match=message):
         open_pretrained(tmp_path)
-
-
-def test_a_file_that_is_changed_meanwhile_is_not_read(tmp_path: Path) -> None:
-    stored = open_pretrained(as_safetensors({"a": torch.ones(2)}, tmp_path))
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(path.read_bytes() + b"\0")
-    with pytest.raises(RuntimeError, match="was changed while"):
-        stored.read("a", Box.whole((2,)))
 
 
 MODELS = [
