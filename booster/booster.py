@@ -264,7 +264,7 @@ class Booster:
             directory,
             step,
             model=self.plugin.local_model(model),
-            trained=None if optimizer is None else self.plugin.trained(optimizer),
+            optimizer=None if optimizer is None else self.plugin.trained(optimizer),
             lr_scheduler=lr_scheduler,
             dataloader=dataloader,
             user=user,
@@ -308,7 +308,7 @@ class Booster:
         return self.plugin.checkpoints.load_step(
             directory,
             model=self.plugin.local_model(model),
-            trained=None if optimizer is None else self.plugin.trained(optimizer),
+            optimizer=None if optimizer is None else self.plugin.trained(optimizer),
             lr_scheduler=lr_scheduler,
             dataloader=dataloader,
             resume=resume,

@@ -2,17 +2,20 @@
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .consent import CheckpointError
+from ..cluster.agree import AgreedError
 
 _CHUNK = 2**26  # a power of two: torch rounds pinned memory up to one
 _ALIGNMENT = 64
+
+Keep = Callable[[Tensor], Tensor]  # gives the memory that a save writes from, in the place of a tensor's own
 
 _logger = logging.getLogger(__name__)
 
@@ -29,20 +32,19 @@ class Copies:
         self._chunks: list[Tensor] = []
         self._chunk, self._used = 0, 0
 
-    def forget(self) -> None:
-        """Let the next copies overwrite the previous ones."""
+    @contextmanager
+    def keeping(self) -> Iterator[Keep]:
+        """Make copies, which are there at the end of the block, in the memory of the previous ones."""
         self._chunk, self._used = 0, 0
+        yield self.copy
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy on the CPU. From a GPU it is there after `finish`."""
+        """A contiguous copy on the CPU."""
         tensor = tensor.detach()
         memory = self._take(tensor.numel() * tensor.dtype.itemsize)
         return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
-
-    def finish(self) -> None:
-        """Wait for all copies."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
 
     def _take(self, nbytes: int) -> Tensor:
         while self._chunk < len(self._chunks) and self._used + nbytes > self._chunks[self._chunk].nbytes:
@@ -108,40 +110,31 @@ class Saver:
         if self._last is not None:
             self._last._join()
 
-    def run(self, work: Callable[[], None], path: Path) -> Save:
-        """Do it now.
+    def run(
+        self, work: Callable[[], None], path: Path, *, use_async: bool = False, is_reporting: bool = False
+    ) -> Save:
+        """Do it now, or in a thread.
 
-        Raises:
-            Exception: what it raises.
+        Args:
+            work: writes the save; collective.
+            path: what is written.
+            use_async: do it in a thread.
+            is_reporting: raise nothing that all ranks failed by; as with a thread, the first rank logs why it could not
+                be written, the save keeps that, and training goes on.
         """
-        save = self._next(path)
-        work()
-        return save
+        self.settle()
+        save = self._last = Save(path)
+        kinds: tuple[type[Exception], ...] = (OSError, ValueError, AgreedError) if is_reporting else ()
 
-    def run_reporting(self, work: Callable[[], None], path: Path) -> Save:
-        """Do it now; the first rank logs why it could not be written, and the save keeps that."""
-        save = self._next(path)
-        try:
-            work()
-        except (OSError, ValueError, CheckpointError) as error:  # on every rank alike; training goes on
-            save._fail(error)
-        return save
-
-    def begin(self, work: Callable[[], None], path: Path) -> Save:
-        """Do it in a thread; the first rank logs what goes wrong, and the save keeps that."""
-        save = self._next(path)
-
-        def run() -> None:
+        def run(kinds: tuple[type[Exception], ...]) -> None:
             try:
                 work()
-            except Exception as error:  # training goes on, and the user finds it in the save
+            except kinds as error:
                 save._fail(error)
 
-        save._thread = threading.Thread(target=run, name=f"save {path.name}")
-        save._thread.start()
+        if use_async:
+            save._thread = threading.Thread(target=run, args=[(Exception,)], name=f"save {path.name}")
+            save._thread.start()
+        else:
+            run(kinds)
         return save
-
-    def _next(self, path: Path) -> Save:
-        self.settle()
-        self._last = Save(path)
-        return self._last

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..cluster.agree import on_all_ranks, raise_different
 from ..cluster.errors import raise_errors
 from ..data.loader import SharedLoader
-from .consent import on_all_ranks
 from .local import LocalModel, saved_state
 from .model import config_errors
 from .optimizer import Trained, saved_options
@@ -21,103 +21,107 @@ from .tensor_file import dtype_errors, value_errors
 _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
-def require_same_call(
-    name: str, arguments: Mapping[str, Any], errors: Sequence[str], group: dist.ProcessGroup
-) -> None:
+def require_same_call(name: str, arguments: Mapping[str, Any], group: dist.ProcessGroup) -> None:
     """Check a call, and go on where all ranks make the same one. One all-gather of objects over the group.
 
     Args:
         name: of the call.
-        arguments: by name, checked by CHECKS.
-        errors: further ones, of this call alone.
+        arguments: by name.
         group: all ranks, over the CPU.
 
     Raises:
         ValueError: it cannot be done on some rank, or ranks make different calls; all of it, on every rank.
     """
 
-    def described() -> str:
-        found = [*errors]
-        for key, value in arguments.items():
-            found += CHECKS[key](key, value) if key in CHECKS else []
-        raise_errors(found)
-        return f"{name}({', '.join(f'{key}={_shown(key, value)!r}' for key, value in arguments.items())})"
+    def checked() -> dict[str, str]:
+        raise_errors([error for key, value in arguments.items() for error in _errors(key, value)])
+        return {"the call": name} | {key: repr(_shown(key, value)) for key, value in arguments.items()}
 
-    calls: dict[str, list[int]] = {}
-    for rank, call in enumerate(on_all_ranks(described, group)):
-        calls.setdefault(call, []).append(rank)
-    if len(calls) > 1:
-        each = "; ".join(
-            f"{call} (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})"
-            for call, ranks in calls.items()
-        )
-        raise ValueError(f"every rank has to make the same call, and they make different ones: {each}")
+    every = on_all_ranks(checked, group)
+    if len({each["the call"] for each in every}) > 1:
+        every = [{"the call": each["the call"]} for each in every]
+    if any(each != every[0] for each in every):
+        rule = "every rank has to make the same call"
+        raise_different(every, range(len(every)), what="saving or loading", rule=rule)
 
 
-def _shown(key: str, value: Any) -> Any:
+def _is_path(value: Any) -> bool:
+    return isinstance(value, os.PathLike) or (isinstance(value, str) and value != "")
+
+
+def _is_count(value: Any, *, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+# What an argument must be, as a check and in words.
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(
+        ("checkpoint", "directory"),
+        (_is_path, "must be a path, a text that is not empty or a pathlib.Path: give one"),
+    ),
+    "step": (lambda value: _is_count(value, least=0), "must be a whole number, at least 0"),
+    "keep_last": (
+        lambda value: value is None or _is_count(value, least=1),
+        "must be a whole number, at least 1, or None to keep all",
+    ),
+    "size_per_shard": (
+        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value > 0,
+        "must be a number of MiB, above 0",
+    ),
+    "prefix": (
+        lambda value: value is None or bool(isinstance(value, str) and _PREFIX.fullmatch(value)),
+        "must be letters, digits, _, - and points: it begins the names of files",
+    ),
+    "gather_dtensor": (
+        lambda value: value is True,
+        "is not offered, since files hold whole tensors, which no rank gathers to write: leave it out",
+    ),
+    "resume": (
+        lambda value: value in (None, "auto", "must") or _is_count(value, least=0),
+        'must be "auto", "must", the number of a step, or None',
+    ),
+}
+
+
+def _errors(name: str, value: Any) -> list[str]:
+    if name in _RULES:
+        is_right, words = _RULES[name]
+        return [] if is_right(value) else [f"{name}={value!r} {words}"]
+    if name == "lr_scheduler" and value is not None:
+        return lr_scheduler_errors(value)
+    return _dataloader_errors(value) if name == "dataloader" and value is not None else []
+
+
+def _shown(name: str, value: Any) -> Any:
     """A checked value as ranks have to agree on it: a path wherever they are, a part of a run by its class."""
-    if CHECKS.get(key) is _path_errors:
+    if name in ("checkpoint", "directory"):
         return os.path.abspath(value)
     if value is None or isinstance(value, str | bool | int | float):
         return value
-    if isinstance(value, LocalModel):
-        value = value.module
-    return type(value.inner if isinstance(value, Trained) else value).__name__
+    part = (
+        value.module
+        if isinstance(value, LocalModel)
+        else value.inner
+        if isinstance(value, Trained)
+        else value
+    )
+    return type(part).__name__
 
 
-def _path_errors(name: str, value: Any) -> list[str]:
-    if isinstance(value, os.PathLike) or (isinstance(value, str) and value):
-        return []
-    return [f"{name}={value!r} must be a path, a text that is not empty or a pathlib.Path: give one"]
-
-
-def _size_errors(name: str, value: Any) -> list[str]:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return [] if is_number and value > 0 else [f"{name}={value!r} must be a number of MiB, above 0"]
-
-
-def _prefix_errors(name: str, value: Any) -> list[str]:
-    if value is None or (isinstance(value, str) and _PREFIX.fullmatch(value)):
-        return []
-    return [f"{name}={value!r} must be letters, digits, _, - and points: it begins the names of files"]
-
-
-def _gather_errors(name: str, value: Any) -> list[str]:
-    if value is True:
-        return []
-    return [f"{name}={value!r}: files hold whole tensors, which no rank gathers to write; leave it out"]
-
-
-def _step_errors(name: str, value: Any) -> list[str]:
-    return [] if _is_count(value, least=0) else [f"{name}={value!r} must be a whole number, at least 0"]
-
-
-def _keep_errors(name: str, value: Any) -> list[str]:
-    if value is None or _is_count(value, least=1):
-        return []
-    return [f"{name}={value!r} must be a whole number, at least 1, or None to keep all"]
-
-
-def _resume_errors(name: str, value: Any) -> list[str]:
-    if value in (None, "auto", "must") or _is_count(value, least=0):
-        return []
-    return [f'{name}={value!r} must be "auto", "must", the number of a step, or None']
-
-
-def lr_scheduler_errors(name: str, value: Any) -> list[str]:
+def lr_scheduler_errors(value: Any) -> list[str]:
     """Errors of a scheduler that cannot be saved or loaded."""
-    errors = _part_errors(name, value, "give the scheduler that booster.boost returned")
+    errors = _part_errors("lr_scheduler", value, "give the scheduler that booster.boost returned")
     return errors or value_errors(value.state_dict(), f"the state of the {type(value).__name__}")
 
 
-def _dataloader_errors(name: str, value: Any) -> list[str]:
+def _dataloader_errors(value: Any) -> list[str]:
     if isinstance(value, SharedLoader):  # of others it may begin a pass to ask for their position
         try:
             return value_errors(value.state_dict(), "the position in the data")
         except ValueError as error:
             return [str(error)]
     return _part_errors(
-        name,
+        "dataloader",
         value,
         "it does not know its position: give one of booster.plugin.prepare_dataloader, or leave it out and keep the "
         "position in `user`",
@@ -131,29 +135,6 @@ def _part_errors(name: str, part: Any, instead: str) -> list[str]:
     return [f"{name} is {shown}, which has no state_dict and load_state_dict: {instead}"]
 
 
-def _is_count(number: Any, *, least: int) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= least
-
-
-def _unless_none(check: Callable[[str, Any], list[str]]) -> Callable[[str, Any], list[str]]:
-    return lambda name, value: [] if value is None else check(name, value)
-
-
-# Errors of an argument, from its name and its value.
-CHECKS: dict[str, Callable[[str, Any], list[str]]] = {
-    "checkpoint": _path_errors,
-    "directory": _path_errors,
-    "step": _step_errors,
-    "keep_last": _keep_errors,
-    "size_per_shard": _size_errors,
-    "prefix": _prefix_errors,
-    "gather_dtensor": _gather_errors,
-    "resume": _resume_errors,
-    "lr_scheduler": _unless_none(lr_scheduler_errors),
-    "dataloader": _unless_none(_dataloader_errors),
-}
-
-
 def save_faults(model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any) -> list[str]:
     """Reasons why no checkpoint of these could be written, as far as they are known now.
 
@@ -162,21 +143,13 @@ def save_faults(model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any
         optimizer: its parameter groups are tried, and not its states, which come with its steps.
         lr_scheduler: tried where it is one of torch's.
     """
-    is_known = isinstance(lr_scheduler, LRScheduler)
-    return [
-        *config_errors(model),
-        *_state_errors(model),
-        *_option_errors([] if optimizer is None else optimizer.param_groups),
-        *(lr_scheduler_errors("lr_scheduler", lr_scheduler) if is_known else []),
-    ]
-
-
-def _state_errors(model: nn.Module) -> list[str]:
+    errors = config_errors(model)
     try:
-        state = saved_state(model)
+        errors += dtype_errors({name: tensor.dtype for name, tensor in saved_state(model).items()})
     except ValueError as error:
-        return [str(error)]
-    return dtype_errors({name: tensor.dtype for name, tensor in state.items()})
+        errors.append(str(error))
+    errors += _option_errors([] if optimizer is None else optimizer.param_groups)
+    return errors + (lr_scheduler_errors(lr_scheduler) if isinstance(lr_scheduler, LRScheduler) else [])
 
 
 def _option_errors(groups: list[dict[str, Any]]) -> list[str]:

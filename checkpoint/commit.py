@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from .consent import alike, on_first_rank
+from ..cluster.agree import alike, on_first_rank
 from .tensor_file import write_small
 
 # Ranks wait for each other for six hours, see side_group in cluster/mesh.py; clocks may differ.

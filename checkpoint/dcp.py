@@ -5,8 +5,7 @@ was pickled. A name is `STATE/PARAMETER`, a key in a file `NAME@OFFSET`.
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,9 +30,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ..cluster.agree import joined_errors
 from ..lazy.files import open_tensors
 from .box import Box
-from .consent import joined_failures
 from .local import LocalTensor
 from .tensor_file import Entry, FileRecord, TensorFileWriter, dtype_name, dtype_of, write_small
 
@@ -77,23 +76,16 @@ def save_states(
         This rank's files.
 
     Raises:
-        OSError, ValueError, CheckpointError: it failed on some rank; on all of them.
+        OSError, ValueError, AgreedError: it failed on some rank; on all of them.
     """
     writer = _Writer(folder, group)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     boxed = {name: BoxedTensor(each) for name, each in states.items()}
-    with _failures_of_torch():
-        dcp.save(boxed, storage_writer=writer, planner=planner, process_group=group)
-    return writer.records
-
-
-@contextmanager
-def _failures_of_torch() -> Iterator[None]:
-    """Raise the failures that torch gathered from all ranks as `on_all_ranks` does."""
     try:
-        yield
-    except dcp.CheckpointException as error:
-        raise joined_failures({rank: each for rank, (each, _) in error.failures.items()}) from error
+        dcp.save(boxed, storage_writer=writer, planner=planner, process_group=group)
+    except dcp.CheckpointException as error:  # what torch gathered from all ranks
+        raise joined_errors({rank: each for rank, (each, _) in error.failures.items()}) from error
+    return writer.records
 
 
 class StoredBox(NamedTuple):

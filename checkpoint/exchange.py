@@ -12,6 +12,8 @@ from .box import Box
 from .local import LocalTensor
 from .tensor_file import Entry, order_in_file
 
+Parts = Mapping[tuple[str, Box], Tensor]  # this rank's memory, by tensor and box
+
 
 class Offer(NamedTuple):
     """The boxes of a tensor that a rank can send."""
@@ -21,18 +23,11 @@ class Offer(NamedTuple):
     boxes: tuple[Box, ...]
 
 
-class Source(NamedTuple):
-    """A box of a tensor that is written, and the rank that has it."""
-
-    box: Box
-    rank: int
-
-
 class Written(NamedTuple):
-    """A tensor that a rank writes."""
+    """A tensor that a rank writes, and the boxes that make it up with the rank that has each."""
 
     entry: Entry
-    sources: tuple[Source, ...]
+    sources: Mapping[Box, int]
 
 
 class FilePlan(NamedTuple):
@@ -70,18 +65,15 @@ def entries_of(offers: Sequence[Mapping[str, Offer]], order: Sequence[str]) -> l
 def split_into_files(entries: Sequence[Entry], max_bytes: float) -> list[list[Entry]]:
     """The tensors in files of at most so many bytes each, in their order; a larger one has a file of its own."""
     files: list[list[Entry]] = [[]]
-    size = 0
     for entry in entries:
-        if files[-1] and size + entry.nbytes > max_bytes:
+        if files[-1] and sum(each.nbytes for each in files[-1]) + entry.nbytes > max_bytes:
             files.append([])
-            size = 0
         files[-1].append(entry)
-        size += entry.nbytes
     return files
 
 
 def plan_files(files: Mapping[str, Sequence[Entry]], offers: Sequence[Mapping[str, Offer]]) -> list[FilePlan]:
-    """Deal the files out to the ranks, evenly in bytes and where they are, and the sending of boxes too.
+    """Assign the files to the ranks, evenly in bytes and to where their tensors are, and the sending of boxes too.
 
     The same on every rank that is given the same.
 
@@ -91,25 +83,29 @@ def plan_files(files: Mapping[str, Sequence[Entry]], offers: Sequence[Mapping[st
     written, sent = [0] * len(offers), [0] * len(offers)
     plans = []
     for name, entries in files.items():
-        local = [sum(_offered_bytes(entry, listing) for entry in entries) for listing in offers]
+        owners = {entry: _owners(entry, offers) for entry in entries}
+        local = [0] * len(offers)
+        for entry in entries:
+            for box, ranks in owners[entry].items():
+                for rank in ranks:
+                    local[rank] += box.numel * entry.dtype.itemsize
         writer = min(range(len(offers)), key=lambda rank: (written[rank], -local[rank], rank))
         written[writer] += sum(entry.nbytes for entry in entries)
-        tensors = tuple(
-            Written(entry, _sources(entry, offers, writer, sent)) for entry in order_in_file(entries)
-        )
-        plans.append(FilePlan(name, writer, tensors))
+        tensors = []
+        for entry in order_in_file(entries):
+            sources = {}
+            for box, ranks in owners[entry].items():
+                # The writer itself for a box that it has, else the rank that sends least.
+                rank = writer if writer in ranks else min(ranks, key=lambda each: (sent[each], each))
+                sources[box] = rank
+                sent[rank] += box.numel * entry.dtype.itemsize * (rank != writer)
+            tensors.append(Written(entry, sources))
+        plans.append(FilePlan(name, writer, tuple(tensors)))
     return plans
 
 
-def _offered_bytes(entry: Entry, listing: Mapping[str, Offer]) -> int:
-    offer = listing.get(entry.name)
-    return 0 if offer is None else sum(box.numel for box in offer.boxes) * entry.dtype.itemsize
-
-
-def _sources(
-    entry: Entry, offers: Sequence[Mapping[str, Offer]], writer: int, sent: list[int]
-) -> tuple[Source, ...]:
-    """The writer itself for each box that it has, else the rank that sends least."""
+def _owners(entry: Entry, offers: Sequence[Mapping[str, Offer]]) -> dict[Box, list[int]]:
+    """The ranks that have each box of a tensor."""
     owners: dict[Box, list[int]] = {}
     for rank, listing in enumerate(offers):
         for box in listing[entry.name].boxes if entry.name in listing else ():
@@ -117,47 +113,27 @@ def _sources(
     covered, whole = sum(box.numel for box in owners), Box.whole(entry.shape).numel
     if covered != whole:
         raise AssertionError(f"{entry.name} has {whole} entries, and the ranks have {covered}")
-    sources = []
-    for box, ranks in owners.items():
-        rank = writer if writer in ranks else min(ranks, key=lambda each: (sent[each], each))
-        if rank != writer:
-            sent[rank] += box.numel * entry.dtype.itemsize
-        sources.append(Source(box, rank))
-    return tuple(sources)
+    return owners
 
 
-class Assembled(NamedTuple):
-    """A whole tensor that this rank writes, the next of one of its files."""
-
-    file: FilePlan
-    name: str
-    tensor: Tensor
-
-
-def needed_parts(
-    local: Mapping[str, LocalTensor], plans: Sequence[FilePlan], rank: int
-) -> dict[tuple[str, Box], Tensor]:
-    """This rank's memory of the boxes that it sends or writes, as it is now."""
-    wanted = {
-        (written.entry.name, source.box)
-        for plan in plans
-        for written in plan.tensors
-        for source in written.sources
-        if source.rank == rank
+def needed_parts(local: Mapping[str, LocalTensor], plans: Sequence[FilePlan], rank: int) -> Parts:
+    """This rank's memory of the boxes that it sends or writes."""
+    memory = {
+        (name, part.box): part.local for name, each in local.items() if each.counts for part in each.parts
     }
     return {
-        (name, part.box): part.local
-        for name, each in local.items()
-        if each.counts
-        for part in each.parts
-        if (name, part.box) in wanted
+        (written.entry.name, box): memory[written.entry.name, box]
+        for plan in plans
+        for written in plan.tensors
+        for box, source in written.sources.items()
+        if source == rank
     }
 
 
 def assemble(
-    parts: Mapping[tuple[str, Box], Tensor], plans: Sequence[FilePlan], group: dist.ProcessGroup
-) -> Iterator[Assembled]:
-    """The tensors that this rank writes, on the CPU, file by file in their order.
+    parts: Parts, plans: Sequence[FilePlan], group: dist.ProcessGroup
+) -> Iterator[tuple[FilePlan, Entry, Tensor]]:
+    """The whole tensors that this rank writes, on the CPU, file by file in their order.
 
     Collective over the group, one message per box that its writer lacks: every rank has to come to the end.
     Tensors of different writers are in flight at the same time: a rank has in memory one that it writes, and its boxes
@@ -168,64 +144,47 @@ def assemble(
         plans: equal on all ranks.
         group: of the CPU (gloo).
     """
-    rank = group.rank()
     queues: list[list[tuple[FilePlan, Written]]] = [[] for _ in range(group.size())]
     for plan in plans:
         queues[plan.writer] += [(plan, written) for written in plan.tensors]
     for round_ in zip_longest(*queues):
-        sends, kept = _begin_sends([each and each[1] for each in round_], parts, group)
-        if (own := round_[rank]) is not None:
+        # The memory of each send is kept until it is done.
+        sends = [
+            (content, dist.isend(content, group=group, group_dst=writer, tag=tag))
+            for writer, each in enumerate(round_)
+            if each is not None and writer != group.rank()
+            for tag, (box, source) in enumerate(each[1].sources.items())
+            if source == group.rank()
+            for content in [_bytes(parts[each[1].entry.name, box].detach().cpu().contiguous())]
+        ]
+        if (own := round_[group.rank()]) is not None:
             plan, written = own
-            yield Assembled(plan, written.entry.name, _received(written, parts, group))
-        for send in sends:
+            yield plan, written.entry, _received(written, parts, group)
+        for _, send in sends:
+            assert send is not None  # this rank is in the group
             send.wait()
-        kept.clear()
+        del sends
 
 
-def _begin_sends(
-    round_: Sequence[Written | None],
-    parts: Mapping[tuple[str, Box], Tensor],
-    group: dist.ProcessGroup,
-) -> tuple[list[dist.Work], list[Tensor]]:
-    """Send this rank's boxes of the tensors that others write now; returns the sends, and memory that they need."""
-    sends, kept = [], []
-    for writer, written in enumerate(round_):
-        if writer == group.rank() or written is None:
-            continue
-        for tag, source in enumerate(written.sources):
-            if source.rank == group.rank():
-                content = _sendable(parts[written.entry.name, source.box])
-                send = dist.isend(content, group=group, group_dst=writer, tag=tag)
-                assert send is not None  # this rank is in the group
-                sends.append(send)
-                kept.append(content)
-    return sends, kept
-
-
-def _received(written: Written, parts: Mapping[tuple[str, Box], Tensor], group: dist.ProcessGroup) -> Tensor:
+def _received(written: Written, parts: Parts, group: dist.ProcessGroup) -> Tensor:
     """The whole tensor; without a copy where this rank has all of it."""
-    entry = written.entry
-    if [source.rank for source in written.sources] == [group.rank()]:
-        return parts[entry.name, written.sources[0].box].detach().cpu()
+    entry, rank = written.entry, group.rank()
+    if list(written.sources.values()) == [rank]:
+        return parts[entry.name, next(iter(written.sources))].detach().cpu()
     whole = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     arriving = []
-    for tag, source in enumerate(written.sources):
-        if source.rank != group.rank():
-            content = torch.empty(source.box.size, dtype=entry.dtype, device="cpu")
-            receive = dist.irecv(_bytes(content), group=group, group_src=source.rank, tag=tag)
-            arriving.append((source.box, content, receive))
-    for source in written.sources:
-        if source.rank == group.rank():
-            whole[source.box.within(Box.whole(entry.shape))] = parts[entry.name, source.box].detach().cpu()
+    for tag, (box, source) in enumerate(written.sources.items()):
+        if source != rank:
+            content = torch.empty(box.size, dtype=entry.dtype, device="cpu")
+            receive = dist.irecv(_bytes(content), group=group, group_src=source, tag=tag)
+            arriving.append((box, content, receive))
+        else:
+            whole[box.within(Box.whole(entry.shape))] = parts[entry.name, box].detach().cpu()
     for box, content, receive in arriving:
         assert receive is not None
         receive.wait()
         whole[box.within(Box.whole(entry.shape))] = content
     return whole
-
-
-def _sendable(part: Tensor) -> Tensor:
-    return _bytes(part.detach().cpu().contiguous())
 
 
 def _bytes(content: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from ..cluster.placement import Placement
 from ..shardformer.refusals import local_state
-from .background import Copies
+from .background import Keep
 from .box import Box, cuts_of, flat_boxes, whole_shape
 
 # Parts of names that peft adds to the tensors of a wrapped model, beside adapters.
@@ -51,10 +51,9 @@ class LocalTensor:
         """Bytes of the whole."""
         return Box.whole(self.shape).numel * self.dtype.itemsize
 
-    def copied(self, copies: Copies) -> "LocalTensor":
-        """The same in other memory, on the CPU."""
-        parts = tuple(Part(part.box, copies.copy(part.local)) for part in self.parts)
-        return replace(self, parts=parts)
+    def kept(self, keep: Keep) -> "LocalTensor":
+        """The same in the memory that a save writes from."""
+        return replace(self, parts=tuple(Part(part.box, keep(part.local)) for part in self.parts))
 
 
 def local_piece(

@@ -3,11 +3,12 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
@@ -17,8 +18,8 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from .background import Copies
-from .box import Box
+from ..cluster.agree import alike, on_all_ranks, on_first_rank
+from .background import Keep
 from .commit import (
     Replaced,
     make_anew,
@@ -26,26 +27,15 @@ from .commit import (
     sync_folder,
     unfinished,
     unfinished_of_all,
-    write_together,
     written_beside,
 )
-from .consent import alike, on_first_rank
-from .exchange import (
-    Assembled,
-    FilePlan,
-    Offer,
-    assemble,
-    entries_of,
-    needed_parts,
-    plan_files,
-    split_into_files,
-)
+from .exchange import FilePlan, assemble, entries_of, needed_parts, offers_of, plan_files, split_into_files
 from .local import LocalTensor
-from .tensor_file import Entry, FileRecord, TensorFileWriter, TorchFileWriter, write_small
+from .tensor_file import Entry, Records, TensorFileWriter, TorchFileWriter, Write, write_small
 
-DESCRIBED = ".described"
+# The least that a file of weights is worth: below, a rank writes more than its share.
+_LEAST_BYTES = 2**25
 
-Records = dict[str, FileRecord]
 Describe = Callable[[torch.dtype, Path], None]
 
 
@@ -80,97 +70,90 @@ ADAPTER_FILES = Replaced(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelFiles:
-    """A model about to be written: who writes what, and this rank's memory of it.
-
-    Args:
-        plans: equal on all ranks.
-        parts: the boxes that this rank sends and writes.
-        index: the name of the index; None where there is one file alone.
-        describe: writes the model's config into a folder, None where there is nothing.
-        is_torch: whether files are of torch's own format, and not safetensors.
-        group: all ranks, over the CPU.
-    """
-
-    plans: Sequence[FilePlan]
-    parts: Mapping[tuple[str, Box], Tensor]
-    index: str | None
-    describe: Callable[[Path], None] | None
-    is_torch: bool
-    group: dist.ProcessGroup
-
-    def copied(self, copies: Copies) -> "ModelFiles":
-        """The same, with the memory as it is now, once the copies are finished."""
-        parts = {key: copies.copy(part) for key, part in self.parts.items()}
-        return replace(self, parts=parts)
-
-    def write(self, folder: Path) -> Records:
-        """Write all of it into a folder that is there, and return this rank's files. Collective over the group.
-
-        Raises:
-            OSError: some rank could not write; on every rank.
-        """
-        records: Records = {}
-        output = _Output(folder, records, TorchFileWriter if self.is_torch else TensorFileWriter)
-        for each in assemble(self.parts, self.plans, self.group):
-            output.take(each)
-
-        def end() -> None:
-            output.end()
-            self._describe(folder, records)
-
-        alike(end, self.group)
-        return records
-
-    def _describe(self, folder: Path, records: Records) -> None:
-        """Write index and config, on the first rank."""
-        if self.group.rank() > 0:
-            return
-        if self.index is not None and len(self.plans) > 1:
-            files = {plan.name: [written.entry for written in plan.tensors] for plan in self.plans}
-            records[self.index] = write_small(folder / self.index, index_of(files))
-        if self.describe is not None:
-            records |= _describe_into(folder, self.describe)
-
-
-def plan_model(
+def prepare_model(
     local: Mapping[str, LocalTensor],
-    offers: Sequence[Mapping[str, Offer]],
     order: Sequence[str],
     names: FileNames,
     *,
     max_bytes: float,
     describe: Describe | None,
-    is_torch: bool = False,
+    keep: Keep,
     group: dist.ProcessGroup,
-) -> ModelFiles:
-    """Decide who writes what.
+    is_torch: bool = False,
+    by_all: bool = False,
+) -> Write:
+    """Decide who writes what of a model. One all-gather of objects over the group.
 
     Args:
         local: this rank's tensors.
-        offers: of every rank, see `offers_of`.
         order: of all tensors; others come behind them.
         names: of the files.
-        max_bytes: of a file; at least one, and below the bytes of all over the ranks for all of them to write.
+        max_bytes: of a file; at least one.
         describe: writes what belongs to the tensors into a folder, given the format that most of them are in.
-        is_torch: whether files are of torch's own format, and not safetensors.
+        keep: gives the memory that is written, for what this rank sends or writes.
         group: all ranks, over the CPU.
+        is_torch: write files of torch's own format, not safetensors.
+        by_all: let files be small enough for every rank to write some.
+
+    Returns:
+        Writes all of it into a folder that is there, and returns this rank's files; collective over the group. It
+        raises OSError on every rank where some rank could not write.
     """
-    files = split_into_files(entries_of(offers, order), max_bytes)
+    offers = on_all_ranks(lambda: offers_of(local), group)
+    entries = entries_of(offers, order)
+    if by_all:
+        share = sum(entry.nbytes for entry in entries) / group.size()
+        max_bytes = min(max_bytes, max(share, _LEAST_BYTES))
+    files = split_into_files(entries, max_bytes)
     plans = plan_files(dict(zip(names.of(len(files)), files, strict=True)), offers)
-    dtype = largest_format([written.entry for plan in plans for written in plan.tensors])
-    return ModelFiles(
-        plans=plans,
-        parts=needed_parts(local, plans, group.rank()),
-        index=names.listing,
-        describe=None if describe is None else partial(describe, dtype),
-        is_torch=is_torch,
-        group=group,
-    )
+    parts = {key: keep(part) for key, part in needed_parts(local, plans, group.rank()).items()}
+
+    def write(folder: Path) -> Records:
+        records, failure = _write_files(folder, assemble(parts, plans, group), is_torch=is_torch)
+
+        def end() -> None:
+            if failure is not None:
+                raise failure
+            if group.rank() > 0:
+                return
+            if len(plans) > 1:
+                content = index_of({plan.name: [each.entry for each in plan.tensors] for plan in plans})
+                records[names.listing] = write_small(folder / names.listing, content)
+            if describe is not None:
+                records.update(_describe_into(folder, partial(describe, _largest_format(entries))))
+
+        alike(end, group)
+        return records
+
+    return write
 
 
-def write_model_file(files: ModelFiles, path: Path, group: dist.ProcessGroup) -> None:
+def _write_files(
+    folder: Path, assembled: Iterator[tuple[FilePlan, Entry, Tensor]], *, is_torch: bool
+) -> tuple[Records, Exception | None]:
+    """Write this rank's files, one after the other. A failure is returned: others still need this rank's boxes."""
+    records: Records = {}
+    writer: TensorFileWriter | TorchFileWriter | None = None
+    failure: Exception | None = None
+    for plan, entry, tensor in assembled:
+        if failure is not None:
+            continue
+        try:
+            if writer is None:
+                kind = TorchFileWriter if is_torch else TensorFileWriter
+                writer = kind(folder / plan.name, [written.entry for written in plan.tensors])
+            writer.write(tensor)
+            if entry == plan.tensors[-1].entry:
+                records[plan.name] = writer.finish()
+                writer = None
+        except Exception as error:
+            failure = error
+            if writer is not None:
+                writer.abandon()
+    return records, failure
+
+
+def write_model_file(write: Write, path: Path, group: dist.ProcessGroup) -> None:
     """Write a model as one file, which appears under its name once complete. Collective over the group.
 
     Raises:
@@ -191,27 +174,12 @@ def write_model_file(files: ModelFiles, path: Path, group: dist.ProcessGroup) ->
         shutil.rmtree(folder, ignore_errors=True)
 
     with written_beside(begin, group) as folder:
-        files.write(folder)
+        write(folder)
         on_first_rank(lambda: place(folder), group)
 
 
-def write_model_folder(
-    files: ModelFiles, path: Path, group: dist.ProcessGroup, *, prefix: str | None = None
-) -> None:
-    """Write a model as a folder; other files in it stay, weights of an earlier save go. Collective over the group.
-
-    See [Note: placing] in commit.py.
-
-    Args:
-        prefix: of the names of its files; those with another one, or none, stay.
-
-    Raises:
-        OSError: it could not be written; on every rank. What was there stands.
-    """
-    write_together(path, files.write, _replaced(prefix), group)
-
-
-def _replaced(prefix: str | None) -> Replaced:
+def replaced_weights(prefix: str | None) -> Replaced:
+    """The files that a model takes the place of in a folder: weights of any kind with the same prefix, or none."""
     kinds = [names.with_prefix(prefix) for names in (SAFETENSORS, TORCH)]
     return Replaced(
         entries=tuple(entry for names in kinds for entry in (names.one, names.listing)),
@@ -265,46 +233,13 @@ def _generation_json(model: PreTrainedModel) -> str | None:
     return text
 
 
-def largest_format(entries: Sequence[Entry]) -> torch.dtype:
+def _largest_format(entries: Sequence[Entry]) -> torch.dtype:
     """The floating-point format that most of the bytes are in."""
-    bytes_: dict[torch.dtype, int] = {}
+    sizes: Counter[torch.dtype] = Counter()
     for entry in entries:
         if entry.dtype.is_floating_point:
-            bytes_[entry.dtype] = bytes_.get(entry.dtype, 0) + entry.nbytes
-    return max(bytes_, key=lambda dtype: bytes_[dtype], default=torch.float32)
-
-
-class _Output:
-    """The files of this rank, one after the other. A failure is kept for the end: others still need its boxes."""
-
-    def __init__(
-        self, folder: Path, records: Records, kind: type[TensorFileWriter] | type[TorchFileWriter]
-    ) -> None:
-        self._folder, self._records, self._kind = folder, records, kind
-        self._writer: TensorFileWriter | TorchFileWriter | None = None
-        self._failure: Exception | None = None
-
-    def take(self, each: Assembled) -> None:
-        if self._failure is None:
-            try:
-                self._write(each)
-            except Exception as error:  # raised once all ranks have their tensors
-                self._failure = error
-                if self._writer is not None:
-                    self._writer.abandon()
-
-    def _write(self, each: Assembled) -> None:
-        entries = [written.entry for written in each.file.tensors]
-        if self._writer is None:
-            self._writer = self._kind(self._folder / each.file.name, entries)
-        self._writer.write(each.tensor)
-        if each.name == entries[-1].name:
-            self._records[each.file.name] = self._writer.finish()
-            self._writer = None
-
-    def end(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+            sizes[entry.dtype] += entry.nbytes
+    return max(sizes, key=sizes.__getitem__, default=torch.float32)
 
 
 def _describe_into(folder: Path, describe: Callable[[Path], None]) -> Records:
@@ -312,12 +247,10 @@ def _describe_into(folder: Path, describe: Callable[[Path], None]) -> Records:
 
     First in a folder within that one, and not in the system's for temporary files, which may be full or read-only.
     """
-    apart = folder / DESCRIBED
-    apart.mkdir()
-    describe(apart)
-    records = {path.name: write_small(folder / path.name, path.read_bytes()) for path in apart.iterdir()}
-    shutil.rmtree(apart)
-    return records
+    with TemporaryDirectory(dir=folder) as apart:
+        describe(Path(apart))
+        found = {path.name: path.read_bytes() for path in Path(apart).iterdir()}
+    return {name: write_small(folder / name, content) for name, content in found.items()}
 
 
 def index_of(files: Mapping[str, Sequence[Entry]]) -> bytes:

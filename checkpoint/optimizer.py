@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .background import Copies
+from ..cluster.agree import alike, on_all_ranks, on_first_rank
+from .background import Keep
 from .box import coverage_errors
 from .commit import Replaced
-from .consent import alike, errors_of_all, on_all_ranks, on_first_rank
 from .dcp import INDEX, StateFiles, save_states
 from .local import LocalTensor
-from .pretrained import read_into
-from .tensor_file import FileRecord, read_values, write_values
+from .pretrained import raise_of_all, read_into
+from .tensor_file import Records, Write, read_values, write_values
 
 GROUPS = "groups.pt"
 MASTER = "master"
@@ -74,33 +74,6 @@ class Trained:
         return {piece.name: piece.local(piece.name, piece.key) for piece in self.pieces}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedStates:
-    """An optimizer about to be written.
-
-    Args:
-        tensors: this rank's, by the name in files.
-        described: groups, numbers and the like, written by the first rank.
-    """
-
-    tensors: Mapping[str, LocalTensor]
-    described: Mapping[str, Any]
-
-    def copied(self, copies: Copies) -> "SavedStates":
-        """The same with the memory as it is now, once the copies are finished; without what others save."""
-        tensors = {name: each.copied(copies) for name, each in self.tensors.items() if each.counts}
-        return SavedStates(tensors=tensors, described=self.described)
-
-    def write(self, folder: Path, group: dist.ProcessGroup) -> dict[str, FileRecord]:
-        """Write it into a folder that is there, and return this rank's files. Collective over the group."""
-        records = save_states(self.tensors, folder, group=group)
-        described = alike(lambda: self._describe(folder) if group.rank() == 0 else {}, group)
-        return records | described
-
-    def _describe(self, folder: Path) -> dict[str, FileRecord]:
-        return {GROUPS: write_values(folder / GROUPS, self.described)}
-
-
 class Number(NamedTuple):
     """A 0-D tensor as ranks exchange it: to pickle a tensor takes many times as long."""
 
@@ -112,37 +85,31 @@ class Number(NamedTuple):
         return torch.tensor(self.value, dtype=self.dtype, device="cpu")
 
 
-class ReportedStates(NamedTuple):
+class _Report(NamedTuple):
     """A rank's report of an optimizer's state: numbers by parameter, and its parameters of each group."""
 
     scalars: dict[str, dict[str, Any]]
     groups: list[list[str]]
 
 
-def local_states(trained: Trained) -> tuple[dict[str, LocalTensor], ReportedStates]:
-    """An optimizer's state on this rank now, tensors by their names in files.
+def prepare_states(trained: Trained, keep: Keep, group: dist.ProcessGroup) -> Write:
+    """Gather an optimizer's state as it is now. One all-gather of objects over the group.
+
+    Args:
+        trained: the optimizer.
+        keep: gives the memory that is written.
+        group: all ranks, over the CPU.
+
+    Returns:
+        Writes it into a folder that is there, and returns this rank's files; collective over the group.
 
     Raises:
         ValueError: some state is neither a number nor of the shape of its parameter, of which ranks step pieces; names
-            it.
+            it, on every rank.
     """
     tensors: dict[str, LocalTensor] = {}
-    if trained.has_masters:
-        tensors = {f"{MASTER}/{name}": each for name, each in trained.masters.items()}
-    scalars: dict[str, dict[str, Any]] = {}
-    for piece in trained.pieces:
-        for key, value in trained.inner.state.get(piece.key, {}).items():
-            if _is_piece(key, value, piece):
-                tensors[f"{key}/{piece.name}"] = piece.local(f"{key}/{piece.name}", value)
-            else:
-                scalars.setdefault(piece.name, {})[key] = _scalar(key, value, piece.name, trained.is_whole)
-    return tensors, ReportedStates(scalars, [[piece.name for piece in pieces] for pieces in trained.groups])
-
-
-def states_to_save(
-    trained: Trained, tensors: Mapping[str, LocalTensor], every: Sequence[ReportedStates]
-) -> SavedStates:
-    """An optimizer as it is written, from this rank's tensors and the reports of all ranks, in their order."""
+    every = on_all_ranks(lambda: _collect(trained, tensors), group)
+    kept = {name: each.kept(keep) for name, each in tensors.items() if each.counts}
     described = {
         "optimizer": type(trained.inner).__name__,
         "groups": [
@@ -154,47 +121,42 @@ def states_to_save(
         "scalars": {name: _tensors(values) for report in every for name, values in report.scalars.items()},
         "extra": dict(trained.extra),
     }
-    return SavedStates(tensors=tensors, described=described)
+
+    def write(folder: Path) -> Records:
+        records = save_states(kept, folder, group=group)
+        content = alike(
+            lambda: write_values(folder / GROUPS, described) if group.rank() == 0 else None, group
+        )
+        return records if content is None else records | {GROUPS: content}
+
+    return write
 
 
-@dataclass(frozen=True, kw_only=True)
-class FittingStates:
-    """A stored optimizer that fits this one.
+def _collect(trained: Trained, tensors: dict[str, LocalTensor]) -> _Report:
+    """Put this rank's tensors of an optimizer's state under their names in files, and return the rest."""
+    if trained.has_masters:
+        tensors |= {f"{MASTER}/{name}": each for name, each in trained.masters.items()}
+    scalars: dict[str, dict[str, Any]] = {}
+    for piece in trained.pieces:
+        for key, value in trained.inner.state.get(piece.key, {}).items():
+            if _is_piece(key, value, piece):
+                tensors[f"{key}/{piece.name}"] = piece.local(f"{key}/{piece.name}", value)
+            else:
+                scalars.setdefault(piece.name, {})[key] = _scalar(key, value, piece.name, trained.is_whole)
+    return _Report(scalars, [[piece.name for piece in pieces] for pieces in trained.groups])
+
+
+class FittingStates(NamedTuple):
+    """A stored optimizer that fits one of all ranks.
 
     Args:
-        trained: this one.
-        stored: the tensors.
-        described: groups, numbers and the like.
-        group: all ranks, over the CPU.
+        has_masters: whether there are float32 weights in it.
+        load: lets the optimizer go on from it, its state made anew; collective over all ranks. It raises OSError or
+            ValueError on every rank where a file cannot be read.
     """
 
-    trained: Trained
-    stored: StateFiles
-    described: Mapping[str, Any]
-    group: dist.ProcessGroup
-
-    @property
-    def has_masters(self) -> bool:
-        """True where there are float32 weights in it."""
-        return any(name.startswith(f"{MASTER}/") for name in self.stored.names)
-
-    def load(self) -> None:
-        """Let the optimizer go on from it; its state is made anew. Collective over the group and the data axis.
-
-        Raises:
-            OSError, ValueError: a file cannot be read; on every rank.
-        """
-        tensors = {f"{MASTER}/{name}": each for name, each in self.trained.masters.items()}
-        states: dict[Tensor, dict[str, Any]] = {}
-        by_parameter = _states_by_parameter(self.stored)
-        for piece in self.trained.pieces:
-            state = states[piece.key] = dict(self.described["scalars"].get(piece.name, {}))
-            for key in by_parameter.get(piece.name, ()):
-                name = f"{key}/{piece.name}"
-                state[key] = torch.zeros_like(piece.key, dtype=self.stored.dtype(name), requires_grad=False)
-                tensors[name] = piece.local(name, state[key])
-        alike(lambda: read_into(tensors, self.stored), self.group)
-        self.trained.install(_torch_state(self.trained, self.described, states), self.described["extra"])
+    has_masters: bool
+    load: Callable[[], None]
 
 
 def fit_trained(trained: Trained, folder: Path, group: dist.ProcessGroup) -> FittingStates:
@@ -207,9 +169,23 @@ def fit_trained(trained: Trained, folder: Path, group: dist.ProcessGroup) -> Fit
     described = on_first_rank(lambda: _described(folder), group)
     stored = alike(lambda: StateFiles(folder), group)
     members = _members(on_all_ranks(lambda: [[p.name for p in each] for each in trained.groups], group))
-    if errors := errors_of_all(lambda: _errors(trained, described, members, stored), group):
-        raise ValueError(f"{folder} does not fit this optimizer: {'; '.join(errors)}")
-    return FittingStates(trained=trained, stored=stored, described=described, group=group)
+    errors = _errors(trained, described, members, stored)
+    raise_of_all(errors, f"{folder} does not fit this optimizer", group)
+
+    def load() -> None:
+        tensors = {f"{MASTER}/{name}": each for name, each in trained.masters.items()}
+        states: dict[Tensor, dict[str, Any]] = {}
+        by_parameter = _states_by_parameter(stored)
+        for piece in trained.pieces:
+            state = states[piece.key] = dict(described["scalars"].get(piece.name, {}))
+            for key in by_parameter.get(piece.name, ()):
+                name = f"{key}/{piece.name}"
+                state[key] = torch.zeros_like(piece.key, dtype=stored.dtype(name), requires_grad=False)
+                tensors[name] = piece.local(name, state[key])
+        alike(lambda: read_into(tensors, stored), group)
+        trained.install(_torch_state(trained, described, states), described["extra"])
+
+    return FittingStates(any(name.startswith(f"{MASTER}/") for name in stored.names), load)
 
 
 def _described(folder: Path) -> Mapping[str, Any]:
@@ -267,21 +243,14 @@ def _errors(
     by_parameter = _states_by_parameter(stored)
     for piece in trained.pieces:
         shape = piece.local(piece.name, piece.key.detach()).shape
-        for name in (f"{key}/{piece.name}" for key in by_parameter.get(piece.name, ())):
+        for name in (f"{key}/{piece.name}" for key in (*by_parameter.get(piece.name, ()), MASTER)):
+            if name not in stored.names:
+                continue
             if stored.shape(name) != shape:
                 errors.append(f"{name} has shape {stored.shape(name)} there and {shape} here")
-        errors += _holes([*by_parameter.get(piece.name, ()), MASTER], piece.name, stored)
+            boxes = [each.box for each in stored.boxes[name]]
+            errors += [f"{name}: {error}" for error in coverage_errors(stored.shape(name), boxes)]
     return errors
-
-
-def _holes(keys: Sequence[str], parameter: str, stored: StateFiles) -> list[str]:
-    """Errors of states of a parameter that are not stored whole."""
-    names = [name for key in keys if (name := f"{key}/{parameter}") in stored.names]
-    return [
-        f"{name}: {error}"
-        for name in names
-        for error in coverage_errors(stored.shape(name), [each.box for each in stored.boxes[name]])
-    ]
 
 
 def _group_of(members: Sequence[Sequence[str]]) -> dict[str, int]:

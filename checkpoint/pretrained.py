@@ -11,17 +11,17 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..cluster.agree import alike, on_all_ranks
 from ..lazy.context import refuse_quantized
 from ..lazy.files import open_tensors
 from ..lazy.tensor import LazyTensor, lazily, real
 from .box import Box, Stored
-from .consent import alike, errors_of_all
 from .local import LocalTensor, TensorNames
 
 # What a folder is searched for, in this order, as `from_pretrained` does.
@@ -300,39 +300,15 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
 
 
-class Fitting(NamedTuple):
-    """Stored tensors that fit this rank's.
-
-    Args:
-        local: by the first names.
-        stored: under any of the names.
-        places: under which of its names each of them is stored.
-        group: all ranks, over the CPU.
-    """
-
-    local: Mapping[str, LocalTensor]
-    stored: Stored
-    places: Mapping[str, str]
-    group: dist.ProcessGroup
-
-    def load(self) -> None:
-        """Read this rank's boxes into its memory. Collective over the group.
-
-        Raises:
-            OSError, ValueError: a file cannot be read; on every rank.
-        """
-        alike(lambda: read_into(self.local, self.stored, self.places), self.group)
-
-
 def fit(
     local: Mapping[str, LocalTensor],
-    stored: Stored,
     *,
+    stored: Stored,
     names: TensorNames,
     strict: bool,
     what: str,
     group: dist.ProcessGroup,
-) -> Fitting:
+) -> Callable[[], None]:
     """Compare stored tensors with those of all ranks. Collective over the group.
 
     Args:
@@ -341,17 +317,37 @@ def fit(
         names: of the whole model.
         strict: refuse what is missing or extra; else that is left as it is. Shapes have to fit in any case.
         what: to be named in errors.
-        group: over the CPU.
+        group: all ranks, over the CPU.
+
+    Returns:
+        Reads this rank's boxes into its memory; collective over the group. It raises OSError or ValueError on every
+        rank where a file cannot be read.
 
     Raises:
         ValueError: tensors are missing, extra or of another shape; lists all of them, on every rank.
     """
     places = _places(stored, names)
-    errors = _name_errors(stored, names, places) if strict else []
-    errors += _shape_errors(local, stored, places)
-    if every := errors_of_all(lambda: errors, group):
-        raise ValueError(f"{what} does not fit this model: {'; '.join(every)}")
-    return Fitting(local, stored, places, group)
+    errors = [
+        f"{name} has shape {stored.shape(places[name])} in the file and {each.shape} in the model"
+        for name, each in local.items()
+        if name in places and tuple(stored.shape(places[name])) != each.shape
+    ]
+    if strict:
+        errors += [f"{name} is missing" for name in names.needed if name not in places]
+        errors += [f"{name} is not in the model" for name in stored.names if name not in names.first]
+    raise_of_all(errors, f"{what} does not fit this model", group)
+    return lambda: alike(lambda: read_into(local, stored, places), group)
+
+
+def raise_of_all(errors: list[str], what: str, group: dist.ProcessGroup) -> None:
+    """Raise the errors that any rank found, each once. Collective over the group.
+
+    Raises:
+        ValueError: there are some; on every rank.
+    """
+    every = on_all_ranks(lambda: errors, group)
+    if found := dict.fromkeys(error for each in every for error in each):
+        raise ValueError(f"{what}: {'; '.join(found)}")
 
 
 @torch.no_grad()
@@ -380,16 +376,3 @@ def _places(stored: Stored, names: TensorNames) -> dict[str, str]:
         if first is not None and (name == first or first not in places):
             places[first] = name
     return places
-
-
-def _name_errors(stored: Stored, names: TensorNames, places: Mapping[str, str]) -> list[str]:
-    errors = [f"{name} is missing" for name in names.needed if name not in places]
-    return errors + [f"{name} is not in the model" for name in stored.names if name not in names.first]
-
-
-def _shape_errors(local: Mapping[str, LocalTensor], stored: Stored, places: Mapping[str, str]) -> list[str]:
-    return [
-        f"{name} has shape {stored.shape(places[name])} in the file and {each.shape} in the model"
-        for name, each in local.items()
-        if name in places and tuple(stored.shape(places[name])) != each.shape
-    ]

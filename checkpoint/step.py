@@ -2,9 +2,8 @@
 
 import logging
 import random
-import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -12,15 +11,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..cluster.agree import alike, on_all_ranks, on_first_rank
 from ..cluster.errors import raise_errors
 from ..cluster.mesh import AXES, ParallelMesh
-from .background import Copies
+from .background import Keep
 from .commit import written_beside
-from .consent import alike, errors_of_all, exchanged, on_all_ranks, on_first_rank
-from .exchange import Offer, offers_of
-from .local import LocalModel, LocalTensor
-from .model import SAFETENSORS, ModelFiles, Records, describing, plan_model
-from .optimizer import ReportedStates, SavedStates, Trained, fit_trained, local_states, states_to_save
+from .local import LocalModel
+from .model import SAFETENSORS, describing, prepare_model
+from .optimizer import Trained, fit_trained, prepare_states
 from .pretrained import fit, open_pretrained
 from .steps import (
     MANIFEST,
@@ -35,190 +33,119 @@ from .steps import (
     step_path,
     steps_in,
 )
-from .tensor_file import digest_of, read_values, saved_bytes, torch_bytes, write_small
+from .tensor_file import Records, Write, digest_of, read_values, saved_bytes, torch_bytes, write_small
 
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
 TRAINING = "training.pt"
-# The least that a file of weights is worth: below, a rank writes more than its share.
-_LEAST_BYTES = 2**25
 
 Resume = int | Literal["auto", "must"] | None
 
 _NEWEST = ("auto", "must")
 
+_LATER = (
+    "going on from %s, which leaves later steps behind: %s. They stay, unless this run saves a step of the same "
+    'number. resume="auto" takes what this run saves before them; give a number to go on from one of them'
+)
+
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepToSave:
-    """A step about to be written.
-
-    Args:
-        step: its number.
-        model: its weights.
-        states: the optimizer's, None where there is none.
-        training: the content of `training.pt`.
-        random: that of this rank's file of random states.
-        group: all ranks, over the CPU.
-    """
-
-    step: int
-    model: ModelFiles
-    states: SavedStates | None
-    training: bytes
-    random: bytes
-    group: dist.ProcessGroup
-
-    def copied(self, copies: Copies) -> "StepToSave":
-        """The same, with the memory of weights and states as it is now, once the copies are finished."""
-        states = None if self.states is None else self.states.copied(copies)
-        return replace(self, model=self.model.copied(copies), states=states)
-
-    def write(self, directory: Path, keep_last: int | None) -> None:
-        """Write it, and then remove all but the newest. Collective over the group.
-
-        Raises:
-            OSError: some rank could not write; on every rank. The steps that are there stand.
-        """
-        group = self.group
-        with written_beside(lambda: self._begin(directory), group) as folder:
-            own = self._written(folder)
-            records = on_all_ranks(lambda: own | self._write_small(folder), group)
-            together = {name: record for each in records for name, record in each.items()}
-            on_first_rank(lambda: commit_step(folder, directory, self.step, together), group)
-        if keep_last is not None:
-            on_first_rank(lambda: keep_newest(directory, keep_last, self.step), group)
-
-    def _begin(self, directory: Path) -> Path:
-        folder = begin_step(directory, self.step)
-        try:
-            for name in (MODEL, RANDOM) if self.states is None else (MODEL, OPTIMIZER, RANDOM):
-                (folder / name).mkdir()
-        except OSError:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        return folder
-
-    def _written(self, folder: Path) -> Records:
-        """This rank's files of tensors and what describes them, by their place in the folder."""
-        records = below(MODEL, self.model.write(folder / MODEL))
-        if self.states is not None:
-            records |= below(OPTIMIZER, self.states.write(folder / OPTIMIZER, self.group))
-        return records
-
-    def _write_small(self, folder: Path) -> Records:
-        name = f"{RANDOM}/{random_file(self.group.rank())}"
-        records = {name: write_small(folder / name, self.random)}
-        if self.group.rank() == 0:
-            records[TRAINING] = write_small(folder / TRAINING, self.training)
-        return records
-
-
-def gather_step(
+def prepare_step(
     step: int,
     *,
     model: LocalModel,
     trained: Trained | None,
     training: Mapping[str, Any],
-    size_per_shard: float,
+    max_bytes: float,
+    keep: Keep,
     mesh: ParallelMesh,
-) -> StepToSave:
-    """Gather the content of a step, as it is now. One all-gather of objects over the world.
+) -> Callable[[Path, int | None], None]:
+    """Gather the content of a step, as it is now. All-gathers of objects over the world.
 
     Args:
         step: its number.
         model, trained: this rank's parts.
         training: plain values by name, those of the first rank; its "user" is None or the same on the others.
-        size_per_shard: the largest file of weights, in MiB.
+        max_bytes: of a file of weights.
+        keep: gives the memory that is written.
         mesh: all ranks.
+
+    Returns:
+        Writes it below a folder, and then removes all but so many of the newest; collective over the world. It raises
+        OSError on every rank where some rank could not write; the steps that are there stand.
 
     Raises:
         ValueError: there are values that cannot be saved, or "user" differs between ranks; on every rank.
     """
     group = mesh.side_group()
-    values = {**training, "step": step, "layout": {"sizes": {axis: mesh.size(axis) for axis in AXES}}}
+    layout = {"sizes": {axis: mesh.size(axis) for axis in AXES}}
+    content = _training_bytes({**training, "step": step, "layout": layout}, group)
+    parts = {
+        MODEL: prepare_model(
+            model.tensors,
+            model.names.needed,
+            SAFETENSORS,
+            max_bytes=max_bytes,
+            describe=describing(model.module),
+            keep=keep,
+            group=group,
+            by_all=True,
+        )
+    }
+    if trained is not None:
+        parts[OPTIMIZER] = prepare_states(trained, keep, group)
 
-    def prepare() -> tuple[_Prepared, _Report]:
-        tensors, states = ({}, None) if trained is None else local_states(trained)
-        prepared = _Prepared(tensors, training=_training_bytes(values), random=random_state(mesh))
-        user = None if values["user"] is None else digest_of(values["user"])
-        return prepared, _Report(user, _share(model, mesh), offers_of(model.tensors), states)
-
-    own, every = exchanged(prepare, group)
-    _refuse_different([report.user for report in every])
-    files = plan_model(
-        model.tensors,
-        [report.offers for report in every],
-        model.names.needed,
-        SAFETENSORS,
-        max_bytes=min(every[0].share, size_per_shard * 2**20),
-        describe=describing(model.module),
-        group=group,
-    )
-    reported = [report.states for report in every if report.states is not None]
-    return StepToSave(
-        step=step,
-        model=files,
-        states=None if trained is None else states_to_save(trained, own.states, reported),
-        training=own.training,
-        random=own.random,
-        group=group,
-    )
+    small = {f"{RANDOM}/{random_file(group.rank())}": random_state(mesh)}
+    if group.rank() == 0:
+        small[TRAINING] = content
+    return partial(_write_step, step, parts, small, group)
 
 
-class _Prepared(NamedTuple):
-    """This rank's part of a step."""
+def _write_step(
+    step: int,
+    parts: Mapping[str, Write],
+    small: Mapping[str, bytes],
+    group: dist.ProcessGroup,
+    directory: Path,
+    keep_last: int | None,
+) -> None:
+    """Write the parts of a step, each into a folder of its own, and small files; see `prepare_step`."""
+    with written_beside(lambda: begin_step(directory, step, inside=(*parts, RANDOM)), group) as folder:
+        own: Records = {}
+        for inner, write in parts.items():
+            own |= {f"{inner}/{name}": each for name, each in write(folder / inner).items()}
+        every = on_all_ranks(
+            lambda: own | {name: write_small(folder / name, each) for name, each in small.items()}, group
+        )
+        records = {name: record for each in every for name, record in each.items()}
+        on_first_rank(lambda: commit_step(folder, directory, step, records), group)
+    if keep_last is not None:
+        on_first_rank(lambda: keep_newest(directory, keep_last, step), group)
 
-    states: Mapping[str, LocalTensor]
-    training: bytes
-    random: bytes
 
-
-class _Report(NamedTuple):
-    """A rank's report of its part to the others. The share of bytes that each writes is that of the first rank."""
-
-    user: str | None
-    share: float
-    offers: Mapping[str, Offer]
-    states: ReportedStates | None
-
-
-def _training_bytes(values: Mapping[str, Any]) -> bytes:
-    """The content of `training.pt`.
+def _training_bytes(values: Mapping[str, Any], group: dist.ProcessGroup) -> bytes:
+    """The content of `training.pt`. Collective over the group.
 
     Raises:
-        ValueError: there are values that cannot be saved; which of them.
+        ValueError: there are values that cannot be saved, or "user" differs, which would be lost; on every rank.
     """
-    try:
-        return saved_bytes(values)
-    except ValueError:
+
+    def checked() -> tuple[bytes, str | None]:
         for name, value in values.items():
             try:
                 saved_bytes(value)
             except ValueError as error:
                 raise ValueError(f"`{name}` cannot be saved: {error}") from error
-        raise
+        return torch_bytes(values), None if values["user"] is None else digest_of(values["user"])
 
-
-def _refuse_different(users: Sequence[str | None]) -> None:
-    """Refuse values that would be lost: those of the first rank are saved."""
-    others = [rank for rank, user in enumerate(users) if user not in (None, users[0])]
-    if others:
+    content, user = alike(checked, group)
+    users = on_all_ranks(lambda: user, group)
+    if others := [rank for rank, each in enumerate(users) if each not in (None, users[0])]:
         raise ValueError(
             f"`user` is saved once, and rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} gave other values "
             "than rank 0: give the same on every rank, or None on all but the first"
         )
-
-
-def _share(model: LocalModel, mesh: ParallelMesh) -> float:
-    """A rank's share of the weights, in bytes: of a stage's, where the ranks are fewer, too."""
-    everything = sum(each.nbytes for each in model.tensors.values())
-    return max(everything * mesh.size("pp") / mesh.world_size, _LEAST_BYTES)
-
-
-def below(folder: str, records: Records) -> Records:
-    """Files of a folder by their place in that of the step."""
-    return {f"{folder}/{name}": record for name, record in records.items()}
+    return content
 
 
 class Resumed(NamedTuple):
@@ -259,42 +186,23 @@ def choose_step(directory: Path, resume: Resume, group: dist.ProcessGroup) -> Pa
             _logger.warning('%s: the run begins anew, and resume="must" would refuse to', _none_in(directory))
         return None
     passed: list[str] = []
+    verb = "passed over" if resume in _NEWEST else "refused"
     for path in candidates:
         damage = damage_of_step(path, group)
         if not damage:
             if group.rank() == 0:
                 for each in passed:
                     _logger.warning("%s: going on from %s instead", each, path)
-                _log_later(path, resume, passed_over=candidates[: len(passed)])
+                later = [each.name for each in later_than(path) if each not in candidates[: len(passed)]]
+                if later:
+                    _logger.warning(_LATER, path, ", ".join(later))
             return path
-        passed.append(
-            f"{path} {'is passed over' if resume in _NEWEST else 'is refused'}, since {'; '.join(damage)}"
-        )
+        passed.append(f"{path} is {verb}, since {'; '.join(damage)}")
     if resume not in _NEWEST:
         raise ValueError("; ".join(passed))
     raise ValueError(
         f"no checkpoint to go on from: {'; '.join(passed)}. Remove the damaged folders to begin anew"
     )
-
-
-def _log_later(path: Path, resume: Resume, *, passed_over: Sequence[Path]) -> None:
-    later = [each.name for each in later_than(path) if each not in passed_over]
-    if not later:
-        return
-    if resume in _NEWEST:
-        _logger.warning(
-            "going on from %s; a run that went on from an earlier step left later ones behind, which stay: %s. Give "
-            "the number of a step to go on from one of them",
-            path,
-            ", ".join(later),
-        )
-    else:
-        _logger.warning(
-            "going on from %s, which leaves later steps behind: %s. They stay, unless this run saves a step of the "
-            'same number; resume="auto" takes what this run saves before them',
-            path,
-            ", ".join(later),
-        )
 
 
 def damage_of_step(path: Path, group: dist.ProcessGroup) -> list[str]:
@@ -323,7 +231,8 @@ def damage_of_step(path: Path, group: dist.ProcessGroup) -> list[str]:
         except (ValueError, OSError) as error:  # what a disk cannot read any more is damage, too
             return [str(error)]
 
-    return errors_of_all(share, group)
+    every = on_all_ranks(share, group)
+    return list(dict.fromkeys(error for each in every for error in each))
 
 
 def load_step(
@@ -350,17 +259,16 @@ def load_step(
         )
     raise_errors(errors)
     stored = alike(lambda: open_pretrained(path / MODEL), group)
-    what = str(path / MODEL)
-    weights = fit(model.tensors, stored, names=model.names, strict=strict, what=what, group=group)
+    fitting = partial(fit, stored=stored, names=model.names, what=str(path / MODEL), group=group)
+    load_weights = fitting(model.tensors, strict=strict)
     states = None if trained is None else fit_trained(trained, path / OPTIMIZER, group)
     if dataloader is not None:
         alike(lambda: dataloader.load_state_dict(training["data"]), group)
-    weights.load()
+    load_weights()
     model.loaded()
-    if states is not None:
+    if trained is not None and states is not None:
         if not states.has_masters:  # saved in float32: then the weights are what was stepped
-            masters = states.trained.masters
-            fit(masters, stored, names=model.names, strict=False, what=what, group=group).load()
+            fitting(trained.masters, strict=False)()
         states.load()
     if lr_scheduler is not None:
         lr_scheduler.load_state_dict(training["scheduler"])

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -44,8 +44,13 @@ def step_path(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08}"
 
 
-def begin_step(directory: Path, step: int) -> Path:
+def begin_step(directory: Path, step: int, *, inside: Iterable[str] = ()) -> Path:
     """Make the folder in which this process writes a step, and remove what earlier ones left unfinished.
+
+    Args:
+        directory: of all steps.
+        step: its number.
+        inside: the folders in it.
 
     Raises:
         OSError: it cannot be made.
@@ -56,6 +61,12 @@ def begin_step(directory: Path, step: int) -> Path:
     remove_abandoned(path for path in directory.iterdir() if _UNFINISHED.fullmatch(path.name))
     folder = unfinished(step_path(directory, step))
     make_anew(folder)
+    try:
+        for name in inside:
+            (folder / name).mkdir()
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return folder
 
 

@@ -12,7 +12,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -74,6 +74,10 @@ class FileRecord(NamedTuple):
     hash: str | None = None
     header: str | None = None
     tensors: Mapping[str, str] | None = None
+
+
+Records = dict[str, FileRecord]  # by the name of the file
+Write = Callable[[Path], Records]  # all ranks' files into a folder; this rank's are returned
 
 
 class TensorFileWriter:

@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from enum import Enum
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,17 @@ _FEW = 16  # numbers: more than any call of a step tells
 _SLICE = timedelta(seconds=1)  # in which a rank that waits looks whether the others still come
 _MIX = 0xBF58476D1CE4E5B9 - 2**64
 _CALLS: dict[int, str] = {}  # that this process has made, by what stands for them in messages
+_KINDS = (
+    FileNotFoundError,
+    OSError,
+    ValueError,
+)  # of errors that all ranks raise as they are; the first that fits
+
+Result = TypeVar("Result")
+
+
+class AgreedError(RuntimeError):
+    """Work failed on some rank with an error of another kind than `on_all_ranks` passes on; on every rank alike."""
 
 
 def gather_integers(
@@ -86,6 +97,59 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     if len(found) > 1:
         dist.all_gather_object(found, value, group=group)
     return found
+
+
+def on_all_ranks(work: Callable[[], Result], group: dist.ProcessGroup) -> list[Result]:
+    """Do it here, and return what every rank of the group got. One all-gather of objects.
+
+    Raises:
+        FileNotFoundError, OSError, ValueError, AgreedError: it failed somewhere; on every rank, with what happened on
+            which. The last one where that was no one of the others.
+    """
+    outcome: Result | Exception
+    cause: Exception | None = None
+    try:
+        outcome = work()
+    except Exception as error:  # whatever it is, the other ranks wait
+        cause, outcome = error, _plain_error(error)
+    every = gather_objects(outcome, group)
+    if failures := {rank: each for rank, each in enumerate(every) if isinstance(each, Exception)}:
+        raise joined_errors(failures) from cause
+    return every
+
+
+def alike(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:
+    """Do it here, and return what it gave here, unless it failed somewhere; see `on_all_ranks`."""
+    result: list[Result] = []
+    on_all_ranks(lambda: result.append(work()), group)
+    return result[0]
+
+
+def on_first_rank(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:
+    """Let the first rank do it, and return on every rank what it got; failures as of `on_all_ranks`."""
+    done = on_all_ranks(lambda: work() if group.rank() == 0 else None, group)[0]
+    return done  # type: ignore[return-value]  # the first rank's is one
+
+
+def joined_errors(errors: Mapping[int, BaseException]) -> Exception:
+    """One error for those of several ranks: each text once, with its ranks; see `on_all_ranks`."""
+    plain = {rank: _plain_error(error) for rank, error in errors.items()}
+    ranks: dict[str, list[int]] = {}
+    for rank, error in plain.items():
+        ranks.setdefault(str(error), []).append(rank)
+    kinds = (kind for kind in _KINDS if all(isinstance(each, kind) for each in plain.values()))
+    return next(kinds, AgreedError)(
+        "; ".join(
+            f"{text} (rank{'s' * (len(where) > 1)} {', '.join(map(str, where))})"
+            for text, where in ranks.items()
+        )
+    )
+
+
+def _plain_error(error: BaseException) -> Exception:
+    """The same of a kind that every rank knows and pickles."""
+    kind = next((kind for kind in (*_KINDS, AgreedError) if isinstance(error, kind)), None)
+    return AgreedError(f"{type(error).__name__}: {error}") if kind is None else kind(str(error))
 
 
 def tagged(values: Sequence[int], call: str | None = None) -> tuple[int, ...]:
@@ -248,14 +312,19 @@ def begin_require_equal(
     def finish() -> None:
         if len({code for (code,) in end()}) > 1:
             every: list[dict[str, str]] = gather_objects(plain, group)
-            _raise_different(every, dist.get_process_group_ranks(group), what=what, rule=rule)
+            raise_different(every, dist.get_process_group_ranks(group), what=what, rule=rule)
 
     return finish
 
 
-def _raise_different(
-    every: Sequence[dict[str, str]], ranks: Sequence[int], *, what: str, rule: str
+def raise_different(
+    every: Sequence[Mapping[str, str]], ranks: Sequence[int], *, what: str, rule: str
 ) -> NoReturn:
+    """Raise for settings that differ between ranks, see `require_equal`.
+
+    Args:
+        every: each rank's, by name, as text.
+    """
     errors = []
     for name in dict.fromkeys(name for one in every for name in one):
         holders: dict[str, list[int]] = {}

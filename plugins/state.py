@@ -266,7 +266,7 @@ class SplitCheckpoints:
             directory,
             step,
             model=self._local_model(),
-            trained=self._trained(),
+            optimizer=self._trained(),
             lr_scheduler=lr_scheduler,
             dataloader=dataloader,
             user=user,
@@ -288,7 +288,7 @@ class SplitCheckpoints:
         return self._checkpoints.load_step(
             directory,
             model=self._local_model(),
-            trained=self._trained(),
+            optimizer=self._trained(),
             lr_scheduler=lr_scheduler,
             dataloader=dataloader,
             resume=resume,

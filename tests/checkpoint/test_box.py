@@ -1,4 +1,4 @@
-"""Boxes put a whole tensor together from every rank's piece, once, whatever it is cut into."""
+"""Boxes put a whole tensor together from every rank's piece, once, and one rank sends each to the writer."""
 
 import random
 from math import prod
@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from echelon.checkpoint.box import Box, coverage_errors, flat_boxes
+from echelon.checkpoint.exchange import Offer, entries_of, plan_files, split_into_files
 from echelon.checkpoint.local import LocalTensor, local_piece, local_slice
+from echelon.checkpoint.tensor_file import Entry
 from echelon.cluster.placement import Shard
 
 from .handmade import columns, flat_slices
@@ -125,3 +127,51 @@ def test_a_box_that_overlaps_while_as_much_is_missing_is_told() -> None:
 def test_a_box_that_reaches_out_is_told() -> None:
     boxes = list(flat_boxes(0, 8, (2, 4)))
     assert coverage_errors((2, 3), boxes) == ["[0:2, 0:4] reaches out of it"]
+
+
+def entry(name: str, rows: int) -> Entry:
+    return Entry(name, (rows, 2), torch.float32)
+
+
+def holding(rows: int, start: int, stop: int) -> Offer:
+    return Offer((rows, 2), torch.float32, (Box((start, 0), (stop - start, 2)),))
+
+
+def test_files_are_filled_in_order_and_a_large_tensor_has_its_own() -> None:
+    entries = [entry("a", 1), entry("b", 2), entry("large", 9), entry("c", 1), entry("d", 1)]
+    files = split_into_files(entries, 3 * 8)
+    assert [[each.name for each in file] for file in files] == [["a", "b"], ["large"], ["c", "d"]]
+
+
+def test_every_rank_writes_where_all_hold_all() -> None:
+    names = [f"w{number}" for number in range(8)]
+    offers = [{name: holding(4, 0, 4) for name in names}] * 4
+    files = {name: [entry(name, 4)] for name in names}
+    plans = plan_files(files, offers)
+    assert sorted(plan.writer for plan in plans) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert all({*plan.tensors[0].sources.values()} == {plan.writer} for plan in plans)
+
+
+def test_a_box_is_sent_once_and_by_whoever_sent_least() -> None:
+    # Two tensor ranks with two replicas each: ranks 0 and 2 hold the upper half, 1 and 3 the lower.
+    offers = [
+        {name: holding(4, half * 2, half * 2 + 2) for name in ("a", "b", "c", "d")} for half in (0, 1, 0, 1)
+    ]
+    plans = plan_files({name: [entry(name, 4)] for name in "abcd"}, offers)
+    assert [plan.writer for plan in plans] == [0, 1, 2, 3]
+    for plan in plans:
+        sources = plan.tensors[0].sources
+        assert [*sources] == [Box((0, 0), (2, 2)), Box((2, 0), (2, 2))]
+        assert plan.writer in sources.values(), "a writer sends itself nothing"
+    sent = [rank for plan in plans for rank in plan.tensors[0].sources.values() if rank != plan.writer]
+    assert sorted(sent) == [0, 1, 2, 3]
+
+
+def test_a_tensor_that_nobody_holds_whole_is_refused() -> None:
+    with pytest.raises(AssertionError, match="a has 8 entries, and the ranks have 6"):
+        plan_files({"file": [entry("a", 4)]}, [{"a": holding(4, 0, 3)}])
+
+
+def test_tensors_come_in_the_order_of_the_model() -> None:
+    offers = [{"late": holding(1, 0, 1)}, {"first": holding(1, 0, 1), "other": holding(1, 0, 1)}]
+    assert [each.name for each in entries_of(offers, ["first", "late"])] == ["first", "late", "other"]

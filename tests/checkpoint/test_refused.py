@@ -115,7 +115,7 @@ def test_going_on_from_an_earlier_step_leaves_later_ones_behind_and_says_so(
         and "which leaves later steps behind: step-00000012. They stay" in back[1][0]
     )
     assert auto[0] == "step-00000009", "the step that was saved since is the one to go on from"
-    assert "left later ones behind, which stay: step-00000012. Give the number" in auto[1][0]
+    assert "leaves later steps behind: step-00000012. They stay" in auto[1][0]
     assert again[0] == "step-00000009" and "leaves later steps behind: step-00000012" in again[1][0]
 
 

@@ -30,16 +30,16 @@ def test_a_save_begins_when_the_one_before_has_ended() -> None:
         may_end.wait()
         order.append("first")
 
-    first = saver.begin(slow, PATH)
+    first = saver.run(slow, PATH, use_async=True)
     assert not first.done
     threading.Timer(0.05, may_end.set).start()
-    saver.begin(lambda: order.append("second"), PATH).wait()
+    saver.run(lambda: order.append("second"), PATH, use_async=True).wait()
     assert order == ["first", "second"] and first.done
 
 
 def test_a_failure_beside_training_is_told_and_kept(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
-        save = Saver().begin(full, PATH)
+        save = Saver().run(full, PATH, use_async=True)
         with pytest.raises(OSError, match="no space left"):
             save.wait()
     assert isinstance(save.failure, OSError)
@@ -48,8 +48,8 @@ def test_a_failure_beside_training_is_told_and_kept(caplog: pytest.LogCaptureFix
 
 def test_a_full_disk_ends_neither_training_nor_the_next_save(caplog: pytest.LogCaptureFixture) -> None:
     saver = Saver()
-    assert isinstance(saver.run_reporting(full, PATH).failure, OSError)
-    assert saver.run_reporting(lambda: None, PATH).failure is None
+    assert isinstance(saver.run(full, PATH, is_reporting=True).failure, OSError)
+    assert saver.run(lambda: None, PATH, is_reporting=True).failure is None
     with pytest.raises(OSError):
         saver.run(full, PATH)
 
@@ -71,10 +71,9 @@ def test_copies_stay_as_they_were_and_their_memory_is_used_again() -> None:
     copies = Copies(torch.device("cpu"))
     sizes = []
     for seed in range(3):
-        copies.forget()
         live = tensors(seed)
-        copied = [copies.copy(each) for each in live]
-        copies.finish()
+        with copies.keeping() as keep:
+            copied = [keep(each) for each in live]
         for each in live:
             each.fill_(-1.0)
         for found, expected in zip(copied, tensors(seed), strict=True):

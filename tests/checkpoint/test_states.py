@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 
 from echelon.checkpoint.box import Box
-from echelon.checkpoint.consent import CheckpointError, alike, on_all_ranks
 from echelon.checkpoint.dcp import StateFiles, save_states
 from echelon.checkpoint.local import LocalTensor, local_slice
 from echelon.checkpoint.pretrained import read_into
+from echelon.cluster.agree import AgreedError as CheckpointError
+from echelon.cluster.agree import alike, on_all_ranks
 
 from ..pool import Pool
 

@@ -1,16 +1,21 @@
 """Saving and loading depend neither on where a process is nor on what it does besides."""
 
 import os
+import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import GenerationConfig, LlamaForCausalLM
 
 from echelon import Booster, HybridParallelPlugin, TorchDDPPlugin
+from echelon.checkpoint.model import SAFETENSORS, describing
 
 from ..pool import Pool
+from .handmade import small_config
 from .runs import SHARD, Run, small_run
 
 
@@ -134,3 +139,41 @@ def refuse_an_extra_state() -> None:
 
 def test_a_state_that_would_be_lost_is_refused(pool: Pool) -> None:
     pool.run(1, refuse_an_extra_state)
+
+
+def save_without_room_for_temporary_files(place: Path) -> None:
+    run = small_run()
+    run.step(0)
+    with patch.object(tempfile, "tempdir", str(place / "none")):
+        with pytest.raises(OSError):
+            tempfile.mkdtemp()
+        run.booster.save_checkpoint(place, 1, **run.everything).wait()
+        run.booster.save_model(run.model, place / "m", shard=True)
+        before = run.whole()
+        run.step(1)
+        for load in (
+            lambda: run.booster.load_model(run.model, place / "m"),
+            lambda: run.booster.load_checkpoint(place, **run.everything),
+        ):
+            load()
+            assert torch.equal(run.whole()["model.norm.weight"], before["model.norm.weight"])
+    assert run.whole().keys() == before.keys()
+
+
+def test_the_system_needs_no_room_for_temporary_files(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, save_without_room_for_temporary_files, tmp_path)
+    for folder in (tmp_path / "m", tmp_path / "step-00000001" / "model"):
+        names = {path.name for path in folder.iterdir()}
+        assert names == {"config.json", "generation_config.json", SAFETENSORS.one}
+        LlamaForCausalLM.from_pretrained(folder)
+
+
+def test_settings_of_generation_that_contradict_each_other_end_no_run(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(small_config())
+    model.generation_config.temperature = 0.5  # without sampling: transformers would refuse to save it
+    describe = describing(model)
+    assert describe is not None
+    describe(torch.bfloat16, tmp_path)
+    read = GenerationConfig.from_pretrained(tmp_path)
+    assert read.temperature == 0.5
+    assert read.eos_token_id == model.generation_config.eos_token_id == 2
