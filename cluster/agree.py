@@ -2,27 +2,29 @@
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
 from enum import Enum
+from functools import partial
 from numbers import Real
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import all_gather_single
+from .collectives import InFlight, all_gather_single
 from .errors import SAME_CALLS, UnmatchedCall
 from .failures import current_call, meet_all_ranks, naming_failures, raise_if_in_vain
 from .launch import default_device
 
 # The multipliers of SplitMix64's mixing (Steele, Lea, Flood 2014), as signed integers.
 _SPREAD = 0x9E3779B97F4A7C15 - 2**64
-_FEW = 16  # numbers: more than any call of a step tells
-_SLICE = timedelta(seconds=1)  # in which a rank that waits looks whether the others still come
 _MIX = 0xBF58476D1CE4E5B9 - 2**64
-_CALLS: dict[int, str] = {}  # that this process has made, by what stands for them in messages
+_MOST_NAMED = 8  # settings in a message
+_FEW = 16  # integers: more than any call of a step exchanges
+_SLICE = timedelta(seconds=1)  # in which a rank that waits looks whether the others still come
+_CALLS: dict[int, str] = {}  # that this process has made, by their codes in messages
 _KINDS = (
     FileNotFoundError,
     OSError,
@@ -46,31 +48,61 @@ def gather_integers(
     Args:
         values: 64-bit integers.
         group: None is the world.
-        call: see `tagged`.
+        call: in which they are exchanged; None is the watched one.
+
+    Raises:
+        UnmatchedCall: another rank is in another call; on every rank of the group.
     """
-    return begin_gathering_integers(values, group, call)()
+    return begin_gather_integers(values, group, call).wait()
 
 
-def begin_gathering_integers(
+def begin_gather_integers(
     values: Sequence[int], group: dist.ProcessGroup | None = None, call: str | None = None
-) -> Callable[[], list[tuple[int, ...]]]:
-    """`gather_integers` begun; calling what is returned ends it, once."""
+) -> InFlight[list[tuple[int, ...]]]:
+    """Begin `gather_integers`."""
     size = dist.get_world_size(group)
     if size == 1:
-        return lambda: [tuple(values)]
-    values = tagged(values, call)
-    device = "cpu" if "cpu" in str(dist.get_backend_config(group)) else default_device()
-    own = torch.tensor(values, dtype=torch.int64, device=device)
-    found = own.new_empty(size * len(values))
+        return InFlight(None, torch.empty(0), lambda _: [tuple(values)])
+    call = call or current_call() or "no call of Echelon"
+    code = zlib.crc32(call.encode())
+    _CALLS[code] = call
+    # Of one length where there are few, or gloo ends the process where ranks in different calls meet.
+    message = (code, len(values), *values, *(0,) * (_FEW - len(values)))
+    device = torch.device("cpu") if "cpu" in str(dist.get_backend_config(group)) else default_device()
+    own = torch.tensor(message, dtype=torch.int64, device=device)
+    found = own.new_empty(size * len(message))
     work = all_gather_single(found, own, group=group, async_op=True)
+    return InFlight(_Watched(work) if device.type == "cpu" else work, found, partial(_received, group=group))
 
-    def end() -> list[tuple[int, ...]]:
-        _wait(work, device)
-        return untagged(
-            [tuple(row) for row in found.view(size, -1).tolist()], dist.get_process_group_ranks(group)
-        )
 
-    return end
+@dataclass(frozen=True)
+class _Watched:
+    """A collective between CPUs whose wait raises where the others never join it.
+
+    See [Note: a call that others do not make].
+    """
+
+    work: dist.Work
+
+    def wait(self) -> None:
+        """Return when it is done."""
+        while not self.work.is_completed():
+            try:
+                self.work.wait(_SLICE)
+            except RuntimeError:  # it takes longer, or has failed, which is raised below
+                raise_if_in_vain()
+        self.work.wait()
+
+
+def _received(found: Tensor, *, group: dist.ProcessGroup | None) -> list[tuple[int, ...]]:
+    rows = [tuple(row) for row in found.view(dist.get_world_size(group), -1).tolist()]
+    if len({row[:2] for row in rows}) == 1:
+        return [row[2 : 2 + row[1]] for row in rows]
+    ranks = dist.get_process_group_ranks(group)
+    own, rank = rows[dist.get_rank(group)], dist.get_rank()
+    other, theirs = next(each for each in zip(ranks, rows, strict=True) if each[1][:2] != own[:2])
+    mine, of_other = (_CALLS.get(row[0], "another call") for row in (own, theirs))
+    raise UnmatchedCall(f"rank {rank} is in {mine} and rank {other} in {of_other}: {SAME_CALLS}", other)
 
 
 def broadcast_object(value: Any, root: int, group: dist.ProcessGroup | None) -> Any:
@@ -152,49 +184,6 @@ def _plain_error(error: BaseException) -> Exception:
     return AgreedError(f"{type(error).__name__}: {error}") if kind is None else kind(str(error))
 
 
-def tagged(values: Sequence[int], call: str | None = None) -> tuple[int, ...]:
-    """A message of numbers that says in which call it is sent; None is the watched one.
-
-    Of one length where there are few, or gloo ends the process where ranks in different calls meet.
-    """
-    call = call or current_call() or "no call of Echelon"
-    code = zlib.crc32(call.encode())
-    _CALLS[code] = call
-    return (code, len(values), *values, *(0,) * (_FEW - len(values)))
-
-
-def untagged(rows: Sequence[tuple[int, ...]], ranks: Sequence[int]) -> list[tuple[int, ...]]:
-    """The numbers of `tagged` messages of all ranks of a group.
-
-    Args:
-        rows: the messages.
-        ranks: of the world, that sent them.
-
-    Raises:
-        UnmatchedCall: they were sent in different calls; on every rank of the group.
-    """
-    if len({row[:2] for row in rows}) == 1:
-        return [row[2 : 2 + row[1]] for row in rows]
-    rank = dist.get_rank()
-    codes = {each: row[:2] for each, row in zip(ranks, rows, strict=True)}
-    other = next((each for each in codes if codes[each] != codes[rank]), rank)
-    mine, theirs = (_CALLS.get(codes[each][0], "another call") for each in (rank, other))
-    raise UnmatchedCall(
-        f"rank {rank} is in {mine} and rank {other} in {theirs}: {SAME_CALLS}",
-        other,
-    )
-
-
-def _wait(work: dist.Work, device: str | torch.device) -> None:
-    """Wait for a collective; where the others never join it, raise. See [Note: a call that others do not make]."""
-    while device == "cpu" and not work.is_completed():
-        try:
-            work.wait(_SLICE)
-        except RuntimeError:  # it takes longer, or has failed, which is raised below
-            raise_if_in_vain()
-    work.wait()
-
-
 def differing_ranks(found: Sequence[Sequence[int]], place: int = 0) -> list[int]:
     """The ranks whose integer at this place, of what was gathered, is not that of the first one."""
     return [rank for rank, own in enumerate(found) if own[place] != found[0][place]]
@@ -210,12 +199,7 @@ def batch_hash(batch: Any) -> int:
         batch: nested mappings, lists and tuples of tensors, numbers, strings and None. Of other objects, only
             the type counts.
     """
-    on_devices: list[Tensor] = []
-    code = _extend(0, batch, on_devices)
-    if not on_devices:
-        return code
-    hashes = torch.stack(on_devices).tolist()
-    return zlib.crc32(repr(hashes).encode(), code)
+    return int(batch_code(batch)) % 2**63
 
 
 def batch_code(batch: Any) -> int | Tensor:
@@ -295,28 +279,35 @@ def require_equal(
     if dist.get_world_size(group) == 1:
         return
     if group is not None:
-        begin_require_equal(value, group, what=what, rule=rule)()
-        return
+        return begin_require_equal(value, group, what=what, rule=rule).wait()
     with naming_failures(what):
         meet_all_ranks()
-        begin_require_equal(value, what=what, rule=rule)()
+        begin_require_equal(value, what=what, rule=rule).wait()
 
 
 def begin_require_equal(
     value: Any, group: dist.ProcessGroup | None = None, *, what: str, rule: str
-) -> Callable[[], None]:
-    """Begin `require_equal` of the value as it now is, without a meeting; what is returned ends it."""
-    end = begin_gathering_integers((settings_hash(value),), group)
-    plain = dict(_plain(value))
+) -> InFlight[None]:
+    """Begin `require_equal` of the value as it now is, without a meeting."""
+    gathering, plain = begin_gather_integers((settings_hash(value),), group), dict(_plain(value))
 
-    def finish() -> None:
-        if len({code for (code,) in end()}) > 1:
+    def finish(codes: Tensor) -> None:
+        if len(set(gathering.finish(codes))) > 1:
             every: list[dict[str, str]] = gather_objects(plain, group)
+<<<<<<< HEAD
             raise_different(every, dist.get_process_group_ranks(group), what=what, rule=rule)
+=======
+            errors = _differences(every, dist.get_process_group_ranks(group))
+            more = f"; and {len(errors) - _MOST_NAMED} more" if len(errors) > _MOST_NAMED else ""
+            raise ValueError(
+                f"the settings of {what} differ between ranks, and {rule}: {'; '.join(errors[:_MOST_NAMED])}{more}"
+            )
+>>>>>>> f525abf (cluster: axes as data, one asynchronous handle, one function for pairs of collectives; zero: the data axis that a placement names, one way to compare parameters)
 
-    return finish
+    return InFlight(gathering.handle, gathering.tensor, finish)
 
 
+<<<<<<< HEAD
 def raise_different(
     every: Sequence[Mapping[str, str]], ranks: Sequence[int], *, what: str, rule: str
 ) -> NoReturn:
@@ -325,6 +316,9 @@ def raise_different(
     Args:
         every: each rank's, by name, as text.
     """
+=======
+def _differences(every: Sequence[dict[str, str]], ranks: Sequence[int]) -> list[str]:
+>>>>>>> f525abf (cluster: axes as data, one asynchronous handle, one function for pairs of collectives; zero: the data axis that a placement names, one way to compare parameters)
     errors = []
     for name in dict.fromkeys(name for one in every for name in one):
         holders: dict[str, list[int]] = {}
@@ -333,7 +327,7 @@ def raise_different(
         if len(holders) > 1:
             values = (f"{value} on rank(s) {where}" for value, where in holders.items())
             errors.append(f"{name} is {' and '.join(values)}")
-    raise ValueError(f"the settings of {what} differ between ranks, and {rule}: {'; '.join(errors)}")
+    return errors
 
 
 def _plain(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

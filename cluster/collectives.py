@@ -20,7 +20,9 @@ Whatever sums over or gathers from the ranks of a group comes here, on CPUs as o
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +37,10 @@ all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tens
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
+Exchange = Callable[[Tensor], Tensor]
+Result = TypeVar("Result")
+
+
 class Handle(Protocol):
     """Communication in flight."""
 
@@ -43,16 +49,27 @@ class Handle(Protocol):
         ...
 
 
-class InFlight(NamedTuple):
-    """A tensor, and the communication that fills it."""
+def _unchanged(x: Tensor) -> Tensor:
+    return x
 
-    handle: Handle
+
+@dataclass(frozen=True)
+class InFlight(Generic[Result]):
+    """A tensor, the communication that fills it (None where it is there already), and what becomes of it then."""
+
+    handle: Handle | None
     tensor: Tensor
+    finish: Callable[[Tensor], Result] = _unchanged  # type: ignore[assignment]
 
-    def wait(self) -> Tensor:
-        """The tensor once it is there."""
-        self.handle.wait()
-        return self.tensor
+    def wait(self) -> Result:
+        """Return the result. A CUDA stream waits for it, not the host."""
+        if self.handle is not None:
+            self.handle.wait()
+        return self.finish(self.tensor)
+
+    def then(self, finish: Callable[[Tensor], Result]) -> "InFlight[Result]":
+        """Let this become of the tensor."""
+        return replace(self, finish=finish)
 
 
 def begin_all_gather(whole: Tensor, piece: Tensor, group: dist.ProcessGroup) -> Handle:
@@ -71,33 +88,33 @@ def begin_reduce_scatter(piece: Tensor, whole: Tensor, group: dist.ProcessGroup)
     return work
 
 
-def begin_gather(own: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Begin to gather tensors of one shape; what is returned waits and gives them stacked (T, *shape)."""
+def begin_gather(own: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor]:
+    """Begin to gather tensors of one shape, stacked (T, *shape)."""
     rows = own.new_empty((group.size(), *own.shape))
     # Flat: gloo takes rows end to end in dim 0 alone.
-    return InFlight(begin_all_gather(rows.view(-1), own.contiguous().view(-1), group), rows).wait
+    return InFlight(begin_all_gather(rows.view(-1), own.contiguous().view(-1), group), rows)
 
 
-def begin_sum_of_rows(rows: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Begin to sum (T, *shape) over the ranks; what is returned waits and gives this rank's row of the sum."""
+def begin_sum_of_rows(rows: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor]:
+    """Begin to sum (T, *shape) over the ranks: this rank's row of the sum."""
     own = torch.empty_like(rows[0], memory_format=torch.contiguous_format)
-    return InFlight(begin_reduce_scatter(own.view(-1), rows.contiguous().view(-1), group), own).wait
+    return InFlight(begin_reduce_scatter(own.view(-1), rows.contiguous().view(-1), group), own)
+
+
+def begin_all_reduce(x: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor]:
+    """Begin `all_reduce`."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    return InFlight(dist.all_reduce(total, group=group, async_op=True), total)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of `x` over the group, in a new tensor, equal to the bit on all ranks; no gradient."""
-    return begin_all_reduce(x, group)()
-
-
-def begin_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Begin `all_reduce`; what is returned waits for it (a CUDA stream does, not the host) and gives the sum."""
-    total = x.clone(memory_format=torch.contiguous_format)
-    return InFlight(dist.all_reduce(total, group=group, async_op=True), total).wait
+    return begin_all_reduce(x, group).wait()
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """The slices of all ranks, of one shape, side by side along `dim`; no gradient."""
-    return torch.cat(begin_gather(x, group)().unbind(0), dim)
+    return torch.cat(begin_gather(x, group).wait().unbind(0), dim)
 
 
 def own_slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
@@ -109,7 +126,7 @@ def own_slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 def sum_slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """This rank's slice along `dim` of the sum over the group; no gradient."""
-    return begin_sum_of_rows(torch.stack(x.chunk(group.size(), dim)), group)()
+    return begin_sum_of_rows(torch.stack(x.chunk(group.size(), dim)), group).wait()
 
 
 def exchange_slices(x: Tensor, group: dist.ProcessGroup, split_dim: int, gather_dim: int) -> Tensor:
@@ -128,112 +145,30 @@ def exchange_slices(x: Tensor, group: dist.ProcessGroup, split_dim: int, gather_
     return arrived.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
 
 
-class _BeginCopyTo(Function):
-    """The part of `copy_to` whose backward begins the sum: what it returns is not the sum yet."""
+class _Pair(Function):
+    """A function of a tensor whose backward is another one, of the gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: dist.ProcessGroup, under_way: list[Callable[[], Tensor]]
-    ) -> Tensor:
-        ctx.group, ctx.under_way = group, under_way
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
+        ctx.run = backward
+        return forward(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.under_way.append(begin_all_reduce(gradient, ctx.group))
-        return gradient, None, None
+        return ctx.run(gradient), None, None
 
 
-class _EndCopyTo(Function):
-    """The part of `copy_to` whose backward waits for the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, under_way: list[Callable[[], Tensor]]) -> Tensor:
-        ctx.under_way = under_way
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.under_way.pop()(), None
-
-
-class _ReduceFrom(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return all_reduce(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _ScatterTo(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return own_slice(x, group, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(gradient, ctx.group, ctx.dim), None, None
-
-
-class _GatherFrom(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return all_gather(x, group, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return own_slice(gradient, ctx.group, ctx.dim), None, None
-
-
-class _GatherTo(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return all_gather(x, group, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return sum_slice(gradient, ctx.group, ctx.dim), None, None
-
-
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return sum_slice(x, group, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(gradient, ctx.group, ctx.dim), None, None
-
-
-class _AllToAll(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, split_dim: int, gather_dim: int) -> Tensor:
-        ctx.group, ctx.split_dim, ctx.gather_dim = group, split_dim, gather_dim
-        return exchange_slices(x, group, split_dim, gather_dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return exchange_slices(gradient, ctx.group, ctx.gather_dim, ctx.split_dim), None, None, None
+def _apply(x: Tensor, group: dist.ProcessGroup, forward: Exchange, backward: Exchange) -> Tensor:
+    if group.size() == 1:
+        return x
+    exchanged: Tensor = _Pair.apply(x, forward, backward)
+    return exchanged
 
 
 def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Forward identity, backward all-reduce: the "f" of arXiv:1909.08053, section 3."""
-    (copied,) = copy_beside([x], group, lambda: None)
-    return copied
+    return _apply(x, group, _alias, lambda gradient: all_reduce(gradient, group))
 
 
 def copy_beside(xs: Sequence[Tensor], group: dist.ProcessGroup, beside: Callable[[], None]) -> list[Tensor]:
@@ -244,35 +179,53 @@ def copy_beside(xs: Sequence[Tensor], group: dist.ProcessGroup, beside: Callable
     """
     if group.size() == 1:
         return list(xs)
-    sums: list[list[Callable[[], Tensor]]] = [[] for _ in xs]
-    ends = [_EndCopyTo.apply(x, under_way) for x, under_way in zip(xs, sums, strict=True)]
+    sums: list[list[InFlight[Tensor]]] = [[] for _ in xs]
+
+    def begin(gradient: Tensor, in_flight: list[InFlight[Tensor]]) -> Tensor:
+        in_flight.append(begin_all_reduce(gradient, group))
+        return gradient  # not the sum yet
+
+    def end(_: Tensor, in_flight: list[InFlight[Tensor]]) -> Tensor:
+        return in_flight.pop().wait()
+
+    ends = [_apply(x, group, _alias, partial(end, in_flight=each)) for x, each in zip(xs, sums, strict=True)]
     beside()
-    return [_BeginCopyTo.apply(x, group, under_way) for x, under_way in zip(ends, sums, strict=True)]
+    return [
+        _apply(x, group, _alias, partial(begin, in_flight=each)) for x, each in zip(ends, sums, strict=True)
+    ]
 
 
 def reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Forward all-reduce, backward identity: the "g" of arXiv:1909.08053, section 3."""
-    return x if group.size() == 1 else _ReduceFrom.apply(x, group)
+    return _apply(x, group, lambda x: all_reduce(x, group), _alias)
 
 
 def scatter_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """Forward this rank's slice of a replicated `x`, backward all-gather."""
-    return x if group.size() == 1 else _ScatterTo.apply(x, group, dim)
+    return _apply(
+        x, group, lambda x: own_slice(x, group, dim), lambda gradient: all_gather(gradient, group, dim)
+    )
 
 
 def gather_from(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """Forward all-gather for a replicated consumer, backward this rank's slice."""
-    return x if group.size() == 1 else _GatherFrom.apply(x, group, dim)
+    return _apply(
+        x, group, lambda x: all_gather(x, group, dim), lambda gradient: own_slice(gradient, group, dim)
+    )
 
 
 def gather_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """Forward all-gather for a consumer with split weights, backward reduce-scatter."""
-    return x if group.size() == 1 else _GatherTo.apply(x, group, dim)
+    return _apply(
+        x, group, lambda x: all_gather(x, group, dim), lambda gradient: sum_slice(gradient, group, dim)
+    )
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """Forward this rank's slice of the sum of partial `x`, backward all-gather."""
-    return x if group.size() == 1 else _ReduceScatter.apply(x, group, dim)
+    return _apply(
+        x, group, lambda x: sum_slice(x, group, dim), lambda gradient: all_gather(gradient, group, dim)
+    )
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup, *, split_dim: int, gather_dim: int) -> Tensor:
@@ -286,4 +239,13 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup, *, split_dim: int, gather_di
     Returns:
         This rank's slice along `split_dim`, whole along `gather_dim`.
     """
-    return x if group.size() == 1 else _AllToAll.apply(x, group, split_dim, gather_dim)
+    return _apply(
+        x,
+        group,
+        lambda x: exchange_slices(x, group, split_dim, gather_dim),
+        lambda gradient: exchange_slices(gradient, group, gather_dim, split_dim),
+    )
+
+
+def _alias(x: Tensor) -> Tensor:
+    return x.view_as(x)

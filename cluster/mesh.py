@@ -5,8 +5,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from math import prod
+from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -14,54 +16,45 @@ from .failures import default_timeout, start_watch
 from .launch import default_device, torchrun_command, wait_until_all_have_connected
 
 AXES = ("pp", "dp", "sp", "tp")
-# The ranks that add to the gradients of the same parameters: replicas, and in each the parts of a sequence.
-DATA = ("dp", "sp")
+# An axis that joins others: the ranks that add to the gradients of the same parameters.
+JOINED = {"data": ("dp", "sp")}
+# Axes of so many neighbours of "data" each. A placement may name one: ZeRO then has the rest of "data" for replicas.
+PARTS_OF_DATA = ("weight",)
 _PATIENCE = timedelta(hours=6)
 
 
-def mesh_faults(
+def mesh_errors(
     *, world_size: int, pp: int = 1, dp: int | None = None, sp: int = 1, tp: int = 1, wp: int = 1
 ) -> list[str]:
     """All that is wrong with the sizes of a mesh, each with what would work; empty when they fit."""
     sizes = {"pp": pp, "dp": 1 if dp is None else dp, "sp": sp, "tp": tp, "wp": wp}
-    faults = [f"{axis}_size={size} must be at least 1" for axis, size in sizes.items() if size < 1]
-    if faults:
-        return faults
+    if errors := [f"{axis}_size={size} must be at least 1" for axis, size in sizes.items() if size < 1]:
+        return errors
     inner = pp * sp * tp
     wanted = inner * (dp or 1)
     if world_size == 1 and wanted > 1:
-        faults.append(
+        return [
             f"tp_size={tp} * pp_size={pp} * sp_size={sp} * dp_size={dp or 1} = {wanted} needs {wanted} processes, and "
             f"this is the only one: start it by `{torchrun_command(wanted)}`"
-        )
-    elif dp is None and world_size % inner:
-        faults.append(
+        ]
+    if dp is None and world_size % inner:
+        return [
             f"tp_size={tp} * pp_size={pp} * sp_size={sp} = {inner} does not divide the world size "
             f"{world_size}: start a multiple of {inner} processes, or use sizes whose product is one of "
             f"{divisors(world_size)}"
-        )
-    elif dp is not None and dp * inner != world_size:
-        faults.append(
-            f"tp_size={tp} * pp_size={pp} * sp_size={sp} * dp_size={dp} = {inner * dp} is not the world size "
-            f"{world_size}: start {inner * dp} processes"
+        ]
+    if dp is not None and wanted != world_size:
+        return [
+            f"tp_size={tp} * pp_size={pp} * sp_size={sp} * dp_size={dp} = {wanted} is not the world size "
+            f"{world_size}: start {wanted} processes"
             + (f", or use dp_size={world_size // inner}" if world_size % inner == 0 else "")
-        )
-    return faults or weight_size_faults(wp, world_size // (pp * tp))
-
-
-def weight_size_faults(wp_size: int, data_size: int) -> list[str]:
-    """Why so many neighbours cannot share out weights; empty when they can.
-
-    Args:
-        wp_size: the neighbours, 1 or more.
-        data_size: ranks whose gradients are averaged, dp_size * sp_size.
-    """
-    if data_size % wp_size == 0:
-        return []
-    return [
-        f"wp_size={wp_size} does not divide the {data_size} ranks whose gradients are averaged (dp_size * sp_size): "
-        f"use one of wp_size={divisors(data_size)}"
-    ]
+        ]
+    if (data_size := world_size // (pp * tp)) % wp:
+        return [
+            f"wp_size={wp} does not divide the {data_size} ranks whose gradients are averaged (dp_size * sp_size): "
+            f"use one of wp_size={divisors(data_size)}"
+        ]
+    return []
 
 
 def divisors(number: int) -> list[int]:
@@ -96,8 +89,8 @@ def torch_mesh(device_type: str, shape: tuple[int, ...], dims: tuple[str, ...]) 
 class ParallelMesh:
     """All ranks of the default group arranged as pp × dp × sp × tp, tp innermost.
 
-    Besides these four there are two more. "data" is dp and sp together: the ranks whose gradients are averaged.
-    "weight", where wp > 1, is so many neighbours of it, which share out the weights of linear layers.
+    Derived axes: "data" is dp and sp together, the ranks whose gradients are averaged. "weight", where wp > 1, is so
+    many neighbours of it, over which the weights of linear layers are sharded.
 
     Building it is collective over the world: every rank calls it with the same sizes. Groups are made here
     or in `subgroup`, in one order on all ranks.
@@ -113,25 +106,25 @@ class ParallelMesh:
 
     def __init__(self, *, pp: int = 1, dp: int | None = None, sp: int = 1, tp: int = 1, wp: int = 1) -> None:
         world_size = dist.get_world_size()
-        if faults := mesh_faults(world_size=world_size, pp=pp, dp=dp, sp=sp, tp=tp, wp=wp):
-            raise ValueError("; ".join(faults))
+        if errors := mesh_errors(world_size=world_size, pp=pp, dp=dp, sp=sp, tp=tp, wp=wp):
+            raise ValueError("; ".join(errors))
         start_watch()
         self.device = default_device()
-        shape = (pp, world_size // (pp * sp * tp), sp, tp)
-        self._mesh = torch_mesh(self.device.type, shape, AXES)
-        self._weight_size = wp
-        self._data_group: dist.ProcessGroup | None = None
-        self._weight_group: dist.ProcessGroup | None = None
-        self._groups: dict[tuple, dist.ProcessGroup | None] = {}
-        self._pipeline_groups: list[dist.ProcessGroup] = []
+        self._mesh = torch_mesh(self.device.type, (pp, world_size // (pp * sp * tp), sp, tp), AXES)
+        self._lines = {axis: self._along(axis) for axis in AXES}
+        self._lines |= {axis: self._along(*joined) for axis, joined in JOINED.items()}
+        for axis, size in zip(PARTS_OF_DATA, (wp,), strict=True):
+            self._lines[axis] = self._lines["data"].reshape(-1, size)
+        self._own = {axis: _line_of(self.global_rank, lines) for axis, lines in self._lines.items()}
+        # By axis, and by its chosen coordinates or the number of a group over all of them.
+        self._groups: dict[tuple[str, Any], dist.ProcessGroup | None] = {
+            (axis, 0): self._mesh.get_group(axis) for axis in AXES
+        }
+        for axis in (*JOINED, *PARTS_OF_DATA):
+            # Of its own also where it is all of "data": its traffic is counted apart.
+            if self.size(axis) > 1 and self._simplest(axis) == axis:
+                self._groups[axis, 0] = self._new_group(axis, [range(self.size(axis))])
         self._side_group: dist.ProcessGroup | None = None
-        if self._simplest("data") == "data":
-            self._data_group = self._new_group("data", (range(self.size("data")),))
-        if wp > 1:  # of its own also where it is all of the data axis: what travels on it is counted apart
-            firsts = range(0, self.size("data"), wp)
-            self._weight_group = self._new_group(
-                self._simplest("data"), [range(first, first + wp) for first in firsts]
-            )
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -150,32 +143,20 @@ class ParallelMesh:
 
     def size(self, *axes: str) -> int:
         """The number of ranks along one axis, or along several together."""
-        if "weight" in axes:
-            return self._weight_size * self.size(*(axis for axis in axes if axis != "weight"))
-        single = [each for axis in axes for each in (DATA if axis == "data" else (axis,))]
-        return prod(self._mesh.size(AXES.index(axis)) for axis in single)
+        return prod(len(self._own[axis]) for axis in axes)
 
     def rank(self, axis: str) -> int:
         """This process's coordinate along an axis."""
-        if axis == "data":
-            return self.rank("dp") * self.size("sp") + self.rank("sp")
-        if axis == "weight":
-            return self.rank("data") % self._weight_size
-        return self._mesh.get_local_rank(axis)
+        return self._own[axis].index(self.global_rank)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The ranks that differ from this one in `axis` alone, in the order of their coordinates.
 
         There is none for "weight" where wp is 1.
         """
-        axis = self._simplest(axis)
-        if axis == "weight":
-            assert self._weight_group is not None
-            return self._weight_group
-        if axis == "data":
-            assert self._data_group is not None
-            return self._data_group
-        return self._mesh.get_group(axis)
+        group = self._groups[self._simplest(axis), 0]
+        assert group is not None  # every rank is in one
+        return group
 
     def global_ranks(self, axis: str) -> list[int]:
         """The world's ranks of `group(axis)`, by coordinate."""
@@ -183,21 +164,17 @@ class ParallelMesh:
 
     def model_ranks(self) -> list[int]:
         """The world's ranks that compute one replica, on this rank's stage: axes sp and tp."""
-        ranks: list[int] = self._mesh.mesh[self.rank("pp"), self.rank("dp")].flatten().tolist()
-        return ranks
+        return _line_of(self.global_rank, self._along("sp", "tp"))
 
     def replica_ranks(self) -> list[int]:
         """The world's ranks that get the same batches as this one: axes pp, sp and tp."""
-        ranks: list[int] = self._mesh.mesh[:, self.rank("dp")].flatten().tolist()
-        return ranks
+        return _line_of(self.global_rank, self._along("pp", "sp", "tp"))
 
     def axis_of(self, group: dist.ProcessGroup) -> str:
         """The axis that a group of this mesh lies along; "world" for any other."""
-        along = {self.group(axis).group_name: axis for axis in AXES if self.size(axis) > 1}
-        along |= {each.group_name: "pp" for each in self._pipeline_groups}
-        along |= {} if self._data_group is None else {self._data_group.group_name: "data"}
-        along |= {} if self._weight_group is None else {self._weight_group.group_name: "weight"}
-        along |= {each.group_name: axis for (axis, _), each in self._groups.items() if each is not None}
+        along = {each.group_name: axis for (axis, _), each in self._groups.items() if each is not None}
+        # Groups of one rank may be one group in torch, and nothing is sent in them.
+        along |= {self.group(axis).group_name: axis for axis in AXES if self.size(axis) > 1}
         return along.get(group.group_name, "world")
 
     def side_group(self) -> dist.ProcessGroup:
@@ -206,13 +183,12 @@ class ParallelMesh:
         A rank may be kept waiting for as long as another writes to a disk; one that ended is noticed at once.
         """
         if self._side_group is None:
-            self._side_group = dist.new_group(backend="gloo", timeout=_PATIENCE)
-            wait_until_all_have_connected()
+            self._side_group = self.new_group_of_all(_PATIENCE)
         return self._side_group
 
-    def new_group_of_all(self) -> dist.ProcessGroup:
+    def new_group_of_all(self, timeout: timedelta | None = None) -> dist.ProcessGroup:
         """A group of all ranks, between CPUs, whose messages meet no others. Collective over the world."""
-        group = dist.new_group(backend="gloo", timeout=default_timeout())
+        group = dist.new_group(backend="gloo", timeout=timeout or default_timeout())
         wait_until_all_have_connected()
         return group
 
@@ -222,12 +198,12 @@ class ParallelMesh:
         What one group carries between two ranks NCCL runs in a single order; see [Note: channels] in
         pipeline/transport.py. The first groups are the same at every call.
         """
-        while len(self._pipeline_groups) < count:
-            with connecting_pairs_apart():
-                group = self._new_group("pp", (tuple(range(self.size("pp"))),))
-            assert group is not None
-            self._pipeline_groups.append(group)
-        return self._pipeline_groups[:count]
+        for number in range(1, count + 1):
+            if ("pp", number) not in self._groups:
+                with connecting_pairs_apart():
+                    self._groups["pp", number] = self._new_group("pp", [range(self.size("pp"))])
+        groups = [self._groups["pp", number] for number in range(1, count + 1)]
+        return [group for group in groups if group is not None]
 
     def subgroup(self, axis: str, parts: Sequence[Iterable[int]]) -> dist.ProcessGroup | None:
         """The group of those coordinates of `axis` that a part names and this rank is in.
@@ -246,32 +222,38 @@ class ParallelMesh:
             self._groups[key] = self._new_group(*key)
         return self._groups[key]
 
+    def _along(self, *axes: str) -> Tensor:
+        """(groups, ranks): the world's ranks that differ in these axes alone, the last one innermost."""
+        dims = [AXES.index(axis) for axis in axes]
+        moved = self._mesh.mesh.movedim(dims, list(range(-len(dims), 0)))
+        return moved.reshape(-1, prod(moved.shape[-len(dims) :]))
+
     def _simplest(self, axis: str) -> str:
-        """An axis of the mesh itself, where "data" is one."""
-        if axis != "data" or all(self.size(each) > 1 for each in DATA):
-            return axis
-        return "dp" if self.size("sp") == 1 else "sp"
+        """The axis of the mesh itself where a joined one is no more than that."""
+        large = [each for each in JOINED.get(axis, ()) if self.size(each) > 1]
+        return axis if axis not in JOINED or len(large) > 1 else (large or JOINED[axis])[0]
 
     def _new_group(self, axis: str, parts: Sequence[Iterable[int]]) -> dist.ProcessGroup | None:
-        dims = [AXES.index(each) for each in (DATA if axis == "data" else (axis,))]
-        last = list(range(-len(dims), 0))
-        lines = self._mesh.mesh.movedim(dims, last).reshape(-1, self.size(axis))
         mine = None
-        timeout = default_timeout()
-        for line, part in itertools.product(lines.tolist(), parts):
+        for line, part in itertools.product(self._lines[axis].tolist(), parts):
             ranks = [line[coordinate] for coordinate in part]
-            group = dist.new_group(ranks, timeout=timeout)
+            group = dist.new_group(ranks, timeout=default_timeout())
             if self.global_rank in ranks:
                 mine = group
         wait_until_all_have_connected()
         return mine
 
 
+def _line_of(rank: int, lines: Tensor) -> list[int]:
+    """The ranks of the group that a rank is in."""
+    return next(line for line in lines.tolist() if rank in line)
+
+
 REPLICATE, SHARD = "replicate", "shard"
 
 
 def shard_mesh(mesh: ParallelMesh, shard_size: int) -> DeviceMesh:
-    """A torch mesh of all ranks: neighbours in groups of `shard_size` share out what each group has whole.
+    """A torch mesh of all ranks: neighbours in groups of `shard_size` shard what each group has whole.
 
     Collective over the world where the groups are smaller than it: makes process groups.
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..cluster.collectives import InFlight
 from ..cluster.hooks import has_foreign_hooks
 
 # N rows of all other dimensions together, or rows that are looked up; R, C rows and columns of a weight
@@ -68,14 +69,14 @@ class DeferredGradient(NamedTuple):
 
     Args:
         parameter: the weight, or this rank's piece of it.
-        begin: begins to compute the gradient; returns a function that ends it.
+        begin: begins to compute the gradient.
         backward: autograd's number of the backward that it belongs to.
         factors: of the product that it is, where it is no more than that.
         owner: of the parameter's gradient, where such a product may be added to it.
     """
 
     parameter: Parameter
-    begin: Callable[[], Callable[[], Tensor]]
+    begin: Callable[[], InFlight[Tensor]]
     backward: int
     factors: Callable[[], Factors] | None = None
     owner: Owner | None = None
@@ -147,11 +148,11 @@ def _left_to_autograd(deferred: Sequence[DeferredGradient]) -> list[DeferredGrad
 
 def _each_beside_the_next(deferred: Iterable[DeferredGradient]) -> Iterator[Tensor]:
     """The gradients; each is in flight until the next has begun too."""
-    in_flight: Callable[[], Tensor] | None = None
+    in_flight: InFlight[Tensor] | None = None
     for each in deferred:
         begun = each.begin()
         if in_flight is not None:
-            yield in_flight()
+            yield in_flight.wait()
         in_flight = begun
     if in_flight is not None:
-        yield in_flight()
+        yield in_flight.wait()

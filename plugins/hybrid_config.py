@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..cluster.launch import default_device
-from ..cluster.mesh import mesh_faults
+from ..cluster.mesh import mesh_errors
 from ..pipeline.action import Schedule
 from ..pipeline.schedules import (
     UserSchedule,
@@ -281,11 +281,11 @@ class HybridConfig:
         }
         if found := whole_number_errors(sizes):
             return found
-        found = mesh_faults(world_size=world_size, pp=self.pp, dp=self.dp, sp=self.sp, tp=self.tp)
+        found = mesh_errors(world_size=world_size, pp=self.pp, dp=self.dp, sp=self.sp, tp=self.tp, wp=self.wp)
         if not found:
             data_size = world_size // (self.pp * self.tp)
             found += zero_size_errors(self.zero_size, data_size)
-            found += weight_errors(wp_size=self.wp, tp_size=self.tp, data_size=data_size)
+            found += weight_errors(wp_size=self.wp, tp_size=self.tp)
         if self.zero_stage not in (0, 1, 2):
             found.append(
                 f"zero_stage={self.zero_stage} is not available: use TorchFSDPPlugin, which shards parameters too, or "

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..cluster.agree import begin_require_equal
+from ..cluster.collectives import InFlight
 from ..cluster.failures import naming_failures
 from ..zero.clipping import require_clip_norm, require_clip_value, require_finite_norm
 from ..zero.groups import EQUAL_OPTIONS, NOT_PICKLED, optimizer_options
@@ -48,7 +49,7 @@ class ScaledOptimizer(Optimizer):
         self.skipped_steps = 0
         self.group: dist.ProcessGroup | None = None
         self.after_step: Callable[[], None] | None = None
-        self._require_equal_options: Callable[[], None] | None = None  # of the last step
+        self._require_equal_options: InFlight[None] | None = None  # of the last step
         self._is_stepping = False
         optimizer.register_step_pre_hook(self._refuse_inner_step)
         self._overflows_in_a_row = 0
@@ -225,7 +226,7 @@ class ScaledOptimizer(Optimizer):
             return
         require, self._require_equal_options = self._require_equal_options, None
         if require is not None:
-            require()
+            require.wait()
         self._require_equal_options = begin_require_equal(
             optimizer_options(self.optim), what="the optimizer", rule=_RULE, group=self.group
         )

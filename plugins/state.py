@@ -101,15 +101,9 @@ def managed_parameters(
                 sum_groups=tuple(groups),
                 counts=counts,
                 unit=units.get(parameter),
-                sharded_over=_data_axes(placement_of(parameter)),
             )
         )
     return managed
-
-
-def _data_axes(placement: Placement | None) -> tuple[str, ...]:
-    """The data axes that a placement names."""
-    return (placement.axis,) if isinstance(placement, Shard) and placement.axis != "tp" else ()
 
 
 def _partial_groups(placement: Placement | None, mesh: ParallelMesh) -> list[dist.ProcessGroup]:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
-from ..cluster.mesh import weight_size_faults
 from ..pipeline.plan import layer_drop_errors
 from .layers.parallel_module import native_errors
 from .layers.weight_sharding import KINDS, ShardedLinear, WeightPool
@@ -25,26 +24,20 @@ from .table_policy import TablePolicy
 from .tables.table import Table, table_for
 
 
-def weight_errors(*, wp_size: int, tp_size: int, data_size: int) -> list[str]:
-    """All that is wrong with these sizes, each with what would work.
+def weight_errors(*, wp_size: int, tp_size: int) -> list[str]:
+    """Return the error of weights that would be sharded over two axes.
 
     Args:
         wp_size: ranks over which the weights of linear layers are sharded.
         tp_size: ranks of the tensor axis.
-        data_size: ranks whose gradients are averaged, dp_size * sp_size.
     """
-    if wp_size == 1:
+    if wp_size == 1 or tp_size == 1:
         return []
-    if wp_size < 1:
-        return [f"wp_size={wp_size} must be at least 1"]
-    found = weight_size_faults(wp_size, data_size)
-    if tp_size > 1:
-        found.append(
-            f"wp_size={wp_size} with tp_size={tp_size}: weight parallelism shares out whole weights, which tensor "
-            "parallelism has cut already. Use tp_size=1, and sp_size with sequence_parallelism_mode='all_to_all' where "
-            "activations are too large"
-        )
-    return found
+    return [
+        f"wp_size={wp_size} with tp_size={tp_size}: weight parallelism shards whole weights, which tensor "
+        "parallelism has sharded already. Use tp_size=1, and sp_size with sequence_parallelism_mode='all_to_all' where "
+        "activations are too large"
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

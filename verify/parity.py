@@ -321,7 +321,7 @@ def _over_axis(local: Tensor, placement: Placement | None, mesh: ParallelMesh) -
     """A tensor that is whole on its axis, from the pieces of all its ranks."""
     if not isinstance(placement, Shard) or placement.size == 1:
         return local
-    return placement.whole(begin_gather(local, mesh.group(placement.axis))().unbind(0))
+    return placement.whole(begin_gather(local, mesh.group(placement.axis)).wait().unbind(0))
 
 
 def _whole(boosted: HybridParallelModule, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -412,7 +412,7 @@ class Bucket:
 def make_buckets(
     groups: Sequence[Sequence[ManagedParameter]],
     *,
-    partitions: Mapping[tuple[str, ...], Partition],
+    partitions: Mapping[str | None, Partition],
     bucket_size: int,
     **arguments: Any,
 ) -> list[Bucket]:

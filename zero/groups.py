@@ -1,6 +1,5 @@
 """The user's optimizer around which a sharded one is built: its groups, states, and what a rank saves of it."""
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..cluster.agree import gather_objects
+from ..cluster.agree import require_equal
 from .bucket import Bucket, Slot
 from .partition import ManagedParameter
 from .precision import DynamicScaler
@@ -112,15 +111,12 @@ def managed_groups(
     return groups
 
 
-def require_one_layout(
-    groups: Sequence[Sequence[ManagedParameter]], *, group: dist.ProcessGroup, device: torch.device
-) -> None:
-    """Compare the parameters of the ranks of the data axis, and of each sum group. Small all-reduces.
+def require_one_layout(groups: Sequence[Sequence[ManagedParameter]], *, group: dist.ProcessGroup) -> None:
+    """Compare the parameters of the ranks of the data axis, and of each sum group.
 
     Args:
         groups: the trained parameters by parameter group.
         group: the data axis.
-        device: where numbers are exchanged.
 
     Raises:
         ValueError: they differ; on every rank.
@@ -130,13 +126,16 @@ def require_one_layout(
         for index, members in enumerate(groups)
         for managed in members
     ]
-    what = "the trainable parameters of the optimizer"
-    _require_equal_lines(lines, group=group, device=device, what=what)
+    _require_equal_lines(lines, group, what="the trainable parameters of the optimizer")
     flat = [managed for members in groups for managed in members]
     for _, summing, indices in sums_in_order(flat):
-        lines = [str(tuple(flat[index].parameter.shape)) for index in indices]
-        what = "the shapes of parameters whose gradients are summed"
-        _require_equal_lines(lines, group=summing, device=device, what=what)
+        shapes = [str(tuple(flat[index].parameter.shape)) for index in indices]
+        _require_equal_lines(shapes, summing, what="the shapes of parameters whose gradients are summed")
+
+
+def _require_equal_lines(lines: list[str], group: dist.ProcessGroup, *, what: str) -> None:
+    numbered = {f"number {index}": line for index, line in enumerate(lines)}
+    require_equal(numbered, group, what=what)
 
 
 def optimizer_options(optimizer: Optimizer | None) -> dict[str, Any]:
@@ -222,30 +221,6 @@ def _by_identity(parameters: Sequence[ManagedParameter]) -> dict[int, ManagedPar
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"two parameters are both named {', '.join(sorted(twice))}: names must be unique")
     return found
-
-
-def _require_equal_lines(
-    lines: list[str], *, group: dist.ProcessGroup, device: torch.device, what: str
-) -> None:
-    """Raise ValueError on every rank of the group unless all have the same lines. One all-reduce of two numbers."""
-    if group.size() == 1:
-        return
-    digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
-    extremes = torch.tensor([digest, -digest], device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    largest, negated_smallest = extremes.tolist()
-    if largest == -negated_smallest:
-        return
-    every: list[list[str]] = gather_objects(lines, group)
-    ranks = dist.get_process_group_ranks(group)
-    other = next(index for index, theirs in enumerate(every) if theirs != every[0])
-    length = max(len(every[0]), len(every[other]))
-    mine, theirs = ([*each, *["nothing"] * (length - len(each))] for each in (every[0], every[other]))
-    at = next(index for index in range(length) if mine[index] != theirs[index])
-    raise ValueError(
-        f"{what} differ between ranks {ranks[0]} and {ranks[other]}: number {at} is {mine[at]} on the one and "
-        f"{theirs[at]} on the other"
-    )
 
 
 def _is_fresh(state: dict[str, Any]) -> bool:

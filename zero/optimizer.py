@@ -63,7 +63,6 @@ class ShardedOptimizer(OptimizerWrapper):
         max_norm: gradients of a larger norm are scaled down to it; 0 never clips.
         norm_type: the p of the norm that is measured and clipped, `inf` for the largest magnitude.
         bucket_size: largest number of elements that are communicated at once.
-        data_axis: the axis of the mesh that gradients are averaged over.
         zero_size: the number of neighboring ranks of that axis over which a stage above 0 shards, a node for example;
             -1 or 0 is all of them, 1 none. Gradients are averaged over the whole axis all the same.
         overlap_communication: average gradients while backward runs. Without it `reduce_gradients` does, and at
@@ -97,7 +96,6 @@ class ShardedOptimizer(OptimizerWrapper):
         max_norm: float = 0.0,
         norm_type: float = 2.0,
         bucket_size: int = 12 * 1024**2,
-        data_axis: str = "data",
         zero_size: int = -1,
         overlap_communication: bool = True,
         communication_dtype: torch.dtype = torch.float32,
@@ -115,10 +113,10 @@ class ShardedOptimizer(OptimizerWrapper):
         self._max_norm = max_norm
         self._is_offloaded = cpu_offload
         self._scaler = DynamicScaler(precision) if precision.precision == "fp16" else None
-        self._partitions = Partition.all_of(mesh, data_axis, zero_size if stage else 1)
-        replicas = self._partitions[()]
+        self._partitions = Partition.all_of(mesh, zero_size if stage else 1)
+        replicas = self._partitions[None]
         groups = managed_groups(optimizer, parameters)
-        require_one_layout(groups, group=replicas.group, device=mesh.device)
+        require_one_layout(groups, group=replicas.group)
         self._frozen = [managed for managed in parameters if not managed.parameter.requires_grad]
         self._pool = BufferPool() if stage == 2 and replicas.num_slices > 1 else None
         self.buckets = make_buckets(

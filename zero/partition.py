@@ -16,10 +16,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from ..cluster.collectives import Handle, begin_all_gather, begin_reduce_scatter
-from ..cluster.mesh import ParallelMesh, divisors
-
-# The innermost parts of the data axis that a placement may name.
-_PARTS_OF_DATA = ("weight",)
+from ..cluster.mesh import PARTS_OF_DATA, ParallelMesh, divisors
+from ..cluster.placement import Shard, placement_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +36,6 @@ class ManagedParameter:
             the optimizer's own matter.
         unit: what it gets its gradients together with, a pipeline stage for example: a backward that gives them
             to some parameters of a unit gives them to all of it. Buckets do not span units.
-        sharded_over: the parts of the data axis that its placement names, see [Note: replication]. Its gradient
-            comes as the mean over them already.
     """
 
     name: str
@@ -47,12 +43,17 @@ class ManagedParameter:
     sum_groups: tuple[ProcessGroup, ...] = ()
     counts: bool = True
     unit: Hashable = None
-    sharded_over: tuple[str, ...] = ()
 
     @property
     def needs_sum(self) -> bool:
         """Whether its gradient is summed over other groups before it is averaged over the data axis."""
         return any(group.size() > 1 for group in self.sum_groups)
+
+    @property
+    def sharded_over(self) -> str | None:
+        """The part of the data axis that its placement names. Its gradient comes as the mean over it already."""
+        placement = placement_of(self.parameter)
+        return placement.axis if isinstance(placement, Shard) and placement.axis in PARTS_OF_DATA else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,37 +72,34 @@ class Partition:
     copies: ProcessGroup | None
 
     @staticmethod
-    def of(
-        mesh: ParallelMesh, axis: str, num_slices: int, *, sharded_over: tuple[str, ...] = ()
-    ) -> "Partition":
-        """Partition over the replicas along an axis of the mesh, by neighborhoods of `num_slices` ranks.
+    def of(mesh: ParallelMesh, num_slices: int, *, sharded_over: str | None = None) -> "Partition":
+        """Partition over the replicas, by neighborhoods of `num_slices` ranks.
 
         Collective over the world.
 
         Args:
-            mesh, axis: the ranks.
-            num_slices: neighbors on the axis that own a slice each; -1 or 0 are the whole axis.
-            sharded_over: innermost parts of the axis, over which a parameter is not replicated.
+            mesh: the ranks.
+            num_slices: neighbors on the data axis that own a slice each; -1 or 0 are the whole axis.
+            sharded_over: a part of the axis, over which a parameter is not replicated.
         """
-        apart = mesh.size(*sharded_over)  # the next replica on the axis
-        size = mesh.size(axis) // apart
+        apart = 1 if sharded_over is None else mesh.size(sharded_over)  # the next replica on the axis
+        whole = mesh.size("data")
+        size = whole // apart
         num_slices = size if num_slices in (-1, 0) else gcd(max(1, num_slices // apart), size)
-        replicas = [range(first, mesh.size(axis), apart) for first in range(apart)]
-        along = [
-            each[start : start + num_slices] for each in replicas for start in range(0, size, num_slices)
-        ]
+        replicas = [range(first, whole, apart) for first in range(apart)]
+        along = [each[at : at + num_slices] for each in replicas for at in range(0, size, num_slices)]
         across = [each[index::num_slices] for each in replicas for index in range(num_slices)]
         return Partition(
-            group=_group(mesh, axis, replicas),
-            slices=_group(mesh, axis, along) if num_slices > 1 else None,
-            copies=_group(mesh, axis, across) if num_slices < size else None,
+            group=_group(mesh, replicas),
+            slices=_group(mesh, along) if num_slices > 1 else None,
+            copies=_group(mesh, across) if num_slices < size else None,
         )
 
     @staticmethod
-    def all_of(mesh: ParallelMesh, axis: str, num_slices: int) -> dict[tuple[str, ...], "Partition"]:
-        """Partitions of an axis by the parts of it that parameters are sharded over. Collective over the world."""
-        parts = [(part,) for part in _PARTS_OF_DATA if mesh.size(part) > 1]
-        return {each: Partition.of(mesh, axis, num_slices, sharded_over=each) for each in [(), *parts]}
+    def all_of(mesh: ParallelMesh, num_slices: int) -> dict[str | None, "Partition"]:
+        """Partitions by the part of the data axis that parameters are sharded over. Collective over the world."""
+        parts = [part for part in PARTS_OF_DATA if mesh.size(part) > 1]
+        return {each: Partition.of(mesh, num_slices, sharded_over=each) for each in (None, *parts)}
 
     @property
     def num_slices(self) -> int:
@@ -179,9 +177,9 @@ def zero_size_errors(zero_size: int, data_size: int) -> list[str]:
     ]
 
 
-def _group(mesh: ParallelMesh, axis: str, parts: list[range]) -> ProcessGroup:
-    """This rank's part. Collective over the world."""
-    group = mesh.group(axis) if len(parts) == 1 else mesh.subgroup(axis, parts)
+def _group(mesh: ParallelMesh, parts: list[range]) -> ProcessGroup:
+    """This rank's part of the data axis. Collective over the world."""
+    group = mesh.group("data") if len(parts) == 1 else mesh.subgroup("data", parts)
     assert group is not None  # every rank is in a part
     return group
 

@@ -115,7 +115,7 @@ class SequenceAxis:
 
     def gathered(self, part: Tensor, dim: int, length: int) -> Tensor:
         """The whole sequence of this length, contiguous, from the parts of all ranks. One all-gather; no gradient."""
-        parts = begin_gather(part, self.group)()
+        parts = begin_gather(part, self.group).wait()
         return self.order.whole(parts.unbind(0), dim, length).contiguous()
 
     @contextmanager

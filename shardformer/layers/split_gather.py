@@ -7,6 +7,7 @@ Between regions each rank holds a part of the sequence, inside them all of it wi
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad
 
-from ...cluster.collectives import begin_gather, begin_sum_of_rows
+from ...cluster.collectives import InFlight, begin_gather, begin_sum_of_rows
 from .sequence_axis import SequenceAxis, gather_sequence, shard_sequence
 from .weight_gradient import Deferral, gradient_or_deferred
 
@@ -42,13 +43,12 @@ class RegionSequence:
         if self.axis.order.is_zigzag:
             raise AssertionError("regions gather sequences whose parts are of one stretch")
 
-    def begin_whole(self, part_BsH: Tensor, length: int) -> Callable[[], Tensor]:
-        """Begin to gather a sequence of this length; the returned function gives (B, S, H). One all-gather."""
-        rows = begin_gather(part_BsH, self.axis.group)
-        return lambda: rows().transpose(0, 1).flatten(1, 2)[:, :length].contiguous()
+    def begin_whole(self, part_BsH: Tensor, length: int) -> InFlight[Tensor]:
+        """Begin to gather a sequence of this length (B, S, H). One all-gather."""
+        return begin_gather(part_BsH, self.axis.group).then(partial(_in_order, length=length))
 
-    def begin_own_sum(self, partial_BSH: Tensor) -> Callable[[], Tensor]:
-        """Begin to sum over the ranks; the returned function gives this rank's part (B, s, H). One reduce-scatter."""
+    def begin_own_sum(self, partial_BSH: Tensor) -> InFlight[Tensor]:
+        """Begin to sum over the ranks this rank's part (B, s, H). One reduce-scatter."""
         return begin_sum_of_rows(self.rows(partial_BSH), self.axis.group)
 
     def rows(self, whole_BSH: Tensor) -> Tensor:
@@ -72,6 +72,10 @@ class RegionSequence:
         return self.axis.length
 
 
+def _in_order(rows_TBsH: Tensor, *, length: int) -> Tensor:
+    return rows_TBsH.transpose(0, 1).flatten(1, 2)[:, :length].contiguous()
+
+
 def enter_beside(part_BsH: Tensor, sequence: RegionSequence, beside: Callable[[], None]) -> Tensor:
     """Gather a region's input; backward sums and scatters, beside the backward of what `beside` computes.
 
@@ -89,7 +93,7 @@ def enter_beside(part_BsH: Tensor, sequence: RegionSequence, beside: Callable[[]
         by_sample = part_BsH.unflatten(0, (-1, sequence.axis.part_length))
         return enter_beside(by_sample, sequence, beside).flatten(0, 1)
     length = sequence.length_of(part_BsH)
-    in_flight: list[Callable[[], Tensor]] = []
+    in_flight: list[InFlight[Tensor]] = []
     ended = _EndSum.apply(part_BsH, in_flight)
     beside()
     whole_BSH: Tensor = _GatherBeginSum.apply(ended, sequence, length, in_flight)
@@ -137,7 +141,7 @@ class _RowProduct(Function):
     ) -> Tensor:
         ctx.save_for_backward(x_BSI, weight)
         ctx.sequence, ctx.is_transposed, ctx.deferral = sequence, is_transposed, deferral
-        return sequence.begin_own_sum(linear(x_BSI, weight.T if is_transposed else weight))()
+        return sequence.begin_own_sum(linear(x_BSI, weight.T if is_transposed else weight)).wait()
 
     @staticmethod
     @once_differentiable
@@ -145,7 +149,7 @@ class _RowProduct(Function):
         x_BSI, weight = ctx.saved_tensors
         axis, length = ctx.sequence.axis, x_BSI.shape[1]
         needs_input, needs_weight, *_ = ctx.needs_input_grad
-        end = ctx.sequence.begin_whole(gradient_BsO, length)
+        in_flight = ctx.sequence.begin_whole(gradient_BsO, length)
         start = min(axis.rank * gradient_BsO.shape[1], length)
         own = slice(start, min(start + gradient_BsO.shape[1], length))
         of_input = None
@@ -153,7 +157,7 @@ class _RowProduct(Function):
         if needs_input:
             of_input = torch.empty_like(x_BSI)
             of_input[:, own] = linear(gradient_BsO[:, : own.stop - own.start], weight_IO)
-        gradient_BSO = end()
+        gradient_BSO = in_flight.wait()
         if of_input is not None:
             for others in (slice(0, own.start), slice(own.stop, length)):
                 of_input[:, others] = linear(gradient_BSO[:, others], weight_IO)
@@ -169,14 +173,14 @@ class _EndSum(Function):
     """The part of a region's entry whose backward waits for the sum."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, in_flight: list[Callable[[], Tensor]]) -> Tensor:
+    def forward(ctx: Any, part: Tensor, in_flight: list[InFlight[Tensor]]) -> Tensor:
         ctx.in_flight = in_flight
         return part.view_as(part)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.in_flight.pop()(), None
+        return ctx.in_flight.pop().wait(), None
 
 
 class _GatherBeginSum(Function):
@@ -188,10 +192,10 @@ class _GatherBeginSum(Function):
         part: Tensor,
         sequence: RegionSequence,
         length: int,
-        in_flight: list[Callable[[], Tensor]],
+        in_flight: list[InFlight[Tensor]],
     ) -> Tensor:
         ctx.sequence, ctx.in_flight, ctx.shape = sequence, in_flight, part.shape
-        return sequence.begin_whole(part, length)()
+        return sequence.begin_whole(part, length).wait()
 
     @staticmethod
     @once_differentiable
@@ -204,12 +208,12 @@ class _SumScatter(Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, sequence: RegionSequence) -> Tensor:
         ctx.sequence, ctx.length = sequence, partial.shape[1]
-        return sequence.begin_own_sum(partial)()
+        return sequence.begin_own_sum(partial).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.sequence.begin_whole(gradient, ctx.length)(), None
+        return ctx.sequence.begin_whole(gradient, ctx.length).wait(), None
 
 
 class Regather:
@@ -223,7 +227,7 @@ class Regather:
     def __init__(self, sequence: RegionSequence, length: int) -> None:
         self._sequence, self._length = sequence, length
         self._num_users = self._num_asked = 0
-        self._in_flight: Callable[[], Tensor] | None = None
+        self._in_flight: InFlight[Tensor] | None = None
         self._whole_NI: Tensor | None = None
 
     def use(self) -> None:
@@ -238,8 +242,8 @@ class Regather:
     def rows(self, kept: Tensor) -> Tensor:
         """The input (N, I). One all-gather, where it has not begun; the last layer that asks has it forgotten."""
         if self._whole_NI is None:
-            end = self._in_flight or self._sequence.begin_whole(kept, self._length)
-            self._in_flight, self._whole_NI = None, end().flatten(0, 1)
+            in_flight = self._in_flight or self._sequence.begin_whole(kept, self._length)
+            self._in_flight, self._whole_NI = None, in_flight.wait().flatten(0, 1)
         whole_NI = self._whole_NI
         self._num_asked += 1
         if self._num_asked == self._num_users:

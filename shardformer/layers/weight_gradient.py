@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 from transformers.pytorch_utils import Conv1D
 
+from ...cluster.collectives import InFlight
 from ...pipeline.weight_gradients import DeferredGradient, Factors, GradientOwner, Owner, WeightGradients
 
 # N rows of all other dimensions together, I input features, O output features; of embeddings
@@ -76,7 +77,7 @@ class _Later(Function):
             each = ctx.deferred.pop()
             # Not of a backward that asked for gradients of inputs alone, and never came here.
             if each.backward == torch._C._current_graph_task_id() and each.added() is None:
-                product = each.begin()()
+                product = each.begin().wait()
                 gradient = product if gradient is None else gradient + product
         return gradient, None
 
@@ -206,9 +207,8 @@ def gradient_or_deferred(
     if torch.is_grad_enabled():  # a gradient of gradients may be wanted
         return torch.mm(*factors())
 
-    def begin() -> Callable[[], Tensor]:
-        product = torch.mm(*factors())
-        return lambda: product
+    def begin() -> InFlight[Tensor]:
+        return InFlight(None, torch.mm(*factors()))
 
     deferred = DeferredGradient(weight, begin, torch._C._current_graph_task_id(), factors, owner)
     if store is not None and store.defer(deferred):

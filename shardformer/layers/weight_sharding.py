@@ -12,7 +12,7 @@ so a buffer may be lent again as soon as its last use was given to the stream.
 # B batch, S sequence, N all of them together, I input features, O output features
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -28,7 +28,7 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from ...cluster.buffers import BufferPool
-from ...cluster.collectives import Handle, begin_all_gather, begin_reduce_scatter
+from ...cluster.collectives import Handle, InFlight, begin_all_gather, begin_reduce_scatter
 from ...cluster.placement import Shard, place, placement_of
 from ...pipeline.weight_gradients import DeferredGradient, WeightGradients
 from .parallel_module import ParallelModule, require_native
@@ -139,28 +139,28 @@ class _GatheredLinear(Function):
         layer: ShardedLinear = ctx.layer
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         gradient_NO = gradient.reshape(-1, gradient.shape[-1])
-        end: Callable[[], Tensor] | None = None
+        mean: InFlight[Tensor] | None = None
         of_input = of_weight = None
         if needs_input:
             with layer.pool.whole(layer, for_backward=True) as weight:
-                end = _begin_mean(layer, x, gradient_NO) if needs_weight else None  # travels meanwhile
+                mean = _begin_mean(layer, x, gradient_NO) if needs_weight else None  # travels meanwhile
                 of_input = gradient_NO.mm(weight.T if layer.is_transposed else weight).view(ctx.shape)
         elif needs_weight:
-            end = _begin_mean(layer, x, gradient_NO)
+            mean = _begin_mean(layer, x, gradient_NO)
         of_bias = gradient_NO.sum(0) if needs_bias else None
-        if end is not None and ctx.later is not None:
-            begun = end
+        if mean is not None and ctx.later is not None:
+            begun = mean
             ctx.later.put(DeferredGradient(layer.weight, lambda: begun, torch._C._current_graph_task_id()))
-        elif end is not None:
-            of_weight = end()
+        elif mean is not None:
+            of_weight = mean.wait()
         return of_input, of_weight, of_bias, None, None
 
 
-def _begin_mean(layer: ShardedLinear, x: Tensor, gradient_NO: Tensor) -> Callable[[], Tensor] | None:
-    """Begin to average a layer's gradient; None where the schedule defers it. What is returned ends it."""
+def _begin_mean(layer: ShardedLinear, x: Tensor, gradient_NO: Tensor) -> InFlight[Tensor] | None:
+    """Begin to average a layer's gradient; None where the schedule defers it."""
     x_NI = x.reshape(-1, x.shape[-1])
 
-    def begin() -> Callable[[], Tensor]:
+    def begin() -> InFlight[Tensor]:
         gradient = weight_gradient(x_NI, gradient_NO, is_transposed=layer.is_transposed)
         return layer.pool.begin_mean(gradient)
 
@@ -287,8 +287,8 @@ class WeightPool:
             else:
                 self.buffers.give_back(gathering.buffer)
 
-    def begin_mean(self, gradient: Tensor) -> Callable[[], Tensor]:
-        """Begin to average a weight's gradient over the group; what is returned ends it and gives this rank's shard.
+    def begin_mean(self, gradient: Tensor) -> InFlight[Tensor]:
+        """Begin to average a weight's gradient over the group: this rank's shard.
 
         The mean of this shard over all ranks of the data axis that hold it is the mean over all of that axis. One
         reduce-scatter. Every rank of the group calls it.
@@ -309,11 +309,11 @@ class WeightPool:
         mean = _Transfer(buffer=buffer, result=shard, handle=handle)
         self._means.append(mean)
 
-        def end() -> Tensor:
+        def finish(shard: Tensor) -> Tensor:
             self._finish(mean)
-            return mean.result
+            return shard
 
-        return end
+        return InFlight(None, shard, finish)
 
     def later_gradient(self, layer: ShardedLinear) -> LaterProduct | None:
         """Where a layer's gradient may wait until the backward of the layer before it is done; None for nowhere.

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.cluster import mesh as mesh_module
-from echelon.cluster.mesh import AXES, ParallelMesh, divisors, mesh_faults
+from echelon.cluster.mesh import AXES, ParallelMesh, divisors, mesh_errors
 
 from ..pool import Pool
 
@@ -58,8 +58,8 @@ def test_weights_are_shared_out_over_neighbours_of_the_data_axis(pool: Pool) -> 
 
 
 def test_a_weight_axis_divides_the_data_axis() -> None:
-    assert mesh_faults(world_size=8, pp=2, sp=2, wp=4) == []
-    (fault,) = mesh_faults(world_size=8, pp=2, wp=3)
+    assert mesh_errors(world_size=8, pp=2, sp=2, wp=4) == []
+    (fault,) = mesh_errors(world_size=8, pp=2, wp=3)
     assert fault.startswith("wp_size=3 does not divide the 4 ranks whose gradients are averaged")
     assert fault.endswith("use one of wp_size=[1, 2, 4]")
 
@@ -159,7 +159,7 @@ def test_sizes_that_do_not_fit_are_told_with_what_would(
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["train.py", "--lr", "1e-3"])
-    assert mesh_faults(**sizes) == told
+    assert mesh_errors(**sizes) == told
 
 
 def test_divisors_rise() -> None:

@@ -75,15 +75,16 @@ def reductions(recomputes: bool) -> tuple[int, int]:
         every = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
         checkpoint_layers({0: recomputable_layers(model)}, every)
     batch = {"input_ids": torch.arange(10).view(2, 5), "labels": torch.arange(6).view(2, 3)}
-    begin, shapes = collectives._BeginCopyTo.backward, []
+    begin, shapes = collectives.begin_all_reduce, []
 
-    def counted(ctx: object, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def counted(gradient: Tensor, group: dist.ProcessGroup) -> collectives.InFlight[Tensor]:
         shapes.append(tuple(gradient.shape))
-        return begin(ctx, gradient)
+        return begin(gradient, group)
 
-    with patch.object(collectives._BeginCopyTo, "backward", staticmethod(counted)):
-        for each in (model, whole):
-            each.train()(**batch, use_cache=False).loss.backward()
+    for each in (model, whole):
+        loss = each.train()(**batch, use_cache=False).loss
+        with patch.object(collectives, "begin_all_reduce", counted):
+            loss.backward()
     require_equal(model, whole)
     of_encoder = 2 * config.num_layers  # attention and feed-forward
     return of_encoder, shapes.count(STATES)

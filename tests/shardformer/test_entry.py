@@ -26,15 +26,15 @@ class Log:
         self.events: list[str] = []
         self._begin, self._product = collectives.begin_all_reduce, weight_gradient._Later.backward
 
-    def begin(self, x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-        end = self._begin(x, group)
+    def begin(self, x: Tensor, group: dist.ProcessGroup) -> collectives.InFlight[Tensor]:
+        begun = self._begin(x, group)
         self.events.append("begin")
 
-        def logged() -> Tensor:
+        def logged(total: Tensor) -> Tensor:
             self.events.append("end")
-            return end()
+            return total
 
-        return logged
+        return begun.then(logged)
 
     def product(self, ctx: object, gradient: Tensor | None) -> tuple[Tensor | None, None]:
         self.events.append("product")

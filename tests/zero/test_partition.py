@@ -27,7 +27,7 @@ def test_neighbours_share_out_and_all_average(pool: Pool, num_slices: int, owned
 
 
 def average(num_slices: int) -> tuple[int, bool, list[float], list[float]]:
-    partition = Partition.of(ParallelMesh(), "dp", num_slices)
+    partition = Partition.of(ParallelMesh(), num_slices)
     gradients = torch.arange(8.0) * 10 + dist.get_rank()
     work = partition.average_(gradients)
     assert work is not None
@@ -43,7 +43,7 @@ def test_a_mean_of_16_bits_is_finite_where_the_sum_is_not(pool: Pool, num_slices
 
 
 def average_large(num_slices: int) -> None:
-    partition = Partition.of(ParallelMesh(), "dp", num_slices)
+    partition = Partition.of(ParallelMesh(), num_slices)
     gradients = torch.full((8,), 60000.0, dtype=torch.float16)
     work = partition.average_(gradients)
     assert work is not None
@@ -68,7 +68,7 @@ def test_a_sharded_parameter_is_averaged_over_the_ranks_with_the_same_shard(
 
 
 def average_over_replicas(num_slices: int) -> tuple[list[int], int, bool, list[float]]:
-    partition = Partition.all_of(ParallelMesh(wp=2), "data", num_slices)[("weight",)]
+    partition = Partition.all_of(ParallelMesh(wp=2), num_slices)["weight"]
     gradients = torch.arange(8.0) * 10 + dist.get_rank()
     work = partition.average_(gradients)
     assert work is not None

@@ -6,6 +6,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from echelon.cluster.collectives import InFlight
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 
@@ -57,14 +58,14 @@ def labels_cut_before_they_are_shifted(own: Callable[..., Tensor]) -> Callable[.
     return late
 
 
-def own_rows_alone(rows: Tensor, group: Any) -> Callable[[], Tensor]:
+def own_rows_alone(rows: Tensor, group: Any) -> InFlight[Tensor]:
     """What a region ends with is scattered without its sum."""
-    return lambda: rows[group.rank()].contiguous()
+    return InFlight(None, rows[group.rank()].contiguous())
 
 
 def from_the_end(self: Any, kept: Tensor) -> Tensor:
     """A region's input is gathered again in another order."""
-    whole: Tensor = self._sequence.begin_whole(kept, self._length)()
+    whole: Tensor = self._sequence.begin_whole(kept, self._length).wait()
     return whole.flip(1).flatten(0, 1)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from echelon.cluster.collectives import InFlight
 from echelon.verify.layout import Layout, Training
 from echelon.verify.models import ModelChoice
 
@@ -67,16 +68,11 @@ def launched_at_the_first(note: Callable[[Any, Any], None]) -> Callable[[Any, An
     return noted
 
 
-def no_axes(placement: object) -> tuple[str, ...]:
-    return ()
-
-
 def summed_over_the_weight_axis(begin: Callable[..., Any]) -> Callable[..., Any]:
     """The gradient of a sharded weight is the sum over the weight axis, and not the mean."""
 
     def begun(self: Any, gradient: Any) -> Any:
-        end = begin(self, gradient)
-        return lambda: end() * self.group.size()
+        return InFlight(None, begin(self, gradient).wait() * self.group.size())
 
     return begun
 
@@ -240,8 +236,8 @@ FAULTS = {
         notice=r"^step [23]: ",
     ),
     "parameters over the weight axis are averaged over all ranks": Mutation(
-        target="echelon.plugins.state:_data_axes",
-        replacement=no_axes,
+        target="echelon.zero.partition:ManagedParameter.sharded_over",
+        replacement=None,
         row=(LLAMA, Layout(dp=2, zero=1, wp=2)),
     ),
     "gradients of sharded weights are not averaged over the weight axis": Mutation(

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from echelon.cluster.collectives import InFlight
 from echelon.pipeline.weight_gradients import WeightGradients
 from echelon.shardformer import layer_split
 from echelon.shardformer.layers import linear, split_gather
@@ -127,11 +128,11 @@ def test_a_region_may_change_what_entered_it_before_it_multiplies(pool: Pool) ->
 
 
 def no_sum(rows: Tensor, group: dist.ProcessGroup) -> Any:
-    return lambda: rows[group.rank()].contiguous()
+    return InFlight(None, rows[group.rank()].contiguous())
 
 
 def from_its_end(self: Any, kept: Tensor) -> Tensor:
-    whole: Tensor = self._sequence.begin_whole(kept, self._length)()
+    whole: Tensor = self._sequence.begin_whole(kept, self._length).wait()
     return whole.flip(1).flatten(0, 1)
 
 
