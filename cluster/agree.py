@@ -7,7 +7,7 @@ from datetime import timedelta
 from enum import Enum
 from functools import partial
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -294,20 +294,11 @@ def begin_require_equal(
     def finish(codes: Tensor) -> None:
         if len(set(gathering.finish(codes))) > 1:
             every: list[dict[str, str]] = gather_objects(plain, group)
-<<<<<<< HEAD
             raise_different(every, dist.get_process_group_ranks(group), what=what, rule=rule)
-=======
-            errors = _differences(every, dist.get_process_group_ranks(group))
-            more = f"; and {len(errors) - _MOST_NAMED} more" if len(errors) > _MOST_NAMED else ""
-            raise ValueError(
-                f"the settings of {what} differ between ranks, and {rule}: {'; '.join(errors[:_MOST_NAMED])}{more}"
-            )
->>>>>>> f525abf (cluster: axes as data, one asynchronous handle, one function for pairs of collectives; zero: the data axis that a placement names, one way to compare parameters)
 
     return InFlight(gathering.handle, gathering.tensor, finish)
 
 
-<<<<<<< HEAD
 def raise_different(
     every: Sequence[Mapping[str, str]], ranks: Sequence[int], *, what: str, rule: str
 ) -> NoReturn:
@@ -316,9 +307,6 @@ def raise_different(
     Args:
         every: each rank's, by name, as text.
     """
-=======
-def _differences(every: Sequence[dict[str, str]], ranks: Sequence[int]) -> list[str]:
->>>>>>> f525abf (cluster: axes as data, one asynchronous handle, one function for pairs of collectives; zero: the data axis that a placement names, one way to compare parameters)
     errors = []
     for name in dict.fromkeys(name for one in every for name in one):
         holders: dict[str, list[int]] = {}
@@ -327,7 +315,10 @@ def _differences(every: Sequence[dict[str, str]], ranks: Sequence[int]) -> list[
         if len(holders) > 1:
             values = (f"{value} on rank(s) {where}" for value, where in holders.items())
             errors.append(f"{name} is {' and '.join(values)}")
-    return errors
+    more = [f"and {len(errors) - _MOST_NAMED} more"] * (len(errors) > _MOST_NAMED)
+    raise ValueError(
+        f"the settings of {what} differ between ranks, and {rule}: {'; '.join(errors[:_MOST_NAMED] + more)}"
+    )
 
 
 def _plain(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

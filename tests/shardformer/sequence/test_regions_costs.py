@@ -123,7 +123,8 @@ class Log(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def wait(self, in_flight: collectives.InFlight) -> Tensor:
-        self.events.append("wait")
+        if in_flight.handle is not None:
+            self.events.append("wait")
         return self._wait(in_flight)
 
 
