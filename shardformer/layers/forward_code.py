@@ -7,7 +7,8 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -206,8 +207,13 @@ def _is_scaled(value: ast.AST, result: str, head: str) -> bool:
 
 def _statements(module: nn.Module) -> list[ast.stmt]:
     """All statements of a module's forward; none where its code cannot be read."""
+    return _statements_of(type(module).forward)
+
+
+@cache  # a model has many layers of few classes
+def _statements_of(forward: Callable[..., Any]) -> list[ast.stmt]:
     try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(type(module).forward)))
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
         (tree,) = ast.parse(source).body
     except (OSError, TypeError, ValueError, SyntaxError):
         return []

@@ -5,7 +5,7 @@ A row is quick where it belongs to a covering array, or is the one row of a feat
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 from echelon.verify.layout import LEARNING_RATE, Layout, Training
@@ -23,22 +23,8 @@ EQUAL_BITS, EQUAL_SUMS = 0.0, 1e-6
 # The covering array.
 
 KINDS = {
-    "decoders": (
-        *(
-            "llama",
-            "gpt2",
-            "falcon",
-            "bloom",
-            "phi3",
-            "opt",
-            "qwen3",
-            "cohere",
-            "gpt_neox",
-            "gpt_neo",
-            "gptj",
-        ),
-        *("glm", "olmo2", "starcoder2", "gemma3_text"),
-    ),
+    "decoders": ("llama", "gpt2", "falcon", "bloom", "phi3", "opt", "qwen3", "cohere"),
+    "further decoders": (*("gpt_neox", "gpt_neo", "gptj", "glm", "olmo2", "starcoder2", "gemma3_text"),),
     "experts": ("mixtral", "deepseek_v3", "qwen3_moe", "qwen2_moe"),
     "encoders": ("bert", "albert", "roberta", "electra"),
     "encoder-decoders": ("t5", "bart", "whisper", "umt5", "pegasus"),
@@ -47,14 +33,17 @@ KINDS = {
 FACTORS = {
     "kind": tuple(KINDS),
     "tp": (1, 2),
-    "schedule": (None, "1f1b", "gpipe", "interleaved", "zbh1", "zbv"),
+    "schedule": (None, "1f1b", "interleaved", "zbv"),
     "data": (None, "plain", "ZeRO-1", "ZeRO-2", "ZeRO-1, parameters late"),
-    "sequence": (None, "split_gather", "ring", "all_to_all", "ring_attn"),
+    "sequence": (None, "split_gather", "all_to_all", "ring_attn"),
     "wp": (1, 2),
     "precision": ("fp32", "bf16", "fp16"),
     "recompute": (0.0, 0.5),
     "tied": (False, True),
 }
+# Values with the same mechanism, which stand for each other in turn: whole backwards of one stage, split backwards,
+# and two names of one mode.
+SAME = {"1f1b": ("1f1b", "gpipe"), "zbv": ("zbv", "zbh1"), "split_gather": ("split_gather", "ring")}
 DATA = {
     None: {},
     "plain": dict(dp=2),
@@ -93,10 +82,9 @@ def takes(model_type: str, row: Row) -> bool:
 def is_valid(row: Row) -> bool:
     """Whether a row is a layout of few ranks that some model of its kind takes."""
     layout = layout_of(row)
-    is_tensor_mode = row["sequence"] in ("split_gather", "ring")
     return (
         layout.world_size <= MOST_RANKS
-        and (row["tp"] == 2 or not is_tensor_mode)
+        and (row["tp"] == 2 or row["sequence"] != "split_gather")
         and (row["wp"] == 1 or (row["tp"] == 1 and layout.dp * layout.sp == 2))
         and any(takes(each, row) for each in KINDS[row["kind"]])
     )
@@ -106,11 +94,13 @@ def covering_rows() -> Iterator[ParityRow]:
     """The quick rows: every pair of factors, and every table; of a kind the type that was met least."""
     met = dict.fromkeys((each for types in KINDS.values() for each in types), 0)
     known = types_with_tables()
+    turns = {value: cycle(same) for value, same in SAME.items()}
     for row in covering(FACTORS, is_valid):
         able = [each for each in KINDS[row["kind"]] if takes(each, row) and each in known]
         model_type = min(able, key=lambda each: met[each])
         met[model_type] += 1
         choice = ModelChoice(model_type=model_type, tied=row["tied"])
+        row |= {factor: next(turns[value]) for factor, value in row.items() if value in turns}
         yield ParityRow(choice=choice, layout=layout_of(row), num_steps=2, quick=True)
     for model_type in (each for each, count in met.items() if not count and each in known):
         yield ParityRow(
@@ -143,117 +133,78 @@ def schedule_rows() -> Iterator[ParityRow]:
             choice=replace(choice, num_layers=9),
             layout=Layout(pp=pp, microbatches=5, **schedule),
             exact=EQUAL_BITS,
-            quick=(choice, pp) in ((LLAMA, 2), (GPT2, 4)) and name in ("interleaved×2", "zbv"),
+            quick=(choice, pp) in ((LLAMA, 2), (GPT2, 4)) and name == "zbv",
         )
-    for choice, schedule, pp in product((T5, TIED_T5, TIED_GPT2, TIED_BERT), SCHEDULES.values(), (2, 4)):
+    for choice, schedule in product((T5, TIED_T5, TIED_GPT2, TIED_BERT), SCHEDULES.values()):
         layers = 4 if choice.model_type == "t5" else 9  # encoder and decoder have four each
         yield ParityRow(
             choice=replace(choice, num_layers=layers),
-            layout=Layout(pp=pp, microbatches=5, **schedule),
+            layout=Layout(pp=4, microbatches=5, **schedule),
             exact=EQUAL_SUMS,  # what several stages have is added up in another order
         )
-    for choice, sizes, schedule, pp in product(
-        (TIED_LLAMA, T5, GPT2, BERT), (dict(tp=2), dict(dp=2, zero=1)), SCHEDULES.values(), (2, 4)
+    for choice, sizes, schedule in product(
+        (TIED_LLAMA, T5), (dict(tp=2), dict(dp=2, zero=1)), SCHEDULES.values()
     ):
-        layers = 4 if choice is T5 else 2 * pp + 1
+        layers = 4 if choice is T5 else 5
         yield ParityRow(
             choice=replace(choice, num_layers=layers),
-            layout=Layout(pp=pp, microbatches=4, **sizes, **schedule),
+            layout=Layout(pp=2, microbatches=4, **sizes, **schedule),
         )
     yield ParityRow(choice=LLAMA, layout=Layout(pp=2), name="equal bits", exact=EQUAL_BITS)
-    yield ParityRow(choice=replace(BERT, num_layers=5), layout=Layout(pp=4))
 
 
 # Further layouts of a few models.
 
-EIGHT_LAYOUTS = (
-    *(Layout(tp=2), Layout(pp=2), Layout(pp=4), Layout(tp=2, pp=2), Layout(dp=2, zero=1)),
-    *(Layout(tp=2, dp=2, zero=1), Layout(pp=2, dp=2, zero=1), Layout(tp=2, pp=2, dp=2, zero=1)),
+ALL_AXES = Layout(tp=2, pp=2, dp=2, zero=1)
+ALL_OF_ZERO = Layout(dp=4, zero=2, zero_size=2, overlap_allgather=True, max_norm=0.1, precision="fp16")
+TWO_LAYERS = replace(T5, num_layers=2)
+# A row is quick where no other has its layout or model: all axes at once, key-value heads of two ranks, two rings, what
+# ZeRO may be given, and models without a table, of experts and of latent attention.
+QUICK_ROWS = (
+    (TIED_LLAMA, ALL_AXES),
+    (ModelChoice(model_type="qwen2"), Layout(tp=4)),
+    (TIED_LLAMA, ALL_OF_ZERO),
+    (LLAMA, Layout(sp=4, sequence="ring_attn", inner_ring=2)),
+    *((ModelChoice(model_type=each), Layout(tp=2, pp=2)) for each in ("exaone_moe", "minicpm3")),
 )
 LAYOUT_ROWS = (
-    *product((CLASSIFYING, MASKED, TIED_BERT, GPT2, TIED_GPT2, LLAMA, TIED_LLAMA), EIGHT_LAYOUTS),
-    # Fewer key-value heads than ranks.
-    *((ModelChoice(model_type=each), Layout(tp=4)) for each in ("mistral", "qwen2", "qwen3")),
-    (replace(T5, num_layers=2), Layout(tp=2)),
-    (replace(T5, num_layers=2), Layout(tp=4)),
+    *product(
+        (CLASSIFYING, MASKED, TIED_BERT, GPT2, TIED_GPT2, LLAMA), (Layout(pp=2, dp=2, zero=1), ALL_AXES)
+    ),
+    *((ModelChoice(model_type=each), Layout(tp=4)) for each in ("mistral", "qwen3")),
+    (TWO_LAYERS, Layout(tp=4)),
     # Smooth: of a relu, one unit that switches by a rounding makes the gradients jump.
     (
-        replace(TIED_T5, num_layers=2, settings=(("feed_forward_proj", "gated-gelu"),)),
+        replace(TWO_LAYERS, tied=True, settings=(("feed_forward_proj", "gated-gelu"),)),
         Layout(tp=2, dp=2, zero=1),
     ),
-    (replace(T5, num_layers=2), Layout(dp=2, zero=1)),
-    (replace(TIED_T5, num_layers=2), Layout(tp=2, precision="bf16")),
-    (replace(T5, num_layers=2), Layout(dp=2, zero=1, precision="bf16")),
+    (replace(TWO_LAYERS, tied=True), Layout(tp=2, precision="bf16")),
     (ModelChoice(model_type="mt5", num_layers=2), Layout(tp=2)),
     (ModelChoice(model_type="umt5", tied=True, num_layers=2), Layout(tp=2)),
-    (LLAMA, Layout(tp=2, pp=2, precision="bf16")),
-    (TIED_GPT2, Layout(tp=2, dp=2, zero=1, precision="bf16")),
-    (CLASSIFYING, Layout(pp=2, dp=2, zero=1, precision="fp16")),
-    (TIED_LLAMA, Layout(tp=2, pp=2, precision="fp16")),
-    (TIED_LLAMA, Layout(tp=2, pp=2, schedule="gpipe")),
     (TIED_LLAMA, Layout(pp=4, microbatches=2)),
     (TIED_LLAMA, Layout(pp=2, microbatches=1)),
-    (TIED_LLAMA, Layout(tp=2, dp=2, zero=0, max_norm=0.1)),
-    (TIED_LLAMA, Layout(pp=2, dp=2, zero=1, max_norm=0.1)),
-    # Gradients that no rank has whole.
-    (LLAMA, Layout(dp=2, zero=2)),
+    (TIED_LLAMA, Layout(tp=2, dp=2, max_norm=0.1)),
+    # Gradients that no rank has whole, beside schedules whose stages share weights.
     (TIED_LLAMA, Layout(dp=4, zero=2, max_norm=0.1)),
-    (TIED_GPT2, Layout(tp=2, dp=2, zero=2)),
-    (ModelChoice(model_type="qwen3"), Layout(tp=2, dp=2, zero=2, precision="bf16")),
-    (TIED_BERT, Layout(pp=2, dp=2, zero=2, microbatches=4)),
     (
         replace(TIED_LLAMA, num_layers=5),
         Layout(pp=2, dp=2, zero=2, microbatches=4, schedule="interleaved", chunks=2),
     ),
-    (LLAMA, Layout(pp=2, dp=2, zero=2, microbatches=4, schedule="zbh1", precision="bf16")),
     (replace(TIED_GPT2, num_layers=5), Layout(pp=2, dp=2, zero=2, microbatches=4, schedule="zbv")),
-    (TIED_T5, Layout(pp=2, dp=2, zero=2, microbatches=4, precision="fp16")),
-    (LLAMA, Layout(dp=2, zero=2, recompute=1.0)),
     (GPT2, Layout(dp=4, zero=1, zero_size=2, precision="bf16", max_norm=0.1)),
-    (TIED_LLAMA, Layout(dp=4, zero=2, zero_size=2)),
     (LLAMA, Layout(dp=2, zero=1, zero_size=1)),
-    (TIED_GPT2, Layout(dp=2, zero=1, overlap_allgather=True)),
     (TIED_T5, Layout(pp=2, dp=2, zero=2, microbatches=4, overlap_allgather=True, precision="bf16")),
-    (TIED_BERT, Layout(tp=2, dp=2, zero=1, overlap_allgather=True)),
-    (
-        TIED_LLAMA,
-        Layout(dp=4, zero=2, zero_size=2, overlap_allgather=True, max_norm=0.1, precision="fp16"),
-    ),
-    (LLAMA, Layout(pp=2, recompute=0.5, schedule="zbv", microbatches=4)),
-    (MASKED, Layout(tp=2, pp=2, recompute=1.0)),
-    (TIED_GPT2, Layout(tp=2, dp=2, zero=1, recompute=0.5)),
     (LLAMA, Layout(tp=2, pp=2, recompute=1.0, schedule="zbh1", precision="bf16")),
-    (
-        LoopChoice(model_type="granitemoe", settings=NARROW_EXPERTS),
-        Layout(tp=4, precision="fp16"),
-    ),
+    (LoopChoice(model_type="granitemoe", settings=NARROW_EXPERTS), Layout(tp=4, precision="fp16")),
 )
-# All of the parallel axes at once; two rings; ZeRO over parts of the replicas with all that it may be given.
-QUICK_LAYOUT_ROWS = {
-    (TIED_LLAMA, EIGHT_LAYOUTS[-1]),
-    (ModelChoice(model_type="qwen2"), Layout(tp=4)),
-    (
-        TIED_LLAMA,
-        Layout(dp=4, zero=2, zero_size=2, overlap_allgather=True, max_norm=0.1, precision="fp16"),
-    ),
-}
 
 
 def layout_rows() -> Iterator[ParityRow]:
-    """LAYOUT_ROWS, and quick rows of what no factor of the covering array is."""
+    """Further layouts of a few models."""
+    for choice, layout in QUICK_ROWS:
+        yield ParityRow(choice=choice, layout=layout, num_steps=2, quick=True, marks=known(choice.model_type))
     for choice, layout in LAYOUT_ROWS:
-        yield ParityRow(choice=choice, layout=layout, quick=(choice, layout) in QUICK_LAYOUT_ROWS)
-    for model_type in ("exaone_moe", "minicpm3"):  # without a table: experts, and latent attention
-        yield ParityRow(
-            choice=ModelChoice(model_type=model_type),
-            layout=Layout(tp=2, pp=2),
-            num_steps=2,
-            quick=True,
-            marks=known(model_type),
-        )
-    yield ParityRow(
-        choice=LLAMA, layout=Layout(sp=4, sequence="ring_attn", inner_ring=2), num_steps=2, quick=True
-    )
+        yield ParityRow(choice=choice, layout=layout)
 
 
 # What training goes through: every cell is five steps, the second of which overflows on one rank alone.

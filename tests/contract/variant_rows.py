@@ -21,18 +21,11 @@ LLAMA, BERT = ModelChoice(model_type="llama"), ModelChoice(model_type="bert")
 # Settings of one model type that change its layers.
 
 TP2, TP4, MIXED, ZERO = Layout(tp=2), Layout(tp=4), Layout(tp=2, pp=2), Layout(tp=2, dp=2, zero=1)
-STAGES_OF_FOUR = Layout(pp=4)
 STAGES_OF_RANKS = Layout(pp=2, schedule="interleaved", chunks=2)
-FALCON_GROUPED = {"new_decoder_architecture": True, "bias": True}
+GROUPED = {"new_decoder_architecture": True, "bias": True, "num_kv_heads": 2}  # of falcon
 
-
-def heads(query: int, key_value: int, **further: object) -> dict[str, object]:
-    """Settings of so many heads."""
-    sizes = {"hidden_size": 48, "num_attention_heads": query, "num_key_value_heads": key_value, "head_dim": 8}
-    return {**sizes, **further}
-
-
-VARIANTS: dict[str, tuple[str, dict[str, object], Layout]] = {
+Variant = tuple[str, dict[str, object], Layout]
+VARIANTS: dict[str, Variant] = {
     "blip-2 whose vision model is wider": ("blip-2", {"vision_config": {"hidden_size": 48}}, Layout(pp=2)),
     "bloom whose heads are no power of 2": ("bloom", {"hidden_size": 48, "n_head": 6}, TP2),
     "bloom with residuals behind the norm": (
@@ -47,19 +40,14 @@ VARIANTS: dict[str, tuple[str, dict[str, object], Layout]] = {
     "falcon with slopes": ("falcon", {"multi_query": False, "alibi": True}, MIXED),
     "falcon with slopes, one key for all": ("falcon", {"alibi": True}, TP2),
     "falcon with slopes, eager": ("falcon", {"alibi": True, "attn_implementation": "eager"}, TP2),
-    "falcon, grouped": ("falcon", {**FALCON_GROUPED, "num_kv_heads": 2}, MIXED),
-    "falcon, grouped, one norm": (
-        "falcon",
-        {**FALCON_GROUPED, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
-        TP2,
-    ),
-    "falcon, grouped, keys shared": ("falcon", {**FALCON_GROUPED, "num_kv_heads": 2}, TP4),
+    "falcon, grouped": ("falcon", GROUPED, MIXED),
+    "falcon, grouped, one norm": ("falcon", {**GROUPED, "num_ln_in_parallel_attn": 1}, TP2),
+    "falcon, grouped, keys shared": ("falcon", GROUPED, TP4),
     "gemma3 with a head on its vision model": (
         "gemma3",
         {"vision_config": {"vision_use_head": True}},
         Layout(pp=2),
     ),
-    "gemma3 over four stages": ("gemma3", {}, Layout(pp=4)),
     "gpt_neox one after the other": ("gpt_neox", {"use_parallel_residual": False}, TP2),
     "gptj, rotary in all of a head": ("gptj", {"rotary_dim": 8}, TP2),
     "opt with a narrow embedding": ("opt", {"word_embed_proj_dim": 16}, MIXED),
@@ -67,69 +55,64 @@ VARIANTS: dict[str, tuple[str, dict[str, object], Layout]] = {
     "phi3 with grouped heads": ("phi3", {"num_key_value_heads": 2}, MIXED),
     "phi3, keys shared": ("phi3", {"num_key_value_heads": 2}, TP4),
     "phi3, one key for all": ("phi3", {"num_key_value_heads": 1}, MIXED),
-    # Heads that the ranks do not divide are padded, see heads.py.
-    "cohere, 6 heads, 3 keys": ("cohere", heads(6, 3), TP2),
-    "cohere, 3 normed heads": ("cohere", heads(3, 3, hidden_size=24, use_qk_norm=True), MIXED),
-    "cohere, 9 normed heads, 3 keys on 4 ranks": (
-        "cohere",
-        heads(9, 3, hidden_size=72, use_qk_norm=True),
-        TP4,
+    "blip-2 with a language model without an encoder": (
+        "blip-2",
+        {"text_config": {"model_type": "llama"}},
+        MIXED,
     ),
-    "llama, 3 heads": ("llama", heads(3, 3, attention_bias=True), MIXED),
-    "llama, 3 heads on 4 ranks": ("llama", heads(3, 3), TP4),
-    "llama, 3 heads, one key for all": ("llama", heads(3, 1, attention_bias=True), ZERO),
-    "llama, 6 heads, 3 keys": ("llama", heads(6, 3), TP2),
-    "llama, 6 heads, 3 keys on 4 ranks": ("llama", heads(6, 3), TP4),
-    "qwen3, 6 heads, 2 keys on 4 ranks": ("qwen3", heads(6, 2), TP4),
-    "mixtral, 3 heads, one key for all": ("mixtral", heads(3, 1), TP2),
-    "deepseek_v3, 3 heads": ("deepseek_v3", {"num_attention_heads": 3, "num_key_value_heads": 3}, TP2),
-    "phi3, 6 heads, 3 keys": (
-        "phi3",
-        {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3},
-        TP2,
-    ),
-    "falcon, 3 heads, one key for all": (
-        "falcon",
-        {"hidden_size": 24, "num_attention_heads": 3, "bias": True},
-        TP2,
-    ),
-    "falcon, 6 heads, 2 keys on 4 ranks, slopes": (
-        "falcon",
-        {
-            **FALCON_GROUPED,
-            "hidden_size": 48,
-            "num_attention_heads": 6,
-            "num_kv_heads": 2,
-            "alibi": True,
-        },
-        TP4,
-    ),
-    "arcee, whose table is derived, 6 heads, 2 keys on 4 ranks": ("arcee", heads(6, 2), TP4),
-    "bloom, 3 heads": ("bloom", {"hidden_size": 24, "n_head": 3}, MIXED),
-    "gpt2, 3 heads": ("gpt2", {"n_embd": 24, "n_head": 3}, MIXED),
-    "gptj, 3 heads": ("gptj", {"n_embd": 24, "n_head": 3}, TP2),
-    "gpt_neo, 3 heads": ("gpt_neo", {"hidden_size": 24, "num_heads": 3}, TP2),
-    "gpt_neox, 3 heads": ("gpt_neox", {"hidden_size": 24, "num_attention_heads": 3}, TP2),
-    "opt, 3 heads": ("opt", {"hidden_size": 24, "num_attention_heads": 3, "word_embed_proj_dim": 24}, TP2),
-    "bert, 3 heads": ("bert", {"hidden_size": 24, "num_attention_heads": 3}, MIXED),
-    "albert, 3 heads": ("albert", {"hidden_size": 24, "num_attention_heads": 3}, MIXED),
-    "bart, 3 heads, and 6 of the decoder": (
-        "bart",
-        {"d_model": 24, "encoder_attention_heads": 3, "decoder_attention_heads": 6},
-        TP4,
-    ),
-    "beit, 3 heads, biases of each layer": ("beit", {"hidden_size": 24, "num_attention_heads": 3}, MIXED),
-    "beit, 3 heads, biases of all layers": (
-        "beit",
-        {
-            "hidden_size": 24,
-            "num_attention_heads": 3,
-            "use_relative_position_bias": False,
-            "use_shared_relative_position_bias": True,
-        },
-        TP2,
-    ),
-    "blip-2, 3 heads of images, 5 of queries": (
+    "sam without relative positions": ("sam", {"vision_config": {"use_rel_pos": False}}, TP2),
+    "whisper, the backward is split in two": ("whisper", {}, Layout(pp=2, schedule="zbh1")),
+    **{
+        f"{model_type}, {stages}": (model_type, {}, layout)
+        for model_type, stages, layout in (
+            *((each, "four stages", Layout(pp=4)) for each in ("gemma3", "sam", "blip-2", "umt5", "whisper")),
+            *((each, "several stages a rank", STAGES_OF_RANKS) for each in ("sam", "blip-2", "whisper")),
+        )
+    },
+}
+
+# Heads that the ranks do not divide are padded. Here so many heads of width 8, of as many or fewer keys; by the names
+# that a config has for the hidden size and the heads.
+HEAD_NAMES = {
+    **dict.fromkeys(("gpt2", "gptj"), ("n_embd", "n_head")),
+    "bloom": ("hidden_size", "n_head"),
+    "gpt_neo": ("hidden_size", "num_heads"),
+}
+HEADS: tuple[tuple[str, int, int | None, Layout, dict[str, object]], ...] = (
+    ("cohere", 6, 3, TP2, {"head_dim": 8}),
+    ("cohere", 3, 3, MIXED, {"use_qk_norm": True}),
+    ("cohere", 9, 3, TP4, {"use_qk_norm": True}),
+    ("llama", 3, 3, MIXED, {"attention_bias": True}),
+    ("llama", 3, 3, TP4, {}),
+    ("llama", 3, 1, ZERO, {"attention_bias": True}),
+    ("llama", 6, 3, TP2, {}),
+    ("llama", 6, 3, TP4, {}),
+    ("qwen3", 6, 2, TP4, {"head_dim": 8}),
+    ("mixtral", 3, 1, TP2, {}),
+    ("deepseek_v3", 3, 3, TP2, {"hidden_size": 32}),
+    ("phi3", 6, 3, TP2, {}),
+    ("falcon", 3, None, TP2, {"bias": True}),
+    ("falcon", 6, None, TP4, {**GROUPED, "alibi": True}),
+    ("arcee", 6, 2, TP4, {"head_dim": 8}),  # whose table is derived
+    ("bloom", 3, None, MIXED, {}),
+    ("gpt2", 3, None, MIXED, {}),
+    ("gptj", 3, None, TP2, {}),
+    ("gpt_neo", 3, None, TP2, {}),
+    ("gpt_neox", 3, None, TP2, {}),
+    ("opt", 3, None, TP2, {"word_embed_proj_dim": 24}),
+    ("bert", 3, None, MIXED, {}),
+    ("albert", 3, None, MIXED, {}),
+    ("beit", 3, None, MIXED, {}),
+    ("beit", 3, None, TP2, {"use_relative_position_bias": False, "use_shared_relative_position_bias": True}),
+    ("olmo2", 3, 3, MIXED, {}),
+    ("olmo2", 6, 3, TP4, {}),
+    ("olmo2", 6, 2, TP4, {}),
+    ("vit", 3, None, TP2, {}),
+)
+# Those whose parts have heads of their own.
+HEADS_OF_PARTS: tuple[Variant, ...] = (
+    ("bart", {"d_model": 24, "encoder_attention_heads": 3, "decoder_attention_heads": 6}, TP4),
+    (
         "blip-2",
         {
             "vision_config": {"hidden_size": 24, "num_attention_heads": 3},
@@ -137,38 +120,29 @@ VARIANTS: dict[str, tuple[str, dict[str, object], Layout]] = {
         },
         TP2,
     ),
-    "olmo2, 3 heads": ("olmo2", heads(3, 3), MIXED),
-    "olmo2, 6 heads, 3 keys on 4 ranks": ("olmo2", heads(6, 3), TP4),
-    "olmo2, 6 heads, 2 keys on 4 ranks": ("olmo2", heads(6, 2), TP4),
-    "swin, 3 and 6 heads": ("swin", {"num_heads": [3, 6, 6], "embed_dim": 24}, TP4),
-    "swinv2, 3 and 6 heads": ("swinv2", {"num_heads": [3, 6, 6], "embed_dim": 24}, TP2),
-    "t5, 3 heads": ("t5", {"num_heads": 3}, MIXED),
-    "t5, 6 heads on 4 ranks": ("t5", {"num_heads": 6}, TP4),
-    "umt5, 3 heads": ("umt5", {"num_heads": 3}, ZERO),
-    "whisper, 3 heads": (
-        "whisper",
-        {"d_model": 24, "encoder_attention_heads": 3, "decoder_attention_heads": 3},
-        MIXED,
-    ),
-    "vit, 3 heads": ("vit", {"hidden_size": 24, "num_attention_heads": 3}, TP2),
-    "blip-2 with a language model without an encoder": (
-        "blip-2",
-        {"text_config": {"model_type": "llama"}},
-        MIXED,
-    ),
-    "sam without relative positions": ("sam", {"vision_config": {"use_rel_pos": False}}, TP2),
-    "sam of four stages": ("sam", {}, STAGES_OF_FOUR),
-    "sam, several stages a rank": ("sam", {}, STAGES_OF_RANKS),
-    "blip-2 of four stages": ("blip-2", {}, STAGES_OF_FOUR),
-    "blip-2, several stages a rank": ("blip-2", {}, STAGES_OF_RANKS),
-    "umt5, biases of each block": ("umt5", {}, STAGES_OF_FOUR),
-    "whisper, the encoder has several stages": ("whisper", {}, STAGES_OF_FOUR),
-    "whisper, a rank holds stages of both": ("whisper", {}, STAGES_OF_RANKS),
-    "whisper, the backward is split in two": ("whisper", {}, Layout(pp=2, schedule="zbh1")),
-}
+    ("swin", {"num_heads": [3, 6, 6], "embed_dim": 24}, TP4),
+    ("swinv2", {"num_heads": [3, 6, 6], "embed_dim": 24}, TP2),
+    ("t5", {"num_heads": 3}, MIXED),
+    ("t5", {"num_heads": 6}, TP4),
+    ("umt5", {"num_heads": 3}, ZERO),
+    ("whisper", {"d_model": 24, "encoder_attention_heads": 3, "decoder_attention_heads": 3}, MIXED),
+)
+
+
+def padded_heads() -> Iterator[tuple[str, Variant]]:
+    """Variants whose heads are padded, with their names."""
+    for model_type, query, key_value, layout, further in HEADS:
+        width, heads = HEAD_NAMES.get(model_type, ("hidden_size", "num_attention_heads"))
+        keys = {} if key_value is None else {"num_key_value_heads": key_value}
+        name = f"{model_type}, {query} heads, {key_value or query} keys {'-'.join(further)}".strip()
+        yield name, (model_type, {width: 8 * query, heads: query, **keys, **further}, layout)
+    for model_type, settings, layout in HEADS_OF_PARTS:
+        yield f"{model_type}, padded heads of its parts", (model_type, settings, layout)
+
+
 QUICK_VARIANTS = (
     "falcon, one key for all",
-    "llama, 3 heads, one key for all",
+    "llama, 3 heads, 1 keys attention_bias",
     "opt with a narrow embedding",
     "blip-2 with a language model without an encoder",
 )
@@ -181,7 +155,7 @@ def matching(*args: Any, **kwargs: Any) -> dict[str, Any]:
 
 def variant_rows() -> Iterator[ParityRow]:
     """What the settings of one model type change."""
-    for name, (model_type, settings, layout) in VARIANTS.items():
+    for name, (model_type, settings, layout) in (*VARIANTS.items(), *padded_heads()):
         choice = ModelChoice(model_type=model_type, settings=tuple(settings.items()))
         yield ParityRow(name=name, choice=choice, layout=layout, quick=name in QUICK_VARIANTS)
     sounds = ModelChoice(

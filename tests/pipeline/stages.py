@@ -1,7 +1,7 @@
 """Stages run one after another in one process, against the whole model."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from echelon.pipeline.plan import StagePlan
 from echelon.pipeline.stage import Stage, as_arguments, cut_stages
 from echelon.shardformer import policy_for
+from echelon.verify.batch import loss_of
 
 
 class Ranks(NamedTuple):
@@ -40,12 +41,11 @@ def cut(model: nn.Module, plan: StagePlan, placement: Sequence[int], bounds: Seq
 
 
 def scalar(outputs: Any) -> Tensor:
-    """The model's loss; without one, of what it returns first."""
-    loss = getattr(outputs, "loss", None)
-    return outputs[0].square().mean() if loss is None else loss
+    """The model's loss, or a mean of what it returns."""
+    return outputs.square().mean() if isinstance(outputs, Tensor) else loss_of(outputs, None)
 
 
-def train(stages: Sequence[Stage], batch: Any, criterion: Callable[[Any], Tensor] = scalar) -> Tensor:
+def train(stages: Sequence[Stage], batch: Any) -> Tensor:
     """Forward and backward through all stages in turn. Returns the loss."""
     arrived: list[tuple[Tensor, ...]] = []
     sent: list[tuple[Tensor, ...]] = []
@@ -56,7 +56,7 @@ def train(stages: Sequence[Stage], batch: Any, criterion: Callable[[Any], Tensor
             sent.append(outputs)
             received = tuple(tensor.detach().requires_grad_() for tensor in outputs)
             arrived.append(received)
-    loss = criterion(outputs)
+    loss = scalar(outputs)
     loss.backward()
     for tensors, leaves in zip(reversed(sent), reversed(arrived), strict=True):
         used = [
@@ -66,14 +66,7 @@ def train(stages: Sequence[Stage], batch: Any, criterion: Callable[[Any], Tensor
     return loss
 
 
-def require_same(
-    model: nn.Module,
-    ranks: Ranks,
-    batch: Any,
-    *,
-    tolerance: float = 0.0,
-    criterion: Callable[[Any], Tensor] = scalar,
-) -> None:
+def require_same(model: nn.Module, ranks: Ranks, batch: Any, *, tolerance: float) -> None:
     """The stages have the loss and every gradient of the whole model, and every parameter stands somewhere.
 
     Args:
@@ -82,9 +75,9 @@ def require_same(
     """
     whole = copy.deepcopy(model)
     args, kwargs = as_arguments(batch)
-    expected = criterion(whole(*args, **kwargs))
+    expected = scalar(whole(*args, **kwargs))
     expected.backward()
-    loss = train(ranks.stages, batch, criterion)
+    loss = train(ranks.stages, batch)
     assert abs(loss.item() - expected.item()) <= tolerance * max(1.0, abs(expected.item()))
     found = summed_gradients(whole, ranks)
     largest = max(p.grad.abs().max().item() for p in whole.parameters() if p.grad is not None)

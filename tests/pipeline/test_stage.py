@@ -1,158 +1,172 @@
-"""Stage cutting, in one process: stages in turn give the whole model's loss and gradients, bit for bit."""
+"""Stage cutting, in one process: stages in turn give the whole model's loss and gradients, and keep its names."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-import transformers as T
-from torch import nn
+from torch import Tensor, nn
 
 from echelon.pipeline.plan import StagePlan
-from echelon.pipeline.stage import cut_stages, local_stages
+from echelon.pipeline.stage import Stage, cut_stages, local_stages
+from echelon.verify.batch import make_batch
+from echelon.verify.models import ModelChoice, heads_of
 
-from .stages import cut, plan_of, require_same
+from ..models.small_timm import build_timm, timm_pixels
+from .stages import Ranks, cut, plan_of, require_same
 
-SMALL = dict(
-    vocab_size=100,
-    hidden_size=32,
-    num_hidden_layers=5,
-    num_attention_heads=4,
-    intermediate_size=64,
-    tie_word_embeddings=False,
-    classifier_dropout=0.0,
-    pad_token_id=0,
-)
-GPT2 = dict(vocab_size=100, n_embd=32, n_layer=5, n_head=4, tie_word_embeddings=False, pad_token_id=0)
-NO_DROP = dict(
-    classifier_dropout=0.0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, summary_first_dropout=0.0
-)
-BERT_NO_DROP = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+LLAMA, T5 = ModelChoice(model_type="llama"), ModelChoice(model_type="t5")
 
 
-def text() -> dict[str, torch.Tensor]:
-    ids = torch.randint(5, 90, (2, 11), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    mask[1, 8:] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+def heads(model_type: str, *heads: str) -> list[ModelChoice]:
+    """Models of a type with these heads."""
+    return [ModelChoice(model_type=model_type, head=head) for head in heads]
 
 
-def batch_for(model: nn.Module) -> dict[str, torch.Tensor]:
-    name, ids = type(model).__name__, text()
-    if "SequenceClassification" in name or "NextSentence" in name:
-        return {**ids, "labels": torch.tensor([0, 1])}
-    if "MultipleChoice" in name:
-        return {key: value[:, None].repeat(1, 3, 1) for key, value in ids.items()} | {
-            "labels": torch.tensor([0, 2])
-        }
-    if "TokenClassification" in name:
-        return {**ids, "labels": ids["input_ids"] % 2}
-    if "QuestionAnswering" in name:
-        return {**ids, "start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 4])}
-    if "ForPreTraining" in name:
-        return {**ids, "labels": ids["input_ids"], "next_sentence_label": torch.tensor([0, 1])}
-    if name.endswith("Model") and "LMHead" not in name and "DoubleHeads" not in name:
-        return ids
-    return {**ids, "labels": ids["input_ids"]}
+TEXTS = [
+    choice
+    for model_type in ("llama", "bert", "gpt2", "t5")
+    for choice in heads(model_type, *{kind: head for head, kind in heads_of(model_type).items()}.values())
+]
+# Layers that change the shape, share biases, or are all read at the end.
+IMAGES = [
+    *heads("swin", "image_classification", "backbone"),
+    *heads("swinv2", "image_classification"),
+    *heads("beit", "masked_image", "segmentation"),
+]
+FURTHER_HEADS = [*heads("swin", "masked_image", "base"), *heads("swinv2", "backbone"), *heads("beit", "base")]
+# Layers that run several times.
+SHARED = [
+    ModelChoice(model_type="albert", head="masked"),
+    ModelChoice(model_type="albert", settings=(("num_hidden_groups", 2),)),
+    ModelChoice(model_type="albert", num_layers=5, settings=(("num_hidden_groups", 3),)),
+    ModelChoice(model_type="albert", num_layers=3, settings=(("inner_group_num", 2),)),
+]
+UNEQUAL = replace(T5, tied=True, settings=(("num_layers", 3), ("num_decoder_layers", 5)))
 
 
-MODELS = {
-    name: (config_class(**settings), name)
-    for config_class, settings, names in (
-        (T.LlamaConfig, SMALL | {"num_key_value_heads": 2}, ["LlamaForCausalLM", "LlamaModel"]),
-        (T.LlamaConfig, SMALL, ["LlamaForSequenceClassification", "LlamaForTokenClassification"]),
-        (T.MistralConfig, SMALL | {"num_key_value_heads": 2}, ["MistralForCausalLM"]),
-        (T.Qwen2Config, SMALL | {"num_key_value_heads": 2}, ["Qwen2ForCausalLM"]),
-        (T.Qwen3Config, SMALL | {"num_key_value_heads": 2, "head_dim": 8}, ["Qwen3ForCausalLM"]),
-        (
-            T.BertConfig,
-            SMALL | BERT_NO_DROP,
-            [
-                "BertModel",
-                "BertForPreTraining",
-                "BertForMaskedLM",
-                "BertForNextSentencePrediction",
-                "BertForSequenceClassification",
-                "BertForMultipleChoice",
-                "BertForTokenClassification",
-                "BertForQuestionAnswering",
-            ],
-        ),
-        (T.BertConfig, SMALL | BERT_NO_DROP | {"is_decoder": True}, ["BertLMHeadModel"]),
-        (
-            T.GPT2Config,
-            GPT2 | NO_DROP,
-            [
-                "GPT2Model",
-                "GPT2LMHeadModel",
-                "GPT2ForSequenceClassification",
-                "GPT2ForTokenClassification",
-                "GPT2ForQuestionAnswering",
-            ],
-        ),
-    )
-    for name in names
-}
+def is_bitwise(choice: ModelChoice) -> bool:
+    """Where nothing is summed in another order: biases of all layers, what several stages use, an encoder's output."""
+    adds_up = ("albert", "t5"), ("backbone", "segmentation")
+    is_shared = (choice.model_type, choice.head) == ("beit", "masked_image")
+    return choice.model_type not in adds_up[0] and choice.head not in adds_up[1] and not is_shared
 
 
-def build(name: str, **settings: object) -> nn.Module:
-    """A model of MODELS in training mode."""
-    config, class_name = MODELS[name]
-    torch.manual_seed(0)
-    return getattr(T, class_name)(type(config)(**{**config.to_dict(), **settings})).train()
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_stages_give_the_whole_models_loss_and_gradients_bit_for_bit(name: str) -> None:
-    model = build(name)
-    plan, bounds = plan_of(model), [0, 1, 3, 5]
-    ranks = cut(model, plan, (0, 1, 2), bounds)
-    require_same(model, ranks, batch_for(model))
-    for stage, part in zip(ranks.stages, ranks.parts, strict=True):
-        for key, _ in part.named_parameters():
-            assert plan.stages_of(model, key, bounds) == [stage.index], key
-
-
-PLACEMENTS = {
-    "interleaved": (0, 1, 0, 1),
-    "v": (0, 1, 1, 0),
-    "one process": (0, 0, 0, 0),
-    "three": (1, 0, 2, 0),
-}
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "BertForMaskedLM"])
-def test_several_stages_of_a_rank_give_the_whole_models_gradients_bit_for_bit(
-    name: str, placement: tuple[int, ...], tied: bool
+def check(
+    model: nn.Module, batch: Any, placement: Sequence[int], bounds: list[int], *, bitwise: bool
 ) -> None:
-    layers = "n_layer" if name.startswith("GPT2") else "num_hidden_layers"
-    model = build(name, **{layers: 7, "tie_word_embeddings": tied})
-    bounds = [0, 1, 3, 6, 7]
-    ranks = cut(model, plan_of(model), placement, bounds)
-    names = [key for part in ranks.parts for key, _ in part.named_parameters(remove_duplicate=False)]
-    assert sorted(names) == sorted(key for key, _ in model.named_parameters(remove_duplicate=False))
+    """Compare a cut model with the whole one: names, parameters of each stage, loss and gradients."""
+    plan = plan_of(model)
+    ranks = cut(model, plan, placement, bounds)
+    require_names(model, ranks, plan, bounds)
+    require_same(model, ranks, batch, tolerance=0.0 if bitwise else 1e-6)
+    size = plan.stage_size(model)
+    for stage, (start, stop) in zip(ranks.stages, itertools.pairwise(bounds), strict=True):
+        assert size(start, stop) == sum(parameter.numel() for parameter in stage.parameters())
+
+
+def require_names(model: nn.Module, ranks: Ranks, plan: StagePlan, bounds: list[int]) -> None:
+    """Every rank has the names of the checkpoint, and holds what the plan says of its stages."""
+    whole = dict(model.named_parameters(remove_duplicate=False))
+    local: set[str] = set()
     for part in ranks.parts:
-        assert part.state_dict().keys() <= model.state_dict().keys()
-    require_same(model, ranks, batch_for(model))
-    at_rest = [dict(part.named_parameters()) for part in ranks.parts]
-    assert [len(held) for held in at_rest] == [len(list(part.parameters())) for part in ranks.parts]
+        names = [name for name, _ in part.named_parameters(remove_duplicate=False)]
+        assert len(set(names)) == len(names) and set(names) <= set(part.state_dict()) <= set(
+            model.state_dict()
+        )
+        local |= set(names)
+    assert local == set(whole)
+    for stage in ranks.stages:
+        expected = {name for name in whole if stage.index in plan.stages_of(model, name, bounds)}
+        used = stage.parameters()
+        assert {id(stage.model.get_parameter(name)) for name in expected} == set(map(id, used))
+        assert len(used) == len(set(map(id, used)))
 
 
-def test_a_stage_lists_the_layers_and_parameters_that_its_forward_uses() -> None:
-    model = build("LlamaForCausalLM", num_hidden_layers=4, tie_word_embeddings=True)
-    (part,), stages = cut(model, plan_of(model), (0, 0, 0, 0), [0, 1, 2, 3, 4])
-    names = {parameter: name for name, parameter in part.named_parameters()}
-    for index, stage in enumerate(stages):
-        assert stage.layers == [part.model.layers[index]]
-        uses = {names[parameter] for parameter in stage.parameters()}
-        own = {name for name in names.values() if f"layers.{index}." in name}
-        ends = {0: {"model.embed_tokens.weight"}, 3: {"model.embed_tokens.weight", "model.norm.weight"}}
-        assert uses == own | ends.get(index, set())
-        assert len(stage.parameters()) == len(uses)
+def every_cut(count: int) -> list[tuple[tuple[int, ...], list[int]]]:
+    """Two stages with every cut there is, and as many stages as layers; on ranks of their own, on one, on two."""
+    bounds = [*([0, middle, count] for middle in range(1, count)), [*range(count + 1)]]
+    return [
+        (placement, each)
+        for each in bounds
+        for stages in [range(len(each) - 1)]
+        for placement in dict.fromkeys([(*stages,), (0,) * len(stages), tuple(stage % 2 for stage in stages)])
+    ]
+
+
+def name_of(choice: ModelChoice) -> str:
+    settings = "-".join(f"{name}{value}" for name, value in choice.settings)
+    return f"{choice.model_type}-{choice.head_name}-{choice.num_layers}-{settings}{'tied' * choice.tied}"
+
+
+@pytest.mark.parametrize("choice", [*TEXTS, *FURTHER_HEADS], ids=name_of)
+def test_stages_of_every_head_compute_as_the_whole_model(choice: ModelChoice) -> None:
+    model, batch = choice.build(), make_batch(choice, num_samples=2, seed=0)
+    last = plan_of(model).num_layers(model)
+    check(model, batch, (0, 1, 2), [0, 1, 3, last], bitwise=is_bitwise(choice))
+
+
+@pytest.mark.parametrize("choice", [*IMAGES, *SHARED, UNEQUAL, replace(LLAMA, tied=True)], ids=name_of)
+def test_every_cut_computes_as_the_whole_model(choice: ModelChoice) -> None:
+    model, batch = choice.build(), make_batch(choice, num_samples=2, seed=0)
+    for placement, bounds in every_cut(plan_of(model).num_layers(model)):
+        check(model, batch, placement, bounds, bitwise=is_bitwise(choice))
+
+
+@pytest.mark.parametrize("placement", [(0, 1, 1, 0), (1, 0, 1, 1), (1, 0, 2, 0)])
+@pytest.mark.parametrize("choice", [replace(LLAMA, num_layers=8, tied=True), UNEQUAL], ids=name_of)
+@pytest.mark.parametrize("bounds", [[0, 1, 2, 3, 8], [0, 2, 3, 5, 8], [0, 3, 4, 6, 8], [0, 5, 6, 7, 8]])
+def test_a_stage_may_end_anywhere_and_a_rank_hold_any_of_them(
+    choice: ModelChoice, placement: tuple[int, ...], bounds: list[int]
+) -> None:
+    batch = make_batch(choice, num_samples=2, seed=0)
+    check(choice.build(), batch, placement, bounds, bitwise=is_bitwise(choice))
+
+
+def test_parameters_of_the_model_itself_are_used_by_every_stage() -> None:
+    model = build_timm()
+    for placement, bounds in every_cut(plan_of(model).num_layers(model)):
+        check(model, timm_pixels(2), placement, bounds, bitwise=True)
+
+
+def test_stages_of_the_decoder_send_two_tensors_and_those_of_the_encoder_one() -> None:
+    model, batch = T5.build(), make_batch(T5, num_samples=2, seed=0)
+    ranks = cut(model, plan_of(model), (0, 1, 2, 3, 4), [0, 2, 4, 5, 6, 8])
+    received: tuple[Tensor, ...] = ()
+    shapes = []
+    for stage in ranks.stages[:-1]:
+        received = stage.forward(batch, received)
+        shapes.append([tuple(tensor.shape) for tensor in received])
+    encoded, hidden = (2, 13, 32), (2, 9, 32)
+    assert shapes == [[encoded], [encoded], [hidden, encoded], [hidden, encoded]]
+
+
+def test_another_module_in_the_place_of_a_borrowed_one_is_called() -> None:
+    model, batch = T5.build(), make_batch(T5, num_samples=2, seed=0)
+    (part,), stages = cut(model, plan_of(model), (0, 0), [0, 2, 8])
+    path = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias"
+    calls = []
+    replaced = nn.Embedding.from_pretrained(part.get_submodule(path).weight.detach())  # type: ignore[arg-type]
+    replaced.register_forward_hook(lambda *_: calls.append(1))
+    part.set_submodule(path, replaced)
+    received = stages[0].forward(batch, ())
+    stages[1].forward(batch, received)
+    assert len(calls) == 2
+
+
+def two_stages(
+    choice: ModelChoice = LLAMA, **settings: Any
+) -> tuple[nn.Module, list[Stage], dict[str, Tensor]]:
+    """A rank that holds both stages of a model, the stages, and a batch."""
+    choice = replace(choice, settings=tuple(settings.items()))
+    (part,), stages = cut(model := choice.build(), plan_of(model), (0, 0), [0, 2, 4])
+    return part, stages, make_batch(choice, num_samples=2, seed=0)
 
 
 def test_the_tree_is_whole_again_after_a_stage_that_failed() -> None:
-    model = build("GPT2LMHeadModel")
-    (part,), stages = cut(model, plan_of(model), (0, 0), [0, 2, 5])
+    part, stages, _ = two_stages()
     before = dict(part.named_modules())
     with pytest.raises(ValueError, match="input_ids"):
         stages[0].forward({"input_ids": None}, ())
@@ -160,45 +174,63 @@ def test_the_tree_is_whole_again_after_a_stage_that_failed() -> None:
 
 
 def test_modes_hooks_and_moves_reach_every_stage_of_a_rank() -> None:
-    model = build("GPT2LMHeadModel", resid_pdrop=0.5)
-    (part,), stages = cut(model, plan_of(model), (0, 0), [0, 2, 5])
+    part, stages, batch = two_stages(ModelChoice(model_type="gpt2"), resid_pdrop=0.5)
     called = []
-    part.transformer.h[4].register_forward_hook(lambda *_: called.append(part.transformer.h[4].training))
+    part.transformer.h[3].register_forward_hook(lambda *_: called.append(part.transformer.h[3].training))
+    expected = ModelChoice(model_type="gpt2").build().eval()(**batch).loss
     part.eval()
-    batch = batch_for(part)
-    (sent,) = stages[0].forward(batch, ())
-    expected = model.eval()(**batch).loss
-    assert torch.equal(stages[1].forward(batch, (sent,)).loss, expected)
+    assert torch.equal(stages[1].forward(batch, stages[0].forward(batch, ())).loss, expected)
     assert called == [False]
     part.double()
     assert {parameter.dtype for stage in stages for parameter in stage.parameters()} == {torch.float64}
 
 
-def test_no_stage_keeps_a_cache_of_keys_and_values() -> None:
-    model = build("LlamaForCausalLM")
-    whole = local_stages(model)[0].forward(batch_for(model), ())
-    assert model(**batch_for(model)).past_key_values is not None
-    assert whole.past_key_values is None
-
-
-def test_an_uncut_model_is_one_stage() -> None:
-    model = build("BertModel")
+def test_an_uncut_model_is_one_stage_without_a_cache() -> None:
+    model, batch = LLAMA.build(), make_batch(LLAMA, num_samples=2, seed=0)
+    model.config.use_cache = True
     (stage,) = local_stages(model).values()
     assert (stage.index, stage.num_stages, stage.is_first, stage.is_last) == (0, 1, True, True)
     assert stage.parameters() == list(model.parameters())
+    assert model(**batch).past_key_values is not None
+    assert stage.forward(batch, ()).past_key_values is None
 
 
-def test_a_stand_in_answers_attributes_but_holds_no_parameters() -> None:
-    model = T.LlamaForCausalLM(T.LlamaConfig(**SMALL))
-    plan = StagePlan(layers="model.layers", entry=("model.embed_tokens",))
-    cut_stages(model, plan, stages=[1], bounds=[0, 2, 5])
+def test_a_stand_in_answers_attributes_and_computes_where_the_model_is_moved_next() -> None:
+    model = LLAMA.build()
+    cut_stages(model, plan_of(model), stages=[1], bounds=[0, 2, 4], device=torch.device("meta"))
     assert model.model.embed_tokens.embedding_dim == 32
     assert model.model.layers[0].self_attn.head_dim == 8
-    assert {name.split(".")[2] for name, _ in model.named_parameters() if "layers" in name} == {"2", "3", "4"}
-
-
-def test_stand_ins_compute_where_the_model_is_moved_next() -> None:
-    model = T.LlamaForCausalLM(T.LlamaConfig(**SMALL))
-    plan = StagePlan(layers="model.layers", entry=("model.embed_tokens",))
-    cut_stages(model, plan, stages=[1], bounds=[0, 2, 5], device=torch.device("meta"))
     assert model.model.layers[0].device == torch.device("meta")
+
+
+ENCODER = StagePlan(layers="encoder.layers", entry=("shared",), module="encoder")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(encoder=replace(ENCODER, module="")), "needs the module of both"),
+        (dict(encoder=ENCODER, applied="count"), "run once each: leave applied out"),
+        (dict(encoder=replace(ENCODER, applied="count")), "run once each: leave applied out"),
+        (dict(applied="count", collecting=("fpn",)), "one stack of layers that run once, behind one entry"),
+    ],
+)
+def test_plans_that_contradict_themselves_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StagePlan(layers="decoder.layers", entry=("embeddings",), module="decoder", **settings)
+
+
+def test_names_of_a_plan_that_match_nothing_are_reported() -> None:
+    plan = StagePlan(
+        layers="decoder.block",
+        entry=(),
+        module="decoders",
+        repeated={"layer.0.bias": "layer.0.has_bias"},
+        encoder=ENCODER,
+    )
+    errors = "\n".join(plan.path_errors(T5.build_on_meta()))
+    assert "names 'decoders'" in errors and "names 'encoder.layers'" in errors
+    assert "repeats 'layer.0.bias' of the first layer, and decoder.block.0 has no such module" in errors
+    plan = StagePlan(layers="swin.encoder.layers.*.rows", entry=("swin.embeddings",))
+    (error,) = plan.path_errors(ModelChoice(model_type="swin").build_on_meta())
+    assert "there is no 'swin.encoder.layers.0.rows'" in error

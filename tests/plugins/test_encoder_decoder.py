@@ -9,12 +9,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from echelon.verify.batch import loss_of
+from echelon.verify.models import VOCABULARY, ModelChoice
 from echelon.verify.parity import make_optimizer
 
-from ..pipeline.test_encoder_decoder import VOCABULARY, build
 from ..pool import Pool
 from .training import hybrid
 
+T5 = ModelChoice(model_type="t5", tied=True)
 STEPS = 3
 MAX_NORM = 0.05  # below every norm, so that each step depends on it
 
@@ -30,7 +31,7 @@ def batch(step: int) -> dict[str, Tensor]:
 
 def plain() -> tuple[list[float], nn.Module]:
     """The losses and the model of plain torch, on one process."""
-    model = build("T5ForConditionalGeneration")
+    model = T5.build()
     optimizer = make_optimizer(model)
     losses = []
     for step in range(STEPS):
@@ -47,7 +48,7 @@ def plain() -> tuple[list[float], nn.Module]:
 def train(path: Path, sizes: dict[str, Any]) -> tuple[list[float], list[str]]:
     """The losses under a layout, with the model saved to a file; and the names that this rank holds."""
     booster = hybrid(max_norm=MAX_NORM, **sizes)
-    model = build("T5ForConditionalGeneration")
+    model = T5.build()
     wrapped, optimizer, *_ = booster.boost(model, make_optimizer(model), loss_of)
     losses = []
     for step in range(STEPS):

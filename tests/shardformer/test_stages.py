@@ -23,8 +23,8 @@ from echelon.shardformer import (
 )
 from echelon.shardformer.table_policy import TablePolicy
 from echelon.shardformer.tables.table import table_for
+from echelon.verify.models import ModelChoice
 
-from ..pipeline.test_encoder_decoder import build as build_t5
 from ..pool import Pool
 from .compare import build
 
@@ -193,7 +193,7 @@ class BiasPolicy(TablePolicy):
 def test_a_module_that_other_stages_borrow_is_replaced_once_for_all_of_them(
     placement: tuple[int, ...], rank: int, calls: int
 ) -> None:
-    model = build_t5("T5EncoderModel", layers=3)
+    model = ModelChoice(model_type="t5", head="text_encoding", num_layers=3).build()
     table = table_for("t5")
     assert table is not None
     config = ShardConfig(pipeline_stage_manager=manager_alone(rank, [0, 1, 2, 3], placement))
@@ -208,7 +208,7 @@ def test_a_module_that_other_stages_borrow_is_replaced_once_for_all_of_them(
 
 
 def test_what_no_stage_of_a_rank_holds_has_no_memory() -> None:
-    model = build_t5("T5ForConditionalGeneration")
+    model = ModelChoice(model_type="t5", tied=True).build()
     part, _ = cut(model, 1, [0, 1, 3, 5, 8], (0, 1, 2, 1))
     held = {id(parameter) for parameter in part.parameters()}
     natives = [module.native for module in part.modules() if isinstance(module, StandIn)]
