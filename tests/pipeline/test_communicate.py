@@ -2,72 +2,74 @@
 
 import random
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 
 from echelon.pipeline.action import COMPUTES, RECEIVES, SENDS, TRANSFERS, Action, Op, Schedule, counterpart
 from echelon.pipeline.communicate import with_communication
-from echelon.pipeline.schedules import build_schedule, forward_only, gpipe, interleaved, one_f_one_b
+from echelon.pipeline.schedules import build_schedule, forward_only, gpipe, one_f_one_b
 
 from .small_schedules import cases, random_schedule, written
 
 BOTH_ORDERS = pytest.mark.parametrize("ahead", [True, False])
 
 
-def schedules(ranks: int = 5, microbatches: int = 7) -> Iterator[Schedule]:
-    for name, p, m, v in cases(ranks, microbatches):
-        yield build_schedule(name, p, m, v)
+def schedules() -> Iterator[Schedule]:
+    """All styles at small sizes, their evaluation, and random orders on random placements."""
+    generator = random.Random(1)
+    for name, p, m, v in cases(5, 7):
+        yield (compute := build_schedule(name, p, m, v))
+        yield forward_only(compute)
+    for _ in range(200):
+        yield random_schedule(generator)[0]
 
 
 @BOTH_ORDERS
-def test_the_order_of_computations_stays(ahead: bool) -> None:
+def test_transfers_have_one_order_on_both_ends_and_every_schedule_ends_in_any_timing(ahead: bool) -> None:
+    generator = random.Random(0)
     for compute in schedules():
         ordered = with_communication(compute, ahead=ahead)
         assert [[action for action in actions if action.op in COMPUTES] for actions in ordered] == compute
-
-
-@BOTH_ORDERS
-def test_a_result_is_sent_right_after_it_was_computed(ahead: bool) -> None:
-    for compute in schedules():
-        for actions in with_communication(compute, ahead=ahead):
-            # A receive may come between where it belongs at this place of the list.
-            without_receives = [action for action in actions if action.op not in RECEIVES]
-            for before, action in pairwise(without_receives):
-                if action.op in SENDS:
-                    assert TRANSFERS[before.op].send is action.op and before[1:] == action[1:]
-
-
-@BOTH_ORDERS
-def test_both_ends_of_a_channel_have_the_order_of_its_sends(ahead: bool) -> None:
-    for compute in schedules():
-        ordered = with_communication(compute, ahead=ahead)
-        ends = channels(ordered)
-        for sent, received in ends.values():
+        for actions in ordered:
+            assert len(actions) == len(set(actions))
+            require_order(actions)
+        for sent, received in channels(ordered).values():
             assert [counterpart(action) for action in sent] == received
+        if not ahead:  # all transfers of two ranks have one order
+            for rank, peer in combinations(range(len(ordered)), 2):
+                answers = [counterpart(action) for action in transfers(ordered, peer, rank)]
+                assert transfers(ordered, rank, peer) == answers
+        for buffered_sends in (0, generator.randint(1, 4)):
+            RandomTiming(ordered, generator, receives_block=not ahead, buffered_sends=buffered_sends).run()
+
+
+def require_order(actions: list[Action]) -> None:
+    """A result is sent right after it was computed, and a gradient received after what it answers was sent."""
+    without_receives = [action for action in actions if action.op not in RECEIVES]
+    for before, action in pairwise(without_receives):
+        if action.op in SENDS:
+            assert TRANSFERS[before.op].send is action.op and before[1:] == action[1:]
+    places = {action: index for index, action in enumerate(actions)}
+    for action, index in places.items():
+        if action.op is Op.RECV_BACKWARD:
+            assert places[action._replace(op=Op.SEND_FORWARD)] < index
 
 
 def channels(schedule: Schedule) -> dict[tuple[int, int, Op], tuple[list[Action], list[Action]]]:
-    """What is sent and what is received from one rank to another, of activations or gradients."""
+    """Sends and receives from one rank to another, of activations or gradients."""
     holders = {action.stage: rank for rank, actions in enumerate(schedule) for action in actions}
     ends: dict[tuple[int, int, Op], tuple[list[Action], list[Action]]] = {}
-    for actions in schedule:
-        for action in actions:
-            if action.op not in COMPUTES:
-                send, is_receive = (counterpart(action), 1) if action.op in RECEIVES else (action, 0)
-                channel = (holders[send.stage], holders[counterpart(send).stage], send.op)
-                ends.setdefault(channel, ([], []))[is_receive].append(action)
+    for action in (action for actions in schedule for action in actions if action.op not in COMPUTES):
+        send, is_receive = (counterpart(action), 1) if action.op in RECEIVES else (action, 0)
+        channel = (holders[send.stage], holders[counterpart(send).stage], send.op)
+        ends.setdefault(channel, ([], []))[is_receive].append(action)
     return ends
 
 
-@BOTH_ORDERS
-def test_gradients_are_received_after_what_they_answer_was_sent(ahead: bool) -> None:
-    for compute in schedules():
-        for actions in with_communication(compute, ahead=ahead):
-            places = {action: index for index, action in enumerate(actions)}
-            for action, index in places.items():
-                if action.op is Op.RECV_BACKWARD:
-                    assert places[action._replace(op=Op.SEND_FORWARD)] < index
+def transfers(schedule: Schedule, rank: int, peer: int) -> list[Action]:
+    there = {action.stage for action in schedule[peer] if action.op in COMPUTES}
+    return [a for a in schedule[rank] if a.op not in COMPUTES and counterpart(a).stage in there]
 
 
 def uses_of(actions: list[Action], receive: Action) -> tuple[int, list[Action]]:
@@ -99,14 +101,25 @@ def test_a_receive_stands_two_computations_ahead_where_that_is_possible(name: st
                 assert lead(actions, receive) == min(2, use - earliest), (p, m, v, receive)
 
 
-def test_receives_of_one_f_one_b_stand_where_they_were_written_by_hand() -> None:
-    assert with_communication(one_f_one_b(2, 3)) == written(
-        "0F0 0sF0 0rB0 0F1 0sF1 0rB1 0B0 0F2 0sF2 0rB2 0B1 0B2",
-        "1rF0 1rF1 1F0 1B0 1sB0 1rF2 1F1 1B1 1sB1 1F2 1B2 1sB2",
-    )
-    assert with_communication(one_f_one_b(2, 3), ahead=False) == written(
-        "0F0 0sF0 0F1 0sF1 0rB0 0B0 0F2 0sF2 0rB1 0B1 0rB2 0B2",
-        "1rF0 1F0 1rF1 1B0 1sB0 1F1 1rF2 1B1 1sB1 1F2 1B2 1sB2",
+@BOTH_ORDERS
+def test_receives_stand_where_they_were_written_by_hand(ahead: bool) -> None:
+    expected = {
+        True: (
+            "0F0 0sF0 0rB0 0F1 0sF1 0rB1 0B0 0F2 0sF2 0rB2 0B1 0B2",
+            "1rF0 1rF1 1F0 1B0 1sB0 1rF2 1F1 1B1 1sB1 1F2 1B2 1sB2",
+        ),
+        False: (
+            "0F0 0sF0 0F1 0sF1 0rB0 0B0 0F2 0sF2 0rB1 0B1 0rB2 0B2",
+            "1rF0 1F0 1rF1 1B0 1sB0 1F1 1rF2 1B1 1sB1 1F2 1B2 1sB2",
+        ),
+    }
+    assert with_communication(one_f_one_b(2, 3), ahead=ahead) == written(*expected[ahead])
+    compute = written("0F0 1F0 1I0 1W0 0B0")  # stages on one rank exchange nothing
+    assert with_communication(compute, ahead=ahead) == compute
+    turn = written("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")
+    assert with_communication(turn, ahead=ahead) == written(
+        "3rF0 0F0 0sF0 0rB0 3F0 3B0 3sB0 0B0" if ahead else "0F0 0sF0 3rF0 3F0 3B0 3sB0 0rB0 0B0",
+        "1rF0 1F0 2F0 2sF0 2rB0 2B0 1B0 1sB0",
     )
 
 
@@ -123,81 +136,23 @@ def test_a_receive_that_a_sender_cannot_wait_for_is_posted_earlier() -> None:
         RandomTiming(late, random.Random(0), receives_block=False, buffered_sends=0).run()
 
 
-def test_without_posting_ahead_both_peers_have_all_their_transfers_in_one_order() -> None:
-    for compute in schedules():
-        ordered = with_communication(compute, ahead=False)
-        for rank in range(len(ordered)):
-            for peer in range(rank):
-                answers = [counterpart(action) for action in transfers(ordered, peer, rank)]
-                assert transfers(ordered, rank, peer) == answers
-
-
-def transfers(schedule: Schedule, rank: int, peer: int) -> list[Action]:
-    there = {action.stage for action in schedule[peer] if action.op in COMPUTES}
-    return [a for a in schedule[rank] if a.op not in COMPUTES and counterpart(a).stage in there]
-
-
 @BOTH_ORDERS
-def test_every_schedule_runs_to_its_end_in_any_timing(ahead: bool) -> None:
-    generator = random.Random(0)
-    for compute in schedules(6, 8):
-        for computations in (compute, forward_only(compute)):
-            run_in_random_timing(computations, generator, ahead=ahead)
-
-
-@BOTH_ORDERS
-def test_any_order_of_computations_on_any_placement_runs_to_its_end_in_any_timing(ahead: bool) -> None:
-    generator = random.Random(1)
-    for _ in range(400):
-        compute, _ = random_schedule(generator)
-        run_in_random_timing(compute, generator, ahead=ahead)
-
-
-def run_in_random_timing(compute: Schedule, generator: random.Random, *, ahead: bool) -> None:
-    ordered = with_communication(compute, ahead=ahead)
-    every = [action for actions in ordered for action in actions]
-    assert len(every) == len(set(every))
-    for buffered_sends in (0, generator.randint(1, 4)):
-        RandomTiming(ordered, generator, receives_block=not ahead, buffered_sends=buffered_sends).run()
-
-
-@BOTH_ORDERS
-def test_stages_on_one_rank_exchange_nothing(ahead: bool) -> None:
-    compute = written("0F0 1F0 1I0 1W0 0B0")
-    assert with_communication(compute, ahead=ahead) == compute
-    turn = written("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")
-    assert with_communication(turn, ahead=ahead) == written(
-        "3rF0 0F0 0sF0 0rB0 3F0 3B0 3sB0 0B0" if ahead else "0F0 0sF0 3rF0 3F0 3B0 3sB0 0rB0 0B0",
-        "1rF0 1F0 2F0 2sF0 2rB0 2B0 1B0 1sB0",
-    )
-
-
-@BOTH_ORDERS
-def test_a_circle_of_waiting_is_refused_with_its_actions(ahead: bool) -> None:
-    compute = written("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")  # 1F1 needs 0F1 needs 0B0 needs 1B0
-    with pytest.raises(
-        ValueError, match=r"rank 0 stands at 0B0, which needs 1B0 \(later on rank 1\); rank 1 stands at 1F1"
-    ):
+@pytest.mark.parametrize(
+    ("compute", "message"),
+    [
+        (
+            written("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"),  # 1F1 needs 0F1 needs 0B0 needs 1B0
+            r"rank 0 stands at 0B0, which needs 1B0 \(later on rank 1\); rank 1 stands at 1F1",
+        ),
+        (written("0F0 0B0", "1F0 1F1 1B0 1B1"), r"rank 1 stands at 1F1, which needs 0F1 \(on no rank\)"),
+        (written("0F0 2F0 2B0 0B0", "3F0 3B0"), "no rank holds stage 1"),
+        (written("0F0 0B0", "0F1 0B1"), r"stage 0 is held by rank 0 \(0F0\) and by rank 1 \(0F1\)"),
+        (written("0F0 1B0 0B0"), "no rank holds stage 1"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_its_actions(compute: Schedule, message: str, ahead: bool) -> None:
+    with pytest.raises(ValueError, match=message):
         with_communication(compute, ahead=ahead)
-
-
-@BOTH_ORDERS
-def test_a_need_that_nobody_computes_is_refused(ahead: bool) -> None:
-    compute = gpipe(2, 2)
-    compute[0].remove(Action(Op.FORWARD, 0, 1))
-    with pytest.raises(ValueError, match=r"rank 1 stands at 1F1, which needs 0F1 \(on no rank\)"):
-        with_communication(compute, ahead=ahead)
-
-
-def test_stages_that_nobody_or_two_hold_are_refused() -> None:
-    compute = interleaved(2, 2, 2)
-    compute[1] = [action for action in compute[1] if action.stage != 1]
-    with pytest.raises(ValueError, match="no rank holds stage 1"):
-        with_communication(compute)
-    with pytest.raises(ValueError, match=r"stage 0 is held by rank 0 \(0F0\) and by rank 1 \(0F1\)"):
-        with_communication(written("0F0 0B0", "0F1 0B1"))
-    with pytest.raises(ValueError, match="no rank holds stage 1"):
-        with_communication(written("0F0 1B0 0B0"))
 
 
 class RandomTiming:
