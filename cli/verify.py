@@ -166,10 +166,10 @@ def argument_errors(choice: "ModelChoice", layout: "Layout", num_steps: int) -> 
     return errors + sharding_errors(
         choice,
         tp=layout.tp,
-        num_stages=layout.num_stages,
+        num_stages=len(layout.config.placement),
         sp=layout.sp,
         wp=layout.wp,
-        sequence=layout.sequence_settings,
+        sequence=layout.config.sequence,
     )
 
 

@@ -20,11 +20,13 @@ from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.local import Adapter, LocalModel
 from ..checkpoint.optimizer import Trained
 from ..cluster.failures import naming_failures
+from ..cluster.launch import default_device
 from ..cluster.mesh import ParallelMesh
 from ..data.given import sharded_loader
 from ..data.loader import SharedLoader, shared_loader
 from ..shardformer.refusals import given_errors, is_taken
 from ..zero.optimizer import ShardedOptimizer
+from ..zero.precision import default_precision
 
 Returned = bool | Literal["all_ranks"]
 Boosted = tuple[nn.Module, Optimizer | None, Callable | None, DataLoader | None, LRScheduler | None]
@@ -187,8 +189,11 @@ class Plugin(ABC):
 
 
 def own_arguments(scope: Mapping[str, Any]) -> dict[str, Any]:
-    """The named arguments of an `__init__` that begins with `own_arguments(locals())`."""
-    return {name: value for name, value in scope.items() if name not in ("self", "others", "__class__")}
+    """The named arguments of an `__init__` that begins with `own_arguments(locals())`; a precision in any case."""
+    arguments = {name: value for name, value in scope.items() if name not in ("self", "others", "__class__")}
+    if arguments.get("precision", "") is None:
+        arguments["precision"] = default_precision(default_device())
+    return arguments
 
 
 def require_process_group() -> None:

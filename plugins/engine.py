@@ -69,7 +69,7 @@ class PipelineEngine:
     ) -> None:
         self._stages = stages
         self._mesh = mesh
-        self._cutting = config.pipeline.cutting
+        self._cutting = config.cutting
         self._config = config
         self._last_rank = placement[-1]
         self._random = random
@@ -77,7 +77,7 @@ class PipelineEngine:
         self._weight_gradients = weight_gradients
         self.parameters = _parameters_of_one_stage(stages)
         self._transport = (
-            Transport(mesh, placement, overlap=config.pipeline.overlap_p2p) if mesh.size("pp") > 1 else None
+            Transport(mesh, placement, overlap=config.overlap_p2p) if mesh.size("pp") > 1 else None
         )
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._wanted = _Wanted(
@@ -90,7 +90,7 @@ class PipelineEngine:
         self._first_weight = 1.0  # of the calls before a step: the samples of a replica in the first of them
         self._normalizes_together = any(has_sync_batch_norm(stage.model) for stage in stages.values())
         # Collectives that depend on the number of microbatches, where that depends on each rank's batch.
-        self._compares_numbers = config.pipeline.microbatch_size is not None and (
+        self._compares_numbers = config.microbatch_size is not None and (
             config.zero_stage == 2 or mesh.size("weight") > 1 or self._normalizes_together
         )
         self._equal_steps: list[bool] = []
@@ -171,10 +171,9 @@ class PipelineEngine:
         """The schedule of so many microbatches with its communication, made once."""
         key = num_microbatches, trains
         if key not in self._schedules:
-            config = self._config.pipeline
-            computations = config.schedule(self._mesh.size("pp"), num_microbatches)
+            computations = self._config.schedule(num_microbatches)
             full = with_communication(
-                computations if trains else forward_only(computations), ahead=config.overlap_p2p
+                computations if trains else forward_only(computations), ahead=self._config.overlap_p2p
             )
             self._require_one_schedule(full, num_microbatches)
             self._schedules[key] = full
@@ -278,7 +277,7 @@ class PipelineEngine:
             )
 
     def _check_batch(self, batch: Any, samples: dict[int, int]) -> None:
-        wanted = self._config.pipeline.num_microbatches or 1
+        wanted = self._config.num_microbatches or 1
         short = [rank for rank, count in samples.items() if count < wanted]
         if short:
             raise ValueError(
@@ -313,7 +312,7 @@ class PipelineEngine:
 
     def to_compute(self, batch: Any) -> Any:
         """A batch on this rank's device, floating tensors in the model's precision."""
-        dtype = self._config.precision.dtype
+        dtype = self._config.dtype
 
         def convert(tensor: Tensor) -> Tensor:
             return tensor.to(

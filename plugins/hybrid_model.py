@@ -32,6 +32,7 @@ from ..shardformer.table_policy import expert_width_errors
 from ..shardformer.weight_sharding import WeightSharding, apply_weight_sharding, plan_weight_sharding
 from ..zero.groups import optimizer_options
 from ..zero.optimizer import ShardedOptimizer
+from ..zero.precision import PrecisionConfig
 from .base import BoostedModule, model_errors, optimizer_errors
 from .engine import PipelineEngine
 from .hybrid_config import HybridConfig
@@ -80,7 +81,7 @@ def boost(
             model, names, config=config, mesh=mesh, stage_manager=stage_manager, adapters=adapters
         )
         wrap_optimizer(boosted, optimizer, ties)
-        config.fused.fuse(model, config.precision.dtype)
+        config.fused.fuse(model, config.dtype)
         connect_optimizer(boosted, statistics)
     return boosted
 
@@ -115,19 +116,19 @@ def plan_boost(
         ValueError: something cannot be done; all reasons at once.
     """
     errors = optimizer_errors(model, optimizer) + config.fused.model_errors(model, mesh.device)
-    if getattr(model, "_compiled_call_impl", None) is not None and mesh.size("tp", "sp") * config.wp > 1:
+    if getattr(model, "_compiled_call_impl", None) is not None and mesh.size("tp", "sp") * config.wp_size > 1:
         errors.append(COMPILED)
     sharder = weights = recomputed = None
-    if config.wp > 1:
+    if config.wp_size > 1:
         weights = plan_weight_sharding(model, errors, policy=config.custom_policy)
     if mesh.size("tp", "pp", "sp") > 1:
         shard_config = _shard_config(config, mesh=mesh, stage_manager=stage_manager, rings=rings)
         sharder = sharder_or_errors(model, config.custom_policy, shard_config, errors)
         if config.custom_policy is None:  # which may leave experts replicated
-            errors += expert_width_errors(model, tp_size=mesh.size("tp"), dtype=config.precision.dtype)
-    if config.pipeline.checkpoint is not None and not errors:
+            errors += expert_width_errors(model, tp_size=mesh.size("tp"), dtype=config.dtype)
+    if config.gradient_checkpoint_config is not None and not errors:
         recomputed = {0: recomputable_layers(model)} if sharder is None else sharder.layers_by_stage()
-        errors += recompute_errors(recomputed, config.pipeline.checkpoint)
+        errors += recompute_errors(recomputed, config.gradient_checkpoint_config)
     raise_errors(errors)
     return BoostPlan(sharder=sharder, weights=weights, recomputed=recomputed)
 
@@ -163,8 +164,8 @@ def require_equal_boosts(model: nn.Module, optimizer: Optimizer | None) -> None:
 
 def apply_recomputation(plan: BoostPlan, config: HybridConfig) -> None:
     """Let layers be recomputed in backward. Before they are split: those with sharded sequences wrap it."""
-    if plan.recomputed is not None and config.pipeline.checkpoint is not None:
-        checkpoint_layers(plan.recomputed, config.pipeline.checkpoint)
+    if plan.recomputed is not None and config.gradient_checkpoint_config is not None:
+        checkpoint_layers(plan.recomputed, config.gradient_checkpoint_config)
 
 
 def cut_stages(plan: BoostPlan, device: torch.device) -> list[dict[int, Tensor]]:
@@ -221,14 +222,14 @@ def wrap_optimizer(
             communication_dtype=config.wire_dtype,
             cpu_offload=config.cpu_offload,
             accumulation_steps=config.gradient_accumulation_steps,
-            precision=config.precision,
+            precision=PrecisionConfig(**config.precision_settings),
             max_norm=config.max_norm,
-            bucket_size=int(config.bucket_size_in_m * 2**20),
+            bucket_size=int(config.zero_bucket_size_in_m * 2**20),
         )
     # Those that no optimizer manages: frozen, or none was given.
     for parameter in boosted.module.parameters():
-        if parameter.is_floating_point() and parameter.dtype != config.precision.dtype:
-            parameter.data = parameter.data.to(config.precision.dtype)
+        if parameter.is_floating_point() and parameter.dtype != config.dtype:
+            parameter.data = parameter.data.to(config.dtype)
 
 
 def connect_optimizer(boosted: "HybridParallelModule", statistics: RunningStatistics) -> None:
@@ -299,10 +300,10 @@ class HybridParallelModule(BoostedModule):
         self.state_names = names.state
         self._local_parameters = names.local(module)
         self._takes_cache = takes(module, "use_cache")
-        self._compiles = mesh.size("tp", "sp") == config.wp == 1
+        self._compiles = mesh.size("tp", "sp") == config.wp_size == 1
         self.random = ForwardRandom(mesh)
         self.agreement = StepAgreement(mesh, config.check_every)
-        splits_backward = config.pipeline.splits_backward(mesh.size("pp"))
+        splits_backward = config.splits_backward
         self.engine = PipelineEngine(
             local_stages(module),
             mesh,
@@ -352,7 +353,7 @@ class HybridParallelModule(BoostedModule):
             RuntimeError: pp_size, sp_size or wp_size is above 1.
             ValueError: ranks that compute one model have other inputs than their first one; on all of them.
         """
-        if self.mesh.size("pp", "sp") * self.config.wp > 1:
+        if self.mesh.size("pp", "sp") * self.config.wp_size > 1:
             raise RuntimeError(
                 "model.generate needs pp_size, sp_size and wp_size of 1: save the model by booster.save_model, and "
                 "generate with what from_pretrained loads"

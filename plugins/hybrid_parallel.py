@@ -156,18 +156,15 @@ class HybridParallelPlugin(Plugin):
         custom_policy: Policy | Table | None = None,
         **others: Any,
     ) -> None:
-        arguments = own_arguments(locals())
+        self.config = HybridConfig(**own_arguments(locals()))
         unavailable = unavailable_errors(type(self), self._unavailable, others)
-        self.config = HybridConfig.of(arguments)
         require_process_group()
         raise_errors([*unavailable, *self.config.errors(dist.get_world_size())])
         require_equal(self.config, what="the plugin")
         self.has_default_precision = precision is None
         self.mesh = ParallelMesh(pp=pp_size, dp=dp_size, sp=self.config.sp, tp=tp_size, wp=wp_size)
         self.rings = double_ring(self.mesh, inner_ring_size)
-        self.stage_manager = PipelineStageManager(
-            self.mesh, self.config.pipeline.placement(pp_size), self.config.pipeline.num_layers_per_stage
-        )
+        self.stage_manager = PipelineStageManager(self.mesh, self.config.placement, num_layers_per_stage)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path, **others: Any) -> "HybridParallelPlugin":
@@ -215,7 +212,7 @@ class HybridParallelPlugin(Plugin):
     @property
     def precision(self) -> str:
         """The precision of weights and activations."""
-        return self.config.precision.precision
+        return self.config.precision
 
     @property
     def data_rank(self) -> tuple[int, int]:

@@ -72,3 +72,4 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
             for name, other in _RENAMED.items():
                 text = text.replace(other, name)
             raise ValueError(text) from None
+        self.has_default_precision = precision is None

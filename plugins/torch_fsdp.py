@@ -28,7 +28,6 @@ from ..checkpoint.local import Adapter, LocalModel
 from ..cluster.errors import raise_errors
 from ..cluster.failures import meet_all_ranks, naming_failures
 from ..cluster.hooks import has_foreign_hooks
-from ..cluster.launch import default_device
 from ..cluster.mesh import ParallelMesh, divisors, shard_mesh
 from ..cluster.random import ForwardRandom
 from ..lazy import materialize
@@ -39,7 +38,7 @@ from ..shardformer.recompute import recomputable_layers
 from ..shardformer.refusals import is_partial, mark_taken, refuse_partial_state
 from ..zero.elementwise import require_elementwise
 from ..zero.groups import PARTIAL_STATE
-from ..zero.precision import DTYPES, default_precision, is_finite_number, precision_faults
+from ..zero.precision import DTYPES, is_finite_number, precision_faults
 from .base import Boosted, BoostedModule, model_errors, optimizer_errors, own_arguments, require_process_group
 from .colossalai import FSDP, unavailable_errors
 from .lora import unwrapped
@@ -159,7 +158,6 @@ class TorchFSDPPlugin(TorchPlugin):
         require_process_group()
         self.has_default_precision = precision is None
         missing = {name: arguments.pop(name) for name in ("hysteresis", "min_scale", "max_scale")}
-        arguments["precision"] = default_precision(default_device()) if precision is None else precision
         arguments["cpu_offload"] = False if cpu_offload is None else cpu_offload
         self.config = FSDPConfig(**arguments, unavailable=missing)
         raise_errors([*unavailable, *self.config.errors(dist.get_world_size())])

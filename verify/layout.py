@@ -1,13 +1,14 @@
 """A layout to verify and the training that it goes through, as data."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
-from ..plugins.hybrid_config import HybridConfig, PipelineConfig
+from ..plugins.hybrid_config import HybridConfig
 from ..shardformer.recompute import PipelineGradientCheckpointConfig
-from ..shardformer.sequence.config import SequenceParallelism
+
+AXES = ("tp", "pp", "dp", "sp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,65 +56,45 @@ class Layout:
         return self.tp * self.pp * self.dp * self.sp
 
     @property
-    def num_stages(self) -> int:
-        """The stages of all ranks of the pipeline."""
-        return len(self._pipeline.placement(self.pp))
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of HybridParallelPlugin that mean the same."""
+        return {
+            **{f"{axis}_size": getattr(self, axis) for axis in (*AXES, "wp")},
+            "zero_stage": self.zero,
+            "zero_size": self.zero_size,
+            "overlap_allgather": self.overlap_allgather,
+            "precision": self.precision,
+            "num_microbatches": self.microbatches,
+            "pp_style": self.schedule,
+            "num_model_chunks": self.chunks,
+            "gradient_checkpoint_config": PipelineGradientCheckpointConfig(
+                gradient_checkpointing_ratio=self.recompute
+            )
+            if self.recompute
+            else None,
+            "max_norm": self.max_norm,
+            "enable_sequence_parallelism": self.sequence is not None,
+            "sequence_parallelism_mode": self.sequence,
+            "inner_ring_size": self.inner_ring or None,
+            **dict.fromkeys(self.options, True),
+        }
 
     @property
-    def checkpoint(self) -> PipelineGradientCheckpointConfig | None:
-        """The layers that are computed again."""
-        ratio = self.recompute
-        return PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=ratio) if ratio else None
-
-    @property
-    def sequence_settings(self) -> SequenceParallelism:
-        """The mode of sequence parallelism and its options."""
-        return SequenceParallelism(
-            mode=self.sequence,
-            regathers="enable_sequence_regather" in self.options,
-            overlaps="enable_sequence_overlap" in self.options,
-            inner_ring_size=self.inner_ring or None,
-        )
-
-    @property
-    def _pipeline(self) -> PipelineConfig:
-        return PipelineConfig(
-            style=self.schedule,
-            num_model_chunks=self.chunks,
-            num_microbatches=self.microbatches,
-            checkpoint=self.checkpoint,
-        )
-
-    @property
-    def _axes(self) -> tuple[tuple[str, int], ...]:
-        return (("tp", self.tp), ("pp", self.pp), ("dp", self.dp), ("sp", self.sp))
+    def config(self) -> HybridConfig:
+        """The options of the plugin."""
+        return HybridConfig(**self.arguments)
 
     def errors(self) -> list[str]:
         """All that is wrong with it, each with what would work."""
         sizes = [
-            f"{name}={size} must be at least 1"
-            for name, size in (*self._axes, ("chunks", self.chunks))
-            if size < 1
+            f"{name}={getattr(self, name)} must be at least 1"
+            for name in (*AXES, "chunks")
+            if getattr(self, name) < 1
         ]
-        if sizes:
-            return sizes
-        return HybridConfig(
-            tp=self.tp,
-            pp=self.pp,
-            dp=self.dp,
-            sp=self.sp,
-            sequence=self.sequence_settings,
-            wp=self.wp,
-            zero_stage=self.zero,
-            zero_size=self.zero_size,
-            overlap_allgather=self.overlap_allgather,
-            pipeline=self._pipeline,
-            precision_settings={"precision": self.precision},
-            max_norm=self.max_norm,
-        ).errors(self.world_size)
+        return sizes or self.config.errors(self.world_size)
 
     def __str__(self) -> str:
-        sizes = [f"{name}{size}" for name, size in self._axes if size > 1]
+        sizes = [f"{name}{size}" for name in AXES if (size := getattr(self, name)) > 1]
         chunks = f"×{self.chunks}" if self.chunks > 1 else ""
         schedule = [f"{self.schedule}{chunks}"] if self.pp > 1 and self.schedule != "1f1b" else []
         rest = [self.sequence or ""] * bool(self.sequence)

@@ -211,24 +211,10 @@ class Run(NamedTuple):
 def boosted_under(layout: Layout, model: nn.Module, training: Training) -> Run:
     """Parallelize a model as the layout says. Collective over the world."""
     plugin = HybridParallelPlugin(
-        tp_size=layout.tp,
-        pp_size=layout.pp,
-        dp_size=layout.dp,
-        sp_size=layout.sp,
-        wp_size=layout.wp,
-        zero_stage=layout.zero,
-        zero_size=layout.zero_size,
-        overlap_allgather=layout.overlap_allgather,
-        precision=layout.precision,
-        num_microbatches=layout.microbatches,
-        pp_style=layout.schedule,
-        num_model_chunks=layout.chunks,
-        gradient_checkpoint_config=layout.checkpoint,
-        max_norm=layout.max_norm,
+        **layout.arguments,
         initial_scale=LOSS_SCALE,
         hysteresis=1,
         zero_bucket_size_in_m=0.005,  # several buckets even for a small model
-        **{**dict.fromkeys(layout.options, True), **layout.sequence_settings.arguments()},
     )
     booster = Booster(plugin=plugin)
     given = make_optimizer(model, vector_rate=training.vector_rate)

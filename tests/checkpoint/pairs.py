@@ -103,7 +103,7 @@ def _layout(draw: random.Random, model: str, precision: str) -> Layout:
         )
         # T5's attention counts positions by itself: its sequences are spread over the tensor axis alone.
         is_possible = sizes["sp"] == 1 or model != "t5-tied"
-        if is_possible and not (layout.num_stages > 4 or layout.errors()):
+        if is_possible and not (len(layout.config.placement) > 4 or layout.errors()):
             return layout
 
 

@@ -90,7 +90,7 @@ def weigh(sizes: dict[str, Any], default: torch.dtype) -> list[float]:
     ("settings", "told"),
     [
         ([{"zero_stage": 1}, {"zero_stage": 2}], "zero_stage is 1 on rank(s) [0] and 2 on rank(s) [1]"),
-        ([{"pp_size": 2}, {"tp_size": 2}], "pp is 2 on rank(s) [0] and 1 on rank(s) [1]"),
+        ([{"pp_size": 2}, {"tp_size": 2}], "pp_size is 2 on rank(s) [0] and 1 on rank(s) [1]"),
         (
             [{"pp_size": 2, "num_layers_per_stage": each} for each in ([3, 1], [2, 2])],
             "num_layers_per_stage is [3, 1] on rank(s) [0] and [2, 2] on rank(s) [1]",
