@@ -1,15 +1,17 @@
-"""A batch through the pipeline: agree on it, cut it, run the schedule, give every rank the loss."""
+"""A batch through the pipeline: compare it, cut it, run the schedule, give every rank the loss."""
 
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from copy import deepcopy
+from itertools import compress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from ..cluster.agree import batch_hash, broadcast_object, differing_ranks, gather_integers
 from ..cluster.errors import raise_errors
@@ -24,71 +26,101 @@ from ..pipeline.plan import setting_errors
 from ..pipeline.runner import Criterion, RunResult, ScheduleRun, Trace
 from ..pipeline.schedules import forward_only
 from ..pipeline.simulate import Span
-from ..pipeline.stage import Stage
+from ..pipeline.stage import local_stages
 from ..pipeline.transport import Transport
-from ..pipeline.weight_gradients import WeightGradients
 from ..shardformer.layers.batch_norm import has_sync_batch_norm
 from ..shardformer.layers.loss import VocabParallelLogits
+from ..shardformer.layers.weight_gradient import defer_weight_gradients
 from ..shardformer.sequence.loss import SequenceParallelLogits
 from ..zero.optimizer import ShardedOptimizer
 from .base import Returned
 from .hybrid_config import HybridConfig
-from .loss import BatchLoss, PipelineLoss, Weighting, model_loss, reduced_loss
 
 _LOG = logging.getLogger("echelon")
 _ENDED = object()
+
+
+class PipelineLoss(Tensor):
+    """The loss that `execute_pipeline` returns in training: a tensor without a graph, whose `backward` says so.
+
+    Whatever is computed of it, and what is saved of it, is a plain tensor.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Raise RuntimeError, which says what to call."""
+        raise RuntimeError(
+            "loss.backward() after execute_pipeline, which has computed the gradients already: leave it out, and call "
+            "optimizer.step() next"
+        )
+
+    def _plain(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return deepcopy(self._plain(), memo)
+
+    def __format__(self, spec: str) -> str:
+        return format(self._plain(), spec)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self._plain())
+
+
+def model_loss(outputs: Any, inputs: Any) -> Tensor:
+    """The loss that a model computes of its labels."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if loss is None:
+        raise ValueError(
+            "the model's outputs hold no loss: give labels in the batch, or a criterion of (outputs, inputs)"
+        )
+    return loss
 
 
 class PipelineEngine:
     """Runs batches through this rank's stages; one per boosted model. Making one is collective over the world.
 
     Args:
-        stages: this rank's stages, by index.
-        mesh: the mesh.
+        module: the model, cut into this rank's stages.
         config: how batches are cut and in which order they run.
+        mesh: the mesh.
         placement: the pipeline rank of each stage.
-        random: of the forwards in training.
-        agreement: what the ranks compare, and when.
-        weight_gradients: where the stages' layers hold back weight gradients, if the schedule asks for it.
 
     Attributes:
+        random: of the forwards in training.
+        agreement: what the ranks compare, and when.
         parameters: those of each stage that no other stage of this rank uses too.
         trace: a list makes every batch append what this rank computed when; None measures nothing.
     """
 
     def __init__(
-        self,
-        stages: Mapping[int, Stage],
-        mesh: ParallelMesh,
-        config: HybridConfig,
-        *,
-        placement: Sequence[int],
-        random: ForwardRandom,
-        agreement: StepAgreement,
-        weight_gradients: WeightGradients | None,
+        self, module: nn.Module, config: HybridConfig, mesh: ParallelMesh, placement: Sequence[int]
     ) -> None:
-        self._stages = stages
-        self._mesh = mesh
-        self._cutting = config.cutting
-        self._config = config
-        self._last_rank = placement[-1]
-        self._random = random
-        self.agreement = agreement
-        self._weight_gradients = weight_gradients
-        self.parameters = _parameters_of_one_stage(stages)
+        self._module, self._stages = module, local_stages(module)
+        self._mesh, self._config, self._last_rank = mesh, config, placement[-1]
+        self.random = ForwardRandom(mesh)
+        self.agreement = StepAgreement(mesh, config.check_every)
+        self._weight_gradients = defer_weight_gradients(module) if config.splits_backward else None
+        uses = Counter(each for stage in self._stages.values() for each in stage.parameters())
+        self.parameters = {
+            index: [each for each in stage.parameters() if uses[each] == 1]
+            for index, stage in self._stages.items()
+        }
         self._transport = (
             Transport(mesh, placement, overlap=config.overlap_p2p) if mesh.size("pp") > 1 else None
         )
         self._schedules: dict[tuple[int, bool], Schedule] = {}
-        self._wanted = _Wanted(
-            trains=False, loss=False, outputs=False, own_loss=False, outputs_everywhere=False
-        )
+        self._wanted = _Wanted(trains=False, loss=False, outputs=False, outputs_everywhere=False)
         self._mean_samples = 1.0  # of a rank, as of the last comparison
         self._is_even = False  # whether all ranks ran equally many microbatches then
         # Whether criterions return weights in training.
         self._is_weighted: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self._first_weight = 1.0  # of the calls before a step: the samples of a replica in the first of them
-        self._normalizes_together = any(has_sync_batch_norm(stage.model) for stage in stages.values())
+        self._normalizes_together = has_sync_batch_norm(module)
         # Collectives that depend on the number of microbatches, where that depends on each rank's batch.
         self._compares_numbers = config.microbatch_size is not None and (
             config.zero_stage == 2 or mesh.size("weight") > 1 or self._normalizes_together
@@ -113,35 +145,29 @@ class PipelineEngine:
             trains=trains,
             loss=return_loss or trains,
             outputs=bool(return_outputs),
-            own_loss=return_loss and not average_loss,
             outputs_everywhere=return_outputs == "all_ranks",
         )
         batch, drawn = self._next_batch(data_iter, own)
-        wanted = self._wanted.joined(own)
-        microbatches = split(self.to_compute(batch), **self._cutting)
-        weighting = Weighting(
-            criterion or model_loss,
-            num_microbatches=len(microbatches),
-            first_weight=self._weight_of_first_call(optimizer, trains=trains),
-        )
-        result = self._run_schedule(microbatches, weighting, optimizer, wanted, drawn)
-        loss = self._common_loss(result, weighting, optimizer, wanted) if wanted.loss else None
-        return {
-            "loss": self._returned(loss, own) if return_loss and loss is not None else None,
-            "outputs": self._returned_outputs(result, own, wanted),
-        }
-
-    def _weight_of_first_call(self, optimizer: ShardedOptimizer | None, *, trains: bool) -> float:
-        """The samples of a replica in the first of the calls before a step."""
+        wanted = _Wanted(*map(max, self._wanted, own))
+        microbatches = split(self.to_compute(batch), **self._config.cutting)
         follows_weighted = optimizer is not None and isinstance(optimizer.gradient_factor, Tensor)
         if trains and not follows_weighted:
             self._first_weight = self._mean_samples
-        return self._first_weight
+        weighting = _Weighting(criterion or model_loss, len(microbatches), self._first_weight)
+        result = self._run_schedule(microbatches, weighting, optimizer, wanted, drawn)
+        mean, own_loss = self._losses(result, weighting, optimizer, wanted) if wanted.loss else (None, None)
+        loss = mean if average_loss else own_loss
+        if trains and loss is not None:
+            loss = loss.as_subclass(PipelineLoss)
+        return {
+            "loss": loss if return_loss else None,
+            "outputs": self._returned_outputs(result, own, wanted),
+        }
 
     def _run_schedule(
         self,
         microbatches: Sequence[Any],
-        weighting: Weighting,
+        weighting: "_Weighting",
         optimizer: ShardedOptimizer | None,
         wanted: "_Wanted",
         drawn: int,
@@ -149,7 +175,7 @@ class PipelineEngine:
         """Compute this rank's actions of the schedule; the forwards draw random numbers that follow from `drawn`."""
         schedule = self._schedule(len(microbatches), trains=torch.is_grad_enabled())
         trace = None if self.trace is None else Trace(self._mesh.device)
-        with self._random.following(drawn) as begin_forward:
+        with self.random.following(drawn) as begin_forward:
             run = ScheduleRun(
                 stages=self._stages,
                 microbatches=microbatches,
@@ -168,25 +194,25 @@ class PipelineEngine:
         return result
 
     def _schedule(self, num_microbatches: int, *, trains: bool) -> Schedule:
-        """The schedule of so many microbatches with its communication, made once."""
-        key = num_microbatches, trains
-        if key not in self._schedules:
-            computations = self._config.schedule(num_microbatches)
-            full = with_communication(
-                computations if trains else forward_only(computations), ahead=self._config.overlap_p2p
-            )
-            self._require_one_schedule(full, num_microbatches)
-            self._schedules[key] = full
-        return self._schedules[key]
+        """The schedule of so many microbatches with its communication, made once. All-gather over pp where it is.
 
-    def _require_one_schedule(self, schedule: Schedule, num_microbatches: int) -> None:
-        """Raise ValueError on every rank of the pipeline whose ranks made different ones. All-gather over pp."""
+        Raises:
+            ValueError: ranks of the pipeline made different ones; on each of them.
+        """
+        key = num_microbatches, trains
+        if key in self._schedules:
+            return self._schedules[key]
+        computations = self._config.schedule(num_microbatches)
+        computations = computations if trains else forward_only(computations)
+        schedule = with_communication(computations, ahead=self._config.overlap_p2p)
         codes = gather_integers((batch_hash(repr(schedule)),), self._mesh.group("pp"))
         if differing := differing_ranks(codes):
             raise ValueError(
                 f"the schedule for {num_microbatches} microbatches on pipeline rank(s) {differing} differs from that "
                 "on the first: pp_style must give every rank the same lists, which hold all ranks' actions"
             )
+        self._schedules[key] = schedule
+        return schedule
 
     def _accumulating(self, optimizer: ShardedOptimizer) -> Callable[[Action, bool], AbstractContextManager]:
         """The context of each backward. Replicas that run different numbers of them meet in the last alone."""
@@ -220,7 +246,7 @@ class PipelineEngine:
             )
         batch = next(data_iter, _ENDED)
         has_batch = batch is not _ENDED
-        drawn = self._random.draw(next(iter(self._stages.values())).model) if has_batch else 0
+        drawn = self.random.draw(self._module) if has_batch else 0
         if self.agreement.is_due() or not own.trains or self._compares_numbers:
             return batch, self._compare(batch if has_batch else None, has_batch, drawn, own)
         if not has_batch:
@@ -240,40 +266,39 @@ class PipelineEngine:
         """
         is_first = own.trains and len(self._equal_steps) < COMPARED_CALLS and self._mesh.size("dp") > 1
         is_hashed = has_batch and (is_first or self._mesh.size("pp", "sp", "tp") > 1)
-        code = batch_hash(batch) if is_hashed else 0
-        samples = batch_size(batch) if has_batch else 0
-        replica = self._mesh.rank("dp")
-        found = gather_integers((int(has_batch), code, samples, replica, drawn, *map(int, own)))
-        _require_batches([bool(has_batch) for has_batch, *_ in found])
-        self._wanted = _common_wishes(
-            [(of, _Wanted(*map(bool, wishes))) for _, _, _, of, _, *wishes in found], replica
+        noted = (batch_hash(batch) if is_hashed else 0, batch_size(batch) if has_batch else 0, drawn)
+        rows = gather_integers((int(has_batch), self._mesh.rank("dp"), *noted, *map(int, own)))
+        have, replicas, codes, samples, numbers, trains, losses, outputs, everywhere = zip(*rows, strict=True)
+        _require_same_calls(have, trains)
+        is_own = [each == self._mesh.rank("dp") for each in replicas]
+        self._wanted = _Wanted(
+            trains=any(trains),
+            loss=any(losses),  # which takes communication, that ranks which want none join
+            outputs=any(compress(outputs, is_own)),
+            outputs_everywhere=any(compress(everywhere, is_own)),
         )
-        codes = [(of, code) for _, code, _, of, *_ in found]
-        self.agreement.require_equal_batches(codes)
+        self.agreement.require_equal_batches(list(zip(replicas, codes, strict=True)))
         if is_first:
-            self._note_replicas(codes)
-        every = [samples for _, _, samples, *_ in found]
-        self._check_batch(batch, dict(enumerate(every)))
-        self._check_sharing_ranks(every)
-        self._mean_samples = sum(every) / len(every)
-        self._is_even = len({len(microbatch_lengths(count, **self._cutting)) for count in every}) == 1
-        if len({number for _, _, _, _, number, *_ in found}) > 1:
+            self._note_replicas(are_equal=len(set(codes)) == 1)
+        self._check_batch(batch, dict(enumerate(samples)))
+        self._mean_samples = sum(samples) / len(samples)
+        self._is_even = len({self._num_microbatches(count) for count in samples}) == 1
+        if not self._is_even:
+            self._check_sharing_ranks(samples)
+        if len(set(numbers)) > 1:
             self.agreement.compare_always()  # the ranks' generators differ, and one number has to serve all
-        return found[0][4]
+        return numbers[0]
 
-    def _note_replicas(self, codes: list[tuple[int, int]]) -> None:
+    def _num_microbatches(self, samples: int) -> int:
+        return len(microbatch_lengths(samples, **self._config.cutting))
+
+    def _note_replicas(self, *, are_equal: bool) -> None:
         """Log once where all replicas were given equal batches in each of the first steps: no error, data may be so."""
-        self._equal_steps.append(len({code for _, code in codes}) == 1)
-        if (
-            len(self._equal_steps) == COMPARED_CALLS
-            and all(self._equal_steps)
-            and self._mesh.global_rank == 0
-        ):
+        self._equal_steps.append(are_equal)
+        if self._equal_steps == [True] * COMPARED_CALLS and self._mesh.global_rank == 0:
             _LOG.warning(
-                "all %d replicas were given equal batches in each of the first %d steps: give the dataloader to "
-                "booster.boost, or build it with booster.plugin.prepare_dataloader",
-                self._mesh.size("dp"),
-                COMPARED_CALLS,
+                f"all {self._mesh.size('dp')} replicas were given equal batches in each of the first {COMPARED_CALLS} "
+                "steps: give the dataloader to booster.boost, or build it with booster.plugin.prepare_dataloader"
             )
 
     def _check_batch(self, batch: Any, samples: dict[int, int]) -> None:
@@ -289,21 +314,20 @@ class PipelineEngine:
             return
         if self._mesh.size("pp") > 1:
             raise_errors(setting_errors(batch, "the batch"))
-        if batch.get("num_items_in_batch") is None:
-            return
-        if (most := max(len(microbatch_lengths(count, **self._cutting)) for count in samples.values())) > 1:
+        most = max(map(self._num_microbatches, samples.values()))
+        if most > 1 and batch.get("num_items_in_batch") is not None:
             raise ValueError(
                 f"the batch has num_items_in_batch, by which each of its {most} microbatches would divide its part of "
-                "the loss before the mean of them is taken: leave it out for a mean by samples, or give a criterion "
-                "that returns (loss_sum, weight), with the number of its tokens for the weight"
+                "the loss: leave it out for a mean by samples, or give a criterion that returns (loss_sum, weight), "
+                "with the number of its tokens for the weight"
             )
 
     def _check_sharing_ranks(self, samples: Sequence[int]) -> None:
         """Ranks that gather weights, or normalize, together in every microbatch must run equally many."""
-        counts = {count: len(microbatch_lengths(count, **self._cutting)) for count in sorted(set(samples))}
         shares = self._mesh.size("weight") > 1
-        if (shares or self._normalizes_together) and len(set(counts.values())) > 1:
-            numbers = ", ".join(f"{number} for {count} samples" for count, number in counts.items())
+        if shares or self._normalizes_together:
+            counts = sorted(set(samples))
+            numbers = ", ".join(f"{self._num_microbatches(count)} for {count} samples" for count in counts)
             why = f"wp_size={self._mesh.size('weight')}" if shares else "SyncBatchNorm"
             raise ValueError(
                 f"with {why} every rank must run equally many microbatches, and the ranks' batches make {numbers}: "
@@ -321,31 +345,41 @@ class PipelineEngine:
 
         return map_tensors(batch, convert)
 
-    def _common_loss(
+    def _losses(
         self,
         result: RunResult,
-        weighting: Weighting,
+        weighting: "_Weighting",
         optimizer: ShardedOptimizer | None,
         wanted: "_Wanted",
-    ) -> BatchLoss:
-        """The loss of all replicas, from which the optimizer gets what corrects the gradients; see `reduced_loss`."""
-        figures_R3 = reduced_loss(
-            result if self._mesh.rank("pp") == self._last_rank else None,
-            self._mesh,
-            num_microbatches=weighting.num_microbatches,
-            by_replica=wanted.own_loss,
-        )
-        loss = BatchLoss(
-            figures_R3=figures_R3,
-            num_replicas=self._mesh.size("dp"),
-            is_weighted=self._returns_weights(
-                weighting.criterion, figures_R3[:, 2].sum(), trains=wanted.trains
-            ),
-        )
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of all replicas, whose gradient is taken, and that of this replica alone; equal on its ranks.
+
+        All-reduce over the world, where there are stages or replicas. The optimizer is given what corrects the
+        gradients where the criterion returned weights.
+        """
+        num_replicas, replica = self._mesh.size("dp"), self._mesh.rank("dp")
+        is_reduced = self._mesh.size("pp", "dp") > 1
+        # Of each replica R its loss, its weight, and 1 where it has one; float32 whatever torch's default is.
+        figures_R3 = torch.zeros(num_replicas, 3, dtype=torch.float32, device=self._mesh.device)
+        # The other ranks of a replica have the same.
+        is_counted = self._mesh.rank("tp") == self._mesh.rank("sp") == 0 or not is_reduced
+        if self._mesh.rank("pp") == self._last_rank and is_counted:
+            figures_R3[replica, 0] = torch.stack([loss.float() for loss in result.losses]).sum()
+            if result.weights is None:
+                figures_R3[replica, 0] /= weighting.num_microbatches
+            else:
+                figures_R3[replica, 1] = torch.stack([weight.float() for weight in result.weights]).sum()
+                figures_R3[replica, 2] = 1
+        if is_reduced:
+            dist.all_reduce(figures_R3)
+        losses, weights, have_weights = figures_R3.unbind(1)
+        is_weighted = self._returns_weights(weighting.criterion, have_weights.sum(), trains=wanted.trains)
         if optimizer is not None and wanted.trains:
-            first = weighting.first_weight * loss.num_replicas * optimizer.accumulation_steps
-            _note_factor(optimizer, first / loss.weight if loss.is_weighted else 1.0)
-        return loss
+            first = weighting.first_weight * num_replicas * optimizer.accumulation_steps
+            _note_factor(optimizer, first / weights.sum() if is_weighted else 1.0)
+        if is_weighted:
+            return losses.sum() / weights.sum(), losses[replica] / weights[replica]
+        return losses.mean(), losses[replica].clone()
 
     def _returns_weights(self, criterion: Criterion, num_weighted: Tensor, *, trains: bool) -> bool:
         """Return True for a criterion of (loss_sum, weight). Waits for the device where it is new, or in evaluation.
@@ -393,27 +427,28 @@ class PipelineEngine:
         first = 1 if self._last_rank == 0 else 0
         is_first = self._mesh.rank("pp") == first and self._mesh.rank("data") == self._mesh.rank("tp") == 0
         if is_first and not self._has_noted_outputs:
+            self._has_noted_outputs = True
             _LOG.warning(
                 "execute_pipeline returns outputs on the last stage, and None on the others: give "
                 'return_outputs="all_ranks" to have them on every rank'
             )
-        self._has_noted_outputs = True
-
-    def _returned(self, loss: BatchLoss, asked: "_Wanted") -> Tensor:
-        """The loss that this rank asked for."""
-        returned = loss.of_replica(self._mesh.rank("dp")) if asked.own_loss else loss.mean
-        return returned.as_subclass(PipelineLoss) if asked.trains else returned
 
 
-def _require_batches(has_batch: Sequence[bool]) -> None:
-    """Raise StopIteration where all ranks' data has ended, ValueError where that of some has."""
-    ended = [rank for rank, has_one in enumerate(has_batch) if not has_one]
-    if len(ended) == len(has_batch):
+def _require_same_calls(have: Sequence[int], trains: Sequence[int]) -> None:
+    """Raise StopIteration where all ranks' data has ended, ValueError where that of some has, or some alone train."""
+    ended = [rank for rank, has_one in enumerate(have) if not has_one]
+    if len(ended) == len(have):
         raise StopIteration
     if ended:
         raise ValueError(
             f"the dataloader has ended on rank(s) {ended} while the other ranks still have batches: every "
             "rank must get equally many; build it with booster.plugin.prepare_dataloader"
+        )
+    training = [rank for rank, is_on in enumerate(trains) if is_on]
+    if 0 < len(training) < len(trains):
+        raise ValueError(
+            f"execute_pipeline was called to train on rank(s) {training} and under torch.no_grad() on the others: call "
+            "it under torch.no_grad() on every rank, to evaluate, or on none, to train"
         )
 
 
@@ -431,54 +466,30 @@ def _note_factor(optimizer: ShardedOptimizer, factor: float | Tensor) -> None:
     optimizer.gradient_factor = factor
 
 
+class _Weighting:
+    """A criterion, with how much of a microbatch's loss is differentiated: its share of the batch."""
+
+    def __init__(self, criterion: Criterion, num_microbatches: int, first_weight: float) -> None:
+        self.criterion, self.num_microbatches, self.first_weight = criterion, num_microbatches, first_weight
+        self.is_weighted = False
+
+    def __call__(self, outputs: Any, inputs: Any) -> Tensor | tuple[Tensor, Tensor]:
+        computed = self.criterion(outputs, inputs)
+        self.is_weighted = isinstance(computed, tuple)
+        return computed
+
+    def share(self, loss: Tensor) -> Tensor:
+        """The part that is differentiated: of a mean an equal one, of a sum what the first weight leaves."""
+        return loss / (self.first_weight if self.is_weighted else self.num_microbatches)
+
+
 class _Wanted(NamedTuple):
-    """The results that a call asks for: gradients, a loss, outputs; the replica's own loss; outputs on all stages."""
+    """The results that a call asks for: gradients, a loss, outputs, and outputs on all stages."""
 
     trains: bool
     loss: bool
     outputs: bool
-    own_loss: bool
     outputs_everywhere: bool
-
-    def joined(self, other: "_Wanted") -> "_Wanted":
-        """Combine two calls: everything that either of them asks for."""
-        return _Wanted(*(mine or theirs for mine, theirs in zip(self, other, strict=True)))
-
-
-def _common_wishes(every: Sequence[tuple[int, _Wanted]], replica: int) -> _Wanted:
-    """Combine the wishes of all ranks: a loss that any of them wants, and outputs that any of this replica does.
-
-    Both take communication, which ranks that want neither join.
-
-    Args:
-        every: by rank, its replica and what it wants.
-        replica: this rank's.
-
-    Raises:
-        ValueError: gradients are on for some ranks alone.
-    """
-    training = [rank for rank, (_, wanted) in enumerate(every) if wanted.trains]
-    if 0 < len(training) < len(every):
-        raise ValueError(
-            f"execute_pipeline was called to train on rank(s) {training} and under torch.no_grad() on the others: call "
-            "it under torch.no_grad() on every rank, to evaluate, or on none, to train"
-        )
-    return _Wanted(
-        trains=bool(training),
-        loss=any(wanted.loss for _, wanted in every),
-        outputs=any(wanted.outputs for of, wanted in every if of == replica),
-        own_loss=any(wanted.own_loss for _, wanted in every),
-        outputs_everywhere=any(wanted.outputs_everywhere for of, wanted in every if of == replica),
-    )
-
-
-def _parameters_of_one_stage(stages: Mapping[int, Stage]) -> dict[int, list[Parameter]]:
-    """Each stage's parameters without those that another stage of this rank uses too."""
-    uses = Counter(parameter for stage in stages.values() for parameter in stage.parameters())
-    return {
-        index: [parameter for parameter in stage.parameters() if uses[parameter] == 1]
-        for index, stage in stages.items()
-    }
 
 
 def _whole(outputs: Any) -> Any:

@@ -1,7 +1,6 @@
 """A model parallelized by HybridParallelPlugin: how boost makes it, and what it offers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,15 +13,12 @@ from ..cluster.errors import raise_errors
 from ..cluster.failures import meet_all_ranks, naming_failures
 from ..cluster.hooks import own
 from ..cluster.mesh import ParallelMesh
-from ..cluster.random import ForwardRandom
 from ..cluster.ring import Rings
-from ..cluster.step_agreement import StepAgreement
 from ..lazy import materialize
-from ..pipeline.stage import argument, local_stages, refuse_direct_calls, takes, without_cache
+from ..pipeline.stage import argument, refuse_direct_calls, takes, without_cache
 from ..pipeline.stage_manager import PipelineStageManager
 from ..shardformer.equal_ranks import require_equal_inputs, require_equal_models, tensors_of_call
 from ..shardformer.layers.batch_norm import RunningStatistics, own_batch_norms
-from ..shardformer.layers.weight_gradient import defer_weight_gradients
 from ..shardformer.recompute import checkpoint_layers, recomputable_layers, recompute_errors
 from ..shardformer.refusals import mark_taken, refuse_partial_state
 from ..shardformer.shard_config import ShardConfig
@@ -64,65 +60,56 @@ def boost(
     """
     raise_errors(model_errors(model) or peft_model_errors(model))
     model, adapters = unwrapped(model)
-    plan = plan_boost(model, optimizer, config=config, mesh=mesh, stage_manager=stage_manager, rings=rings)
+    shard_config = _shard_config(config, mesh=mesh, stage_manager=stage_manager, rings=rings)
+    sharder, weights, recomputed = plan_boost(model, optimizer, config, mesh, shard_config)
     with naming_failures("boost"):
         require_equal_boosts(model, optimizer)
         names = ParameterNames.of(model)  # Hugging Face's, of the whole model
         config.fused.choose_attention(model, mesh.device)
-        apply_recomputation(plan, config)
-        ties = cut_stages(plan, mesh.device)
+        if (
+            config.gradient_checkpoint_config is not None
+        ):  # before layers are split: sharded sequences wrap it
+            checkpoint_layers(recomputed, config.gradient_checkpoint_config)
+        ties = sharder.cut_stages(mesh.device) if sharder else []  # before anything reaches the device
         model.to(mesh.device)
-        split_layers(plan)
-        shard_weights(model, plan, config=config, mesh=mesh)
+        if sharder:
+            sharder.split_layers()
+        if weights:
+            shard_weights(model, weights, config, mesh)
         materialize(model)
         statistics = own_batch_norms(model, mesh.group("data"))
         refuse_partial_state(model)
-        boosted = HybridParallelModule(
-            model, names, config=config, mesh=mesh, stage_manager=stage_manager, adapters=adapters
-        )
-        wrap_optimizer(boosted, optimizer, ties)
+        boosted = HybridParallelModule(model, names, config, mesh, stage_manager.placement, adapters)
+        boosted.optimizer = wrap_optimizer(boosted, optimizer, ties, stage_manager)
         config.fused.fuse(model, config.dtype)
         connect_optimizer(boosted, statistics)
     return boosted
 
 
-@dataclass(frozen=True, kw_only=True)
-class BoostPlan:
-    """All that becomes of a model, found without changing it.
-
-    Args:
-        sharder: cuts it into stages and splits its layers; None where it stays as it is.
-        weights: the layers whose weights are sharded over the weight axis; None for none.
-        recomputed: the layers of each stage, of which some are recomputed in backward; None recomputes none.
-    """
-
-    sharder: ModelSharder | None
-    weights: WeightSharding | None
-    recomputed: Mapping[int, Sequence[nn.Module]] | None
-
-
 def plan_boost(
     model: nn.Module,
     optimizer: Optimizer | None,
-    *,
     config: HybridConfig,
     mesh: ParallelMesh,
-    stage_manager: PipelineStageManager,
-    rings: Rings | None,
-) -> BoostPlan:
+    shard_config: ShardConfig,
+) -> tuple[ModelSharder | None, WeightSharding | None, Mapping[int, Sequence[nn.Module]]]:
     """Check all that `boost` will do, by a dry run on the meta device. Changes and communicates nothing.
+
+    Returns:
+        What cuts the model into stages and splits its layers, None where it stays as it is; the layers whose weights
+        are sharded over the weight axis, None for none; the layers of each stage, of which some are recomputed.
 
     Raises:
         ValueError: something cannot be done; all reasons at once.
     """
     errors = optimizer_errors(model, optimizer) + config.fused.model_errors(model, mesh.device)
-    if getattr(model, "_compiled_call_impl", None) is not None and mesh.size("tp", "sp") * config.wp_size > 1:
+    if getattr(model, "_compiled_call_impl", None) is not None and not _compiles(config):
         errors.append(COMPILED)
-    sharder = weights = recomputed = None
+    sharder = weights = None
+    recomputed: Mapping[int, Sequence[nn.Module]] = {}
     if config.wp_size > 1:
         weights = plan_weight_sharding(model, errors, policy=config.custom_policy)
     if mesh.size("tp", "pp", "sp") > 1:
-        shard_config = _shard_config(config, mesh=mesh, stage_manager=stage_manager, rings=rings)
         sharder = sharder_or_errors(model, config.custom_policy, shard_config, errors)
         if config.custom_policy is None:  # which may leave experts replicated
             errors += expert_width_errors(model, tp_size=mesh.size("tp"), dtype=config.dtype)
@@ -130,7 +117,7 @@ def plan_boost(
         recomputed = {0: recomputable_layers(model)} if sharder is None else sharder.layers_by_stage()
         errors += recompute_errors(recomputed, config.gradient_checkpoint_config)
     raise_errors(errors)
-    return BoostPlan(sharder=sharder, weights=weights, recomputed=recomputed)
+    return sharder, weights, recomputed
 
 
 def _shard_config(
@@ -140,14 +127,14 @@ def _shard_config(
     return ShardConfig(
         tensor_parallel_process_group=mesh.group("tp"),
         pipeline_stage_manager=stage_manager,
-        parallel_output=config.parallel_output,
-        make_vocab_size_divisible_by=config.make_vocab_size_divisible_by,
-        enable_sequence_parallelism=config.sequence.mode is not None,
-        sequence_parallelism_mode=config.sequence.mode,
         sequence_parallel_process_group=mesh.group("sp"),
         sequence_parallel_rings=rings,
-        enable_sequence_overlap=config.sequence.overlaps,
-        enable_sequence_regather=config.sequence.regathers,
+        parallel_output=config.parallel_output,
+        make_vocab_size_divisible_by=config.make_vocab_size_divisible_by,
+        enable_sequence_parallelism=config.enable_sequence_parallelism,
+        sequence_parallelism_mode=config.sequence.mode,
+        enable_sequence_overlap=config.enable_sequence_overlap,
+        enable_sequence_regather=config.enable_sequence_regather,
     )
 
 
@@ -162,59 +149,46 @@ def require_equal_boosts(model: nn.Module, optimizer: Optimizer | None) -> None:
     require_equal(optimizer_options(optimizer), what="the optimizer")
 
 
-def apply_recomputation(plan: BoostPlan, config: HybridConfig) -> None:
-    """Let layers be recomputed in backward. Before they are split: those with sharded sequences wrap it."""
-    if plan.recomputed is not None and config.gradient_checkpoint_config is not None:
-        checkpoint_layers(plan.recomputed, config.gradient_checkpoint_config)
-
-
-def cut_stages(plan: BoostPlan, device: torch.device) -> list[dict[int, Tensor]]:
-    """Keep this rank's stages, before anything reaches the device. Return the parameters that several stages hold."""
-    return [] if plan.sharder is None else plan.sharder.cut_stages(device)
-
-
-def split_layers(plan: BoostPlan) -> None:
-    """Shard sequences, and weights over the tensor axis."""
-    if plan.sharder is not None:
-        plan.sharder.split_layers()
-
-
-def shard_weights(model: nn.Module, plan: BoostPlan, *, config: HybridConfig, mesh: ParallelMesh) -> None:
+def shard_weights(
+    model: nn.Module, weights: WeightSharding, config: HybridConfig, mesh: ParallelMesh
+) -> None:
     """Shard the weights of linear layers over the weight axis."""
-    if plan.weights is not None:
-        apply_weight_sharding(
-            model,
-            plan.weights.layers,
-            mesh.group("weight"),
-            native=plan.weights.native,
-            overlap=config.wp_overlap,
-            memory_pool=config.wp_memory_pool,
-            gradient_dtype=config.wire_dtype,
-        )
+    apply_weight_sharding(
+        model,
+        weights.layers,
+        mesh.group("weight"),
+        native=weights.native,
+        overlap=config.wp_overlap,
+        memory_pool=config.wp_memory_pool,
+        gradient_dtype=config.wire_dtype,
+    )
 
 
 def wrap_optimizer(
-    boosted: "HybridParallelModule", optimizer: Optimizer | None, ties: list[dict[int, Tensor]]
-) -> None:
+    boosted: "HybridParallelModule",
+    optimizer: Optimizer | None,
+    ties: list[dict[int, Tensor]],
+    stage_manager: PipelineStageManager,
+) -> ShardedOptimizer | None:
     """Wrap the optimizer, let layers add to its gradients, and cast all parameters. Collective over the world.
 
     Args:
-        boosted: its `optimizer` is the result; None where none is given.
-        optimizer: torch's, on the parameters of the model.
+        boosted: whose parameters the optimizer has.
+        optimizer: torch's; None for none.
         ties: the parameters that several stages hold, as `managed_parameters` takes them.
+        stage_manager: the assignment of stages to ranks.
     """
-    config, mesh = boosted.config, boosted.mesh
+    config, mesh, wrapped = boosted.config, boosted.mesh, None
     if optimizer is not None:
-        managed = managed_parameters(
-            boosted.local_parameters,
-            ties,
-            mesh=mesh,
-            stage_manager=boosted.stage_manager,
-            stages=boosted.engine.parameters,
-        )
-        boosted.optimizer = ShardedOptimizer(
+        wrapped = ShardedOptimizer(
             optimizer,
-            managed,
+            managed_parameters(
+                boosted.local_parameters,
+                ties,
+                mesh=mesh,
+                stage_manager=stage_manager,
+                stages=boosted.engine.parameters,
+            ),
             mesh=mesh,
             stage=config.zero_stage,
             zero_size=config.zero_size,
@@ -226,10 +200,10 @@ def wrap_optimizer(
             max_norm=config.max_norm,
             bucket_size=int(config.zero_bucket_size_in_m * 2**20),
         )
-    # Those that no optimizer manages: frozen, or none was given.
-    for parameter in boosted.module.parameters():
+    for parameter in boosted.module.parameters():  # those that no optimizer manages
         if parameter.is_floating_point() and parameter.dtype != config.dtype:
             parameter.data = parameter.data.to(config.dtype)
+    return wrapped
 
 
 def connect_optimizer(boosted: "HybridParallelModule", statistics: RunningStatistics) -> None:
@@ -239,7 +213,7 @@ def connect_optimizer(boosted: "HybridParallelModule", statistics: RunningStatis
         if boosted.mesh.world_size > 1:
             _refuse_backward(boosted.module)
         return
-    optimizer.agreement = boosted.agreement
+    optimizer.agreement = boosted.engine.agreement
     optimizer.after_step = statistics.average
     if boosted.config.overlap_allgather:
         optimizer.publisher.overlap_with_forward(boosted.module)
@@ -265,6 +239,11 @@ COMPILED = (
 )
 
 
+def _compiles(config: HybridConfig) -> bool:
+    """Return True where no layer talks to other ranks."""
+    return config.tp_size == config.sp == config.wp_size == 1
+
+
 class HybridParallelModule(BoostedModule):
     """A model as the plugin split it; `unwrap()` is the transformers model itself.
 
@@ -275,7 +254,7 @@ class HybridParallelModule(BoostedModule):
         names: of the whole model.
         config: the options of the plugin.
         mesh: the ranks.
-        stage_manager: the assignment of stages to ranks.
+        placement: the pipeline rank of each stage.
         adapters: what is saved of it as LoRA.
     """
 
@@ -283,10 +262,9 @@ class HybridParallelModule(BoostedModule):
         self,
         module: nn.Module,
         names: ParameterNames,
-        *,
         config: HybridConfig,
         mesh: ParallelMesh,
-        stage_manager: PipelineStageManager,
+        placement: Sequence[int],
         adapters: Sequence[Adapter] = (),
     ) -> None:
         super().__init__(adapters)
@@ -294,25 +272,13 @@ class HybridParallelModule(BoostedModule):
         mark_taken(module)
         if mesh.size("pp") > 1:
             refuse_direct_calls(module)
-        self.config, self.mesh, self.stage_manager = config, mesh, stage_manager
+        self.config, self.mesh = config, mesh
         self.optimizer: ShardedOptimizer | None = None
         # Not `names` itself, which would keep the parameters of all other stages in memory.
         self.state_names = names.state
         self._local_parameters = names.local(module)
         self._takes_cache = takes(module, "use_cache")
-        self._compiles = mesh.size("tp", "sp") == config.wp_size == 1
-        self.random = ForwardRandom(mesh)
-        self.agreement = StepAgreement(mesh, config.check_every)
-        splits_backward = config.splits_backward
-        self.engine = PipelineEngine(
-            local_stages(module),
-            mesh,
-            config,
-            placement=stage_manager.placement,
-            random=self.random,
-            agreement=self.agreement,
-            weight_gradients=defer_weight_gradients(module) if splits_backward else None,
-        )
+        self.engine = PipelineEngine(module, config, mesh, placement)
 
     @property
     def local_parameters(self) -> dict[str, nn.Parameter]:
@@ -328,7 +294,7 @@ class HybridParallelModule(BoostedModule):
             RuntimeError: under a pipeline.
             ValueError: ranks that compute one model have other inputs than their first one; on all of them.
         """
-        if torch.compiler.is_compiling() and not self._compiles:
+        if torch.compiler.is_compiling() and not _compiles(self.config):
             _refuse_compiling()
         refuse_pipeline("model(**batch)", self.mesh)
         return super().forward(*args, **kwargs)
@@ -339,11 +305,11 @@ class HybridParallelModule(BoostedModule):
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the outputs of inputs that all ranks of the model have alike."""
-        drawn = self._require_equal_inputs(args, kwargs, self.random.draw(self.module))
+        drawn = self._require_equal_inputs(args, kwargs, self.engine.random.draw(self.module))
         if self.training and self._takes_cache and argument(self.module, args, kwargs, "use_cache") is None:
             kwargs = without_cache(self.module, args, kwargs)
         args, kwargs = self.engine.to_compute(args), self.engine.to_compute(kwargs)
-        with self.random.call(drawn):
+        with self.engine.random.call(drawn):
             return self.module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -369,7 +335,7 @@ class HybridParallelModule(BoostedModule):
         Raises:
             RuntimeError: layers talk to other ranks.
         """
-        if not self._compiles:
+        if not _compiles(self.config):
             raise RuntimeError(COMPILED)
         self.module.compile(*args, **kwargs)
 
@@ -379,9 +345,9 @@ class HybridParallelModule(BoostedModule):
         Returns:
             The number of `random` that they use: the first one's where they compare.
         """
-        is_due = self.agreement.is_due()
+        is_due = self.engine.agreement.is_due()
         if not (is_due or self.optimizer is None or not torch.is_grad_enabled()):
-            self.agreement.note([tensors_of_call(args, kwargs), drawn])
+            self.engine.agreement.note([tensors_of_call(args, kwargs), drawn])
             return drawn
         differs = False
         for axis in ("tp", "sp"):
@@ -389,7 +355,7 @@ class HybridParallelModule(BoostedModule):
                 group = self.mesh.group(axis)
                 drawn, differs = require_equal_inputs(args, kwargs, group, axis, drawn=drawn, differs=differs)
         if differs:
-            self.agreement.compare_always()
+            self.engine.agreement.compare_always()
         return drawn
 
     def zero_grad(self, set_to_none: bool = True) -> None:

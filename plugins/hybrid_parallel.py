@@ -32,11 +32,11 @@ from ..shardformer.tables.table import Table
 from ..zero.optimizer import ShardedOptimizer
 from .base import Boosted, Plugin, Returned, own_arguments, require_process_group
 from .colossalai import HYBRID, unavailable_errors
+from .engine import PipelineLoss
 from .hybrid_config import HybridConfig
 from .hybrid_model import HybridParallelModule, boost, refuse_pipeline
 from .internevo import in_its_words, plugin_arguments
 from .ledger import Ledger
-from .loss import PipelineLoss
 from .state import local_tensors, trained_shards
 
 
