@@ -27,6 +27,7 @@ from ..data.loader import SharedLoader, shared_loader
 from ..shardformer.refusals import given_errors, is_taken
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.precision import default_precision
+from .scaled_optimizer import ScaledOptimizer
 
 Returned = bool | Literal["all_ranks"]
 Boosted = tuple[nn.Module, Optimizer | None, Callable | None, DataLoader | None, LRScheduler | None]
@@ -278,7 +279,7 @@ def optimizer_errors(model: nn.Module, optimizer: Optimizer | None) -> list[str]
     """List reasons why this optimizer cannot train this model."""
     if optimizer is None:
         return []
-    if isinstance(optimizer, ShardedOptimizer):
+    if isinstance(optimizer, ShardedOptimizer | ScaledOptimizer):
         return ["the optimizer is already boosted: give booster.boost the plain torch optimizer"]
     given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     own = set(model.parameters())

@@ -48,7 +48,11 @@ ZERO = {
     "extra_dp_size": Unavailable((1,), "use zero_size, the number of ranks that share the states"),
 }
 DDP = {"fp8_communication": _FP8["fp8_communication"]}
+_NO_SCALE = (
+    "leave it out, since torch's GradScaler, which scales the loss here, has none; or use another plugin"
+)
 FSDP = {
+    **dict.fromkeys(("hysteresis", "min_scale", "max_scale"), Unavailable(_NONE, _NO_SCALE)),
     "fp8_communication": _FP8["fp8_communication"],
     "process_group": Unavailable(_NONE, "leave it out; shard_size divides the ranks"),
     "sharding_strategy": Unavailable(_NONE, "use shard_size and reshard_after_forward"),

@@ -190,6 +190,12 @@ class ScaledOptimizer(Optimizer):
             taken = {"scale": saved["scale"], "_growth_tracker": saved["steps_without_overflow"]}
             self.scaler.load_state_dict(self.scaler.state_dict() | taken)
 
+    def install_state(self, state: dict[str, Any], extra: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint: the inner optimizer's state, the loss scale and the skipped steps."""
+        self.optim.load_state_dict(state)
+        self.load_scaler_state(extra["scaler"])
+        self.skipped_steps = extra["skipped_steps"]
+
     def _parameters(self) -> list[Parameter]:
         return [parameter for group in self.optim.param_groups for parameter in group["params"]]
 

@@ -1,6 +1,6 @@
 """This rank's part of a model and its optimizer, as checkpoints save it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from ..checkpoint.background import Save
 from ..checkpoint.calls import save_faults
@@ -28,16 +26,16 @@ from ..checkpoint.local import (
     saved_state,
 )
 from ..checkpoint.optimizer import Trained, TrainedPiece
-from ..checkpoint.step import Resume, Resumed
+from ..checkpoint.step import Resumed
 from ..cluster.errors import raise_errors
 from ..cluster.mesh import ParallelMesh
 from ..cluster.placement import Placement, Shard, Shared, is_counted, placement_of
 from ..pipeline.stage_manager import PipelineStageManager
+from ..shardformer.refusals import is_partial
 from ..zero.bucket import Slot
 from ..zero.groups import layout_lines
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.partition import ManagedParameter
-from .scaled_optimizer import ScaledOptimizer
 
 
 @dataclass(frozen=True)
@@ -89,10 +87,8 @@ def managed_parameters(
     managed = []
     for name, parameter in local.items():
         ranks, tie_group = tied.get(parameter, ([stage_manager.rank], None))
-        groups = [
-            *_partial_groups(placement_of(parameter), mesh),
-            *([] if tie_group is None else [tie_group]),
-        ]
+        placement = placement_of(parameter)
+        groups = [*_partial_groups(placement, mesh), *([] if tie_group is None else [tie_group])]
         counts = stage_manager.rank == ranks[0] and is_counted(parameter, mesh.rank("tp"))
         managed.append(
             ManagedParameter(
@@ -120,14 +116,28 @@ def _partial_groups(placement: Placement | None, mesh: ParallelMesh) -> list[dis
     return []
 
 
+def local_of(name: str, tensor: Tensor, *, like: Tensor, mesh: ParallelMesh) -> LocalTensor:
+    """This rank's piece of a tensor that is sharded as a parameter is. A replicated one may be saved by any rank."""
+    if isinstance(tensor, DTensor):
+        return local_dtensor(name, tensor)
+    return local_piece(name, tensor, placement_of(like), _rank(like, mesh))
+
+
 def local_tensors(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, LocalTensor]:
-    """Pieces of a model's tensors, by name. A replicated one may be saved by any rank."""
-    return {name: local_like(tensor, name, tensor, mesh=mesh) for name, tensor in tensors.items()}
+    """Pieces of a model's tensors, by name."""
+    return {name: local_of(name, tensor, like=tensor, mesh=mesh) for name, tensor in tensors.items()}
 
 
-def local_like(parameter: Tensor, name: str, tensor: Tensor, *, mesh: ParallelMesh) -> LocalTensor:
-    """This rank's piece of a tensor that is sharded as a parameter is."""
-    return local_piece(name, tensor, placement_of(parameter), _rank(parameter, mesh))
+def local_module(module: nn.Module, mesh: ParallelMesh, adapters: Sequence[Adapter] = ()) -> LocalModel:
+    """Parameters and persistent buffers of a module that keeps its names and ties; a tied one once."""
+    names, named = TensorNames.of(module), saved_state(module)
+    return LocalModel(
+        module=module,
+        names=names,
+        tensors=local_tensors({name: named[name] for name in names.needed}, mesh),
+        adapters=tuple(adapters),
+        loaded=lambda: None,
+    )
 
 
 def trained_shards(optimizer: ShardedOptimizer, mesh: ParallelMesh) -> Trained:
@@ -179,49 +189,31 @@ def _rank(tensor: Tensor, mesh: ParallelMesh) -> int:
     return mesh.rank(placement.axis) if isinstance(placement, Shard) else 0
 
 
-def local_module(module: nn.Module, adapters: Sequence[Adapter]) -> LocalModel:
-    """Parameters and persistent buffers of a module, replicated or in torch's rows; a tied one once."""
-    names, named = TensorNames.of(module), saved_state(module)
-    return LocalModel(
-        module=module,
-        names=names,
-        tensors={name: _whole_or_rows(name, named[name]) for name in names.needed},
-        adapters=tuple(adapters),
-        loaded=lambda: None,
-    )
-
-
-def trained_parameters(optimizer: ScaledOptimizer) -> Trained:
-    """The tensors that this rank steps: whole parameters, or rows of them."""
-    parameters = [parameter for group in optimizer.optim.param_groups for parameter in group["params"]]
+def trained_parameters(
+    optimizer: Optimizer,
+    names: Mapping[Parameter, str],
+    mesh: ParallelMesh,
+    *,
+    extra: Mapping[str, Any],
+    install: Callable[[dict[str, Any], Mapping[str, Any]], None],
+) -> Trained:
+    """The tensors that an optimizer of torch steps on this rank: parameters as they are here, without masters."""
     groups = [
         [
-            TrainedPiece(optimizer.names[parameter], parameter, _whole_or_rows)
-            for parameter in group["params"]
-            if parameter.requires_grad and parameter.numel()
+            TrainedPiece(names[each], each, partial(local_of, like=each, mesh=mesh))
+            for each in group["params"]
+            if each.requires_grad and each.numel()
         ]
-        for group in optimizer.optim.param_groups
+        for group in optimizer.param_groups
     ]
     return Trained(
-        inner=optimizer.optim,
+        inner=optimizer,
         groups=groups,
         has_masters=False,
-        extra={"scaler": optimizer.scaler_state(), "skipped_steps": optimizer.skipped_steps},
-        install=partial(_install_whole, optimizer),
-        is_whole=not any(isinstance(each, DTensor) for each in parameters),
+        extra=extra,
+        install=install,
+        is_whole=not any(isinstance(each, DTensor) or is_partial(each) for each in names),
     )
-
-
-def _whole_or_rows(name: str, tensor: Tensor) -> LocalTensor:
-    if isinstance(tensor, DTensor):
-        return local_dtensor(name, tensor)
-    return local_piece(name, tensor, None, 0)
-
-
-def _install_whole(optimizer: ScaledOptimizer, state: dict[str, Any], extra: Mapping[str, Any]) -> None:
-    optimizer.optim.load_state_dict(state)
-    optimizer.load_scaler_state(extra["scaler"])
-    optimizer.skipped_steps = extra["skipped_steps"]
 
 
 class SplitCheckpoints:
@@ -238,61 +230,21 @@ class SplitCheckpoints:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, mesh: ParallelMesh) -> None:
         raise_errors(save_faults(model, optimizer, None))
-        self._model = model
-        self._optimizer = optimizer
-        self._mesh = mesh
+        self._model, self._optimizer, self._mesh = model, optimizer, mesh
         self._checkpoints = Checkpoints(mesh)
 
-    def save_checkpoint(
-        self,
-        directory: str | Path,
-        step: int,
-        *,
-        lr_scheduler: LRScheduler | None = None,
-        dataloader: DataLoader | None = None,
-        user: Any = None,
-        keep_last: int | None = None,
-        use_async: bool = False,
-        size_per_shard: float = 1024,
-    ) -> Save:
-        """See `Booster.save_checkpoint`."""
-        return self._checkpoints.save_step(
-            directory,
-            step,
-            model=self._local_model(),
-            optimizer=self._trained(),
-            lr_scheduler=lr_scheduler,
-            dataloader=dataloader,
-            user=user,
-            keep_last=keep_last,
-            size_per_shard=size_per_shard,
-            use_async=use_async,
-        )
+    def save_checkpoint(self, directory: str | Path, step: int, **options: Any) -> Save:
+        """See `Booster.save_checkpoint`, which has the same options but for the model and its optimizer."""
+        return self._checkpoints.save_step(directory, step, **self._parts(), **{**_SAVED, **options})
 
-    def load_checkpoint(
-        self,
-        directory: str | Path,
-        *,
-        lr_scheduler: LRScheduler | None = None,
-        dataloader: DataLoader | None = None,
-        resume: Resume = "auto",
-        strict: bool = True,
-    ) -> Resumed | None:
-        """See `Booster.load_checkpoint`."""
-        return self._checkpoints.load_step(
-            directory,
-            model=self._local_model(),
-            optimizer=self._trained(),
-            lr_scheduler=lr_scheduler,
-            dataloader=dataloader,
-            resume=resume,
-            strict=strict,
-        )
+    def load_checkpoint(self, directory: str | Path, **options: Any) -> Resumed | None:
+        """See `Booster.load_checkpoint`, which has the same options but for the model and its optimizer."""
+        return self._checkpoints.load_step(directory, **self._parts(), **{**_LOADED, **options})
 
     def save_model(self, checkpoint: str | Path, *, size_per_shard: float = 1024) -> Save:
         """Write the whole model as a Hugging Face folder; see `Booster.save_model`."""
         return self._checkpoints.save_model(
-            self._local_model(),
+            local_module(self._model, self._mesh),
             checkpoint,
             shard=True,
             size_per_shard=size_per_shard,
@@ -300,31 +252,24 @@ class SplitCheckpoints:
             use_async=False,
         )
 
-    def _local_model(self) -> LocalModel:
-        """This rank's part of the model; splitting keeps names and ties."""
-        names, named = TensorNames.of(self._model), saved_state(self._model)
-        return LocalModel(
-            module=self._model,
-            names=names,
-            tensors=local_tensors({name: named[name] for name in names.needed}, self._mesh),
-            loaded=lambda: None,
-        )
-
-    def _trained(self) -> Trained:
-        """The tensors that this rank steps: all local ones that are not frozen."""
-        named = {parameter: name for name, parameter in self._model.named_parameters()}
-        groups = [
-            [
-                TrainedPiece(named[each], each, partial(local_like, each, mesh=self._mesh))
-                for each in group["params"]
-                if each.requires_grad
-            ]
-            for group in self._optimizer.param_groups
-        ]
-        return Trained(
-            inner=self._optimizer,
-            groups=groups,
-            has_masters=False,
+    def _parts(self) -> dict[str, Any]:
+        trained = trained_parameters(
+            self._optimizer,
+            {parameter: name for name, parameter in self._model.named_parameters()},
+            self._mesh,
             extra={"scaler": None, "skipped_steps": 0},  # as a plugin in float32 has them
             install=lambda state, extra: self._optimizer.load_state_dict(state),
         )
+        return {"model": local_module(self._model, self._mesh), "optimizer": trained}
+
+
+# The defaults of Booster's methods.
+_LOADED = {"lr_scheduler": None, "dataloader": None, "resume": "auto", "strict": True}
+_SAVED = {
+    "lr_scheduler": None,
+    "dataloader": None,
+    "user": None,
+    "keep_last": None,
+    "use_async": False,
+    "size_per_shard": 1024,
+}

@@ -1,12 +1,15 @@
 """Data parallelism by torch's own wrappers: the base class, and TorchDDPPlugin by DistributedDataParallel."""
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from inspect import signature
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -29,10 +32,36 @@ from .scaled_optimizer import ScaledOptimizer
 from .state import local_module, trained_parameters
 
 
+class TorchModel(BoostedModule):
+    """A model under one of torch's wrappers.
+
+    Args:
+        module: the model itself.
+        mesh: all ranks.
+        adapters: what is saved of it as LoRA.
+    """
+
+    def __init__(self, module: nn.Module, mesh: ParallelMesh, adapters: Sequence[Adapter]) -> None:
+        super().__init__(adapters)
+        self.module = module
+        self.random = ForwardRandom(mesh)
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let gradients add up on each rank until a backward outside of the block."""
+
+    def free_whole_parameters(self) -> None:
+        """Keep this rank's part of the parameters alone."""
+
+    def leave_alone(self, names: Collection[str]) -> None:
+        """Leave these buffers as each rank has them."""
+
+
 class TorchPlugin(Plugin):
     """Data parallelism over all ranks, by torch's own wrappers. No pipeline: call `model(**batch)`."""
 
     mesh: ParallelMesh
+    _precision: str
     _accumulates = False  # inside of no_sync, where ranks may run different numbers of backwards
 
     @property
@@ -55,9 +84,87 @@ class TorchPlugin(Plugin):
         """This rank, of all."""
         return self.mesh.rank("dp"), self.mesh.size("dp")
 
+    @property
+    def precision(self) -> str:
+        """The precision in which layers compute."""
+        return self._precision
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> Boosted:
+        """Wrap model and optimizer; the others are returned as they are. Collective over the world.
+
+        A lazily built model is materialized whole.
+
+        Raises:
+            ValueError: model or optimizer cannot be wrapped; all reasons at once.
+        """
+        raise_errors(model_errors(model))
+        model, adapters = unwrapped(model)
+        raise_errors(self._errors(model, optimizer))
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        with naming_failures("boost"):
+            meet_all_ranks()
+            self._compare(model)
+            materialize(model)
+            statistics = own_batch_norms(model, self.mesh.group("data"))
+            boosted = self._wrapped(model, adapters)
+        wrapped = None if optimizer is None else self._scaled(optimizer, boosted, names)
+        if wrapped is not None:
+            wrapped.group = self.mesh.new_group_of_all()
+            wrapped.after_step = statistics.average
+            boosted.leave_alone(statistics.names)
+        return boosted, wrapped, criterion, dataloader, lr_scheduler
+
+    def _errors(self, model: nn.Module, optimizer: Optimizer | None) -> list[str]:
+        """List reasons why this model and optimizer cannot be wrapped."""
+        return []
+
+    def _compare(self, model: nn.Module) -> None:
+        """Compare what torch does not. Collective over the world."""
+
+    @abstractmethod
+    def _wrapped(self, model: nn.Module, adapters: Sequence[Adapter]) -> "TorchModel":
+        """Wrap the model. Collective over the world."""
+
+    @abstractmethod
+    def _scaled(
+        self, optimizer: Optimizer, boosted: "TorchModel", names: Mapping[Parameter, str]
+    ) -> ScaledOptimizer:
+        """Put the optimizer behind a loss scale."""
+
+    def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
+        """Accumulate whole gradients on each rank; the first backward after the block averages them.
+
+        They take the memory of one gradient of every parameter on every rank.
+        """
+        if optimizer is not None:
+            require_boosted(optimizer, "booster.no_sync")
+        return self._accumulating(self._boosted(model, "booster.no_sync").no_sync())
+
+    def local_model(self, model: nn.Module) -> LocalModel:
+        """This rank's part of a boosted model, in the format in which it is stepped."""
+        boosted = self._boosted(model, "saving and loading")
+        boosted.free_whole_parameters()
+        return local_module(boosted.module, self.mesh, boosted.adapters)
+
+    def _boosted(self, model: nn.Module, call: str) -> "TorchModel":
+        if not isinstance(model, TorchModel):
+            raise ValueError(f"{call} takes the model that booster.boost returned")
+        return model
+
     def trained(self, optimizer: Optimizer) -> Trained:
         """The tensors that a boosted optimizer steps on this rank."""
-        return trained_parameters(require_boosted(optimizer, "saving and loading"))
+        scaled = require_boosted(optimizer, "saving and loading")
+        extra = {"scaler": scaled.scaler_state(), "skipped_steps": scaled.skipped_steps}
+        return trained_parameters(
+            scaled.optim, scaled.names, self.mesh, extra=extra, install=scaled.install_state
+        )
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
         """Compute gradients, averaged over the ranks while backward runs.
@@ -151,11 +258,6 @@ class TorchDDPPlugin(TorchPlugin):
         self.has_default_precision = True
         self._precision: Literal["fp32", "bf16", "fp16"] = default_precision(self.mesh.device)
 
-    @property
-    def precision(self) -> str:
-        """The precision of autocast; fp32 has none."""
-        return self._precision
-
     def set_mixed_precision(self, precision: Literal["fp32", "bf16", "fp16"]) -> None:
         """Compute in 16 bits by torch's autocast, or in float32 without; fp16 scales the loss.
 
@@ -170,84 +272,58 @@ class TorchDDPPlugin(TorchPlugin):
         self.has_default_precision = False
         self._precision = precision
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable | None = None,
-        dataloader: DataLoader | None = None,
-        lr_scheduler: LRScheduler | None = None,
-    ) -> Boosted:
-        """Wrap model and optimizer. Collective over the world. A lazily built model is materialized whole.
+    def _wrapped(self, model: nn.Module, adapters: Sequence[Adapter]) -> "TorchModel":
+        return TorchDDPModel(
+            model.to(self.mesh.device), self.mesh, self._precision, self._ddp_kwargs, adapters
+        )
 
-        Raises:
-            ValueError: the model is none, or was split or boosted before.
-        """
-        raise_errors(model_errors(model))
-        with naming_failures("boost"):
-            meet_all_ranks()
-            model, adapters = unwrapped(model)
-            model = materialize(model).to(self.mesh.device)
-            statistics = own_batch_norms(model, self.mesh.group("data"))
-            dtype = None if self._precision == "fp32" else DTYPES[self._precision]
-            boosted = TorchDDPModel(model, self.mesh, dtype, self._ddp_kwargs, adapters)
-            if boosted.ddp is not None and optimizer is not None:
-                # Else every forward would replace the statistics of the other replicas by those of rank 0.
-                boosted.ddp.parameters_to_ignore |= set(statistics.names)
+    def _scaled(
+        self, optimizer: Optimizer, boosted: "TorchModel", names: Mapping[Parameter, str]
+    ) -> ScaledOptimizer:
         scaler = torch.amp.GradScaler(self.mesh.device.type, enabled=self._precision == "fp16")
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        wrapped = None if optimizer is None else ScaledOptimizer(optimizer, scaler, names)
-        if wrapped is not None:
-            wrapped.group = self.mesh.new_group_of_all()
-            wrapped.after_step = statistics.average
-        return boosted, wrapped, criterion, dataloader, lr_scheduler
-
-    def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
-        """Accumulate gradients on each rank; the first backward after the block averages them."""
-        if optimizer is not None:
-            require_boosted(optimizer, "booster.no_sync")
-        assert isinstance(model, TorchDDPModel)
-        return self._accumulating(model.ddp.no_sync() if model.ddp is not None else nullcontext())
-
-    def local_model(self, model: nn.Module) -> LocalModel:
-        """All of a boosted model."""
-        if not isinstance(model, TorchDDPModel):
-            raise ValueError("saving and loading takes the model that booster.boost returned")
-        return local_module(model.module, model.adapters)
+        return ScaledOptimizer(optimizer, scaler, names)
 
 
-class TorchDDPModel(BoostedModule):
+class TorchDDPModel(TorchModel):
     """A model under DistributedDataParallel and autocast; `unwrap()` is the model itself."""
 
     def __init__(
         self,
         module: nn.Module,
         mesh: ParallelMesh,
-        dtype: torch.dtype | None,
+        precision: str,
         ddp_kwargs: dict[str, Any],
         adapters: Sequence[Adapter] = (),
     ) -> None:
-        super().__init__(adapters)
+        super().__init__(module, mesh, adapters)
         has_trainable = any(parameter.requires_grad for parameter in module.parameters())
         device_ids = [mesh.device.index] if mesh.device.type == "cuda" else None
         ddp = DistributedDataParallel(module, device_ids=device_ids, **ddp_kwargs) if has_trainable else None
         # A tuple is not registered: parameter names stay those of the model.
         self._ddp = (ddp,)
-        self.module = module
         mark_taken(module)
-        self._random = ForwardRandom(mesh)
-        self._device_type = mesh.device.type
-        self._dtype = dtype
+        self._autocast = partial(
+            torch.autocast, mesh.device.type, DTYPES[precision], enabled=precision != "fp32"
+        )
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
         """torch's wrapper; None where nothing is trained."""
         return self._ddp[0]
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let gradients add up on each rank until a backward outside of the block."""
+        return nullcontext() if self.ddp is None else self.ddp.no_sync()
+
+    def leave_alone(self, names: Collection[str]) -> None:
+        """Do not broadcast these buffers: every forward would replace those of other replicas by those of rank 0."""
+        if self.ddp is not None:
+            self.ddp.parameters_to_ignore |= set(names)
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The `generate` of the transformers model, computed in the mixed precision; each rank for itself."""
         module: Any = self.module
-        with torch.autocast(self._device_type, self._dtype, enabled=self._dtype is not None):
+        with self._autocast():
             return module.generate(*args, **kwargs)
 
     def ranks_of_call(self) -> Sequence[int] | None:
@@ -256,8 +332,5 @@ class TorchDDPModel(BoostedModule):
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the outputs in the mixed precision. Buffers are broadcast from the first rank."""
-        with (
-            torch.autocast(self._device_type, self._dtype, enabled=self._dtype is not None),
-            self._random.call(self._random.draw(self.module)),
-        ):
+        with self._autocast(), self.random.call(self.random.draw(self.module)):
             return (self.ddp or self.module)(*args, **kwargs)

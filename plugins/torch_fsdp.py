@@ -2,14 +2,13 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -18,98 +17,24 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
-from ..checkpoint.local import Adapter, LocalModel
+from ..checkpoint.local import Adapter
 from ..cluster.errors import raise_errors
-from ..cluster.failures import meet_all_ranks, naming_failures
 from ..cluster.hooks import has_foreign_hooks
 from ..cluster.mesh import ParallelMesh, divisors, shard_mesh
-from ..cluster.random import ForwardRandom
-from ..lazy import materialize
 from ..shardformer.equal_ranks import require_equal_models
 from ..shardformer.fused import switch_errors
-from ..shardformer.layers.batch_norm import own_batch_norms
 from ..shardformer.recompute import recomputable_layers
 from ..shardformer.refusals import is_partial, mark_taken, refuse_partial_state
 from ..zero.elementwise import require_elementwise
 from ..zero.groups import PARTIAL_STATE
 from ..zero.precision import DTYPES, is_finite_number, precision_faults
-from .base import Boosted, BoostedModule, model_errors, optimizer_errors, own_arguments, require_process_group
+from .base import optimizer_errors, own_arguments, require_process_group
 from .colossalai import FSDP, unavailable_errors
-from .lora import unwrapped
 from .scaled_optimizer import ScaledOptimizer
-from .state import local_module
-from .torch_ddp import TorchPlugin, require_boosted
-
-
-@dataclass(frozen=True, kw_only=True)
-class FSDPConfig:
-    """Options of a TorchFSDPPlugin; see there."""
-
-    precision: str = "fp32"
-    shard_size: int | None = None
-    cpu_offload: bool = False
-    reshard_after_forward: bool | None = None
-    initial_scale: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 1000
-    unavailable: Mapping[str, Any] = field(default_factory=dict)
-
-    def errors(self, world_size: int) -> list[str]:
-        """List all errors in a world of this size, each with what would work."""
-        found = precision_faults(
-            precision=self.precision,
-            growth_factor=self.growth_factor,
-            backoff_factor=self.backoff_factor,
-            growth_interval=self.growth_interval,
-        )
-        if not (is_finite_number(self.initial_scale) and self.initial_scale > 0):
-            found.append(f"initial_scale={self.initial_scale!r}: it must be above 0 and finite")
-        found += [
-            f"{name}={value} is not available: torch's GradScaler, which scales the loss here, has none. Leave it out, "
-            "or use HybridParallelPlugin or LowLevelZeroPlugin"
-            for name, value in self.unavailable.items()
-            if value is not None
-        ]
-        if self.shard_size is not None:
-            found += _shard_size_errors(self.shard_size, world_size)
-        found += switch_errors({"cpu_offload": self.cpu_offload})
-        if not (self.reshard_after_forward is None or isinstance(self.reshard_after_forward, bool)):
-            found.append(f"reshard_after_forward={self.reshard_after_forward!r} must be True, False or None")
-        return found
-
-    def scaler(self, device: torch.device) -> "torch.amp.GradScaler":
-        """A loss scale, turned off where the precision needs none."""
-        return torch.amp.GradScaler(
-            device.type,
-            init_scale=self.initial_scale,
-            growth_factor=self.growth_factor,
-            backoff_factor=self.backoff_factor,
-            growth_interval=self.growth_interval,
-            enabled=self.precision == "fp16",
-        )
-
-    def policy(self, mesh: DeviceMesh) -> dict[str, Any]:
-        """The keyword arguments of fully_shard: 16-bit computation, gradients reduced in float32."""
-        is_16_bit = self.precision != "fp32"
-        pin_memory = mesh.device_type != "cpu"
-        return {
-            "mesh": mesh,
-            "reshard_after_forward": self.reshard_after_forward,
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=DTYPES[self.precision] if is_16_bit else None,
-                reduce_dtype=torch.float32 if is_16_bit else None,
-            ),
-            "offload_policy": CPUOffloadPolicy(pin_memory=pin_memory)
-            if self.cpu_offload
-            else OffloadPolicy(),
-        }
+from .torch_ddp import TorchModel, TorchPlugin
 
 
 class TorchFSDPPlugin(TorchPlugin):
@@ -129,7 +54,6 @@ class TorchFSDPPlugin(TorchPlugin):
             and keeps the rest of the model, which backward needs at once; False keeps all, True frees all.
         initial_scale, growth_factor, backoff_factor, growth_interval: the loss scale of fp16, as in the other plugins;
             it shrinks at every overflow.
-        hysteresis, min_scale, max_scale: refused, since torch's GradScaler has none.
         others: further arguments of ColossalAI's, taken where they ask for nothing (see `colossalai.FSDP`).
 
     Raises:
@@ -148,122 +72,106 @@ class TorchFSDPPlugin(TorchPlugin):
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 1000,
-        hysteresis: int | None = None,
-        min_scale: float | None = None,
-        max_scale: float | None = None,
         **others: Any,
     ) -> None:
-        arguments = own_arguments(locals())
-        unavailable = unavailable_errors(type(self), FSDP, others)
+        self._precision = own_arguments(locals())["precision"]
         require_process_group()
+        raise_errors(
+            [
+                *unavailable_errors(type(self), FSDP, others),
+                *precision_faults(
+                    precision=self._precision,
+                    growth_factor=growth_factor,
+                    backoff_factor=backoff_factor,
+                    growth_interval=growth_interval,
+                ),
+                *_scale_errors(initial_scale),
+                *_shard_size_errors(shard_size, dist.get_world_size()),
+                *switch_errors({"cpu_offload": cpu_offload or False}),
+                *switch_errors({"reshard_after_forward": reshard_after_forward or False}),
+            ]
+        )
         self.has_default_precision = precision is None
-        missing = {name: arguments.pop(name) for name in ("hysteresis", "min_scale", "max_scale")}
-        arguments["cpu_offload"] = False if cpu_offload is None else cpu_offload
-        self.config = FSDPConfig(**arguments, unavailable=missing)
-        raise_errors([*unavailable, *self.config.errors(dist.get_world_size())])
         self.mesh = ParallelMesh()
         self.shard_mesh = shard_mesh(self.mesh, shard_size or self.mesh.world_size)
+        is_16_bit = self._precision != "fp32"
+        offloaded = CPUOffloadPolicy(pin_memory=self.mesh.device.type != "cpu")
+        # 16-bit computation, gradients reduced in float32.
+        self._policy: dict[str, Any] = {
+            "mesh": self.shard_mesh,
+            "reshard_after_forward": reshard_after_forward,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=DTYPES[self._precision] if is_16_bit else None,
+                reduce_dtype=torch.float32 if is_16_bit else None,
+            ),
+            "offload_policy": offloaded if cpu_offload else OffloadPolicy(),
+        }
+        self._scaler = partial(
+            torch.amp.GradScaler,
+            self.mesh.device.type,
+            init_scale=initial_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=self._precision == "fp16",
+        )
 
-    @property
-    def precision(self) -> str:
-        """The precision in which layers compute."""
-        return self.config.precision
+    def _errors(self, model: nn.Module, optimizer: Optimizer | None) -> list[str]:
+        return boost_errors(model, optimizer)
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable | None = None,
-        dataloader: DataLoader | None = None,
-        lr_scheduler: LRScheduler | None = None,
-    ) -> Boosted:
-        """Shard the model in place, re-point and wrap the optimizer; the others are returned as they are.
+    def _compare(self, model: nn.Module) -> None:
+        require_equal_models(model)
 
-        Collective over the world; every rank gives an equal model. One that was built lazily is materialized whole
-        before it is sharded. See `Booster.boost`.
-        """
-        raise_errors(model_errors(model))
-        model, adapters = unwrapped(model)
-        raise_errors(boost_errors(model, optimizer))
-        with naming_failures("boost"):
-            meet_all_ranks()
-            require_equal_models(model)
-            names = {parameter: name for name, parameter in model.named_parameters()}
-            materialize(model)
-            statistics = own_batch_norms(model, self.mesh.group("data"))
-            policy = self.config.policy(self.shard_mesh)
-            boosted = TorchFSDPModel(model, policy, ForwardRandom(self.mesh), adapters)
-        scaler = self.config.scaler(self.mesh.device)
-        wrapped = None if optimizer is None else FSDPOptimizer(optimizer, scaler, boosted, names)
-        if wrapped is not None:
-            wrapped.group = self.mesh.new_group_of_all()
-            wrapped.after_step = statistics.average
-        return boosted, wrapped, criterion, dataloader, lr_scheduler
+    def _wrapped(self, model: nn.Module, adapters: Sequence[Adapter]) -> "TorchFSDPModel":
+        return TorchFSDPModel(model, self.mesh, self._policy, adapters)
 
-    def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
-        """Accumulate whole gradients on each rank; the first backward after the block averages and shards them.
-
-        They take the memory of one gradient of every parameter on every rank.
-        """
-        if optimizer is not None:
-            require_boosted(optimizer, "booster.no_sync")
-        return self._accumulating(_boosted(model, "no_sync").no_sync())
-
-    def local_model(self, model: nn.Module) -> LocalModel:
-        """This rank's rows of a boosted model, in float32."""
-        boosted = _boosted(model, "saving and loading")
-        boosted.free_whole_parameters()
-        return local_module(boosted.module, boosted.adapters)
+    def _scaled(
+        self, optimizer: Optimizer, boosted: TorchModel, names: Mapping[Parameter, str]
+    ) -> "FSDPOptimizer":
+        assert isinstance(boosted, TorchFSDPModel)
+        return FSDPOptimizer(optimizer, self._scaler(), boosted, names)
 
 
 def boost_errors(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
     """List reasons why this model and optimizer cannot be sharded."""
-    if any(isinstance(each, DTensor) for each in model.parameters()):
-        return ["the model is already boosted: give booster.boost the plain transformers model, once"]
-    if isinstance(optimizer, ScaledOptimizer):
-        return ["the optimizer is already boosted: give booster.boost the plain torch optimizer"]
     found = optimizer_errors(model, optimizer)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             found.append(f"{name} is a scalar, which has no rows to shard: give it the shape (1,)")
         if has_foreign_hooks(parameter):
             found.append(f"{name} has hooks, which would be lost: register hooks on modules instead")
-    return found + ([] if optimizer is None else _optimizer_kind_errors(optimizer))
-
-
-def _optimizer_kind_errors(optimizer: Optimizer) -> list[str]:
-    """List reasons why its states cannot be sharded: they exist already, or need whole parameters."""
+    if optimizer is None or isinstance(optimizer, ScaledOptimizer):
+        return found
     if optimizer.state:
         return [
+            *found,
             f"{type(optimizer).__name__} already has state for {len(optimizer.state)} parameters, which would be lost: "
-            "boost a new optimizer, before its first step, of a kind that makes its states in step()"
+            "boost a new optimizer, before its first step, of a kind that makes its states in step()",
         ]
     try:
         # Of the others torch's DTensor takes some, and Muon then departs from one process without a word.
         require_elementwise(optimizer)
     except ValueError as error:
-        return [str(error)]
-    return []
+        found.append(str(error))
+    return found
+
+
+def _scale_errors(initial_scale: Any) -> list[str]:
+    is_sound = is_finite_number(initial_scale) and initial_scale > 0
+    return [] if is_sound else [f"initial_scale={initial_scale!r}: it must be above 0 and finite"]
 
 
 def _shard_size_errors(shard_size: Any, world_size: int) -> list[str]:
-    if isinstance(shard_size, bool) or not isinstance(shard_size, int):
-        return [f"shard_size={shard_size!r} must be a whole number, or None for all ranks"]
     allowed = [size for size in divisors(world_size) if size > 1 or world_size == 1]
-    if shard_size in allowed:
+    if shard_size is None or (type(shard_size) is int and shard_size in allowed):
         return []
-    if shard_size == 1:
-        return [f"shard_size=1 shards nothing: use one of {allowed}, or TorchDDPPlugin"]
-    return [f"shard_size={shard_size} does not divide the world size {world_size}: use one of {allowed}"]
+    return [
+        f"shard_size={shard_size!r} does not divide the world size {world_size} into groups that shard: use one of "
+        f"{allowed}, None for all ranks, or TorchDDPPlugin"
+    ]
 
 
-def _boosted(model: nn.Module, call: str) -> "TorchFSDPModel":
-    if not isinstance(model, TorchFSDPModel):
-        raise ValueError(f"{call} takes the model that booster.boost returned")
-    return model
-
-
-class TorchFSDPModel(BoostedModule):
+class TorchFSDPModel(TorchModel):
     """A model whose parameters are sharded; `unwrap()` is the model itself.
 
     Its layers and then the rest are sharded by fully_shard, which replaces every parameter by a DTensor: this
@@ -271,20 +179,19 @@ class TorchFSDPModel(BoostedModule):
 
     Args:
         module: the model, changed in place. Parameters of 16 bits become float32 masters.
+        mesh: all ranks.
         policy: the keyword arguments of fully_shard.
-        random: of the forwards in training.
         adapters: what is saved of it as LoRA.
     """
 
     def __init__(
         self,
         module: nn.Module,
+        mesh: ParallelMesh,
         policy: Mapping[str, Any],
-        random: ForwardRandom,
         adapters: Sequence[Adapter] = (),
     ) -> None:
-        super().__init__(adapters)
-        self._random = random
+        super().__init__(module, mesh, adapters)
         for parameter in module.parameters():
             if parameter.is_floating_point() and parameter.itemsize < torch.float32.itemsize:
                 parameter.data = parameter.data.float()
@@ -293,11 +200,12 @@ class TorchFSDPModel(BoostedModule):
             fully_shard(layer, **policy)
         # Layers that are freed are gathered in every forward; what stays gathered may be used alone.
         always_gathers = bool(layers) and policy["reshard_after_forward"] is not False
-        mesh = policy["mesh"]
-        self._ranks = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)) if always_gathers else ()
+        shards = policy["mesh"]
+        self._ranks = (
+            dist.get_process_group_ranks(shards.get_group(shards.ndim - 1)) if always_gathers else ()
+        )
         self.root = (fully_shard(module, **policy),)  # a tuple is not registered: one name per parameter
         refuse_partial_state(module)
-        self.module = module
         mark_taken(module)
 
     def ranks_of_call(self) -> Sequence[int]:
@@ -306,7 +214,7 @@ class TorchFSDPModel(BoostedModule):
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the outputs; each layer is gathered when it computes. Every rank of a shard group calls."""
-        with self._random.call(self._random.draw(self.module)):
+        with self.random.call(self.random.draw(self.module)):
             return self.module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.placement import Shard, placement_of
 from echelon.lazy import LazyInitContext, materialize
 from echelon.pipeline.stage_manager import PipelineStageManager
-from echelon.plugins.ledger import Ledger
+from echelon.plugins.hybrid_parallel import Ledger
 from echelon.plugins.state import ParameterNames, local_tensors, managed_parameters
 from echelon.shardformer.recompute import recomputable_layers
 from echelon.shardformer.weight_sharding import apply_weight_sharding

@@ -10,7 +10,7 @@ from torch import nn
 
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.traffic import Traffic
-from echelon.plugins.ledger import Ledger
+from echelon.plugins.hybrid_parallel import Ledger
 
 from ..pool import Pool
 from .helpers import Precision, shard

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.cluster.mesh import ParallelMesh
-from echelon.plugins.ledger import Ledger
+from echelon.plugins.hybrid_parallel import Ledger
 
 from ..pool import Pool
 from .helpers import Precision, assert_equal, loss_of, sgd, shard, small_model, weights_of
