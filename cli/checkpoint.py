@@ -4,16 +4,15 @@ torch is imported inside functions: help is answered without it.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from .console import refuse, table_console
+from .console import refuse, show_table
 
 if TYPE_CHECKING:
     from ..checkpoint.difference import Difference
@@ -58,15 +57,13 @@ def inspect(
         found = {"tensors": list(listing)} if tensors else {}
         typer.echo(json.dumps(plain(summary | found), indent=2))
         return
-    console = table_console()
-    for table in summary_tables(summary):
-        console.print(table)
+    show_summary(summary)
     if tensors:
         lines = (
             (line["name"], str(list(line["shape"])), line["dtype"], ", ".join(line["files"]))
             for line in listing
         )
-        console.print(table_of(f"tensors {pattern or '*'}", ("tensor", "shape", "format", "files"), lines))
+        show_table(f"tensors {pattern or '*'}", ("tensor", "shape", "format", "files"), lines)
 
 
 @checkpoint.command()
@@ -99,7 +96,7 @@ def diff(
         typer.echo(note, err=True)
     if differences:
         headings = ("in", "name", "what", ">largest |a − b|", ">of max(|a|, |b|)", ">entries")
-        table_console().print(table_of("", headings, map(_difference_cells, differences)))
+        show_table("", headings, map(_difference_cells, differences))
         verdict = f"{len(differences)} differences"
     else:
         verdict = (
@@ -201,8 +198,8 @@ def progress_bar(total: int, what: str) -> Iterator[Callable[[int], object]]:
         yield bar.update
 
 
-def summary_tables(summary: Mapping[str, Any]) -> Iterator[Table]:
-    """Tables of a checkpoint's facts, its kinds of tensors and its files."""
+def show_summary(summary: Mapping[str, Any]) -> None:
+    """Print a checkpoint's facts, its kinds of tensors and its files."""
     from ..checkpoint.inspect import plain
 
     facts = [
@@ -210,24 +207,20 @@ def summary_tables(summary: Mapping[str, Any]) -> Iterator[Table]:
         for name, value in _facts(summary)
         if value is not None
     ]
-    table = table_of(summary["path"], ("", ""), facts)
-    table.show_header = False
-    yield table
-    yield table_of(
-        "tensors",
-        ("of", ">tensors", ">entries", ">size", "formats"),
+    show_table(summary["path"], ("", ""), facts)
+    parts = (
         (
-            (
-                part["name"],
-                *(f"{part['tensors']:,}", f"{part['entries']:,}", shown_bytes(part["bytes"])),
-                _formats(part["dtypes"]),
-            )
-            for part in summary["parts"]
-        ),
+            part["name"],
+            *(f"{part['tensors']:,}", f"{part['entries']:,}", shown_bytes(part["bytes"])),
+            _formats(part["dtypes"]),
+        )
+        for part in summary["parts"]
     )
+    show_table("tensors", ("of", ">tensors", ">entries", ">size", "formats"), parts)
     files = summary["files"]
-    yield table_of(
-        f"files: {len(files)}, {shown_bytes(sum(file['bytes'] for file in files))}",
+    total = shown_bytes(sum(file["bytes"] for file in files))
+    show_table(
+        f"files: {len(files)}, {total}",
         ("file", ">size"),
         ((file["path"], shown_bytes(file["bytes"])) for file in files),
     )
@@ -265,19 +258,6 @@ def _difference_cells(each: "Difference") -> tuple[str, ...]:
         *(each.part, each.name, each.what, f"{distance.absolute:.3g}", f"{distance.relative:.3g}"),
         f"{distance.differing:,} of {distance.entries:,}",
     )
-
-
-def table_of(title: str, headings: Sequence[str], rows: Iterator[Sequence[str]] | Sequence[Any]) -> Table:
-    """A table; a column whose heading begins with ">" is aligned to the right, others fold long texts."""
-    table = Table(title=title or None, title_justify="left")
-    for heading in headings:
-        if heading.startswith(">"):
-            table.add_column(heading[1:], justify="right")
-        else:
-            table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def shown_bytes(count: int) -> str:

@@ -1,9 +1,10 @@
 """Errors on stderr and tables on stdout, alike for every command."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 BAD_ARGUMENTS = 2
 WIDTH = 160  # of a table where the output is no terminal
@@ -17,7 +18,22 @@ def refuse(command: str, errors: Sequence[str]) -> None:
         raise typer.Exit(BAD_ARGUMENTS)
 
 
-def table_console() -> Console:
-    """The console that tables are printed to."""
+def show_table(
+    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *, sections: Iterable[int] = ()
+) -> None:
+    """Print a table; a column whose heading begins with ">" is aligned to the right, others fold long texts.
+
+    Args:
+        sections: numbers of rows, from 1, behind which a line is drawn.
+    """
+    table = Table(title=title or None, title_justify="left", show_header=any(headings))
+    for heading in headings:
+        if heading.startswith(">"):
+            table.add_column(heading[1:], justify="right")
+        else:
+            table.add_column(heading, overflow="fold")
+    ends = set(sections)
+    for number, row in enumerate(rows, start=1):
+        table.add_row(*row, end_section=number in ends)
     console = Console()
-    return console if console.is_terminal else Console(width=WIDTH)
+    (console if console.is_terminal else Console(width=WIDTH)).print(table)

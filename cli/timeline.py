@@ -12,13 +12,12 @@ from statistics import mean
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from ..pipeline.action import Op
 from ..pipeline.schedules import SCHEDULES, build_schedule, stage_placement, style_errors
 from ..pipeline.simulate import Costs, Span, Timeline, simulate
 from ..pipeline.timeline import SUFFIXES, Panel, rank_bubble, require_matplotlib, save_timelines, stages_of
-from .console import refuse, table_console
+from .console import refuse, show_table
 
 if TYPE_CHECKING:
     from ..verify.models import ModelChoice
@@ -136,9 +135,16 @@ def timeline(
 
 def finish(panels: Sequence[Panel], out: Path, *, unit: str) -> None:
     """Print the figures of each panel, and draw; ends the command if the file cannot be written."""
-    console = table_console()
     for panel in panels:
-        console.print(figures(panel))
+        ranks = enumerate(zip(panel.timeline.spans, panel.timeline.peak_shares, strict=True))
+        rows = (
+            (
+                *(str(rank), ", ".join(map(str, stages_of(spans)))),
+                *(f"{rank_bubble(panel.timeline, rank):.1%}", f"{peak:.3g}"),
+            )
+            for rank, (spans, peak) in ranks
+        )
+        show_table(panel.title, (">rank", ">stages", ">bubble", ">peak activations (microbatches)"), rows)
         typer.echo(f"bubble {panel.timeline.bubble:.1%} of the work, {panel.timeline.end:.6g} {unit} in all")
     try:
         save_timelines(panels, out, unit=unit)
@@ -146,17 +152,6 @@ def finish(panels: Sequence[Panel], out: Path, *, unit: str) -> None:
         typer.echo(f"echelon timeline: {unwritable(out, error.strerror)}", err=True)
         raise typer.Exit(1) from None
     typer.echo(f"drawn to {out}")
-
-
-def figures(panel: Panel) -> Table:
-    """A row for each rank."""
-    table = Table(title=panel.title, title_justify="left")
-    for heading in ("rank", "stages", "bubble", "peak activations (microbatches)"):
-        table.add_column(heading, justify="right")
-    for rank, (spans, peak) in enumerate(zip(panel.timeline.spans, panel.timeline.peak_shares, strict=True)):
-        stages = ", ".join(map(str, stages_of(spans)))
-        table.add_row(str(rank), stages, f"{rank_bubble(panel.timeline, rank):.1%}", f"{peak:.3g}")
-    return table
 
 
 def parse_costs(text: str) -> Costs:

@@ -10,9 +10,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from .console import refuse, table_console
+from .console import refuse, show_table
 
 if TYPE_CHECKING:
     from ..shardformer.sequence.config import SequenceParallelism
@@ -233,31 +232,18 @@ def _run_part(rank: int, relay: "Relay", number: int, folder: Path) -> "ResumeRe
 
 def show(report: "ResumeReport", *, title: str) -> None:
     """Print a report as a table, a row for each step: distances, each with its share of what is allowed."""
-    table = Table(title=title, title_justify="left")
-    for heading in ("step", "loss", "reference", "loss off by", "norm off by"):
-        table.add_column(heading, justify="right")
-    table.add_column("worst gradient off by", overflow="fold")
-    table.add_column("worst weight off by", overflow="fold")
+    headings = (">step", ">loss", ">reference", ">loss off by", ">norm off by")
+    rows = []
     for step in report.steps:
-        loss, norm, gradient, weight = (
-            step.measure(quantity) for quantity in ("loss", "norm", "gradient", "weight")
-        )
-        table.add_row(
-            str(step.step),
-            f"{step.loss:.6f}",
-            f"{step.reference_loss:.6f}",
-            _shown(loss),
-            _shown(norm),
-            f"{_shown(gradient)} {gradient.name}",
-            f"{_shown(weight)} {weight.name}",
-            end_section=step.step in {handover.step for handover in report.handovers},
-        )
-    console = table_console()
-    console.print(table)
+        loss, norm, gradient, weight = map(step.measure, ("loss", "norm", "gradient", "weight"))
+        worst = (f"{_shown(gradient)} {gradient.name}", f"{_shown(weight)} {weight.name}")
+        losses = (f"{step.loss:.6f}", f"{step.reference_loss:.6f}")
+        rows.append((str(step.step), *losses, _shown(loss), _shown(norm), *worst))
+    sections = [handover.step for handover in report.handovers]
+    show_table(title, (*headings, "worst gradient off by", "worst weight off by"), rows, sections=sections)
     for handover in report.handovers:
-        console.print(str(handover), highlight=False, soft_wrap=True)
-    verdict = "all agree" if report.agrees else f"departs: {report.departure}"
-    console.print(verdict, highlight=False, soft_wrap=True)
+        typer.echo(str(handover))
+    typer.echo("all agree" if report.agrees else f"departs: {report.departure}")
 
 
 def _shown(measure: "Measure") -> str:

@@ -6,20 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin
 from echelon.verify.batch import loss_of, make_batch
 from echelon.verify.parity import make_optimizer
 
 from ..pool import Pool
-from .training import BERT, LLAMA, boosted, hybrid, refused, share
+from .training import BERT, LLAMA, boosted, booster_of, hybrid, refused, share
 
 CALLS = 3  # before each step
 STEPS = 2
 LAYOUTS: list[dict[str, Any]] = [
-    {"zero_stage": 0},
     {"zero_stage": 1, "overlap_communication": False},
     {"zero_stage": 2},
-    {"pp_size": 2},
     {"pp_size": 2, "pp_style": "zbh1", "precision": "fp16"},
 ]
 
@@ -46,11 +43,18 @@ def averaged_by_one_process() -> list[float]:
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_several_calls_are_averaged_as_by_one_process(pool: Pool, sizes: dict[str, Any]) -> None:
     tolerance = 2e-2 if sizes.get("precision") == "fp16" else 1e-5
-    for found in pool.run(2, accumulate_calls, sizes):
+    for found in pool.run(2, accumulate, sizes, by_calls=False):
         assert found == pytest.approx(averaged_by_one_process(), rel=tolerance)
 
 
-def accumulate_calls(sizes: dict[str, Any]) -> list[float]:
+@pytest.mark.parametrize("stage", [0, 2])
+def test_several_backwards_are_averaged_as_by_one_process(pool: Pool, stage: int) -> None:
+    expected = averaged_by_one_process()[CALLS :: CALLS + 1]
+    for found in pool.run(2, accumulate, {"zero_stage": stage}, by_calls=True):
+        assert found[CALLS :: CALLS + 1] == pytest.approx(expected, rel=1e-5)
+
+
+def accumulate(sizes: dict[str, Any], *, by_calls: bool) -> list[float]:
     booster = hybrid(gradient_accumulation_steps=CALLS, **sizes)
     model, optimizer = boosted(booster)
     rank, size = booster.plugin.data_rank
@@ -58,32 +62,13 @@ def accumulate_calls(sizes: dict[str, Any]) -> list[float]:
     for step in range(STEPS):
         for call in range(CALLS):
             batch = {name: tensor.chunk(size)[rank] for name, tensor in batch_of(step, call).items()}
-            figures.append(booster.execute_pipeline(iter([batch]), model, None, optimizer)["loss"].item())
-            with torch.no_grad():  # counts for nothing
-                booster.execute_pipeline(iter([batch]), model)
-        optimizer.step()
-        optimizer.zero_grad()
-        figures.append(optimizer.last_norm)
-    return figures
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_several_backwards_are_averaged_as_by_one_process(pool: Pool, stage: int) -> None:
-    for found in pool.run(2, accumulate_backwards, stage):
-        assert found == pytest.approx(averaged_by_one_process()[CALLS :: CALLS + 1], rel=1e-5)
-
-
-def accumulate_backwards(stage: int) -> list[float]:
-    """The norms of the same steps, by a plain loop."""
-    plugin = LowLevelZeroPlugin(stage=stage, precision="fp32", gradient_accumulation_steps=CALLS)
-    booster = Booster(plugin=plugin)
-    model, optimizer = boosted(booster)
-    rank, size = plugin.data_rank
-    figures = []
-    for step in range(STEPS):
-        for call in range(CALLS):
-            batch = {name: tensor.chunk(size)[rank] for name, tensor in batch_of(step, call).items()}
-            booster.backward(model(**batch).loss, optimizer)
+            if by_calls:
+                booster.backward(loss := model(**batch).loss, optimizer)
+            else:
+                loss = booster.execute_pipeline(iter([batch]), model, None, optimizer)["loss"]
+                with torch.no_grad():  # counts for nothing
+                    booster.execute_pipeline(iter([batch]), model)
+            figures.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
         figures.append(optimizer.last_norm)
@@ -127,19 +112,14 @@ def test_replicas_are_averaged_in_the_last_call_alone(pool: Pool, stage: int) ->
 
 
 def averages_by_call(stage: int) -> list[int]:
-    booster = hybrid(zero_stage=stage, gradient_accumulation_steps=CALLS)
+    booster = booster_of(f"zero{stage}", precision="fp32", gradient_accumulation_steps=CALLS)
     model, optimizer = boosted(booster)
     found = []
     for call in range(CALLS):
         with booster.plugin.ledger() as ledger:
             booster.execute_pipeline(share(booster, BERT, call), model, loss_of, optimizer)
-        found.append(
-            sum(
-                count.calls
-                for (_, kind), count in ledger.traffic.items()
-                if "reduce" in kind and "small" not in kind
-            )
-        )
+        kinds = {kind: count.calls for (_, kind), count in ledger.traffic.items()}
+        found.append(sum(calls for kind, calls in kinds.items() if "reduce" in kind and "small" not in kind))
     return found
 
 
@@ -152,41 +132,23 @@ def test_a_step_after_another_number_of_calls_is_refused(pool: Pool) -> None:
 
 
 def count_wrongly() -> tuple[str, str, float, float]:
-    """Both errors, and the norms of the steps after them."""
+    """Both errors, and the norms of steps with and without errors before."""
     booster = hybrid(gradient_accumulation_steps=2)
-    model, optimizer = boosted(booster)
+    norms, errors = [], []
+    for is_wrong in (True, False):
+        model, optimizer = boosted(booster)
 
-    def call(number: int) -> None:
-        booster.execute_pipeline(share(booster, BERT, number), model, loss_of, optimizer)
+        def call(number: int, model: Any = model, optimizer: Any = optimizer) -> None:
+            booster.execute_pipeline(share(booster, BERT, number), model, loss_of, optimizer)
 
-    call(5)
-    early = refused(optimizer.step)
-    optimizer.zero_grad()  # drops what was begun
-    norms = []
-    call(0)
-    call(1)
-    late = refused(lambda: call(2))
-    optimizer.step()
-    norms.append(optimizer.last_norm)
-    optimizer.zero_grad()
-    other, second = boosted(booster)
-    for number in range(2):
-        booster.execute_pipeline(share(booster, BERT, number), other, loss_of, second)
-    second.step()
-    return early, late, norms[0], second.last_norm
-
-
-def test_a_number_of_calls_that_is_none_is_refused(pool: Pool) -> None:
-    assert pool.run(1, refuse_numbers) == [
-        [
-            "gradient_accumulation_steps='2' must be a whole number",
-            "gradient_accumulation_steps=0 must be at least 1",
-        ]
-    ]
-
-
-def refuse_numbers() -> list[str]:
-    return [
-        refused(lambda number=number: HybridParallelPlugin(gradient_accumulation_steps=number))
-        for number in ("2", 0)
-    ]
+        if is_wrong:
+            call(5)
+            errors.append(refused(optimizer.step))
+            optimizer.zero_grad()  # drops what was begun
+        call(0)
+        call(1)
+        if is_wrong:
+            errors.append(refused(lambda call=call: call(2)))
+        optimizer.step()
+        norms.append(optimizer.last_norm)
+    return errors[0], errors[1], norms[0], norms[1]

@@ -116,7 +116,7 @@ def trained(
     return state_of(model.unwrap())
 
 
-@pytest.mark.parametrize("name", rows("replicas", "replicas bf16", "zero fp16", "ddp", "fsdp bf16"))
+@pytest.mark.parametrize("name", rows("replicas", "zero fp16", "ddp", "fsdp bf16"))
 def test_replicas_have_and_save_the_mean_of_their_running_statistics(
     pool: Pool, name: str, tmp_path: Path
 ) -> None:

@@ -8,35 +8,31 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
-from echelon.verify.batch import loss_of, make_batch
-from echelon.verify.models import ModelChoice
+from echelon import Booster
+from echelon.verify.batch import make_batch
 
 from ..pool import Pool
-from .training import mean_over_replicas, share
+from .training import (
+    LLAMA,
+    boosted,
+    booster_of,
+    forward_and_backward,
+    hybrid,
+    mean_over_replicas,
+    sgd,
+    share,
+)
 
-CHOICE = ModelChoice(model_type="llama", tied=True)
-PLUGINS = {
-    "ddp": TorchDDPPlugin,
-    "fsdp": TorchFSDPPlugin,
-    "zero": LowLevelZeroPlugin,
-    "hybrid": HybridParallelPlugin,
-}
 NUM_STEPS = 3
 MAX_NORM, VALUE = 0.3, 0.02
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """A step shows the gradients' size, which AdamW's would hide."""
-    return torch.optim.SGD(model.parameters(), lr=1.0)
-
-
 def one_process(parts: int) -> tuple[list[float], list[float]]:
     """The loss and the norm of each step of a plain torch loop, over the mean of so many parts of the batch."""
-    model = CHOICE.build()
+    model = LLAMA.build()
     optimizer, losses, norms = sgd(model), [], []
     for step in range(NUM_STEPS):
-        batch = make_batch(CHOICE, num_samples=8, seed=step)
+        batch = make_batch(LLAMA, num_samples=8, seed=step)
         cut = [{name: tensor.chunk(parts)[part] for name, tensor in batch.items()} for part in range(parts)]
         loss = torch.stack([model(**each).loss for each in cut]).mean()
         loss.backward()
@@ -50,17 +46,11 @@ def one_process(parts: int) -> tuple[list[float], list[float]]:
 
 def train(kind: str, settings: dict[str, Any]) -> tuple[list[float], list[float]]:
     """The same by a plugin."""
-    booster = Booster(plugin=PLUGINS[kind](**settings))
-    model = CHOICE.build()
-    model, optimizer, *_ = booster.boost(model, sgd(model))
+    booster = booster_of(kind, **settings)
+    model, optimizer = boosted(booster, LLAMA, sgd)
     losses, norms = [], []
     for step in range(NUM_STEPS):
-        batches = share(booster, CHOICE, step)
-        if settings.get("pp_size", 1) > 1:
-            loss = booster.execute_pipeline(batches, model, loss_of, optimizer)["loss"]
-        else:
-            loss = model(**next(batches)).loss
-            booster.backward(loss, optimizer)
+        loss = forward_and_backward(booster, model, optimizer, LLAMA, step)
         norms.append(float(optimizer.clip_grad_by_norm(MAX_NORM, norm_type=2.0, error_if_nonfinite=True)))
         optimizer.clip_grad_by_value(VALUE)
         optimizer.step()
@@ -77,7 +67,7 @@ def test_one_loop_clips_under_every_plugin_as_one_process_does(pool: Pool) -> No
         (2, 2, "ddp", {}),
         (2, 2, "fsdp", exact),
         (4, 4, "fsdp", exact | {"shard_size": 2}),
-        (2, 2, "zero", exact | {"stage": 2}),
+        (2, 2, "zero2", exact),
         (4, 2, "hybrid", exact | {"tp_size": 2, "zero_stage": 1}),
         (4, 4, "hybrid", exact | {"pp_size": 2, "zero_stage": 1, "num_microbatches": 2}),
     ):
@@ -95,16 +85,11 @@ def test_clipping_without_a_step_leaves_the_next_one_right(pool: Pool) -> None:
 
 def clip_twice_and_drop(kind: str) -> bool:
     """Whether gradients are unscaled once, however often they are clipped and whatever was dropped before."""
-    booster = (
-        Booster(plugin=TorchDDPPlugin(), mixed_precision="fp16")
-        if kind == "ddp"
-        else Booster(plugin=TorchFSDPPlugin(precision="fp16"))
-    )
-    model = CHOICE.build()
-    model, optimizer, *_ = booster.boost(model, sgd(model))
+    booster = booster_of(kind, precision="fp16")
+    model, optimizer = boosted(booster, LLAMA, sgd)
     norms = []
     for clips in (1, 2):
-        booster.backward(model(**make_batch(CHOICE, num_samples=2, seed=0)).loss, optimizer)
+        booster.backward(model(**make_batch(LLAMA, num_samples=2, seed=0)).loss, optimizer)
         for _ in range(clips):
             norms.append(float(optimizer.clip_grad_by_norm(float("inf"))))
         optimizer.zero_grad()
@@ -128,15 +113,25 @@ def test_torchs_clipping_is_refused_under_every_plugin_that_cannot_take_it(pool:
 
 
 def refuse_torchs_clipping() -> None:
+    for kind, precision, accumulates in (
+        *(
+            ("zero0", "fp32", True),
+            ("zero1", "fp16", False),
+            ("zero2", "fp32", False),
+            ("zero2", "fp16", True),
+        ),
+        *(("ddp", "fp16", True), ("fsdp", "fp16", False)),
+    ):
+        refuse_clips(booster_of(kind, precision=precision), accumulates)
+    refuse_clips(booster_of("zero2", precision="fp32"), False, MEASURE)
     for stage in (0, 1, 2):
-        for precision in ("fp32", "fp16"):
-            for accumulates in (False, True):
-                refuse_clips(
-                    Booster(plugin=LowLevelZeroPlugin(stage=stage, precision=precision)), accumulates
-                )
-    refuse_clips(Booster(plugin=LowLevelZeroPlugin(stage=2, precision="fp32")), False, MEASURE)
-    refuse_clips(Booster(plugin=TorchDDPPlugin(), mixed_precision="fp16"), True)
-    refuse_clips(Booster(plugin=TorchFSDPPlugin(precision="fp16")), False)
+        booster = booster_of(f"zero{stage}", precision="fp32")
+        model, optimizer = boosted(booster, LLAMA, sgd)
+        model(**next(share(booster, LLAMA, 0))).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        with pytest.raises(RuntimeError, match=r"optimizer\.clip_grad_by_norm\(max_norm\)"):
+            optimizer.step()
+        dist.barrier()
 
 
 def test_torchs_clipping_is_refused_over_tensor_and_pipeline_axes(pool: Pool) -> None:
@@ -144,25 +139,18 @@ def test_torchs_clipping_is_refused_over_tensor_and_pipeline_axes(pool: Pool) ->
 
 
 def refuse_clipping_over_axes() -> None:
-    for sizes in ({"tp_size": 2}, {"pp_size": 2, "num_microbatches": 2}):
-        for stage in (0, 2):
-            plugin = HybridParallelPlugin(**sizes, precision="fp32", zero_stage=stage)
-            refuse_clips(Booster(plugin=plugin), False)
+    refuse_clips(hybrid(tp_size=2), False)
+    refuse_clips(hybrid(pp_size=2, zero_stage=2), False)
 
 
 def refuse_clips(
     booster: Booster, accumulates: bool, clips: dict[str, Callable[[list[nn.Parameter]], Any]] = CLIPS
 ) -> None:
     """At once or by the step, with more accumulated in between too; of the wrapper's parameters and the model's."""
-    model = CHOICE.build()
-    model, optimizer, *_ = booster.boost(model, sgd(model))
-    is_pipeline = getattr(booster.plugin, "pp_size", 1) > 1
+    model, optimizer = boosted(booster, LLAMA, sgd)
 
     def backward() -> None:
-        if is_pipeline:
-            booster.execute_pipeline(share(booster, CHOICE, 0), model, loss_of, optimizer)
-        else:
-            booster.backward(model(**next(share(booster, CHOICE, 0))).loss, optimizer)
+        forward_and_backward(booster, model, optimizer, LLAMA, 0)
 
     for name, clip in clips.items():
         for parameters in (list(model.parameters()), list(model.unwrap().parameters())):
@@ -177,19 +165,3 @@ def refuse_clips(
             optimizer.zero_grad()
     backward()
     optimizer.step()
-
-
-def test_torchs_clipping_of_a_plain_backward_is_refused(pool: Pool) -> None:
-    pool.run(2, refuse_clipping_of_a_plain_backward)
-
-
-def refuse_clipping_of_a_plain_backward() -> None:
-    for stage in (0, 1, 2):
-        booster = Booster(plugin=LowLevelZeroPlugin(stage=stage, precision="fp32"))
-        model = CHOICE.build()
-        model, optimizer, *_ = booster.boost(model, sgd(model))
-        model(**next(share(booster, CHOICE, 0))).loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        with pytest.raises(RuntimeError, match=r"optimizer\.clip_grad_by_norm\(max_norm\)"):
-            optimizer.step()
-        dist.barrier()

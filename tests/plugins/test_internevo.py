@@ -108,11 +108,6 @@ def test_the_arguments_are_those_of_the_plugin() -> None:
     assert (ISP.keys() | OF_FILE.keys()) <= signature(HybridParallelPlugin).parameters.keys()
 
 
-def test_the_parallel_section_alone_is_taken() -> None:
-    assert plugin_arguments(ISSUE) == ISP
-    assert plugin_arguments({"parallel": ISSUE}) == ISP
-
-
 def test_a_python_file_is_taken_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "config.py"
     path.write_text(FILE)
@@ -131,89 +126,63 @@ def test_a_json_file_is_taken(tmp_path: Path) -> None:
     assert plugin_arguments(path) == ISP | {"precision": "fp16"}
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        ("mtp", {"tp_size": 2}),
-        (
-            "msp",
-            {
-                "tp_size": 2,
-                "enable_sequence_parallelism": True,
-                "sequence_parallelism_mode": "split_gather",
-                "enable_sequence_overlap": True,
-            },
-        ),
-        (
-            "fsp",
-            {
-                "tp_size": 2,
-                "enable_sequence_parallelism": True,
-                "sequence_parallelism_mode": "split_gather",
-                "enable_sequence_overlap": True,
-                "enable_sequence_regather": True,
-            },
-        ),
-        (
-            "isp",
-            {"sp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"},
-        ),
-    ],
-)
-def test_modes_say_what_is_split(mode: str, expected: dict[str, Any]) -> None:
-    assert plugin_arguments({"tensor": {"size": 2, "mode": mode}}) == NO_LAYOUT | expected
-    alone = {name: 1 for name in expected if name in ("tp_size", "sp_size")}
-    assert plugin_arguments({"tensor": {"size": 1, "mode": mode}}) == NO_LAYOUT | alone
+REGIONS = {
+    "enable_sequence_parallelism": True,
+    "sequence_parallelism_mode": "split_gather",
+    "enable_sequence_overlap": True,
+}
+SEQUENCES = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"}
+ISP_OF_2 = {"tensor": {"size": 2, "mode": "isp"}}
+CHUNKED = {"pp_size": 2, "pp_style": "interleaved"}
+# A configuration, and what it makes of the arguments of none.
+TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (ISSUE, ISP),
+    ({"parallel": ISSUE}, ISP),
+    # Modes.
+    ({"tensor": {"size": 2, "mode": "mtp"}}, {"tp_size": 2}),
+    ({"tensor": {"size": 2, "mode": "msp"}}, {"tp_size": 2} | REGIONS),
+    ({"tensor": {"size": 2, "mode": "fsp"}}, {"tp_size": 2, "enable_sequence_regather": True} | REGIONS),
+    (ISP_OF_2, {"sp_size": 2} | SEQUENCES),
+    ({"tensor": {"size": 1, "mode": "fsp"}}, {}),
+    ({"tensor": {"size": 1, "mode": "isp"}}, {"sp_size": 1}),
+    # zero1 up to 0 is the whole group, and counts ranks with the same weights.
+    ({"parallel": {}}, {}),
+    ({"zero1": 0}, {}),
+    ({"zero1": {"size": 1}}, {"zero_size": 1}),
+    ({"zero1": 8}, {"zero_size": 8}),
+    ({"zero1": 2} | ISP_OF_2, {"sp_size": 2, "zero_size": 2} | SEQUENCES),
+    # Pipelines.
+    (
+        {"zero1": 8, "tensor": 4, "pipeline": 2},
+        {"tp_size": 4, "pp_size": 2, "pp_style": "1f1b", "zero_size": 8},
+    ),
+    ({"pipeline": {"size": 2, "mode": "ZBH1"}}, {"pp_size": 2, "pp_style": "zbh1"}),
+    ({"pipeline": {"size": 2, "mode": "ZBV"}, "num_chunks": 2}, {"pp_size": 2, "pp_style": "zbv"}),
+    ({"pipeline": {"size": 2, "mode": "1F1B"}, "num_chunks": 3}, CHUNKED | {"num_model_chunks": 3}),
+    (
+        {"parallel": {"pipeline": {"size": 2, "interleaved_overlap": False}}, "model": {"num_chunks": 2}},
+        CHUNKED | {"num_model_chunks": 2, "overlap_p2p": False, "precision": "fp16"},
+    ),
+    ({"pipeline": {"size": 1, "interleaved_overlap": True}, "num_chunks": 2}, {}),
+    # Numbers of microbatches are 1 where they are absent, as in InternEvo.
+    ({"data": {"micro_bsz": 8}}, {"num_microbatches": 1}),
+    (
+        {"pipeline": 2, "data": {"micro_num": 8, "gradient_accumulation": 1}},
+        {"pp_size": 2, "pp_style": "1f1b", "num_microbatches": 8},
+    ),
+    ({"model": {"dtype": torch.float32}}, {"precision": "fp32"}),
+]
 
 
-@pytest.mark.parametrize(
-    ("given", "zero_size"),
-    [({}, -1), ({"zero1": -1}, -1), ({"zero1": 0}, -1), ({"zero1": {"size": 1}}, 1), ({"zero1": 8}, 8)],
-)
-def test_zero1_up_to_0_is_the_whole_group(given: dict[str, Any], zero_size: int) -> None:
-    assert plugin_arguments({"parallel": given}) == NO_LAYOUT | {"zero_size": zero_size}
+@pytest.mark.parametrize(("config", "expected"), TAKEN, ids=str)
+def test_a_configuration_becomes_arguments(config: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert plugin_arguments(config) == NO_LAYOUT | expected
 
 
 def test_zero1_counts_ranks_with_the_same_weights() -> None:
-    tensor = {"size": 2, "mode": "isp"}
     sizes = {-1: -1, 0: -1, 1: 1, 2: 8, 4: 16}
-    for size, zero_size in sizes.items():
-        assert plugin_arguments({"zero1": size, "tensor": tensor, "weight": 4})["zero_size"] == zero_size
-    assert plugin_arguments({"zero1": 2, "tensor": tensor})["zero_size"] == 2
-
-
-def test_sections_may_be_numbers() -> None:
-    found = plugin_arguments({"zero1": 8, "tensor": 4, "pipeline": 2})
-    assert found == {"tp_size": 4, "pp_size": 2, "pp_style": "1f1b", "zero_stage": 1, "zero_size": 8}
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "chunks", "expected"),
-    [
-        ({"size": 2}, 1, {"pp_style": "1f1b"}),
-        ({"size": 2, "mode": "ZBH1"}, 1, {"pp_style": "zbh1"}),
-        ({"size": 2, "mode": "ZBV"}, 1, {"pp_style": "zbv"}),
-        ({"size": 2, "mode": "ZBV"}, 2, {"pp_style": "zbv"}),
-        ({"size": 2, "mode": "1F1B"}, 3, {"pp_style": "interleaved", "num_model_chunks": 3}),
-        (
-            {"size": 2, "interleaved_overlap": False},
-            2,
-            {"pp_style": "interleaved", "num_model_chunks": 2, "overlap_p2p": False},
-        ),
-        ({"size": 1, "interleaved_overlap": True}, 2, {}),
-    ],
-)
-def test_pipelines_have_their_schedule(pipeline: dict, chunks: int, expected: dict[str, Any]) -> None:
-    sizes = NO_LAYOUT | {"pp_size": pipeline["size"]}
-    assert plugin_arguments({"pipeline": pipeline, "num_chunks": chunks}) == sizes | expected
-    inside = {"parallel": {"pipeline": pipeline}, "model": {"num_chunks": chunks, "dtype": torch.float32}}
-    assert plugin_arguments(inside) == sizes | expected | {"precision": "fp32"}
-
-
-def test_absent_numbers_of_microbatches_are_1_as_in_internevo() -> None:
-    assert plugin_arguments({"data": {"micro_bsz": 8}}) == NO_LAYOUT | {"num_microbatches": 1}
-    found = plugin_arguments({"pipeline": 2, "data": {"micro_num": 8, "gradient_accumulation": 1}})
-    assert found["num_microbatches"] == 8
+    found = {size: plugin_arguments({"zero1": size, "weight": 4} | ISP_OF_2)["zero_size"] for size in sizes}
+    assert found == sizes
 
 
 def test_sections_and_arguments_can_be_given_besides() -> None:
@@ -242,9 +211,9 @@ def test_all_errors_are_reported_at_once() -> None:
         "use_fp32_norm": True,
         "paralel": {},
     }
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as refusal:
         plugin_arguments(wrong)
-    first, *lines = str(told.value).splitlines()
+    first, *lines = str(refusal.value).splitlines()
     assert first == f"{len(lines)} errors:"
     expected = """
         parallel.zero1.size='8' must be a whole number
@@ -273,7 +242,7 @@ def test_all_errors_are_reported_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "others", "told"),
+    ("config", "others", "reported"),
     [
         ({"parallel": {}, "zero1": 8}, {}, "zero1 is given beside parallel"),
         (ISSUE, {"weight": 2}, "weight is given twice"),
@@ -297,16 +266,16 @@ def test_all_errors_are_reported_at_once() -> None:
         (7, {}, "is a dict or the path of a file, and not 7"),
     ],
 )
-def test_contradictions_are_refused(config: Any, others: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_contradictions_are_refused(config: Any, others: dict[str, Any], reported: str) -> None:
+    with pytest.raises(ValueError, match=reported):
         plugin_arguments(config, **others)
 
 
-@pytest.mark.parametrize(("text", "told"), [("{", "is no JSON"), ("[1]", "must hold an object")])
-def test_other_json_is_refused(tmp_path: Path, text: str, told: str) -> None:
+@pytest.mark.parametrize(("text", "reported"), [("{", "is no JSON"), ("[1]", "must hold an object")])
+def test_other_json_is_refused(tmp_path: Path, text: str, reported: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=reported):
         plugin_arguments(path)
 
 

@@ -1,6 +1,5 @@
 """The precision of a run that names none, and the line that says it."""
 
-import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -8,54 +7,32 @@ from typing import Any
 import pytest
 import torch
 
-from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from echelon import Booster
 from echelon.verify.batch import make_batch
-from echelon.verify.models import ModelChoice
 from echelon.zero.precision import default_precision
 
 from ..pool import Pool
-from .test_clipping import sgd
+from .training import SMALL, boosted, booster_of, logged, sgd
 
-CHOICE = ModelChoice(model_type="llama", tied=True, num_layers=1)
-PLUGINS = {
-    "hybrid": HybridParallelPlugin,
-    "zero": LowLevelZeroPlugin,
-    "fsdp": TorchFSDPPlugin,
-    "ddp": TorchDDPPlugin,
-}
+PLUGINS = ("hybrid", "zero", "fsdp", "ddp")
 
 
-def booster_of(kind: str, precision: Any = None) -> Booster:
+def made(kind: str, precision: Any) -> Booster:
     """With a precision, or with none given."""
-    if kind == "ddp":
-        return Booster(plugin=TorchDDPPlugin(), mixed_precision=precision)
-    return Booster(plugin=PLUGINS[kind](**({} if precision is None else {"precision": precision})))
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record.getMessage())
+    return booster_of(kind, **({} if precision is None else {"precision": precision}))
 
 
 def said_at_boost(kind: str, precision: str | None) -> tuple[str, list[str], list[str]]:
     """What was chosen, and the lines and warnings of two boosts by one plugin."""
-    lines, logger = Lines(), logging.getLogger("echelon")
-    logger.addHandler(lines)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            booster = booster_of(kind, precision)
-            for _ in range(2):
-                model = CHOICE.build()
-                booster.boost(model, sgd(model))
-    finally:
-        logger.removeHandler(lines)
-    chosen = booster.plugin.precision
-    return chosen, lines.found, [str(each.message) for each in caught if each.category is UserWarning]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        booster = made(kind, precision)
+        lines = logged(lambda: [boosted(booster, SMALL, sgd) for _ in range(2)])
+    return (
+        booster.plugin.precision,
+        lines,
+        [str(each.message) for each in caught if each.category is UserWarning],
+    )
 
 
 @pytest.mark.parametrize("kind", PLUGINS)
@@ -73,7 +50,6 @@ def test_fp16_on_a_cpu_warns_once_on_one_rank_and_what_was_given_is_not_said(poo
     assert (chosen, lines) == ("fp16", [])
     assert len(caught) == 1 and "fp16 on a CPU is 10 to 20 times slower" in caught[0], caught
     assert second == ("fp16", [], [])
-    assert pool.run(2, said_at_boost, kind, "fp32") == [("fp32", [], [])] * 2
 
 
 @pytest.mark.parametrize(("has_bf16", "expected"), [(True, "bf16"), (False, "fp16")])
@@ -95,7 +71,7 @@ def test_a_precision_that_is_unknown_is_refused(pool: Pool) -> None:
 def refuse_unknown() -> None:
     for kind in PLUGINS:
         with pytest.raises(ValueError, match=r"precision='fp8'.*use one of '?fp32'?, '?bf16'?, '?fp16'?"):
-            booster_of(kind, "fp8")
+            made(kind, "fp8")
 
 
 def test_a_checkpoint_of_another_precision_loads_into_the_default(pool: Pool, tmp_path: Path) -> None:
@@ -106,16 +82,15 @@ def load_another_precision(folder: Path) -> None:
     for kind in PLUGINS:
         losses = []
         for precision in ("fp16", None):
-            booster = booster_of(kind, precision)
-            model = CHOICE.build(seed=3 if precision else 4)
-            boosted, optimizer, *_ = booster.boost(model, sgd(model))
+            booster = made(kind, precision)
+            model, optimizer = boosted(booster, SMALL, sgd)
             if precision:
-                booster.backward(boosted(**make_batch(CHOICE, num_samples=2, seed=0)).loss, optimizer)
+                booster.backward(model(**make_batch(SMALL, num_samples=2, seed=0)).loss, optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
-                booster.save_checkpoint(folder / kind, 1, model=boosted, optimizer=optimizer)
+                booster.save_checkpoint(folder / kind, 1, model=model, optimizer=optimizer)
             else:
-                booster.load_checkpoint(folder / kind, model=boosted, optimizer=optimizer)
+                booster.load_checkpoint(folder / kind, model=model, optimizer=optimizer)
             with torch.no_grad():
-                losses.append(boosted(**make_batch(CHOICE, num_samples=2, seed=1)).loss.item())
+                losses.append(model(**make_batch(SMALL, num_samples=2, seed=1)).loss.item())
         assert losses[0] == pytest.approx(losses[1], rel=2e-3), kind

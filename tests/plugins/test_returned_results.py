@@ -2,7 +2,6 @@
 
 import copy
 import io
-import logging
 import pickle
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from echelon.verify.batch import loss_of
 
 from ..pool import Pool
-from .training import BERT, LLAMA, boosted, hybrid, share
+from .training import BERT, LLAMA, boosted, hybrid, logged, refused, share
 
 RETURNED = "loss.backward() after execute_pipeline, which has computed the gradients already: leave it out"
 
@@ -21,8 +20,8 @@ RETURNED = "loss.backward() after execute_pipeline, which has computed the gradi
 def test_a_backward_of_the_returned_loss_says_that_it_was_done(pool: Pool) -> None:
     ((returned, by_booster, detached, norm),) = pool.run(1, go_back_again)
     assert returned == by_booster
-    assert returned.startswith(f"RuntimeError: {RETURNED}")
-    assert detached.startswith("ValueError: booster.backward got a loss without a graph")
+    assert returned.startswith(RETURNED)
+    assert detached.startswith("booster.backward got a loss without a graph")
     assert norm > 0
 
 
@@ -31,20 +30,12 @@ def go_back_again() -> tuple[str, str, str, float]:
     model, optimizer = boosted(booster)
     loss = booster.execute_pipeline(share(booster, BERT, 0), model, loss_of, optimizer)["loss"]
     found = [
-        raised(loss.backward),
-        raised(booster.backward, loss, optimizer),
-        raised(booster.backward, loss * 2, optimizer),  # a plain tensor
+        refused(loss.backward),
+        refused(lambda: booster.backward(loss, optimizer)),
+        refused(lambda: booster.backward(loss * 2, optimizer)),  # a plain tensor
     ]
     optimizer.step()
     return found[0], found[1], found[2], optimizer.last_norm
-
-
-def raised(call: Any, *args: Any) -> str:
-    try:
-        call(*args)
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def test_the_returned_loss_is_used_as_any_tensor(pool: Pool) -> None:
@@ -124,29 +115,12 @@ def test_one_line_says_where_the_outputs_are(pool: Pool) -> None:
 
 
 def ask_twice_for_outputs() -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    booster = hybrid(precision="fp32", pp_size=2, tp_size=2)
+    booster = hybrid(pp_size=2, tp_size=2)
     model, _ = boosted(booster, LLAMA)
-    logging.getLogger("echelon").addHandler(handler)
-    with torch.no_grad():
-        for step in range(2):
-            booster.execute_pipeline(share(booster, LLAMA, step), model, loss_of, return_outputs=True)
-    logging.getLogger("echelon").removeHandler(handler)
-    return lines
 
+    def ask() -> None:
+        with torch.no_grad():
+            for step in range(2):
+                booster.execute_pipeline(share(booster, LLAMA, step), model, loss_of, return_outputs=True)
 
-def test_outputs_on_other_ranks_are_refused(pool: Pool) -> None:
-    for message in pool.run(2, ask_for_outputs_elsewhere):
-        assert message == "ValueError: return_outputs='everywhere' must be True, False or 'all_ranks'"
-
-
-def ask_for_outputs_elsewhere() -> str:
-    booster = hybrid(pp_size=2)
-    model, optimizer = boosted(booster)
-    return raised(
-        lambda: booster.execute_pipeline(
-            share(booster, BERT, 0), model, loss_of, optimizer, return_outputs="everywhere"
-        )
-    )
+    return logged(ask)

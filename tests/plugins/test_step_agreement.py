@@ -50,30 +50,28 @@ def depart(what: str, sizes: dict[str, Any]) -> tuple[str, bool]:
     """The last rank departs in the sixth step. Return the error, and whether no parameter has changed in it."""
     booster = hybrid(**sizes)
     model, optimizer = boosted(booster, LLAMA)
-    is_last = dist.get_rank() == dist.get_world_size() - 1
+    run = call_step if what == "call" else run_step
     for step in range(COMPARED + 2):
-        run_step(booster, model, optimizer, batch_of(booster, step))
+        run(booster, model, optimizer, batch_of(booster, step))
     batch = batch_of(booster, 7)
-    if is_last and what == "batch":
-        batch["input_ids"] = batch["input_ids"].roll(1, 0)
-    if is_last and what == "random":
-        torch.rand(1)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        if what == "random":
+            torch.rand(1)
+        else:
+            batch["input_ids"] = batch["input_ids"].roll(1, 0)
     before = [parameter.clone() for parameter in model.parameters()]
     try:
-        if what == "end":
-            data = iter([] if is_last else [batch])
-            booster.execute_pipeline(data, model, loss_of, optimizer)
-            optimizer.step()
-        elif what == "call":
-            outputs = model(**batch)
-            booster.backward(loss_of(outputs, batch), optimizer)
-            optimizer.step()
-        else:
-            run_step(booster, model, optimizer, batch)
+        run(booster, model, optimizer, batch)
     except (ValueError, RuntimeError) as error:
         same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         return f"{type(error).__name__}: {error}", same
     return "", False
+
+
+def call_step(booster: Any, model: Any, optimizer: Any, batch: dict[str, torch.Tensor]) -> None:
+    booster.backward(model(**batch).loss, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("sizes", [CLEAN["tp2"], CLEAN["pp2"], {**CLEAN["tp2"], "max_norm": 1.0}], ids=str)
@@ -87,27 +85,9 @@ def test_a_batch_that_departs_in_a_warm_step_is_named_before_parameters_change(
 
 
 def test_a_batch_of_a_call_of_the_model_that_departs_is_named_too(pool: Pool) -> None:
-    for text, is_unchanged in pool.run(2, depart_in_a_call):
+    for text, is_unchanged in pool.run(2, depart, "call", {"tp_size": 2}):
         assert "replica 0: rank(s) [1]" in text
         assert is_unchanged
-
-
-def depart_in_a_call() -> tuple[str, bool]:
-    booster = hybrid(tp_size=2)
-    model, optimizer = boosted(booster, LLAMA)
-    for step in range(COMPARED + 2):
-        batch = batch_of(booster, step)
-        if step == COMPARED + 1 and dist.get_rank() == 1:
-            batch["labels"] = batch["labels"].roll(1, 0)
-        before = [parameter.clone() for parameter in model.parameters()]
-        try:
-            booster.backward(model(**batch).loss, optimizer)
-            optimizer.step()
-        except ValueError as error:
-            same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-            return str(error), same
-        optimizer.zero_grad()
-    return "", False
 
 
 def test_random_numbers_that_part_in_a_warm_step_are_named(pool: Pool) -> None:
@@ -129,16 +109,17 @@ def test_ranks_that_are_seeded_apart_train_as_ever(pool: Pool) -> None:
 
 
 def test_a_rank_whose_data_ends_early_in_a_warm_step_is_named(pool: Pool) -> None:
-    first, second = pool.run_failing(2, end_early, timeout=60.0)
+    first, second = pool.run_failing(2, take_all, 1, timeout=60.0)
     for error in (first, second):
         assert type(error).__name__ in ("RankFailure", "UnmatchedCall"), error
         assert "at the end of its data" in str(error)
 
 
-def end_early() -> None:
+def take_all(missing: int) -> None:
+    """Of the second rank so many batches are missing."""
     booster = hybrid(tp_size=2)
     model, optimizer = boosted(booster, LLAMA)
-    steps = COMPARED + 2 - dist.get_rank()
+    steps = COMPARED + 2 - dist.get_rank() * missing
     data = iter([batch_of(booster, step) for step in range(steps)])
     while True:
         booster.execute_pipeline(data, model, loss_of, optimizer)
@@ -147,15 +128,5 @@ def end_early() -> None:
 
 
 def test_data_that_ends_everywhere_in_a_warm_step_ends_the_loop(pool: Pool) -> None:
-    errors = pool.run_failing(2, end_together)
+    errors = pool.run_failing(2, take_all, 0)
     assert all(isinstance(error, StopIteration) for error in errors), errors
-
-
-def end_together() -> None:
-    booster = hybrid(tp_size=2)
-    model, optimizer = boosted(booster, LLAMA)
-    data = iter([batch_of(booster, step) for step in range(COMPARED + 2)])
-    while True:
-        booster.execute_pipeline(data, model, loss_of, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()

@@ -17,7 +17,7 @@ from .training import LLAMA, boosted, hybrid, share
 STEPS = 2
 
 
-@pytest.mark.parametrize("sizes", [{"pp_size": 2}, {"tp_size": 2}, {}])
+@pytest.mark.parametrize("sizes", [{"pp_size": 2}, {"tp_size": 2}])
 def test_what_one_rank_alone_asks_for_it_alone_is_given(pool: Pool, sizes: dict[str, Any]) -> None:
     first, second = pool.run(2, ask_differently, sizes)
     assert first == (None, True, first[2]) if not sizes.get("pp_size") else first[:2] == (None, False)
@@ -57,7 +57,7 @@ def train_on_the_first(sizes: dict[str, Any]) -> None:
         booster.execute_pipeline(share(booster, LLAMA, 0), model, loss_of, optimizer)
 
 
-@pytest.mark.parametrize("sizes", [{"pp_size": 2}, {"zero_stage": 1}])
+@pytest.mark.parametrize("sizes", [{"pp_size": 2}])
 def test_the_default_format_of_torch_shows_in_no_figure(pool: Pool, sizes: dict[str, Any]) -> None:
     usual, short = (pool.run(2, weigh, sizes, dtype) for dtype in (torch.float32, torch.bfloat16))
     assert short == usual
@@ -87,7 +87,7 @@ def weigh(sizes: dict[str, Any], default: torch.dtype) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "reported"),
     [
         ([{"zero_stage": 1}, {"zero_stage": 2}], "zero_stage is 1 on rank(s) [0] and 2 on rank(s) [1]"),
         ([{"pp_size": 2}, {"tp_size": 2}], "pp_size is 2 on rank(s) [0] and 1 on rank(s) [1]"),
@@ -103,12 +103,12 @@ def weigh(sizes: dict[str, Any], default: torch.dtype) -> list[float]:
     ],
 )
 def test_plugins_of_different_settings_are_refused_on_all_ranks(
-    pool: Pool, settings: list[dict[str, Any]], told: str
+    pool: Pool, settings: list[dict[str, Any]], reported: str
 ) -> None:
     for error in pool.run_failing(2, make_differently, settings):
         assert isinstance(error, ValueError)
         assert "the settings of the plugin differ between ranks" in str(error)
-        assert told in str(error)
+        assert reported in str(error)
 
 
 def make_differently(settings: list[dict[str, Any]]) -> None:

@@ -1,27 +1,32 @@
-"""What the tests of TorchFSDPPlugin run on every rank."""
+"""torch's plugins beside a plain torch loop in one process over the same global batch."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from echelon import Booster, PipelineGradientCheckpointConfig, TorchDDPPlugin, TorchFSDPPlugin
+from echelon import PipelineGradientCheckpointConfig
 from echelon.shardformer.recompute import checkpoint_layers, recomputable_layers
 from echelon.verify.batch import make_batch
 from echelon.verify.models import ModelChoice
 from echelon.verify.parity import make_optimizer
 from echelon.verify.reference import StepRecord, train
+from echelon.zero.precision import DTYPES
 
-from .training import mean_over_replicas, refused
+from ..pool import Pool
+from ..zero.helpers import assert_equal
+from .training import booster_of, mean_over_replicas, refused
 
 LLAMA = ModelChoice(model_type="llama", num_layers=2)
 GPT2 = ModelChoice(model_type="gpt2", tied=True, num_layers=2)
 NUM_STEPS = 3
 SCALE = 2.0**16  # torch's own first loss scale
+# Sums in another order: gradients to float32's last bits, which AdamW (eps 1e-5, lr 1e-3) makes 1e-2 times smaller.
+NEAR = {"rtol": 1e-5, "atol": 1e-6}
+OFFLOAD = {"cpu_offload": True}
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -72,15 +77,16 @@ def reference(
         ],
         make_optimizer=make_optimizer,
         criterion=lambda outputs, _: outputs.loss,  # type: ignore[attr-defined]
-        dtype={"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision],
+        dtype=DTYPES[precision],
         max_norm=max_norm,
         loss_scale=SCALE if precision == "fp16" else 1.0,
     )
 
 
-def boosted(choice: ModelChoice, change: str = "", **settings: Any) -> tuple[Booster, Any, Any]:
-    booster = Booster(plugin=TorchFSDPPlugin(**settings))
-    model = prepared(choice, change)
+def boosted(
+    choice: ModelChoice, change: str = "", kind: str = "fsdp", **settings: Any
+) -> tuple[Any, Any, Any]:
+    booster, model = booster_of(kind, **settings), prepared(choice, change)
     model, optimizer, *_ = booster.boost(model, make_optimizer(model))
     return booster, model, optimizer
 
@@ -119,6 +125,100 @@ def steps(
     return records
 
 
+def assert_same_steps(by_rank: list[list[StepRecord]], expected: list[StepRecord]) -> None:
+    """Loss, norm, every gradient and every weight of each step."""
+    for found in by_rank:
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.loss == pytest.approx(theirs.loss, abs=2e-6)
+            assert ours.norm == pytest.approx(theirs.norm, rel=1e-5)
+            assert_equal(ours.gradients, theirs.gradients, **NEAR)
+            assert_equal(ours.weights, theirs.weights, **NEAR)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "choice", "settings", "case"),
+    [
+        (2, LLAMA, {}, {}),
+        (4, LLAMA, {"shard_size": 2}, {"count": 2, "max_norm": 0.5}),
+        (2, GPT2, {}, {"change": "frozen"}),
+        (2, GPT2, {}, {"change": "unused"}),
+        (2, GPT2, OFFLOAD, {"max_norm": 0.5, "count": 2}),
+        (2, GPT2, {"reshard_after_forward": False}, {}),
+        (2, GPT2, {"reshard_after_forward": True}, {"change": "frozen"}),
+        (2, LLAMA, {}, {"change": "recomputed"}),
+        (2, GPT2, {"kind": "ddp"}, {"max_norm": 0.5, "count": 2}),
+    ],
+    ids=str,
+)
+def test_training_equals_one_process(
+    pool: Pool, ranks: int, choice: ModelChoice, settings: dict[str, Any], case: dict[str, Any]
+) -> None:
+    plain = {**case, "change": case.get("change", "").replace("recomputed", "")}
+    assert_same_steps(pool.run(ranks, steps, choice, settings, **case), reference(choice, ranks, **plain))
+
+
+@pytest.mark.parametrize(("kind", "precision"), [("fsdp", "bf16"), ("fsdp", "fp16"), ("ddp", "fp16")])
+def test_16_bit_training_is_as_near_to_float32_as_one_process_is(
+    pool: Pool, kind: str, precision: str
+) -> None:
+    exact, peer = (reference(LLAMA, 2, count=2, precision=each) for each in ("fp32", precision))
+    for found in pool.run(2, steps, LLAMA, {"kind": kind, "precision": precision}, count=2):
+        for ours, theirs, true in zip(found, peer, exact, strict=True):
+            assert {weight.dtype for weight in ours.weights.values()} == {torch.float32}
+            for name in ("gradients", "weights"):
+                usual = distance(getattr(theirs, name), getattr(true, name))
+                assert 0 < distance(getattr(ours, name), getattr(true, name)) <= 1.5 * usual
+
+
+def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """Over all tensors together."""
+    return sum(float((ours[name] - theirs[name]).square().sum()) for name in theirs) ** 0.5
+
+
+def overflow_on_one_rank(settings: dict[str, Any]) -> tuple[bool, bool, float, int]:
+    """Whether a step with an infinite loss on the last rank changed a weight, and a later step; scale and skips."""
+    booster, model, optimizer = boosted(LLAMA, precision="fp16", **settings)
+    parameter = next(model.unwrap().parameters())
+    batch = make_batch(LLAMA, num_samples=2, seed=0)
+    changes = []
+    for step in range(2):
+        before = whole(parameter)
+        loss = model(**batch).loss
+        if step == 0 and dist.get_rank() == dist.get_world_size() - 1:
+            loss = loss * float("inf")
+        booster.backward(loss, optimizer)
+        optimizer.clip_grad_by_value(1.0)  # hides no overflow
+        optimizer.step()
+        optimizer.zero_grad()
+        changes.append(not torch.equal(before, whole(parameter)))
+    return changes[0], changes[1], optimizer.scaler.get_scale(), optimizer.skipped_steps
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "scale"),
+    [
+        (2, {}, 2.0**15),
+        # 2**12 / 8 after the overflow, and four times that after the next step.
+        (
+            4,
+            dict(
+                shard_size=2,
+                initial_scale=2.0**12,
+                backoff_factor=0.125,
+                growth_factor=4.0,
+                growth_interval=1,
+            ),
+            2.0**11,
+        ),
+    ],
+    ids=str,
+)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(
+    pool: Pool, ranks: int, settings: dict[str, Any], scale: float
+) -> None:
+    assert pool.run(ranks, overflow_on_one_rank, settings) == [(False, True, scale, 1)] * ranks
+
+
 def held(settings: dict[str, Any]) -> dict[str, Any]:
     """What one rank holds of a Llama after a step: rows by parameter, states, gradients and devices."""
     booster, model, optimizer = boosted(LLAMA, **settings)
@@ -141,6 +241,25 @@ def held(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize(
+    ("ranks", "settings", "parts"),
+    [(2, {}, 2), (4, {"shard_size": 2}, 2), (4, {}, 4), (2, OFFLOAD, 2)],
+    ids=str,
+)
+def test_each_rank_holds_its_part_alone(pool: Pool, ranks: int, settings: dict[str, Any], parts: int) -> None:
+    by_rank = pool.run(ranks, held, settings)
+    total = by_rank[0]["whole"]
+    groups = [by_rank[first : first + parts] for first in range(0, ranks, parts)]
+    for group in groups:
+        assert sum(rank["parameters"] for rank in group) == total
+        assert sum(rank["gradients"] for rank in group) == total
+        assert sum(rank["states"] for rank in group) == 2 * total, "both moments of AdamW"
+        assert {rank["rows"] for rank in group} == {48 // parts}
+    for rank in by_rank:
+        assert rank["sharded"] == ["FSDPLlamaForCausalLM", *["FSDPLlamaDecoderLayer"] * 2]
+        assert rank["groups"] == [(16, 0.01), (5, 0.0)]
+
+
 def evaluate_before_a_step() -> tuple[float, float]:
     """The loss after a step with an evaluation between backward and step, and without one."""
     losses = []
@@ -156,11 +275,16 @@ def evaluate_before_a_step() -> tuple[float, float]:
     return losses[0], losses[1]
 
 
+def test_an_evaluation_before_a_step_leaves_no_old_weights_behind(pool: Pool) -> None:
+    with_evaluation, without = pool.run(2, evaluate_before_a_step)[0]
+    assert with_evaluation == without
+
+
 def drop_accumulated() -> tuple[str, float, float]:
     """What step() says of gradients never reduced, and norms with and without such gradients dropped before."""
     booster, model, optimizer = boosted(GPT2)
     first, second = (make_batch(GPT2, num_samples=2, seed=seed) for seed in (0, 1))
-    norms, told = [], ""
+    norms, reported = [], ""
     for batch in (first, second, second):
         if batch is first:
             with booster.no_sync(model, optimizer):
@@ -168,153 +292,42 @@ def drop_accumulated() -> tuple[str, float, float]:
             try:
                 optimizer.step()
             except RuntimeError as error:
-                told = str(error)
+                reported = str(error)
         else:
             booster.backward(model(**batch).loss, optimizer)
             norms.append(float(optimizer.clip_grad_by_norm(float("inf"))))
         optimizer.zero_grad()
-    return told, norms[0], norms[1]
+    return reported, norms[0], norms[1]
 
 
-def overflow_on_one_rank(settings: dict[str, Any]) -> tuple[bool, bool, float, int]:
-    """Whether a step with an infinite loss on the last rank changed a weight, and a later step; scale and skips."""
-    booster, model, optimizer = boosted(LLAMA, precision="fp16", **settings)
-    parameter = next(model.unwrap().parameters())
-    batch = make_batch(LLAMA, num_samples=2, seed=0)
-    changes = []
-    for step in range(2):
-        before = whole(parameter)
-        loss = model(**batch).loss
-        if step == 0 and dist.get_rank() == dist.get_world_size() - 1:
-            loss = loss * float("inf")
-        booster.backward(loss, optimizer)
-        optimizer.clip_grad_by_value(1.0)  # hides no overflow
-        optimizer.step()
-        optimizer.zero_grad()
-        changes.append(not torch.equal(before, whole(parameter)))
-    return changes[0], changes[1], optimizer.scaler.get_scale(), optimizer.skipped_steps
-
-
-def save_then_load(path: Path) -> bool:
-    """A changed model saved, loaded into a fresh one under other settings: equal, bit for bit."""
-    booster, model, optimizer = boosted(GPT2)
-    booster.backward(model(**make_batch(GPT2, num_samples=2, seed=0)).loss, optimizer)
-    optimizer.step()
-    with torch.no_grad():
-        model(**make_batch(GPT2, num_samples=2, seed=0))  # leaves parameters whole
-    booster.save_model(model, path)
-    other, loaded, _ = boosted(GPT2, cpu_offload=True)
-    other.load_model(loaded, path)
-    expected, found = (
-        {name: whole(each) for name, each in each.unwrap().named_parameters()} for each in (model, loaded)
-    )
-    return expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in found)
-
-
-def refuse_to_load(path: Path) -> tuple[str, bool]:
-    """What loading a Llama's file into a GPT-2 says, and whether the weights stayed."""
-    booster, model, _ = boosted(LLAMA)
-    booster.save_model(model, path)
-    other, unlike, _ = boosted(GPT2)
-    before = [whole(each) for each in unlike.parameters()]
-    try:
-        other.load_model(unlike, path)
-    except ValueError as error:
-        return str(error), all(map(torch.equal, before, map(whole, unlike.parameters())))
-    return "", False
-
-
-def refuse_arguments() -> str:
-    return refused(
-        lambda: TorchFSDPPlugin(
-            precision="fp8",
-            shard_size=3,
-            cpu_offload="yes",  # type: ignore[arg-type]
-            reshard_after_forward=2,
-            initial_scale=0,
-            growth_factor=1,
-            backoff_factor=1,
-            growth_interval=0,
-            hysteresis=2,
-            min_scale=1,
-            max_scale=4,
-        )
-    )
-
-
-def refuse_models(kind: str) -> str:
-    booster = Booster(plugin=TorchFSDPPlugin())
-    model = GPT2.build()
-    optimizer = make_optimizer(model)
-    if kind == "stepped":
-        model(**make_batch(GPT2, num_samples=2, seed=0)).loss.backward()
-        optimizer.step()
-    elif kind == "foreign":
-        optimizer = make_optimizer(GPT2.build())
-    elif kind == "adafactor":
-        optimizer = torch.optim.Adafactor(model.parameters())
-    elif kind == "muon":
-        optimizer = torch.optim.Muon(each for each in model.parameters() if each.ndim == 2)
-    elif kind == "adagrad":
-        optimizer = torch.optim.Adagrad(model.parameters())
-    elif kind == "scalar and hook":
-        model.scale = nn.Parameter(torch.tensor(1.0))
-        model.lm_head.weight.register_post_accumulate_grad_hook(lambda _: None)
-    wrapped = (
-        booster.boost(model, optimizer)[1] if kind == "boosted optimizer" else None
-    )  # which makes a group
-    calls: dict[str, Callable[[], Any]] = {
-        "boosted model": lambda: booster.boost(booster.boost(model)[0]),
-        "boosted inside": lambda: booster.boost(booster.boost(model)[0].unwrap()),
-        "boosted optimizer": lambda: booster.boost(GPT2.build(), wrapped),
-        "plain model": lambda: booster.save_model(model, "never"),
-        "no_sync of another": lambda: booster.no_sync(booster.boost(model)[0], optimizer),
-        "backward by another": lambda: booster.backward(torch.ones(()), optimizer),
-        "pipeline": lambda: booster.execute_pipeline(iter([]), model),
-        "mixed_precision": lambda: Booster(plugin=booster.plugin, mixed_precision="bf16"),
-    }
-    return refused(calls.get(kind, lambda: booster.boost(model, optimizer)))
-
-
-def refuse_pipeline_under_ddp() -> str:
-    return refused(lambda: Booster(plugin=TorchDDPPlugin()).execute_pipeline(iter([]), nn.Linear(1, 1)))
-
-
-def refuse_no_sync_under_ddp() -> str:
-    model = nn.Linear(1, 1)
-    booster = Booster(plugin=TorchDDPPlugin())
-    boosted, *_ = booster.boost(model)
-    return refused(lambda: booster.no_sync(boosted, torch.optim.SGD(model.parameters())))
+def test_gradients_that_were_never_reduced_are_reported_and_can_be_dropped(pool: Pool) -> None:
+    for reported, after_dropping, alone in pool.run(2, drop_accumulated):
+        assert "step() after booster.no_sync alone" in reported
+        assert after_dropping == alone
 
 
 def step_without_scaled_gradients() -> tuple[dict[str, str], bool]:
     """What calls say before a backward and after one past the booster; whether a whole step then changes a weight."""
     booster, model, optimizer = boosted(GPT2, precision="fp16")
     batch = make_batch(GPT2, num_samples=2, seed=0)
-    calls: dict[str, Callable[[], Any]] = {
+    calls: dict[str, Any] = {
         "step()": optimizer.step,
         "clip_grad_by_norm()": lambda: optimizer.clip_grad_by_norm(1.0),
         "clip_grad_by_value()": lambda: optimizer.clip_grad_by_value(1.0),
     }
-    told = {name: refused(call) for name, call in calls.items()}
+    reported = {name: refused(call) for name, call in calls.items()}
     model(**batch).loss.backward()
-    assert told == {name: refused(call) for name, call in calls.items()}
+    assert reported == {name: refused(call) for name, call in calls.items()}
     optimizer.zero_grad()
     before = whole(next(model.unwrap().parameters()))
     booster.backward(model(**batch).loss, optimizer)
     optimizer.clip_grad_by_norm(1.0)
     optimizer.step()
-    return told, not torch.equal(before, whole(next(model.unwrap().parameters())))
+    return reported, not torch.equal(before, whole(next(model.unwrap().parameters())))
 
 
-class Numbers(torch.utils.data.Dataset):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-def dealt() -> list[int]:
-    loader = TorchFSDPPlugin(shard_size=2).prepare_dataloader(Numbers(), batch_size=2)
-    return [int(number) for batch in loader for number in batch]
+def test_a_step_without_scaled_gradients_is_reported_and_a_later_one_works(pool: Pool) -> None:
+    for reported, changed in pool.run(2, step_without_scaled_gradients):
+        for call, text in reported.items():
+            assert f"{call} in fp16 takes gradients of a scaled loss, and there are none" in text
+        assert changed

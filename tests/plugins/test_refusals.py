@@ -1,0 +1,345 @@
+"""What plugins refuse, alike on every rank, with all reasons, before any communication: a table of call and needles."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from echelon.plugins.colossalai import DDP, FSDP, HYBRID, ZERO
+from echelon.verify.batch import loss_of, make_batch
+from echelon.verify.models import ModelChoice
+from echelon.verify.parity import make_optimizer
+
+from ..pool import Pool
+from .training import BERT, boosted, booster_of, hybrid, refused
+
+GPT2 = ModelChoice(model_type="gpt2", tied=True, num_layers=2)
+SEQUENCES = {"enable_sequence_parallelism": True}
+
+# Arguments of a plugin, and parts of the message.
+ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
+    (
+        HybridParallelPlugin,
+        dict(tp_size=3, precision="fp8", zero_stage=3, pp_style="zigzag", max_norm=float("nan")),
+        (
+            "does not divide the world size 2",
+            "precision='fp8'",
+            "zero_stage=3 is not available: use TorchFSDPPlugin, which shards parameters too, or zero_stage 0, 1 or 2",
+            "pp_style: there is no schedule 'zigzag'",
+            "max_norm=nan must be a number of at least 0",
+        ),
+    ),
+    (
+        HybridParallelPlugin,
+        dict(use_fp8=True, precision="fp8"),
+        ("2 errors:\n- use_fp8=True", "precision='fp8'"),
+    ),
+    (
+        HybridParallelPlugin,
+        dict(pp_size=2, num_model_chunks=3),
+        ("needs num_microbatches", "num_model_chunks=3"),
+    ),
+    (
+        HybridParallelPlugin,
+        dict(SEQUENCES, sequence_parallelism_mode="split_gather", sp_size=2, inner_ring_size=2),
+        (
+            "over the tensor axis, and tp_size is 1",
+            "sp_size=2 with sequence_parallelism_mode='split_gather'",
+            "inner_ring_size=2 is for sequence_parallelism_mode='ring_attn'",
+        ),
+    ),
+    (
+        HybridParallelPlugin,
+        dict(sp_size=2, enable_sequence_overlap=True, inner_ring_size=3),
+        (
+            "sp_size=2 without enable_sequence_parallelism=True",
+            "enable_sequence_overlap=True without",
+            "inner_ring_size=3 without",
+        ),
+    ),
+    (
+        HybridParallelPlugin,
+        dict(tp_size=2, sequence_parallelism_mode="split_gather", wp_size=2),
+        (
+            "sequence_parallelism_mode='split_gather' without enable_sequence_parallelism=True",
+            "wp_size=2 with tp_size=2",
+        ),
+    ),
+    (
+        HybridParallelPlugin,
+        dict(tp_size="2", pp_size=1.5, gradient_accumulation_steps="2", enable_sequence_parallelism="no"),
+        (
+            "tp_size='2' must be a whole number\n- pp_size=1.5 must be a whole number",
+            "gradient_accumulation_steps='2' must be a whole number",
+            "enable_sequence_parallelism='no' must be True or False",
+        ),
+    ),
+    (
+        HybridParallelPlugin,
+        dict(
+            gradient_accumulation_steps=0,
+            num_layers_per_stage=[0],
+            zero_bucket_size_in_m=float("nan"),
+            communication_dtype="int8",
+            overlap_allgather=True,
+        ),
+        (
+            "gradient_accumulation_steps=0 must be at least 1",
+            "num_layers_per_stage=[0] must be a list of positive whole numbers",
+            "zero_bucket_size_in_m=nan must be a positive number",
+            "communication_dtype='int8' must be one of None, fp32",
+            "use zero_stage 1 or 2, or leave it out",
+        ),
+    ),
+    (
+        HybridParallelPlugin,
+        dict(pp_size=2, enable_xformers=True, enable_all_optimization=True),
+        ("needs the package xformers", "needs num_microbatches", "ask for one of them"),
+    ),
+    (LowLevelZeroPlugin, dict(cpu_offload="yes"), ("cpu_offload='yes' must be True or False",)),
+    (
+        LowLevelZeroPlugin,
+        dict(stage=3, reduce_bucket_size_in_m=-1),
+        ("\n- stage=3 is not available", "reduce_bucket_size_in_m=-1 must be a positive number"),
+    ),
+    (
+        TorchFSDPPlugin,
+        dict(
+            **dict(
+                precision="fp8", shard_size=3, cpu_offload="yes", reshard_after_forward=2, initial_scale=0
+            ),
+            **dict(
+                growth_factor=1, backoff_factor=1, growth_interval=0, hysteresis=2, min_scale=1, max_scale=4
+            ),
+        ),
+        (
+            *(
+                "11 errors",
+                "'fp8'",
+                "shard_size=3 does not divide",
+                "cpu_offload='yes'",
+                "reshard_after_forward=2",
+            ),
+            *(
+                "initial_scale=0: it must be above 0",
+                "growth_factor=1",
+                "backoff_factor=1",
+                "growth_interval=0",
+            ),
+            *("hysteresis=2 of ColossalAI is not available", "min_scale=1 of", "max_scale=4 of"),
+        ),
+    ),
+    (
+        TorchFSDPPlugin,
+        dict(initial_scale=float("nan")),
+        ("initial_scale=nan: it must be above 0 and finite",),
+    ),
+    (Booster, dict(device="cuda"), ("leave it out; it trains on the device of the process",)),
+]
+
+
+def misuses() -> dict[str, tuple[Callable[[], Any], str]]:
+    """Calls of a boosted BERT, and a part of what each says."""
+    booster = hybrid()
+    model, optimizer = boosted(booster)
+    batch = make_batch(BERT, num_samples=4, seed=0)
+
+    def run(
+        criterion: Any = loss_of, data: Any = None, given: Any = optimizer, **options: Any
+    ) -> Callable[[], Any]:
+        data = iter([batch]) if data is None else data
+        return lambda: booster.execute_pipeline(data, model, criterion, given, **options)
+
+    scalar = "the criterion must return a scalar tensor"
+    return {
+        "logits": (
+            run(lambda outputs, _: (outputs.loss, outputs.logits)),
+            f"{scalar}, or (loss_sum, weight)",
+        ),
+        "none": (run(lambda *_: None), scalar),
+        "detached": (run(lambda outputs, _: outputs.loss.detach()), "the criterion's loss has no graph"),
+        "stops": (run(lambda *_: next(iter([]))), "the model or the criterion raised StopIteration"),
+        "a list": (run(data=[batch]), "give iter(dataloader)"),
+        "elsewhere": (run(return_outputs="x"), "return_outputs='x' must be True, False or 'all_ranks'"),
+        "plain optimizer": (
+            run(given=optimizer.inner),
+            "execute_pipeline takes the optimizer that booster.boost",
+        ),
+        "no_sync of it": (
+            lambda: booster.no_sync(model, optimizer.inner),
+            "booster.no_sync takes the optimizer",
+        ),
+        "no_sync of the model": (
+            lambda: booster.no_sync(model.unwrap(), optimizer),
+            "no_sync takes the model that",
+        ),
+        "boost twice": (lambda: booster.boost(model, make_optimizer(model)), "the model is already boosted"),
+        "a copy": (lambda: copy.deepcopy(model), "call booster.save_model(model, path)"),
+        "a copy of the optimizer": (
+            lambda: copy.deepcopy(optimizer),
+            "booster.save_optimizer(optimizer, folder)",
+        ),
+    }
+
+
+def boosts() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
+    """Models and optimizers, and parts of what boost says of each."""
+
+    def hybrid_boost(model: nn.Module, other: nn.Module | None = None, **settings: Any) -> Callable[[], Any]:
+        booster = hybrid(**settings)
+        return lambda: booster.boost(model, make_optimizer(other or model), loss_of)
+
+    fsdp, ddp = booster_of("fsdp"), booster_of("ddp")
+
+    def sharded(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[], Any]:
+        model = GPT2.build()
+        optimizer = make(model)
+        return lambda: fsdp.boost(model, optimizer)
+
+    def stepped(model: Any) -> torch.optim.Optimizer:
+        model(**make_batch(GPT2, num_samples=2, seed=0)).loss.backward()
+        (optimizer := make_optimizer(model)).step()
+        return optimizer
+
+    def strange(model: Any) -> torch.optim.Optimizer:
+        model.scale = nn.Parameter(torch.tensor(1.0))
+        model.lm_head.weight.register_post_accumulate_grad_hook(lambda _: None)
+        return make_optimizer(model)
+
+    narrow = ModelChoice(model_type="llama", settings=(("intermediate_size", 25),))
+    exact = ModelChoice(model_type="bloom", settings=(("slow_but_exact", True),))
+    dropping = ModelChoice(model_type="bert", settings=(("layerdrop", 0.1),))
+    plain = nn.Sequential(nn.Linear(4, 4))
+    whole, wrapped = fsdp.boost(GPT2.build(), None)[0], fsdp.boost(*_with(make_optimizer, GPT2))[1]
+    by_ddp = ddp.boost(GPT2.build())[0]
+    return {
+        "attention": (
+            hybrid_boost(exact.build(), tp_size=2, enable_flash_attention=True),
+            ("BloomForCausalLM cannot compute attention", "does not go with tensor parallelism"),
+        ),
+        "width": (
+            hybrid_boost(narrow.build(), narrow.build(), tp_size=2),
+            ("25 entries along dim 1 are not divisible by 2 ranks", "parameters that are not the model's"),
+        ),
+        "sharded weights": (
+            hybrid_boost(dropping.build(), BERT.build(), wp_size=2),
+            ("layerdrop=0.1 in the model's config", "parameters that are not the model's"),
+        ),
+        "unknown": (
+            hybrid_boost(plain, tp_size=2),
+            ("no table says how to split a Sequential (model_type=None)",),
+        ),
+        "its sequences": (hybrid_boost(plain, sp_size=2, **SEQUENCES), ("leave enable_sequence",)),
+        "stepped": (sharded(stepped), ("AdamW already has state for",)),
+        "adafactor": (
+            sharded(lambda m: torch.optim.Adafactor(m.parameters())),
+            ("Adafactor is not element-wise",),
+        ),
+        "muon": (
+            sharded(lambda m: torch.optim.Muon(each for each in m.parameters() if each.ndim == 2)),
+            ("Muon could not be tried",),
+        ),
+        "foreign": (
+            sharded(lambda _: make_optimizer(GPT2.build())),
+            ("parameters that are not the model's",),
+        ),
+        "scalar and hook": (sharded(strange), ("2 errors", "is a scalar", "has hooks")),
+        "boosted": (lambda: fsdp.boost(whole), ("already boosted",)),
+        "boosted inside": (lambda: fsdp.boost(whole.unwrap()), ("already boosted",)),
+        "its optimizer": (lambda: fsdp.boost(GPT2.build(), wrapped), ("the optimizer is already boosted",)),
+        "plain model": (
+            lambda: fsdp.save_model(plain, "never"),
+            ("takes the model that booster.boost returned",),
+        ),
+        "no_sync": (
+            lambda: fsdp.no_sync(whole, make_optimizer(whole)),
+            ("booster.no_sync takes the optimizer",),
+        ),
+        "no_sync under DDP": (
+            lambda: ddp.no_sync(by_ddp, make_optimizer(by_ddp)),
+            ("no_sync takes the optimizer",),
+        ),
+        "backward": (
+            lambda: fsdp.backward(torch.ones(()), make_optimizer(whole)),
+            ("booster.backward takes the optimizer that booster.boost returned",),
+        ),
+        "pipeline": (lambda: fsdp.execute_pipeline(iter([]), plain), ("TorchFSDPPlugin has no pipeline",)),
+        "under DDP": (lambda: ddp.execute_pipeline(iter([]), plain), ("TorchDDPPlugin has no pipeline",)),
+        "mixed_precision": (
+            lambda: Booster(plugin=fsdp.plugin, mixed_precision="bf16"),
+            ("give TorchFSDPPlugin precision='bf16'",),
+        ),
+    }
+
+
+def _with(make: Callable[[nn.Module], Any], choice: ModelChoice) -> tuple[nn.Module, Any]:
+    model = choice.build()
+    return model, make(model)
+
+
+def missing(message: str, *needles: str) -> list[str]:
+    return [f"{needle!r} is not in: {message}" for needle in needles if needle not in message]
+
+
+def unreported() -> list[str]:
+    """What is not said of arguments and of models, on one rank."""
+    found = []
+    for plugin, arguments, needles in ARGUMENTS:
+        fp32 = {} if plugin is Booster else {"precision": "fp32"}
+        found += missing(refused(lambda: plugin(**(fp32 | arguments))), *needles)  # noqa: B023
+    for call, needles in boosts().values():
+        found += missing(refused(call), *needles)
+    return found
+
+
+def unreported_misuses() -> list[str]:
+    """What is not said of calls, on one rank."""
+    return [line for call, needle in misuses().values() for line in missing(refused(call), needle)]
+
+
+def test_all_reasons_are_reported_on_every_rank(pool: Pool) -> None:
+    assert pool.run(2, unreported) == [[], []]
+
+
+def test_a_slip_in_a_call_is_explained(pool: Pool) -> None:
+    assert pool.run(1, unreported_misuses) == [[]]
+
+
+COLOSSALAI = (
+    (HybridParallelPlugin, HYBRID),
+    (LowLevelZeroPlugin, ZERO),
+    (TorchDDPPlugin, DDP),
+    (TorchFSDPPlugin, FSDP),
+)
+
+
+def take_and_refuse_arguments_of_colossalai() -> None:
+    """A value that asks for nothing is taken, another one refused with advice, and an unknown name as Python does."""
+    for plugin, table in COLOSSALAI:
+        plugin(**{name: known.taken[0] for name, known in table.items()})
+        for name, known in table.items():
+            if known.instead:
+                assert known.instead in refused(lambda: plugin(**{name: "else"}))  # noqa: B023
+        with pytest.raises(
+            TypeError, match=rf"{plugin.__name__}\.__init__\(\) got an unexpected keyword argument 'x'"
+        ):
+            plugin(x=1)
+    assert "fp8_communication=True of ColossalAI is not available: leave it out; nothing" in refused(
+        lambda: HybridParallelPlugin(fp8_communication=True)
+    )
+    LowLevelZeroPlugin(norm_type=2)  # as good as 2.0
+    TorchFSDPPlugin(cpu_offload=None)
+
+
+def test_arguments_of_colossalai(pool: Pool) -> None:
+    pool.run(1, take_and_refuse_arguments_of_colossalai)
+
+
+def test_the_page_lists_every_argument_that_is_not_available() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "coming-from-colossalai.md").read_text()
+    assert [name for _, table in COLOSSALAI for name in table if f"`{name}" not in page] == []

@@ -1,0 +1,139 @@
+"""Options and orders of work that change no figure: late parameters, offload, own schedules, uneven replicas."""
+
+import random
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from echelon import PipelineGradientCheckpointConfig
+from echelon.pipeline.action import Schedule
+from echelon.verify.batch import loss_of, make_batch
+from echelon.verify.models import ModelChoice
+
+from ..pipeline.small_schedules import random_schedule
+from ..pool import Pool
+from .training import LLAMA, boosted, booster_of, hybrid, mean_over_replicas, share, train
+
+SEQUENCES = {"enable_sequence_parallelism": True}
+ALL = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
+HALF = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.5)
+QUICK: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("hybrid", {"pp_size": 2, "zero_stage": 2, "pp_style": "zbv"}, {"overlap_allgather": True}),
+    ("zero", {"stage": 2, "precision": "bf16"}, {"overlap_allgather": True}),
+    ("zero", {"stage": 2, "precision": "bf16"}, {"cpu_offload": True}),
+]
+SLOW: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    *(
+        ("hybrid", {"zero_stage": 1} | settings, {"overlap_allgather": True})
+        for settings in (
+            {"tp_size": 2},
+            {"zero_size": 2},
+            {"zero_stage": 2, "zero_size": 2, "precision": "bf16"},
+            {"zero_stage": 2, "tp_size": 2, "cpu_offload": True, "precision": "bf16"},
+            {"tp_size": 2, "precision": "fp16", "initial_scale": 2.0**22, "hysteresis": 1},
+            SEQUENCES | {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"},
+            SEQUENCES | {"zero_stage": 2, "tp_size": 2, "gradient_checkpoint_config": ALL},
+            {"wp_size": 2},
+            {"zero_stage": 2, "wp_size": 2, "precision": "bf16"},
+            {"pp_size": 2, "zero_bucket_size_in_m": 0.001, "communication_dtype": "bf16"},
+        )
+    ),
+    ("hybrid", {"tp_size": 2, "zero_stage": 1}, {"cpu_offload": True}),
+    ("hybrid", {"pp_size": 2, "zero_stage": 2}, {"cpu_offload": True}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "option"),
+    [*QUICK, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)],
+    ids=str,
+)
+def test_an_option_changes_no_loss(
+    pool: Pool, kind: str, settings: dict[str, Any], option: dict[str, Any]
+) -> None:
+    plain = pool.run(4, train, kind, settings, LLAMA)
+    assert pool.run(4, train, kind, settings | option, LLAMA) == plain
+
+
+def held(settings: dict[str, Any]) -> dict[str, int]:
+    booster = booster_of("zero", **settings)
+    model, optimizer = boosted(booster, LLAMA)
+    booster.execute_pipeline(share(booster, LLAMA, 0), model, loss_of, optimizer)
+    optimizer.step()
+    return dict(booster.plugin.ledger(optimizer).held.items())
+
+
+def test_masters_and_states_are_on_the_cpu(pool: Pool) -> None:
+    found = pool.run(2, held, {"stage": 1, "precision": "bf16", "cpu_offload": True})[0]
+    assert found["masters"] == found["states"] == 0
+    assert found["offloaded_states"] == 2 * found["offloaded_masters"] > 0
+
+
+def drawn(seed: int) -> tuple[Schedule, int]:
+    """A random order of whole and split backwards, stages anywhere on two ranks; and its number of microbatches."""
+    generator = random.Random(seed)
+    while True:
+        schedule, num_microbatches = random_schedule(generator)
+        if len(schedule) == 2 and all(schedule) and num_microbatches > 1:
+            return schedule, num_microbatches
+
+
+def figures(choice: ModelChoice, settings: dict[str, Any], samples: list[tuple[int, int]]) -> list[float]:
+    """Losses in training and in evaluation, and norms, of steps with so many samples on each replica."""
+    booster = hybrid(max_norm=0.5, **settings)
+    model, optimizer = boosted(booster, choice)
+    replica = booster.plugin.data_rank[0]
+    num_batches = 2 if settings["zero_stage"] < 2 and "microbatch_size" in settings else 1
+    found = []
+    for step, counts in enumerate(samples):
+        for index in range(num_batches):
+            batch = make_batch(choice, num_samples=counts[replica], seed=100 * step + 10 * index + replica)
+            other = make_batch(choice, num_samples=5 + step, seed=50)
+            is_last = index == num_batches - 1
+            with nullcontext() if is_last else booster.no_sync(model, optimizer):
+                trained = booster.execute_pipeline(iter([batch]), model, loss_of, optimizer)
+            with torch.no_grad():
+                evaluated = booster.execute_pipeline(iter([other]), model, loss_of, return_outputs=True)
+            found += [mean_over_replicas(float(each["loss"])) for each in (trained, evaluated)]
+        optimizer.step()
+        found.append(optimizer.get_grad_norm())
+        optimizer.zero_grad()
+    return found
+
+
+SIX_LAYERS = replace(LLAMA, num_layers=6)  # a random schedule has at most so many stages
+UNEVEN = [(7, 3), (2, 6), (5, 5)]  # samples of each replica's batch; two of them make a microbatch
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
+def test_any_order_that_can_run_trains_as_without_a_pipeline(pool: Pool, seed: int, replicas: int) -> None:
+    schedule, num_microbatches = drawn(seed)
+    plain = {"num_microbatches": num_microbatches, "zero_stage": replicas - 1}
+    cut = plain | {"pp_size": 2, "pp_style": schedule}
+    expected = pool.run(replicas, figures, SIX_LAYERS, plain, [(8, 8)] * 3)[0]
+    for found in pool.run(2 * replicas, figures, SIX_LAYERS, cut, [(8, 8)] * 3):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("zero_stage", "beside"),  # at stage 2 no batches add up
+    [(0, {}), (1, {"gradient_checkpoint_config": HALF, "overlap_p2p": False}), (2, {})],
+    ids=str,
+)
+@pytest.mark.parametrize("choice", [replace(LLAMA, num_layers=9), ModelChoice(model_type="t5")], ids=str)
+@pytest.mark.parametrize(
+    ("style", "num_chunks"), [("1f1b", 1), ("gpipe", 2), ("interleaved", 2), ("zbh1", 1), ("zbv", 2)]
+)
+def test_a_pipeline_of_uneven_replicas_has_the_figures_of_replicas_alone(
+    pool: Pool, style: str, num_chunks: int, choice: ModelChoice, zero_stage: int, beside: dict[str, Any]
+) -> None:
+    plain = {"zero_stage": zero_stage, "num_microbatches": None, "microbatch_size": 2}
+    cut = plain | beside | {"pp_size": 2, "pp_style": style, "num_model_chunks": num_chunks}
+    expected = pool.run(2, figures, choice, plain, UNEVEN)[0]
+    for found in pool.run(4, figures, choice, cut, UNEVEN):
+        assert found == pytest.approx(expected, rel=2e-5)
