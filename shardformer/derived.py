@@ -256,7 +256,7 @@ def derived_table(model: nn.Module) -> Table:
         stage=StagePlan(
             layers=stack, entry=tuple(order)[: list(order).index(stack)] if stack in order else ()
         ),
-        pipeline_faults=tuple(_pipeline_errors(base, layers[0], stack, order)),
+        pipeline_errors=tuple(_pipeline_errors(base, layers[0], stack, order)),
         regions=(),
         column=(),
         row=(),
@@ -268,7 +268,7 @@ def derived_table(model: nn.Module) -> Table:
     errors = [*styles.errors, *region_errors(layers, styles)]
     if not splits:
         errors = ["transformers has no base_model_tp_plan for this model: use tp_size=1"]
-    return replace(plain, tensor_faults=tuple(errors)) if errors else _split(plain, layers, styles, config)
+    return replace(plain, tensor_errors=tuple(errors)) if errors else _split(plain, layers, styles, config)
 
 
 def _split(plain: Table, layers: Sequence[nn.Module], styles: Styles, config: Any) -> Table:

@@ -3,8 +3,6 @@
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -50,8 +48,6 @@ from .tables.table import (
     whole_paths,
 )
 
-Replacement = SubModuleReplacementDescription
-
 
 class LayerSplit:
     """Split of one layer.
@@ -63,7 +59,7 @@ class LayerSplit:
         group: the tensor axis.
         sequence: the sharding of sequences over that between regions; None leaves them whole.
         common_input: of the regions of all layers, for the second input of some; None for a layer on its own.
-        path: of the layer in the model.
+        path: of the layer in the model, from which all paths are seen.
         errors: of the model, to which those of this layer are added; None raises each where it is found.
     """
 
@@ -83,8 +79,8 @@ class LayerSplit:
         self._sequence, self._common_input = sequence, common_input or CommonInput()
         self._path, self._errors = path, errors
 
-    def replacements(self) -> list[Replacement]:
-        """Replacements and changes of its sub-modules, in this order; the path "" is the layer.
+    def replacements(self) -> list[SubModuleReplacementDescription]:
+        """Replacements and changes of the layer and its sub-modules, in this order.
 
         Raises:
             ValueError: the layer lacks what the table names, or holds what it should name and does not.
@@ -94,48 +90,43 @@ class LayerSplit:
         randoms = self._split_randoms()
         return [*self._linear_layers(randoms), *self._marks(), *self._regions(randoms), *self._parts()]
 
-    def split_parameters(self) -> list[Replacement]:
+    def split_parameters(self) -> list[SubModuleReplacementDescription]:
         """The parameters that are split as they are."""
-        table = self._table
         found = []
-        for path, dim in (*table.split.items(), *table.biases.items()):
-            with self._at():
-                found += split_parameter(
-                    self.layer,
-                    path,
-                    dim,
-                    copies=self._copies(path),
-                    num_blocks=table.fused.get(path, 1),
-                    cut=self._cut_of(path),
-                )
+        for path, dim in (*self._table.split.items(), *self._table.biases.items()):
+            if has_parameter(self.layer, path):
+                with self._at():
+                    length = self.layer.get_parameter(path).shape[dim]
+                    owner, _, name = path.rpartition(".")
+                    kwargs = {"name": name, "dim": dim, **self._cut(path, length)}
+                    found.append(self._replacement(owner, SplitParameter, kwargs))
         return found
 
     def attributes(self) -> dict[str, Any]:
         """New values of its attributes by path; a module's config is one, changed for this module alone."""
         table, layer = self._table, self.layer
         values: dict[str, Any] = {}
-        own = _present_attributes(layer, table.divide)
-        for path in own:
-            with self._at():
-                whole = attribute(layer, path)
-                local = self._local_count(path, whole)
-                values[path] = LocalCount(local, whole) if path in table.divisors else local
-        attends = not table.key_value or present(layer, table.key_value)  # some layers attend otherwise
-        if table.groups is not None and attends:
-            heads = self.heads
-            values[table.groups] = heads.padded_group // heads.copies
-        for path in _present_attributes(layer, table.divide_key_value):
-            heads = self.heads
-            whole = attribute(layer, path) * heads.padded_key_value // heads.key_value
-            values[path] = whole * heads.copies // heads.ranks
         for path in table.divide:
-            config, _, name = path.rpartition(".")
-            if path not in own and has_attribute(layer, config):
-                known = values.get(config, attribute(layer, config))
-                values[config] = AttributeView(
+            owner, _, name = path.rpartition(".")
+            if has_submodule(layer, owner):
+                with self._at():
+                    whole = attribute(layer, path)
+                    local = self._local_count(path, whole)
+                    values[path] = LocalCount(local, whole) if path in table.divisors else local
+            elif has_attribute(layer, owner):  # of a config
+                known = values.get(owner, attribute(layer, owner))
+                values[owner] = AttributeView(
                     known, **{name: self._local_count(path, attribute(layer, path))}
                 )
-        return values
+        attends = not table.key_value or present(layer, table.key_value)  # some layers attend otherwise
+        if table.groups is not None and attends:
+            values[table.groups] = self.heads.padded_group // self.heads.copies
+        for path in table.divide_key_value:
+            if has_submodule(layer, path.rpartition(".")[0]):
+                heads = self.heads
+                whole = attribute(layer, path) * heads.padded_key_value // heads.key_value
+                values[path] = whole * heads.copies // heads.ranks
+        return {join(self._path, path): value for path, value in values.items()}
 
     def _local_count(self, path: str, whole: int) -> int:
         """Local count of so many, with the padded heads where they are counts of heads."""
@@ -155,10 +146,9 @@ class LayerSplit:
         def lacks(path: str) -> bool:
             return not has_submodule(layer, path) and not has_parameter(layer, path)
 
-        names = dict.fromkeys((*table.modules, *table.split, *table.biases))
         missing = [
             name
-            for name in names
+            for name in dict.fromkeys((*table.modules, *table.split, *table.biases))
             if lacks(name) and not any(is_within(name, path) and lacks(path) for path in table.optional)
         ]
         return [
@@ -176,7 +166,7 @@ class LayerSplit:
             f"{name} works on split activations in the region {table.region_of(name)!r}, and the table does not name "
             "it: name its module in column, row, norms or partial"
             for name, _ in self.layer.named_parameters()
-            if table.region_of(name) in regions and not any(is_within(name, each) for each in known)
+            if table.region_of(name) in regions and not is_any_within(name, known)
         ]
 
     def _adapter_errors(self) -> list[str]:
@@ -189,102 +179,119 @@ class LayerSplit:
             "target_parameters and modules_to_save, or use tp_size=1"
             for name, module in adapted(self.layer)
             if name not in linear
-            and not any(is_within(name, each) for each in table.whole)
+            and not is_any_within(name, table.whole)
             and (table.region_of(name) in regions or any(is_within(each, name) for each in table.modules))
         ]
 
-    def _linear_layers(self, randoms: dict[str, SplitRandom]) -> list[Replacement]:
-        table = self._table
+    def _linear_layers(self, randoms: dict[str, SplitRandom]) -> list[SubModuleReplacementDescription]:
+        """Linear layers, and the adapters of LoRA around them behind all of them."""
+        table, layer = self._table, self.layer
         at_row = {table.dropout[region].row: split_random for region, split_random in randoms.items()}
-        column = self._put(
-            table.column, self._column_type, lambda name: {**self._column_kwargs(name), **self._native(name)}
-        )
-        row = self._put(
-            table.row,
-            self._row_type,
-            lambda name: {
-                "split_random": at_row.get(name),
-                "sequence": self._sequence_of(name),
-                **self._row_kwargs(name),
-                **self._native(name),
-            },
-        )
-        gathered = self._put(table.gathered, self._column_type, lambda name: {"gather_output": True})
-        scattered = self._put(table.scattered, self._row_type, lambda name: {"split_input": True})
-        linear = [*column, *row, *gathered, *scattered]
-        adapters = self._put(
-            (each.suffix for each in linear if is_lora(self.layer.get_submodule(each.suffix))),
-            lambda name: LoraSplit,
-            lambda name: {"split_random": randoms.get(table.region_of(name) or "")},
-        )
-        inside = [replace(each, suffix=plain_path(self.layer, each.suffix)) for each in linear]
-        return [*inside, *adapters]
 
-    def _marks(self) -> list[Replacement]:
+        def column(name: str) -> dict[str, Any]:
+            _, outputs = widths(layer.get_submodule(name))
+            shared = self._shares_key_values(name)
+            number = {"num_key_value_heads": self.heads.padded_key_value} if shared else {}
+            return {
+                "reduce_input_gradient": False,
+                **number,
+                **self._cut(name, outputs),
+                **self._native(name),
+            }
+
+        def row(name: str) -> dict[str, Any]:
+            inputs, _ = widths(layer.get_submodule(name))
+            around = {"split_random": at_row.get(name), "sequence": self._sequence_of(name)}
+            return {**around, **self._cut(name, inputs), **self._native(name)}
+
+        kinds = (
+            (table.column, (Linear1D_Col, GPT2FusedLinearConv1D_Col), column),
+            (table.row, (Linear1D_Row, GPT2FusedLinearConv1D_Row), row),
+            (table.gathered, (Linear1D_Col, GPT2FusedLinearConv1D_Col), lambda name: {"gather_output": True}),
+            (table.scattered, (Linear1D_Row, GPT2FusedLinearConv1D_Row), lambda name: {"split_input": True}),
+        )
+        linear, adapters = list[SubModuleReplacementDescription](), list[SubModuleReplacementDescription]()
+        for names, targets, kwargs in kinds:
+            for name in present(layer, names):
+                with self._at(name):
+                    module = layer.get_submodule(name)
+                    target: Any = targets[isinstance(plain(module), Conv1D)]
+                    if self._shares_key_values(name):
+                        target = SharedKeyValueLinear1D_Col
+                    linear.append(self._replacement(plain_path(layer, name), target, kwargs(name)))
+                    if is_lora(module):
+                        random = randoms.get(table.region_of(name) or "")
+                        adapters.append(self._replacement(name, LoraSplit, {"split_random": random}))
+        return [*linear, *adapters]
+
+    def _shares_key_values(self, name: str) -> bool:
+        """Return True for a projection of query, key and value by heads, whose keys several ranks have."""
+        return isinstance(self._table.fused.get(name), HeadOrder) and self.heads.copies > 1
+
+    def _marks(self) -> list[SubModuleReplacementDescription]:
         """Marks on exits, partial gradients, and norms over all heads."""
         table = self._table
+
+        def norm(name: str) -> dict[str, Any]:
+            return self._cut(name, self.layer.get_submodule(name).get_parameter("weight").shape[0])
+
         return [
-            *self._put(table.exits, lambda name: RegionExit),
-            *self._put(table.partial, lambda name: PartialGradient),
-            *(
-                Replacement(suffix=owner, target_module=PartialGradient, kwargs={"name": name})
-                for path in table.partial
-                if has_parameter(self.layer, path)
-                for owner, _, name in [path.rpartition(".")]
-            ),
-            *self._put(table.norms, lambda name: SplitRMSNorm, self._norm_kwargs),
+            *self._put(table.exits, RegionExit),
+            *self._put(table.partial, PartialGradient),
+            *self._partial_parameters(path for path in table.partial if has_parameter(self.layer, path)),
+            *self._put(table.norms, SplitRMSNorm, norm),
         ]
 
-    def _regions(self, randoms: dict[str, SplitRandom]) -> list[Replacement]:
+    def _partial_parameters(self, paths: Iterable[str]) -> list[SubModuleReplacementDescription]:
+        return [
+            self._replacement(owner, PartialGradient, {"name": name})
+            for owner, _, name in (path.rpartition(".") for path in paths)
+        ]
+
+    def _regions(self, randoms: dict[str, SplitRandom]) -> list[SubModuleReplacementDescription]:
         """Entries, after the layers themselves: a region may be a single layer, or begin at several."""
         table = self._table
-        regions = [name for name in active_regions(self.layer, table) if name not in table.joined]
         joined = [
-            Replacement(suffix=name, target_module=Region, kwargs={"split_random": switch})
+            self._replacement(name, Region, {"split_random": switch})
             for region in present(self.layer, table.joined)
             for name, switch in zip_longest(table.joined[region], [randoms.get(region)])
         ]
-        single = self._put(
-            regions,
-            lambda name: Region,
-            lambda name: {
-                "split_random": randoms.get(name),
-                **self._second_input(name),
-                "sequence": self._sequence_of(name),
-                **self._by_head(name),
-            },
-        )
-        return [*joined, *single]
 
-    def _second_input(self, region: str) -> dict[str, Any]:
-        name = self._table.second_input.get(region)
-        if name is not None:
-            self._require_input(region, name)
-        return {} if name is None else {"second_input": name, "common_input": self._common_input}
+        def entry(region: str) -> dict[str, Any]:
+            kwargs: dict[str, Any] = {
+                "split_random": randoms.get(region),
+                "sequence": self._sequence_of(region),
+            }
+            if (second := table.second_input.get(region)) is not None:
+                self._require_input(region, second)
+                kwargs |= {"second_input": second, "common_input": self._common_input}
+            if (by_head := table.by_head.get(region)) is not None:
+                for name in by_head:
+                    self._require_input(region, name)
+                heads = self.heads
+                kwargs |= {"by_head": by_head, "num_heads": heads.query}
+                kwargs["local_heads"] = heads.local_to(self._group.rank())
+            return kwargs
 
-    def _parts(self) -> list[Replacement]:
+        single = (name for name in active_regions(self.layer, table) if name not in table.joined)
+        return [*joined, *self._put(single, Region, entry)]
+
+    def _parts(self) -> list[SubModuleReplacementDescription]:
         """Changes of modules that compute on parts of sequences, and of those among them that do not."""
         if self._sequence is None:
             return []
         wholes = whole_paths(self._table, self.layer)
-        partial = [
-            Replacement(suffix=owner, target_module=PartialGradient, kwargs={"name": name})
-            for path in parameters_of_parts(self._table, self.layer)
-            for owner, _, name in [path.rpartition(".")]
-        ]
-        around = self._put(wholes, lambda name: WholeSequence, lambda name: {"sequence": self._sequence})
+        partial = self._partial_parameters(parameters_of_parts(self._table, self.layer))
+        around = self._put(wholes, WholeSequence, lambda name: {"sequence": self._sequence})
         if not draws(self.layer):
             return [*partial, *around]
         by_sample = [name for name in samplewise(self.layer) if not is_any_within(name, wholes)]
-        common = self._put(
-            (*wholes, *by_sample), lambda name: CommonRandom, lambda name: {"layer": self.layer}
-        )
-        return [*partial, *around, *common, Replacement(suffix="", target_module=PartRandom)]
+        common = self._put((*wholes, *by_sample), CommonRandom, lambda name: {"layer": self.layer})
+        return [*partial, *around, *common, self._replacement("", PartRandom, {})]
 
     def _sequence_of(self, name: str) -> RegionSequence | None:
         """Sequence sharding around a module of the layer; None where its sequences are whole."""
-        is_whole = is_any_within(name, whole_paths(self._table, self.layer))
-        return None if is_whole else self._sequence
+        return None if is_any_within(name, whole_paths(self._table, self.layer)) else self._sequence
 
     def _require_input(self, region: str, name: str) -> None:
         """Raise ValueError where a region's forward does not take this input, whose gradient nobody would sum."""
@@ -294,24 +301,20 @@ class LayerSplit:
                 f"the table names the input {name!r}, and the inputs are {list(inputs)}: name one of them"
             )
 
-    def _put(self, names: Iterable[str], target: Any, kwargs: Any = lambda name: {}) -> list[Replacement]:
-        """Replacements of those sub-modules that the layer has; target and arguments by name."""
+    def _put(
+        self, names: Iterable[str], target: Any, kwargs: Callable[[str], dict[str, Any]] = lambda name: {}
+    ) -> list[SubModuleReplacementDescription]:
+        """Replacements of those sub-modules that the layer has, with arguments by name."""
         found = []
         for name in present(self.layer, names):
             with self._at(name):
-                found.append(Replacement(suffix=name, target_module=target(name), kwargs=kwargs(name)))
+                found.append(self._replacement(name, target, kwargs(name)))
         return found
 
-    def _column_type(self, name: str) -> Any:
-        if isinstance(self._table.fused.get(name), HeadOrder) and self.heads.copies > 1:
-            return SharedKeyValueLinear1D_Col
-        return GPT2FusedLinearConv1D_Col if self._is_conv1d(name) else Linear1D_Col
-
-    def _row_type(self, name: str) -> Any:
-        return GPT2FusedLinearConv1D_Row if self._is_conv1d(name) else Linear1D_Row
-
-    def _is_conv1d(self, name: str) -> bool:
-        return isinstance(plain(self.layer.get_submodule(name)), Conv1D)
+    def _replacement(self, name: str, target: Any, kwargs: dict[str, Any]) -> SubModuleReplacementDescription:
+        return SubModuleReplacementDescription(
+            suffix=join(self._path, name), target_module=target, kwargs=kwargs
+        )
 
     def _native(self, name: str) -> dict[str, Any]:
         """The layer's class, inside of LoRA, where the table says that it computes as a plain linear layer does."""
@@ -319,55 +322,17 @@ class LayerSplit:
         is_native = kind.__name__ in self._table.native and issubclass(kind, nn.Linear)
         return {"native_class": kind if is_native else None}
 
-    def _column_kwargs(self, name: str) -> dict[str, Any]:
-        table, fused = self._table, self._table.fused.get(name)
-        kwargs: dict[str, Any] = {"reduce_input_gradient": False}
-        _, outputs = widths(self.layer.get_submodule(name))
-        if isinstance(fused, HeadOrder):
-            if self.heads.copies > 1:
-                kwargs["num_key_value_heads"] = self.heads.padded_key_value
-            return kwargs | _sizes(self.heads.fused_cut(fused, outputs))
+    def _cut(self, name: str, length: int) -> dict[str, Any]:
+        """Arguments of what cuts so many entries of a module or parameter; none cuts them evenly."""
+        table, fused = self._table, self._table.fused.get(name, 1)
+        is_by_head = table.region_of(name) in table.attention or name in table.attention.values()
         if name in table.key_value:
-            cut = self.heads.key_value_cut(outputs)
-            return kwargs | _sizes(cut) | {"copies": cut.copies}
-        if table.region_of(name) in table.attention:
-            return kwargs | _sizes(self.heads.query_cut(outputs, num_blocks=fused or 1))
-        return kwargs | ({} if fused is None else {"split_sizes": (outputs // fused,) * fused})
-
-    def _row_kwargs(self, name: str) -> dict[str, Any]:
-        if name not in self._table.attention.values():
-            return {}
-        inputs, _ = widths(self.layer.get_submodule(name))
-        return _sizes(self.heads.query_cut(inputs))
-
-    def _norm_kwargs(self, name: str) -> dict[str, Any]:
-        cut, weight = self._cut_of(name), self.layer.get_submodule(name).get_parameter("weight")
-        return {"copies": self._copies(name), **({} if cut is None else _sizes(cut(weight.shape[0])))}
-
-    def _cut_of(self, name: str) -> Callable[[int], Cut] | None:
-        """Cut between heads, from the number of entries; None where no heads are padded."""
-        table = self._table
-        if table.region_of(name) not in table.attention and not (table.attention and name in table.biases):
-            return None
-        if name in table.key_value:
-            return self.heads.key_value_cut
-        fused = table.fused.get(name, 1)
+            return cut_arguments(self.heads.key_value_cut(length))
         if isinstance(fused, HeadOrder):
-            return partial(self.heads.fused_cut, fused)
-        return partial(self.heads.query_cut, num_blocks=fused)
-
-    def _copies(self, name: str) -> int:
-        """Number of neighbouring ranks that hold the same piece."""
-        return self.heads.copies if name in self._table.key_value else 1
-
-    def _by_head(self, region: str) -> dict[str, Any]:
-        names = self._table.by_head.get(region)
-        if names is None:
-            return {}
-        for name in names:
-            self._require_input(region, name)
-        local = self.heads.local_to(self._group.rank())
-        return {"by_head": names, "num_heads": self.heads.query, "local_heads": local}
+            return cut_arguments(self.heads.fused_cut(fused, length))
+        if is_by_head or (table.attention and name in table.biases):
+            return cut_arguments(self.heads.query_cut(length, num_blocks=fused))
+        return {} if fused == 1 else {"split_sizes": (length // fused,) * fused}
 
     @property
     def heads(self) -> Heads:
@@ -394,40 +359,10 @@ class LayerSplit:
         }
 
 
-def split_parameter(
-    root: nn.Module,
-    path: str,
-    dim: int,
-    *,
-    copies: int = 1,
-    num_blocks: Any = 1,
-    cut: Callable[[int], Cut] | None = None,
-) -> list[Replacement]:
-    """The split of a parameter as it is, where it is.
-
-    Args:
-        root: a layer or a model.
-        path: of the parameter, seen from there.
-        dim: the dimension that is cut.
-        copies: how many neighbouring ranks hold the same piece.
-        num_blocks: how many blocks of equal length it fuses along that dimension, each cut on its own.
-        cut: between heads, from the length of that dimension; None cuts it evenly.
-    """
-    owner, _, name = path.rpartition(".")
-    parameter = dict(root.named_parameters(remove_duplicate=False)).get(path)
-    if parameter is None:
-        return []
-    length = parameter.shape[dim]
-    sizes: dict[str, Any] = {"split_sizes": (length // num_blocks,) * num_blocks}
-    if cut is not None:
-        sizes = _sizes(cut(length))
-    kwargs = {"name": name, "dim": dim, "copies": copies, **sizes}
-    return [Replacement(suffix=owner, target_module=SplitParameter, kwargs=kwargs)]
-
-
-def _sizes(cut: Cut) -> dict[str, Any]:
-    """The arguments of a linear layer that is cut so."""
-    return {"split_sizes": cut.blocks, "padded_sizes": cut.padded, "stretches": cut.stretches}
+def cut_arguments(cut: Cut) -> dict[str, Any]:
+    """The arguments of a layer or parameter that is cut so."""
+    sizes = {"split_sizes": cut.blocks, "padded_sizes": cut.padded, "stretches": cut.stretches}
+    return sizes if cut.copies == 1 else {**sizes, "copies": cut.copies}
 
 
 def widths(projection: Any) -> tuple[int, int]:
@@ -472,8 +407,3 @@ def require_divisible(name: str, count: int, ranks: int) -> None:
         raise ValueError(
             f"{name}={count} is not divisible by tp_size={ranks}: use one of tp_size={divisors(count)}"
         )
-
-
-def _present_attributes(layer: nn.Module, attributes: Iterable[str]) -> list[str]:
-    """List the attributes whose modules the layer has."""
-    return [path for path in attributes if has_submodule(layer, path.rpartition(".")[0])]

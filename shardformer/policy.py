@@ -1,7 +1,7 @@
 """Policies: descriptions of a model's split. sharder.py carries one out, table_policy.py makes one from a table."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ..pipeline.plan import StagePlan, setting_errors, settings_of
 from ..pipeline.stage import local_stages
 from ..pipeline.stage_manager import layer_errors
-from .sequence.attention import TENSOR_INSTEAD
 from .sequence.boundary import sequence_errors
 from .sequence.config import SequenceParallelism
 from .shard_config import ShardConfig
@@ -19,8 +18,6 @@ from .shard_config import ShardConfig
 SEQUENCE_INSTEAD = (
     "leave enable_sequence_parallelism out, or use a sequence_parallelism_mode on the sequence axis"
 )
-# In the place of advice to take a mode that the same model is refused.
-_NO_OTHER = "leave enable_sequence_parallelism out, for no other mode takes this model either"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,20 +59,10 @@ class Errors:
     """Errors of a split by the paths of the modules that raised them, to be raised as one.
 
     A message that several modules have in common is reported once.
-
-    Args:
-        prefix: path of the model that paths are seen from.
     """
 
-    def __init__(self, prefix: str = "") -> None:
-        self._prefix = prefix
+    def __init__(self) -> None:
         self._paths: dict[str, list[str]] = {}  # by message
-
-    def below(self, path: str) -> "Errors":
-        """Errors of a model inside this one, which are raised with those of this one."""
-        inside = Errors(join(self._prefix, path))
-        inside._paths = self._paths
-        return inside
 
     @contextmanager
     def at(self, path: str = "") -> Iterator[None]:
@@ -88,9 +75,9 @@ class Errors:
 
     def add(self, path: str, message: str) -> None:
         """Report a message of the module at this path; "" is the model."""
-        found, whole = self._paths.setdefault(message, []), join(self._prefix, path)
-        if whole not in found:
-            found.append(whole)
+        found = self._paths.setdefault(message, [])
+        if path not in found:
+            found.append(path)
 
     def messages(self) -> list[str]:
         """All messages, each with the first path that it is about and the number of others."""
@@ -114,7 +101,7 @@ def join(*paths: str) -> str:
 class Policy(ABC):
     """Split of one kind of model. A table (tables/table.py) is the shorter way; this is the general one.
 
-    `ShardFormer.optimize` calls `set_model` and `set_shard_config`, then `faults` and `preprocess`, cuts the
+    `ShardFormer.optimize` calls `set_model` and `set_shard_config`, then `config_errors` and `preprocess`, cuts the
     model by `stage_plan`, applies `module_policy` to local modules, and calls `postprocess`. All of it is called
     before for a copy of the model on the meta device, whose errors are raised together; see sharder.py.
 
@@ -135,25 +122,21 @@ class Policy(ABC):
         """Give the policy what is asked for."""
         self.shard_config = shard_config
 
-    def set_errors(self, errors: Errors) -> None:
-        """Give the policy the errors that it adds its own to."""
-        self.errors = errors
+    def config_errors(self) -> list[str]:
+        """All reasons against `shard_config` that no layer finds by itself, each with what would work.
 
-    def faults(
-        self, *, tp_size: int = 1, num_stages: int = 1, num_layers_per_stage: Sequence[int] | None = None
-    ) -> list[str]:
-        """All reasons why this model cannot be split so that a dry run does not find, each with what would work.
-
-        No communication. Works on a model without memory (on the meta device), and needs no `shard_config`. There are
-        more stages than pipeline ranks where a rank holds several.
+        No communication. Works on a model without memory (on the meta device).
         """
-        if num_stages == 1:
+        if self.shard_config.num_stages == 1:
             return []
-        plan = self.stage_plan()
-        if plan is None:
+        plan, manager = self.stage_plan(), self.shard_config.pipeline_stage_manager
+        if plan is None or manager is None:
             return [f"{type(self).__name__} has no stage_plan, so pp_size must be 1"]
         found = layer_errors(
-            plan.num_layers(self.model), num_stages, num_layers_per_stage, plan.stage_size(self.model)
+            plan.num_layers(self.model),
+            manager.num_stages,
+            manager.num_layers_per_stage,
+            plan.stage_size(self.model),
         )
         for source, settings in settings_of(self.model).items():
             found += setting_errors(settings, source)
@@ -168,18 +151,6 @@ class Policy(ABC):
         """
         if settings.mode is None:
             return []
-        found = self._mode_errors(settings, tp_size=tp_size, sp_size=sp_size)
-        other = SequenceParallelism(mode="all_to_all" if settings.is_on_tensor_axis else "split_gather")
-        # Over one rank each: a mode that these sizes forbid may go with others.
-        if found and self._mode_errors(other, tp_size=1, sp_size=1):
-            found = [
-                error.replace(TENSOR_INSTEAD, _NO_OTHER).replace(SEQUENCE_INSTEAD, _NO_OTHER)
-                for error in found
-            ]
-        return found
-
-    def _mode_errors(self, settings: SequenceParallelism, *, tp_size: int, sp_size: int) -> list[str]:
-        """Why this model's sequences cannot be sharded in this one mode."""
         found = sequence_errors(self.model, self.stage_plan(), settings, tp_size=tp_size, sp_size=sp_size)
         return found or (self.region_errors(settings) if settings.is_on_tensor_axis else [])
 

@@ -84,7 +84,12 @@ def plan_parallelism(model: nn.Module, policy: Policy, config: ShardConfig) -> P
     plan = policy.stage_plan()
     if plan is not None and (missing := plan.path_errors(model)):
         raise ValueError("\n".join(missing))  # everything else would stumble over these
-    found = _errors_of_policy(policy, config)
+    if hasattr(policy, "faults"):
+        raise ValueError(
+            f"{type(policy).__name__} has a method faults(): call it config_errors(), without arguments"
+        )
+    sizes = {"tp_size": config.tensor_parallel_size, "sp_size": config.sequence_parallel_size}
+    found = policy.config_errors() or policy.sequence_errors(config.sequence, **sizes)
     errors = Errors()
     for error in found:
         errors.add("", error)
@@ -193,7 +198,7 @@ class ModelSharder:
         """Shard the sequences within the local layers, and their weights over the tensor axis; after `cut_stages`."""
         _shard_sequences(self.model, self.policy, self.shard_config)  # before layers ask whether theirs are
         errors = Errors()
-        self.policy.set_errors(errors)
+        self.policy.errors = errors
         _apply_policy(self.model, self.policy, self.shard_config.active_group, self._classes, errors)
         errors.raise_any()
         stages = local_stages(self.model)
@@ -214,15 +219,6 @@ class ModelSharder:
         return plan.layer_paths(self.model)[-1]
 
 
-def _errors_of_policy(policy: Policy, config: ShardConfig) -> list[str]:
-    manager, tp_size = config.pipeline_stage_manager, config.tensor_parallel_size
-    return policy.faults(
-        tp_size=tp_size,
-        num_stages=config.num_stages,
-        num_layers_per_stage=None if manager is None else manager.num_layers_per_stage,
-    ) or policy.sequence_errors(config.sequence, tp_size=tp_size, sp_size=config.sequence_parallel_size)
-
-
 def _split_dry(
     model: nn.Module, policy: Policy, config: ShardConfig, errors: Errors, *, is_sequence_fit: bool
 ) -> nn.Module:
@@ -232,7 +228,7 @@ def _split_dry(
     with errors.at():
         dry_policy.set_model(split)
         dry_policy.set_shard_config(dry_config)
-        dry_policy.set_errors(errors)
+        dry_policy.errors = errors
         split = dry_policy.preprocess()
         classes = _replace_class(split, dry_policy)
         if is_sequence_fit and config.sequence.is_on_tensor_axis:

@@ -1,6 +1,6 @@
 """The policy that a table makes. Tables are in tables/, one layer is layer_split.py, carrying out is sharder.py."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,17 +9,16 @@ from torch import Tensor, nn
 
 from ..pipeline.plan import StagePlan
 from ..pipeline.stand_ins import StandIn
-from .layer_split import LayerSplit, require_divisible, setting, split_parameter
+from .layer_split import LayerSplit, cut_arguments, require_divisible, setting
 from .layers.embedding import VocabParallelEmbedding1D, VocabParallelLMHead1D
 from .layers.forward_code import is_by_position, mixing, says_tuple, scales_alone
 from .layers.lora import adapted
 from .layers.loss import reads_weights, route_loss
-from .layers.region import CommonInput
+from .layers.region import CommonInput, SplitParameter
 from .layers.sequence_axis import axis_of
 from .layers.split_gather import RegionSequence
 from .policy import (
     SEQUENCE_INSTEAD,
-    Errors,
     ModulePolicyDescription,
     Policy,
     SubModuleReplacementDescription,
@@ -31,6 +30,7 @@ from .tables.table import (
     PartStages,
     Table,
     active_regions,
+    has_parameter,
     has_submodule,
     is_any_within,
     layers_of,
@@ -38,8 +38,6 @@ from .tables.table import (
     table_for,
     whole_paths,
 )
-
-Replacement = SubModuleReplacementDescription
 
 
 class TablePolicy(Policy):
@@ -78,23 +76,12 @@ class TablePolicy(Policy):
         for part in self._parts.values():
             part.set_shard_config(shard_config)
 
-    def set_errors(self, errors: Errors) -> None:
-        """Give the policy, and those of the parts, the errors that they add their own to."""
-        super().set_errors(errors)
-        for path, part in self._parts.items():
-            part.set_errors(errors.below(path))
-
-    def faults(
-        self, *, tp_size: int = 1, num_stages: int = 1, num_layers_per_stage: Sequence[int] | None = None
-    ) -> list[str]:
-        """All reasons why this model cannot be split so that a dry run does not find. No communication."""
-        return [
-            *(self._tensor_errors() if tp_size > 1 else ()),
-            *(self.table.pipeline_faults if num_stages > 1 else ()),
-            *super().faults(
-                tp_size=tp_size, num_stages=num_stages, num_layers_per_stage=num_layers_per_stage
-            ),
-        ]
+    def config_errors(self) -> list[str]:
+        """The table's own reasons, and those of all policies."""
+        found = list(self.table.pipeline_errors) if self.shard_config.num_stages > 1 else []
+        if self.shard_config.tensor_parallel_size > 1:
+            found = [*self._tensor_errors(), *found]
+        return [*found, *super().config_errors()]
 
     def region_errors(self, settings: SequenceParallelism) -> list[str]:
         """Why the layers that a pipeline would cut cannot compute on parts of sequences between their regions."""
@@ -132,98 +119,119 @@ class TablePolicy(Policy):
         """Changes of layers, embedding and head."""
         if self.shard_config.tensor_parallel_size == 1:
             return {}
-        described = self._described()
+        attributes, replacements = self._changes("")
         # By path and not by class: an encoder's and a decoder's layers may be of one class and differ.
         return {
             type(self.model): ModulePolicyDescription(
-                attribute_replacement={
-                    join(path, name): value
-                    for path, own in described.items()
-                    for name, value in own.attribute_replacement.items()
-                },
-                sub_module_replacement=tuple(
-                    replace(replacement, suffix=join(path, replacement.suffix))
-                    for path, own in described.items()
-                    for replacement in own.sub_module_replacement
-                ),
+                attribute_replacement=attributes, sub_module_replacement=tuple(replacements)
             )
         }
 
-    def _described(self) -> dict[str, ModulePolicyDescription]:
-        """Changes of the model itself and of each local part, by its path."""
-        found = {"": self._own_policy()}
-        for path, part in self._parts.items():
-            if _is_local(self.model, path):
-                found |= {join(path, inner): own for inner, own in part._described().items()}
-        return found
+    def _changes(self, prefix: str) -> tuple[dict[str, Any], list[SubModuleReplacementDescription]]:
+        """New attributes and replacements in the model and its local parts, seen from the whole model.
 
-    def _own_policy(self) -> ModulePolicyDescription:
-        """Changes of the model's own layers, embedding and head, without those of its parts."""
-        self._require_settings()
-        vocabulary = {"make_vocab_size_divisible_by": self.shard_config.make_vocab_size_divisible_by}
-        attributes: dict[str, Any] = {}
-        replacements = []
-        for name, target in self._ends().items():
-            if not has_submodule(self.model, name):
-                self.errors.add(
-                    "", f"the table names {name!r}, and the model has no such module: correct the name"
-                )
-            elif _is_local(self.model, name):
-                replacements.append(Replacement(suffix=name, target_module=target, kwargs=vocabulary))
-        layers = {path: self._split_of(path, layer) for path, layer in self._layers().items()}
-        replacements += self._shared_biases(layers)
+        Args:
+            prefix: path of this model in the whole one.
+        """
+        self._require_settings(prefix)
+        attributes, replacements = dict[str, Any](), self._ends(prefix)
+        layers = self._layers(prefix)
+        if layers:
+            replacements += self._shared_biases(prefix, next(iter(layers.values())))
         for path, split in layers.items():
-            found = list[Replacement]()
             with self.errors.at(path):
                 if not isinstance(split.layer, StandIn):
-                    found += split.replacements()
-                    attributes |= {f"{path}.{name}": value for name, value in split.attributes().items()}
-                # Also where another stage's layer is local for this parameter alone.
-                found += split.split_parameters()
-            replacements += [replace(each, suffix=join(path, each.suffix)) for each in found]
-        return ModulePolicyDescription(
-            attribute_replacement=attributes, sub_module_replacement=tuple(replacements)
-        )
+                    replacements += split.replacements()
+                    attributes |= split.attributes()
+            with self.errors.at(path):  # also where another stage's layer is local for a parameter alone
+                replacements += split.split_parameters()
+        for path, part in self._parts.items():
+            if _is_local(self.model, path):
+                part.errors = self.errors
+                own, inner = part._changes(join(prefix, path))
+                attributes |= own
+                replacements += inner
+        return attributes, replacements
 
-    def _shared_biases(self, layers: Mapping[str, LayerSplit]) -> list[Replacement]:
+    def _ends(self, prefix: str) -> list[SubModuleReplacementDescription]:
+        """Embeddings and head, and what takes their places."""
+        further = present(self.model, map(self._from_model, self.table.further_embeddings))
+        first = [] if self.table.embedding is None else [self._from_model(self.table.embedding)]
+        head = self.head_path()
+        targets: dict[str, Any] = dict.fromkeys([*first, *further], VocabParallelEmbedding1D)
+        targets |= {head: VocabParallelLMHead1D} if head else {}
+        vocabulary = {"make_vocab_size_divisible_by": self.shard_config.make_vocab_size_divisible_by}
+        found = []
+        for name, target in targets.items():
+            if not has_submodule(self.model, name):
+                self.errors.add(
+                    prefix, f"the table names {name!r}, and the model has no such module: correct the name"
+                )
+            elif _is_local(self.model, name):
+                found.append(
+                    SubModuleReplacementDescription(
+                        suffix=join(prefix, name), target_module=target, kwargs=vocabulary
+                    )
+                )
+        return found
+
+    def _shared_biases(self, prefix: str, first: LayerSplit) -> list[SubModuleReplacementDescription]:
         """The split of biases that all layers are given, by the heads of the first one."""
-        if not self.table.shared_biases:
-            return []
-        cut = next(iter(layers.values())).heads.query_cut if self.table.attention else None
-        return [
-            replacement
-            for path, dim in self.table.shared_biases.items()
-            for replacement in split_parameter(self.model, self._from_model(path), dim, cut=cut)
-        ]
+        found = []
+        for path, dim in self.table.shared_biases.items():
+            owner, _, name = self._from_model(path).rpartition(".")
+            if has_parameter(self.model, f"{owner}.{name}"):
+                length = self.model.get_parameter(f"{owner}.{name}").shape[dim]
+                cut = cut_arguments(first.heads.query_cut(length)) if self.table.attention else {}
+                found.append(
+                    SubModuleReplacementDescription(
+                        suffix=join(prefix, owner),
+                        target_module=SplitParameter,
+                        kwargs={"name": name, "dim": dim, **cut},
+                    )
+                )
+        return found
 
-    def _layers(self) -> dict[str, nn.Module]:
-        """The model's own layers by path. Those of one list are of one class, as the table is for one."""
-        found: dict[str, nn.Module] = {}
+    def _layers(self, prefix: str) -> dict[str, LayerSplit]:
+        """The split of the model's own layers by path. Those of one list are of one class, as the table is for one."""
+        group = self.shard_config.tensor_parallel_process_group
+        assert group is not None
+        found: dict[str, LayerSplit] = {}
         for stack in self._stacks():
             layers = layers_of(self.model, [stack])
             kinds = {type(each.native if isinstance(each, StandIn) else each) for each in layers.values()}
             if len(kinds) > 1:
                 names = sorted(kind.__name__ for kind in kinds)
                 self.errors.add(
-                    stack,
+                    join(prefix, stack),
                     f"the layers are of several classes, {names}, and a table is for one: use tp_size=1",
                 )
-            found |= layers
+            for path, layer in layers.items():
+                found[join(prefix, path)] = LayerSplit(
+                    self.table,
+                    layer,
+                    getattr(self.model, "config", None),
+                    group,
+                    sequence=self._sequence_around(layer),
+                    common_input=self._common_input,
+                    path=join(prefix, path),
+                    errors=self.errors,
+                )
         return found
 
-    def _require_settings(self) -> None:
+    def _require_settings(self, prefix: str) -> None:
         """Report settings of the config with which the table does not split the model."""
         config, ranks = getattr(self.model, "config", None), self.shard_config.tensor_parallel_size
         for name, needed in self.table.needed.items():
             if getattr(config, name, needed) != needed:
                 self.errors.add(
-                    "",
+                    prefix,
                     f"{name}={getattr(config, name)!r} in the model's config does not go with tensor parallelism: use "
                     f"{name}={needed!r} or tp_size=1",
                 )
         is_counted = self.table.column and not (self.table.attention or self.table.divide)
         for name in self.table.divisible if is_counted else ():
-            with self.errors.at():
+            with self.errors.at(prefix):
                 require_divisible(name, setting(config, name, "leave it out of divisible"), ranks)
 
     def postprocess(self) -> nn.Module:
@@ -288,22 +296,7 @@ class TablePolicy(Policy):
     def _tensor_errors(self) -> list[str]:
         """The table's own reasons, and those of the parts."""
         parts = [f"{path}: {error}" for path, part in self._parts.items() for error in part._tensor_errors()]
-        return [*self.table.tensor_faults, *parts]
-
-    def _split_of(self, path: str, layer: nn.Module) -> LayerSplit:
-        group = self.shard_config.tensor_parallel_process_group
-        assert group is not None
-        config = getattr(self.model, "config", None)
-        return LayerSplit(
-            self.table,
-            layer,
-            config,
-            group,
-            sequence=self._sequence_around(layer),
-            common_input=self._common_input,
-            path=path,
-            errors=self.errors,
-        )
+        return [*self.table.tensor_errors, *parts]
 
     def _sequence_around(self, layer: nn.Module) -> RegionSequence | None:
         """Gathering of sequence-sharded inputs by the regions of a layer; None where sequences are whole."""
@@ -322,15 +315,6 @@ class TablePolicy(Policy):
             return []
         stacks = self.stage_plan().stacks(self.model)
         return [path for stack in stacks for path in stack.plan.lists(self.model)]
-
-    def _ends(self) -> dict[str, Any]:
-        """The paths of embeddings and head, and what takes their places."""
-        further = present(self.model, map(self._from_model, self.table.further_embeddings))
-        first = [] if self.table.embedding is None else [self._from_model(self.table.embedding)]
-        head = self.head_path()
-        return dict.fromkeys([*first, *further], VocabParallelEmbedding1D) | (
-            {head: VocabParallelLMHead1D} if head else {}
-        )
 
     def _from_model(self, path: str) -> str:
         """A path of the base model, seen from the whole model."""

@@ -105,8 +105,8 @@ class Table:
         heads: paths of language-model heads, seen from the whole model; a class has at most one of them.
         older: tables in place of this one for models of older releases of transformers, each by the path (seen from
             the base model) of a module that only those have.
-        tensor_faults: why models of this table cannot be split over tensor ranks, whatever their sizes.
-        pipeline_faults: why they cannot be cut into stages.
+        tensor_errors: why models of this table cannot be split over tensor ranks, whatever their sizes.
+        pipeline_errors: why they cannot be cut into stages.
 
     Raises:
         ValueError: the names contradict one another; all contradictions at once.
@@ -147,8 +147,8 @@ class Table:
     further_embeddings: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     older: Mapping[str, "Table"] = field(default_factory=dict)
-    tensor_faults: tuple[str, ...] = ()
-    pipeline_faults: tuple[str, ...] = ()
+    tensor_errors: tuple[str, ...] = ()
+    pipeline_errors: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if errors := self._errors():

@@ -97,9 +97,8 @@ def test_a_refusal_comes_before_anything_is_changed(pool: Pool) -> None:
 
 def test_errors_that_modules_have_in_common_are_reported_once_with_the_first_path() -> None:
     errors = Errors()
-    inside = errors.below("language_model")
     for layer in range(3):
-        with inside.at(f"layers.{layer}"):
+        with errors.at(f"language_model.layers.{layer}"):
             raise ValueError("too wide\ntoo long")
     with pytest.raises(RuntimeError), errors.at("head"):
         raise RuntimeError("no refusal")
