@@ -248,7 +248,7 @@ class HybridConfig:
                 f"num_layers_per_stage={counts!r} must be a list of positive whole numbers, one for {many}"
             )
         if isinstance(recomputed, PipelineGradientCheckpointConfig):
-            found += recomputed.faults(num_stages)
+            found += recomputed.errors(num_stages)
         elif recomputed is not None:
             found.append(
                 f"gradient_checkpoint_config={recomputed!r} must be a PipelineGradientCheckpointConfig: "

@@ -25,7 +25,7 @@ from ..shardformer.shard_config import ShardConfig
 from ..shardformer.shard_former import sharder_or_errors
 from ..shardformer.sharder import ModelSharder
 from ..shardformer.table_policy import expert_width_errors
-from ..shardformer.weight_sharding import WeightSharding, apply_weight_sharding, plan_weight_sharding
+from ..shardformer.weight_sharding import apply_weight_sharding, plan_weight_sharding
 from ..zero.groups import optimizer_options
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.precision import PrecisionConfig
@@ -92,7 +92,7 @@ def plan_boost(
     config: HybridConfig,
     mesh: ParallelMesh,
     shard_config: ShardConfig,
-) -> tuple[ModelSharder | None, WeightSharding | None, Mapping[int, Sequence[nn.Module]]]:
+) -> tuple[ModelSharder | None, Sequence[nn.Module] | None, Mapping[int, Sequence[nn.Module]]]:
     """Check all that `boost` will do, by a dry run on the meta device. Changes and communicates nothing.
 
     Returns:
@@ -150,14 +150,13 @@ def require_equal_boosts(model: nn.Module, optimizer: Optimizer | None) -> None:
 
 
 def shard_weights(
-    model: nn.Module, weights: WeightSharding, config: HybridConfig, mesh: ParallelMesh
+    model: nn.Module, weights: Sequence[nn.Module], config: HybridConfig, mesh: ParallelMesh
 ) -> None:
     """Shard the weights of linear layers over the weight axis."""
     apply_weight_sharding(
         model,
-        weights.layers,
+        weights,
         mesh.group("weight"),
-        native=weights.native,
         overlap=config.wp_overlap,
         memory_pool=config.wp_memory_pool,
         gradient_dtype=config.wire_dtype,

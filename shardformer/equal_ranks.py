@@ -64,6 +64,18 @@ def raise_alike(errors: list[str], *groups: ProcessGroup) -> None:
         )
 
 
+_SEED = "launch_from_torch(seed=...) seeds all ranks equally"
+# What a call compares, and what to do where it differs.
+_OF_A_CALL = (
+    (
+        "the inputs",
+        f"give equal batches (ShardFormer.shard_dataset does), draw tokens from equal random states ({_SEED})",
+    ),
+    ("the modes (training or evaluation)", "call model.train() and model.eval() on all ranks alike"),
+    ("the random states", f"seed them equally ({_SEED}), or set the model's dropout to 0"),
+)
+
+
 def compare_inputs(model: nn.Module, group: ProcessGroup) -> None:
     """Let every call of a split model compare its inputs over the tensor axis, by a hook. All-gather of a number each.
 
@@ -79,23 +91,12 @@ def compare_inputs(model: nn.Module, group: ProcessGroup) -> None:
         found = gather_integers(
             (batch_hash(tensors_of_call(args, kwargs)), int(module.training), random), group
         )
-        if differing := differing_ranks(found):
-            raise ValueError(
-                f"the inputs of rank(s) {differing} of the tensor axis differ from those of its first rank, and all of "
-                "them compute one model: give them equal batches (ShardFormer.shard_dataset does), and draw tokens "
-                "from equal random states (launch_from_torch(seed=...) seeds all ranks equally)"
-            )
-        if differing := differing_ranks(found, 1):
-            raise ValueError(
-                f"rank(s) {differing} of the tensor axis call the model in another mode (training or evaluation) than "
-                "its first rank: call model.train() and model.eval() on all ranks alike"
-            )
-        if differing := differing_ranks(found, 2):
-            raise ValueError(
-                f"the random state of rank(s) {differing} of the tensor axis differs from that of its first rank, and "
-                "they would drop different entries of one activation: seed them equally (launch_from_torch(seed=...) "
-                "does), or set the model's dropout to 0"
-            )
+        for place, (what, advice) in enumerate(_OF_A_CALL):
+            if differing := differing_ranks(found, place):
+                raise ValueError(
+                    f"{what} of rank(s) {differing} of the tensor axis differ from those of its first rank, and all of "
+                    f"them compute one model: {advice}"
+                )
 
     model.register_forward_pre_hook(before, with_kwargs=True)
 
@@ -157,14 +158,11 @@ def _sample(tensor: Tensor) -> Tensor | int:
 
 def _drops(model: nn.Module) -> bool:
     """Return True where a model may drop at random in training, by a module or by a number of one or of its config."""
-    config = getattr(model, "config", None)
-    settings: list[Any] = [*(vars(module) for module in model.modules()), vars(config) if config else {}]
-    return any(
-        isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules()
-    ) or any(
+    owners: list[Any] = [model.config, *model.modules()] if hasattr(model, "config") else [*model.modules()]
+    return any(isinstance(each, nn.modules.dropout._DropoutNd) and each.p > 0 for each in owners) or any(
         "drop" in name and isinstance(value, float) and value > 0
-        for owner in settings
-        for name, value in owner.items()
+        for owner in owners
+        for name, value in vars(owner).items()
     )
 
 

@@ -11,14 +11,12 @@ from torch.autograd import Variable
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from ..cluster.agree import gather_integers
 from ..cluster.collectives import all_gather, all_reduce
 from ..cluster.placement import Shard, Shared, is_counted, placement_of
 from ..pipeline.stage import local_stages
 
 _AXES = "_echelon_axes"
 _BUCKET = 2**22  # elements that are averaged together
-_FLAGS = 62  # of a 64-bit integer
 
 
 @dataclass(frozen=True)
@@ -101,33 +99,18 @@ class DataAverage:
 
     @torch.no_grad()
     def _average(self) -> None:
-        """All-gather of one bit per parameter, all-reduce of the gradients that any rank has."""
-        present = self._present()
-        gradients = []
-        for parameter, is_present in zip(self._parameters, present, strict=True):
-            if is_present:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                gradients.append(parameter.grad)
-        for bucket in _buckets(gradients):
+        """All-reduce of the gradients, each with a flag that is above 0 where any rank has it."""
+        for bucket in _buckets(each for each in self._parameters if each.requires_grad):
+            gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in bucket]
+            flags = torch.tensor([float(each.grad is not None) for each in bucket])
             # In float32 also for 16 bits, whose sum over many ranks would lose digits.
-            flat = torch.cat([gradient.float().flatten() for gradient in bucket])
+            flat = torch.cat([*(each.float().flatten() for each in gradients), flags.to(bucket[0].device)])
             mean = all_reduce(flat, self._group) / self._group.size()
-            for gradient, piece in zip(bucket, mean.split([each.numel() for each in bucket]), strict=True):
-                gradient.copy_(piece.view_as(gradient))
-
-    def _present(self) -> list[bool]:
-        """Flags of the parameters that have a gradient on any rank. All-gather."""
-        has_gradient = [parameter.grad is not None for parameter in self._parameters]
-        words = [
-            sum(flag << place for place, flag in enumerate(has_gradient[first : first + _FLAGS]))
-            for first in range(0, len(has_gradient), _FLAGS)
-        ]
-        found = gather_integers(words, self._group)
-        return [
-            any(rank[index // _FLAGS] >> (index % _FLAGS) & 1 for rank in found)
-            for index in range(len(has_gradient))
-        ]
+            *pieces, flags = mean.split([*(each.numel() for each in bucket), len(bucket)])
+            for index, (parameter, gradient) in enumerate(zip(bucket, gradients, strict=True)):
+                if parameter.grad is None and not flags[index]:
+                    continue
+                parameter.grad = gradient.copy_(pieces[index].view_as(gradient))
 
 
 def _num_parts(parameter: Parameter) -> int:
@@ -170,16 +153,15 @@ def _requiring_gradient(parameter: Parameter) -> Iterator[None]:
         parameter.requires_grad_(is_trained)
 
 
-def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """The gradients in turn, so many together as a bucket takes."""
-    bucket: list[Tensor] = []
-    filled = 0
-    for gradient in gradients:
-        if bucket and filled + gradient.numel() > _BUCKET:
+def _buckets(parameters: Iterable[Parameter]) -> Iterator[list[Parameter]]:
+    """The parameters in turn, as many together as a bucket takes."""
+    bucket, filled = list[Parameter](), 0
+    for parameter in parameters:
+        if bucket and filled + parameter.numel() > _BUCKET:
             yield bucket
             bucket, filled = [], 0
-        bucket.append(gradient)
-        filled += gradient.numel()
+        bucket.append(parameter)
+        filled += parameter.numel()
     if bucket:
         yield bucket
 

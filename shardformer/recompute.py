@@ -21,7 +21,7 @@ class PipelineGradientCheckpointConfig:
     gradient_checkpointing_ratio: float | None = None
     num_ckpt_layers_per_stage: Sequence[int] | None = None
 
-    def faults(self, num_stages: int | None) -> list[str]:
+    def errors(self, num_stages: int | None) -> list[str]:
         """All that is wrong with it for a pipeline of so many stages (None: any), each with what would work."""
         ratio, counts = self.gradient_checkpointing_ratio, self.num_ckpt_layers_per_stage
         if (ratio is None) == (counts is None):

@@ -1,24 +1,17 @@
 """ShardFormer: a model in, this rank's part of it out, and its data. With pipelines, ZeRO or 16 bits: booster/."""
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    RandomSampler,
-    SequentialSampler,
-    default_collate,
-)
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, default_collate
 
-from ..cluster.launch import default_device, launch_from_torch, torchrun_command
-from ..cluster.mesh import ParallelMesh, divisors
-from ..data.loader import shared_loader
+from ..cluster.launch import default_device, launch_from_torch
+from ..cluster.mesh import ParallelMesh
+from ..data.loader import WORKER_SETTINGS, loader_faults, shared_loader
 from ..lazy import materialize
 from . import tables as tables  # registers them
 from .derived import derived_table
@@ -27,7 +20,7 @@ from .gradients import make_gradients_whole
 from .layers.lora import adapted
 from .layers.parallel_module import is_of_peft
 from .policy import Policy
-from .refusals import given_errors, is_taken, policy_errors, refuse_partial_state, refuse_whole_caches
+from .refusals import given_errors, is_taken, policy_errors, refuse_partial_state
 from .shard_config import ShardConfig
 from .sharder import ModelSharder
 from .table_policy import TablePolicy
@@ -73,8 +66,11 @@ class ShardFormer:
             launch_from_torch()
         if config.tensor_parallel_process_group is not None or config.data_parallel_process_group is not None:
             return
-        if errors := _world_errors(config, dist.get_world_size()):
-            raise ValueError("\n".join(errors))
+        if config.num_stages > 1:
+            raise ValueError(
+                "init_distributed makes no groups for a pipeline: give ShardConfig the groups of its mesh, or use "
+                "HybridParallelPlugin"
+            )
         mesh = ParallelMesh(tp=config.tensor_parallel_size, dp=config.data_parallel_size)
         self.shard_config = replace(
             config,
@@ -133,7 +129,6 @@ class ShardFormer:
         make_gradients_whole(model, tensor=config.split_group, data=config.replica_group)
         if config.split_group is not None:
             compare_inputs(model, config.split_group)
-            refuse_whole_caches(model)
         return model, shared
 
     def shard_dataset(
@@ -184,29 +179,6 @@ _NO_GROUPS = (
     "sizes were given and there are no process groups yet: call ShardFormer.init_distributed() first, or give "
     "ShardConfig the groups"
 )
-
-
-def _world_errors(config: ShardConfig, world_size: int) -> list[str]:
-    """Why the axes of a config are not those of a world of this size."""
-    tensor, data = config.tensor_parallel_size, config.data_parallel_size
-    found = []
-    if config.num_stages > 1:
-        found.append(
-            "init_distributed makes no groups for a pipeline: give ShardConfig the groups of its mesh, or use "
-            "HybridParallelPlugin"
-        )
-    if world_size == 1 < tensor * data:
-        found.append(
-            f"tensor_parallel_size={tensor} * data_parallel_size={data} = {tensor * data} needs {tensor * data} "
-            f"processes, and this is the only one: start it by `{torchrun_command(tensor * data)}`"
-        )
-    elif tensor * data != world_size:
-        fitting = [f"{size} and {world_size // size}" for size in divisors(world_size)]
-        found.append(
-            f"tensor_parallel_size={tensor} * data_parallel_size={data} = {tensor * data} is not the world size "
-            f"{world_size}: start {tensor * data} processes, or use sizes of {', or '.join(fitting)}"
-        )
-    return found
 
 
 def _split_errors(model: nn.Module, config: ShardConfig) -> list[str]:
@@ -312,59 +284,33 @@ def shard_model(model: nn.Module, policy: Policy | Table | None = None) -> nn.Mo
     return shard_former.shard_model(model, policy)
 
 
-# Arguments of a DataLoader that are taken over as they are.
-_KEPT = (
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "prefetch_factor",
-    "persistent_workers",
-    "multiprocessing_context",
-    "in_order",
-)
-
-
 def loader_settings(source: Dataset | DataLoader) -> dict[str, Any]:
     """The arguments of a dataloader that reads the same in the same way.
 
     Raises:
-        ValueError: it has no length, or an order of its own that nobody could deal out.
+        ValueError: it has an order of its own that nobody could deal out.
     """
-    plain = {"batch_size": 1, "shuffle": False, "drop_last": False, "collate_fn": default_collate}
     if not isinstance(source, DataLoader):
-        _require_length(source)
+        plain = {"batch_size": 1, "shuffle": False, "drop_last": False, "collate_fn": default_collate}
         return {"dataset": source, **plain}
-    _require_length(source.dataset)
-    kinds = (SequentialSampler, RandomSampler)
-    sampler = source.sampler
-    is_plain = getattr(sampler, "data_source", None) is source.dataset and not getattr(
-        sampler, "replacement", False
+    sampler: Any = source.sampler
+    errors = loader_faults(source)
+    is_plain = type(sampler) in (SequentialSampler, RandomSampler) and sampler.data_source is source.dataset
+    if not is_plain or getattr(sampler, "replacement", False) or getattr(sampler, "_num_samples", None):
+        errors.append(f"its samples are chosen by a {type(sampler).__name__}")
+    if errors:
+        raise ValueError(
+            f"this DataLoader cannot be dealt out, since {errors[0]}: give one with shuffle=True or False and a "
+            "batch_size, or the data set itself"
+        )
+    names = (
+        *WORKER_SETTINGS,
+        "worker_init_fn",
+        "in_order",
+        "dataset",
+        "batch_size",
+        "drop_last",
+        "collate_fn",
     )
-    is_whole = getattr(sampler, "_num_samples", None) is None
-    if (
-        type(source.batch_sampler) is not BatchSampler
-        or type(sampler) not in kinds
-        or not (is_plain and is_whole)
-    ):
-        raise ValueError(
-            f"this DataLoader has a {type(source.batch_sampler).__name__} over a {type(source.sampler).__name__}, "
-            "whose choice or order cannot be dealt out: give one with shuffle=True or False and a batch_size, or the "
-            "data set itself"
-        )
-    return {
-        **{name: getattr(source, name) for name in _KEPT},
-        "dataset": source.dataset,
-        "batch_size": source.batch_size,
-        "shuffle": isinstance(source.sampler, RandomSampler),
-        "drop_last": source.drop_last,
-        "collate_fn": source.collate_fn,
-    }
-
-
-def _require_length(dataset: Dataset) -> None:
-    if not isinstance(dataset, Sized):
-        raise ValueError(
-            f"a {type(dataset).__name__} has no length, so its samples cannot be dealt out: give a data set with "
-            "__len__ and __getitem__"
-        )
+    settings = {name: getattr(source, name) for name in names}
+    return {**settings, "shuffle": isinstance(sampler, RandomSampler)}

@@ -6,8 +6,7 @@ replicated, unless a table says that it does not (`native`). So does a weight th
 too, one that is tied to an embedding for example.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,22 +39,9 @@ def weight_errors(*, wp_size: int, tp_size: int) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightSharding:
-    """The layers whose weights are sharded.
-
-    Args:
-        layers: those of a whole model, inside which the weights of linear layers are sharded.
-        native: names of further classes that compute what nn.Linear does, as in `Table`.
-    """
-
-    layers: Sequence[nn.Module]
-    native: Collection[str]
-
-
 def plan_weight_sharding(
     model: nn.Module, errors: list[str], *, policy: Policy | Table | None = None
-) -> WeightSharding | None:
+) -> list[nn.Module] | None:
     """The layers whose weights are to be sharded; None where they cannot be, and why, to `errors`.
 
     Args:
@@ -71,23 +57,19 @@ def plan_weight_sharding(
             "with a stage_plan (custom_policy=...), or use wp_size=1"
         )
         return None
-    sharding = WeightSharding(layers=layers, native=_native_classes(model))
-    found = weight_model_errors(model, sharding.layers, native=sharding.native)
+    found = weight_model_errors(model, layers)
     errors += found
-    return None if found else sharding
+    return None if found else layers
 
 
-def weight_model_errors(
-    model: nn.Module, layers: Sequence[nn.Module], *, native: Collection[str] = ()
-) -> list[str]:
+def weight_model_errors(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
     """All that speaks against sharding the weights of a model's linear layers; empty where nothing does.
 
     Args:
         model: the model.
         layers: its layers.
-        native: names of further classes that compute what nn.Linear does, as in `Table`.
     """
-    linear = _linear_layers(model, layers, native)
+    linear = _linear_layers(model, layers)
     found = [
         f"{path} {error}"
         for path, module in linear.items()
@@ -115,7 +97,6 @@ def apply_weight_sharding(
     layers: Sequence[nn.Module],
     group: dist.ProcessGroup,
     *,
-    native: Collection[str] = (),
     overlap: bool = True,
     memory_pool: bool = True,
     gradient_dtype: torch.dtype = torch.float32,
@@ -129,16 +110,21 @@ def apply_weight_sharding(
         model: of this rank.
         layers: of the whole model; those that this rank does not hold are left alone.
         group: the weight axis, `mesh.group("weight")`.
-        native: names of further classes that compute what nn.Linear does, as in `Table`.
         overlap, memory_pool, gradient_dtype: see `WeightPool`.
 
     Returns:
         The pool that gathers for all of them.
     """
     pool = WeightPool(group, overlap=overlap, memory_pool=memory_pool, gradient_dtype=gradient_dtype)
-    for module in _linear_layers(model, layers, native).values():
+    for module in _linear_layers(model, layers).values():
         made = ShardedLinear(module, group, native_class=type(module), pool=pool)
-        for parent, name in _places(model, module):
+        places = [
+            (parent, name)
+            for parent in model.modules()
+            for name, child in parent._modules.items()
+            if child is module
+        ]
+        for parent, name in places:
             setattr(parent, name, made)
     return pool
 
@@ -147,8 +133,9 @@ def _layers(model: nn.Module, policy: Policy | Table | None) -> list[nn.Module] 
     """The layers that transformers recomputes, or else those of the stages; None where no policy knows."""
     if found := recomputable_layers(model):
         return found
-    policy = TablePolicy(policy) if isinstance(policy, Table) else policy or _usual_policy(model)
-    if policy is None:
+    try:
+        policy = TablePolicy(policy) if isinstance(policy, Table) else policy or policy_for(model)
+    except ValueError:
         return None
     policy.set_model(model)
     plan = policy.stage_plan()
@@ -156,44 +143,22 @@ def _layers(model: nn.Module, policy: Policy | Table | None) -> list[nn.Module] 
     return list(dict.fromkeys(model.get_submodule(path) for path in paths))
 
 
-def _usual_policy(model: nn.Module) -> Policy | None:
-    try:
-        return policy_for(model)
-    except ValueError:
-        return None
-
-
-def _native_classes(model: nn.Module) -> tuple[str, ...]:
-    table = table_for(getattr(getattr(model, "config", None), "model_type", ""))
-    return () if table is None else table.native
-
-
-def _linear_layers(
-    model: nn.Module, layers: Sequence[nn.Module], native: Collection[str]
-) -> dict[str, nn.Module]:
+def _linear_layers(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, nn.Module]:
     """The linear layers whose weights are sharded, by path, in the order of the model."""
-    inside = {module for layer in layers for module in layer.modules() if _is_linear(module, native)}
+    table = table_for(getattr(getattr(model, "config", None), "model_type", ""))
+    native = () if table is None else table.native
+    inside = {
+        module
+        for layer in layers
+        for module in layer.modules()
+        if type(module) in KINDS or (isinstance(module, nn.Linear) and type(module).__name__ in native)
+    }
     users: dict[Parameter | None, set[nn.Module]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
-            if parameter is not None:
-                users.setdefault(parameter, set()).add(module)
+            users.setdefault(parameter, set()).add(module)
     return {
         path: module
         for path, module in model.named_modules()
         if module in inside and users.get(module._parameters.get("weight"), set()) <= inside
     }
-
-
-def _is_linear(module: nn.Module, native: Collection[str]) -> bool:
-    return type(module) in KINDS or (isinstance(module, nn.Linear) and type(module).__name__ in native)
-
-
-def _places(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The places of a module, one or several."""
-    return [
-        (parent, name)
-        for parent in model.modules()
-        for name, child in parent._modules.items()
-        if child is module
-    ]

@@ -81,7 +81,7 @@ def test_the_first_layers_of_each_stage_run_twice(config: dict[str, Any], runs: 
     ],
 )
 def test_bad_settings_are_told(config: dict[str, Any], fault: str) -> None:
-    (found,) = PipelineGradientCheckpointConfig(**config).faults(2)
+    (found,) = PipelineGradientCheckpointConfig(**config).errors(2)
     with pytest.raises(ValueError, match=fault):
         raise ValueError(found)
 

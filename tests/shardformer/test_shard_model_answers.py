@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, StaticCache
+from transformers import GenerationMixin
 
 from echelon import ShardConfig, ShardFormer
 from echelon.verify.models import FRAMES, MELS, VOCABULARY, ModelChoice
@@ -128,23 +128,6 @@ def draw_apart() -> None:
         split.generate(  # type: ignore[operator]
             **inputs_of(choice), do_sample=True, top_k=0, max_new_tokens=20, pad_token_id=0, eos_token_id=None
         )
-
-
-def hand_over_a_whole_cache() -> None:
-    choice = ModelChoice(model_type="llama", num_layers=2)
-    split, _ = (each.eval() for each in split_and_whole(choice))
-    config = choice.config()
-    cache = StaticCache(config, max_cache_len=16)
-    cache.early_initialization(
-        2, config.num_key_value_heads, config.head_dim, torch.float32, torch.device("cpu")
-    )
-    with pytest.raises(ValueError, match="made beforehand for all 2 key-value heads"):
-        answers(choice, split, {"past_key_values": cache})
-    answers(choice, split, {"cache_implementation": "static"})
-
-
-def test_a_cache_for_all_heads_is_refused(pool: Pool) -> None:
-    pool.run(2, hand_over_a_whole_cache)
 
 
 def test_tokens_drawn_from_different_states_are_an_error(pool: Pool) -> None:
