@@ -1,4 +1,4 @@
-"""A small sequential model as pipeline stages and as one process, and schedules to run on it; no tests."""
+"""A small sequential model as pipeline stages and as one process; no tests."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from echelon.cluster.mesh import ParallelMesh
 from echelon.pipeline import transport
-from echelon.pipeline.action import Schedule
+from echelon.pipeline.action import Action, Schedule
 from echelon.pipeline.communicate import with_communication
 from echelon.pipeline.microbatch import split
 from echelon.pipeline.runner import RunResult, ScheduleRun, StageLike
@@ -23,27 +23,25 @@ from echelon.shardformer.layers.weight_gradient import defer_weight_gradients
 WIDTH = 6
 Batch = dict[str, Tensor]
 # Schedules, each with its chunks per rank.
-STYLES = [
-    ("gpipe", 1),
-    ("gpipe", 2),
-    ("1f1b", 1),
-    ("interleaved", 2),
-    ("interleaved", 3),
-    ("zbh1", 1),
-    ("zbv", 2),
-]
+STYLES = [("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("interleaved", 2), ("zbh1", 1), ("zbv", 2)]
 
 
-def make_layers(count: int = 6, dtype: torch.dtype = torch.float32) -> list[nn.Module]:
+def make_layers(
+    count: int = 6, dtype: torch.dtype = torch.float32, *, num_frozen: int = 0
+) -> list[nn.Module]:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(WIDTH, 9), nn.Tanh(), nn.Linear(9, WIDTH)) for _ in range(count)]
-    return [block.to(dtype) for block in blocks]
+    return [block.to(dtype).requires_grad_(index >= num_frozen) for index, block in enumerate(blocks)]
 
 
 def make_batch(samples: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    x_BW = torch.randn(samples, WIDTH, generator=generator).to(dtype)
-    return {"x": x_BW, "labels": torch.randn(samples, WIDTH, generator=generator).to(dtype)}
+    x_BW, labels_BW = (torch.randn(samples, WIDTH, generator=generator).to(dtype) for _ in range(2))
+    return {"x": x_BW, "labels": labels_BW}
+
+
+def pieces(samples: int, count: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Batch]:
+    return split(make_batch(samples, seed, dtype), num_microbatches=count, microbatch_size=None)
 
 
 def criterion(outputs: Any, microbatch: Batch) -> Tensor:
@@ -72,26 +70,13 @@ class CountingStage(LayerStage):
 
     def forward(self, microbatch: Batch, received: tuple[Tensor, ...]) -> Any:
         if self.is_first:
-            skip_BW = microbatch["x"] * 2
-            received = (
-                microbatch["x"],
-                skip_BW,
-                torch.zeros(3, dtype=torch.int64),
-                skip_BW[:, :0],
-                skip_BW.t(),
-            )
+            x_BW, skip_BW = microbatch["x"], microbatch["x"] * 2
+            received = (x_BW, skip_BW, torch.zeros(3, dtype=torch.int64), skip_BW[:, :0], skip_BW.t())
         hidden_BW, skip_BW, count, empty, strided_WB = received
         hidden_BW = super().forward(microbatch, (hidden_BW + skip_BW * count[0],))
         if self.is_last:
             return {"out": hidden_BW["out"] + strided_WB.t() * 0.5 + skip_BW + empty.sum()}
         return hidden_BW[0], skip_BW, count + 1, empty, (strided_WB.t() * 1.5).t()
-
-
-StageClass = type[LayerStage]
-
-
-def identity(loss: Tensor) -> Tensor:
-    return loss
 
 
 def gradients(layers: Sequence[nn.Module]) -> dict[str, Tensor | None]:
@@ -101,11 +86,15 @@ def gradients(layers: Sequence[nn.Module]) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None else p.grad.clone() for name, p in named}
 
 
+def identity(loss: Tensor) -> Tensor:
+    return loss
+
+
 def reference(
     layers: Sequence[nn.Module],
     microbatches: Sequence[Batch],
     *,
-    stage_class: StageClass = LayerStage,
+    stage_class: type[LayerStage] = LayerStage,
     num_stages: int,
     scale: Callable[[Tensor], Tensor] = identity,
 ) -> list[Tensor]:
@@ -122,98 +111,90 @@ def reference(
     return losses
 
 
+def run_alone(
+    actions: Sequence[Action], num_stages: int, microbatches: Sequence[Batch], **options: Any
+) -> RunResult:
+    """Run all stages on one rank."""
+    layers = options.pop("layers", None) or make_layers()
+    stages = {index: LayerStage(layers, index, num_stages) for index in range(num_stages)}
+    settings = dict(criterion=criterion, scale=identity, transport=None, stages=stages) | options
+    return ScheduleRun(microbatches=microbatches, **settings).run(actions)
+
+
 class Pipeline:
     """This rank's stages and transport, and a reference beside it.
 
     Args:
-        stage_class: what the stages are.
+        stage_class: the class of the stages.
         style, num_chunks: the schedule, which places the stages.
-        dtype: of the layers.
+        dtype, num_frozen: of the layers.
         overlap: see `Transport`.
+        pp: pipeline ranks; None for all.
     """
 
     def __init__(
         self,
         *,
-        stage_class: StageClass = LayerStage,
+        stage_class: type[LayerStage] = LayerStage,
         style: str | UserSchedule = "1f1b",
         num_chunks: int = 1,
         dtype: torch.dtype = torch.float32,
+        num_frozen: int = 0,
         overlap: bool = True,
+        pp: int | None = None,
     ) -> None:
-        self.mesh = ParallelMesh(pp=dist.get_world_size())
-        self.rank = self.mesh.rank("pp")
+        mesh = ParallelMesh(pp=pp or dist.get_world_size())
+        self.rank, self.size, self.dtype = mesh.rank("pp"), mesh.size("pp"), dtype
         self.style, self.num_chunks, self.overlap = style, num_chunks, overlap
-        self.placement = stage_placement(style, self.mesh.size("pp"), num_chunks)
-        self.num_stages = len(self.placement)
-        self.transport = Transport(self.mesh, self.placement, overlap=overlap)
+        placement = stage_placement(style, self.size, num_chunks)
+        self.num_stages = len(placement)
+        self.transport = Transport(mesh, placement, overlap=overlap)
         self.stage_class = stage_class
-        self.layers = make_layers(max(6, self.num_stages), dtype=dtype)
-        self.expected = make_layers(max(6, self.num_stages), dtype=dtype)
+        self.layers, self.expected = (
+            make_layers(max(6, self.num_stages), dtype, num_frozen=num_frozen) for _ in range(2)
+        )
         self.stages: dict[int, StageLike] = {
             stage: stage_class(self.layers, stage, self.num_stages)
-            for stage, rank in enumerate(self.placement)
+            for stage, rank in enumerate(placement)
             if rank == self.rank
         }
+        self.stage = next(iter(self.stages.values()))
+        self.has_last = self.num_stages - 1 in self.stages
         self.weight_gradients = defer_weight_gradients(nn.ModuleList(self.layers))
 
-    @property
-    def stage(self) -> StageLike:
-        """The first of this rank's stages: the only one of most schedules."""
-        return next(iter(self.stages.values()))
-
-    @property
-    def has_last(self) -> bool:
-        return self.num_stages - 1 in self.stages
-
-    def schedule(self, num_microbatches: int, style: str | None = None) -> Schedule:
-        compute = build_schedule(style or self.style, self.mesh.size("pp"), num_microbatches, self.num_chunks)
-        return with_communication(compute, ahead=self.overlap)
-
-    def run(self, schedule: Schedule, microbatches: Sequence[Batch], **options: Any) -> RunResult:
-        settings: dict[str, Any] = {
-            "criterion": criterion,
-            "scale": identity,
-            "weight_gradients": self.weight_gradients,
-            **options,
-        }
-        run = ScheduleRun(stages=self.stages, microbatches=microbatches, transport=self.transport, **settings)
-        return run.run(schedule[self.rank])
-
     def train(self, microbatches: Sequence[Batch], style: str | None = None, **options: Any) -> RunResult:
-        return self.run(self.schedule(len(microbatches), style), microbatches, **options)
-
-    def check_train(self, microbatches: Sequence[Batch], **options: Any) -> None:
-        self.check_step(microbatches, self.schedule(len(microbatches)), **options)
+        """One step."""
+        compute = build_schedule(style or self.style, self.size, len(microbatches), self.num_chunks)
+        return self._run(compute, microbatches, **options)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch], **options: Any) -> RunResult:
-        compute = build_schedule(self.style, self.mesh.size("pp"), len(microbatches), self.num_chunks)
-        return self.run(
-            with_communication(forward_only(compute), ahead=self.overlap), microbatches, **options
-        )
+        """The forwards alone."""
+        compute = build_schedule(self.style, self.size, len(microbatches), self.num_chunks)
+        return self._run(forward_only(compute), microbatches, **options)
 
-    def check_step(self, microbatches: Sequence[Batch], schedule: Schedule, **options: Any) -> None:
+    def _run(self, compute: Schedule, microbatches: Sequence[Batch], **options: Any) -> RunResult:
+        settings = dict(criterion=criterion, scale=identity, weight_gradients=self.weight_gradients) | options
+        run = ScheduleRun(stages=self.stages, microbatches=microbatches, transport=self.transport, **settings)
+        return run.run(with_communication(compute, ahead=self.overlap)[self.rank])
+
+    def check_train(
+        self, microbatches: Sequence[Batch], *, scale: Callable[[Tensor], Tensor] = identity
+    ) -> None:
         """One training step: losses and gradients are those of the reference, to the bit."""
-        scale = options.get("scale", identity)
-        result = self.run(schedule, microbatches, **options)
+        result = self.train(microbatches, scale=scale)
         losses = reference(
             self.expected, microbatches, stage_class=self.stage_class, num_stages=self.num_stages, scale=scale
         )
         assert result.losses == (losses if self.has_last else [])
         assert not any(loss.requires_grad for loss in result.losses)
-        self.check_gradients()
-
-    def check_gradients(self) -> None:
-        expected = gradients(self.expected)
-        own = gradients(self.layers)
         here = {name for stage in self.stages.values() for name in stage.layers}  # type: ignore[attr-defined]
-        for index, layer in enumerate(self.layers):
-            for name, parameter in layer.named_parameters():
-                if str(index) in here:
-                    assert torch.equal(own[f"{index}.{name}"], expected[f"{index}.{name}"]), f"{index}.{name}"
-                else:
-                    assert parameter.grad is None
+        found, expected = gradients(self.layers), gradients(self.expected)
+        for name, gradient in found.items():
+            if name.split(".")[0] in here and expected[name] is not None:
+                assert gradient is not None and torch.equal(gradient, expected[name]), name
+            else:
+                assert gradient is None
 
 
 @contextmanager
@@ -221,7 +202,3 @@ def as_if_large() -> Iterator[None]:
     """As few tensors are in flight as where they are large."""
     with patch.object(transport, "_MAX_BYTES_IN_FLIGHT", 0):
         yield
-
-
-def pieces(samples: int, count: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Batch]:
-    return split(make_batch(samples, seed, dtype), num_microbatches=count, microbatch_size=None)

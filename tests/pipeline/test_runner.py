@@ -1,18 +1,22 @@
-"""The runner over real processes against the same computation in one process: equal to the bit."""
+"""The runner and the transport over real processes against one process: equal to the bit, errors name the peer."""
 
+import os
 import random
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from echelon.cluster.mesh import ParallelMesh
 from echelon.pipeline.action import Action, Op, inputs, result
 from echelon.pipeline.microbatch import merge
-from echelon.pipeline.runner import RunResult, ScheduleRun, Trace
-from echelon.pipeline.schedules import build_schedule, gpipe
+from echelon.pipeline.runner import RunResult, Trace
+from echelon.pipeline.schedules import build_schedule, gpipe, stage_placement
 from echelon.pipeline.simulate import Costs, Span, simulate
 
 from ..pool import Pool
@@ -23,46 +27,90 @@ from .sequential import (
     CountingStage,
     LayerStage,
     Pipeline,
-    StageClass,
     as_if_large,
     criterion,
     gradients,
-    identity,
     make_batch,
     make_layers,
     pieces,
     reference,
+    run_alone,
 )
 from .small_schedules import random_schedule
 
 
 def train_like_one_process(
-    stage_class: StageClass, overlap: bool = True, styles: Sequence[tuple[str, int]] = STYLES
+    stage_class: type[LayerStage], styles: Sequence[tuple[str, int]] = STYLES, **settings: Any
 ) -> None:
     """Steps of different batch sizes and numbers of microbatches, unequal ones too, gradients adding up.
 
     The last one has shapes that were met before, and as few tensors in flight as if they were large.
     """
     for style, num_chunks in styles:
-        pipeline = Pipeline(stage_class=stage_class, style=style, num_chunks=num_chunks, overlap=overlap)
-        for seed, (samples, count) in enumerate([(8, 4), (7, 3), (7, 3), (1, 1), (9, 8)]):
-            pipeline.check_train(pieces(samples, count, seed))
-            pipeline.evaluate(pieces(samples + 3, count, seed))
+        pipeline = Pipeline(stage_class=stage_class, style=style, num_chunks=num_chunks, **settings)
+        for seed, (samples, count) in enumerate([(8, 4), (7, 3), (7, 3), (1, 1)]):
+            pipeline.check_train(pieces(samples, count, seed, pipeline.dtype))
+            pipeline.evaluate(pieces(samples + 3, count, seed, pipeline.dtype))
         with as_if_large():
-            pipeline.check_train(pieces(9, 8))
-            pipeline.evaluate(pieces(12, 8))
+            pipeline.check_train(pieces(9, 8, 0, pipeline.dtype), scale=lambda loss: loss * 2)
 
 
-@pytest.mark.parametrize("stage_class", [LayerStage, CountingStage])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+class UnusedStage(LayerStage):
+    """Sends a second tensor that the last stage does not use: its gradient is nothing, not missing."""
+
+    def forward(self, microbatch: Batch, received: tuple[Tensor, ...]) -> Any:
+        output = super().forward(microbatch, received[:1])
+        return output if self.is_last else (output[0], output[0] * 3)
+
+
+class TrainingExtraStage(LayerStage):
+    """Sends a second tensor in training only, as a model with an auxiliary loss does."""
+
+    def forward(self, microbatch: Batch, received: tuple[Tensor, ...]) -> Any:
+        is_training = torch.is_grad_enabled()
+        assert len(received) == (0 if self.is_first else 1 + is_training)
+        assert all(tensor.requires_grad == is_training for tensor in received)
+        output = super().forward(microbatch, received[:1])
+        return output if self.is_last or not is_training else (output[0], output[0] * 2)
+
+
+ONE_STYLE: dict[str, Any] = dict(styles=[("1f1b", 1)])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage_class", "settings"),
+    [
+        (1, LayerStage, {}),
+        (2, CountingStage, {}),
+        (3, CountingStage, {}),
+        (2, CountingStage, dict(overlap=False)),
+        (2, UnusedStage, ONE_STYLE),
+        (2, TrainingExtraStage, ONE_STYLE),
+        *((2, LayerStage, dict(dtype=dtype, **ONE_STYLE)) for dtype in (torch.float16, torch.float64)),
+        (4, LayerStage, dict(pp=2, **ONE_STYLE)),  # two replicas beside each other
+        (3, LayerStage, dict(num_frozen=4, **ONE_STYLE)),  # nothing that is sent needs a gradient
+    ],
+)
 def test_losses_and_gradients_are_those_of_one_process(
-    pool: Pool, world_size: int, stage_class: StageClass
+    pool: Pool, world_size: int, stage_class: type[LayerStage], settings: dict[str, Any]
 ) -> None:
-    pool.run(world_size, train_like_one_process, stage_class)
+    pool.run(world_size, train_like_one_process, stage_class, **settings)
 
 
-def test_without_overlap_they_are_the_same(pool: Pool) -> None:
-    pool.run(2, train_like_one_process, CountingStage, False)
+def run_random_schedules() -> None:
+    """Each with shapes that were not seen before, so that these are described in the middle of it; then again."""
+    generator, world = random.Random(0), dist.get_world_size()
+    for number in range(8):
+        compute, num_microbatches = random_schedule(generator, world)
+        pipeline = Pipeline(style=compute)
+        for seed in range(2):
+            with as_if_large():
+                pipeline.check_train(pieces(num_microbatches + number, num_microbatches, seed))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_any_order_of_computations_on_any_placement_runs(pool: Pool, world_size: int) -> None:
+    pool.run(world_size, run_random_schedules)
 
 
 def train_traced() -> list[list[Span]]:
@@ -87,129 +135,96 @@ def test_computations_run_in_the_simulated_order_and_after_what_they_need(pool: 
                 assert ends[need] <= start, f"{style}: {action} began before {need} was done"
 
 
-def run_random_schedules() -> None:
-    """Each with shapes that were not seen before, so that these are described in the middle of it; then again."""
-    generator, world = random.Random(0), dist.get_world_size()
-    for number in range(12):
-        compute, num_microbatches = random_schedule(generator, world)
-        pipeline = Pipeline(style=compute)
-        for seed in range(2):
-            with as_if_large():
-                pipeline.check_train(pieces(num_microbatches + number, num_microbatches, seed))
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_any_order_of_computations_on_any_placement_runs(pool: Pool, world_size: int) -> None:
-    pool.run(world_size, run_random_schedules)
-
-
-def evaluate_between_steps() -> None:
-    pipeline = Pipeline()
-    for seed in range(2):
-        pipeline.check_train(pieces(6, 3, seed))
-        microbatches = pieces(5, 2, seed=10 + seed)
-        before = gradients(pipeline.layers)
-        result = pipeline.evaluate(microbatches, keep_outputs=True)
-        after = gradients(pipeline.layers)
-        assert all(after[name] is None or torch.equal(after[name], before[name]) for name in after)
-        assert (result.outputs is not None) == pipeline.stage.is_last
-        if pipeline.stage.is_last:
-            expected = make_batch(5, seed=10 + seed)["x"]
-            for layer in pipeline.expected:
-                expected = layer(expected)
-            # Rows of a product may be summed in another order when the batch is cut: hence not to the bit.
-            torch.testing.assert_close(merge(result.outputs)["out"], expected)
-            assert len(result.losses) == 2
-    assert pipeline.evaluate(pieces(4, 2), criterion=None).losses == []
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_evaluation_between_steps_changes_nothing(pool: Pool, world_size: int) -> None:
-    pool.run(world_size, evaluate_between_steps)
-
-
-class TrainingExtraStage(LayerStage):
-    """Sends a second tensor in training only, as a model with an auxiliary loss does."""
-
-    def forward(self, microbatch: Batch, received: tuple[Tensor, ...]) -> Any:
-        is_training = torch.is_grad_enabled()
-        assert len(received) == (0 if self.is_first else 1 + is_training)
-        assert all(tensor.requires_grad == is_training for tensor in received)
-        output = super().forward(microbatch, received[:1])
-        return output if self.is_last or not is_training else (output[0], output[0] * 2)
-
-
-def evaluate_and_train_on_equal_shapes() -> None:
-    pipeline = Pipeline(stage_class=TrainingExtraStage)
-    for seed in range(2):
-        pipeline.evaluate(pieces(4, 2, seed))
-        pipeline.check_train(pieces(4, 2, seed))
-
-
-def test_evaluation_may_send_other_tensors_than_training(pool: Pool) -> None:
-    pool.run(2, evaluate_and_train_on_equal_shapes)
-
-
 def weighted(outputs: Any, microbatch: Batch) -> tuple[Tensor, Tensor]:
     error = (outputs["out"] - microbatch["labels"]).square()
     return error.sum(), torch.tensor(error.numel())
 
 
-def train_with_weights() -> None:
+def evaluate_between_steps() -> None:
     pipeline = Pipeline()
-    microbatches = pieces(7, 3)
-    result = pipeline.train(microbatches, criterion=weighted, keep_outputs=True)
-    if pipeline.stage.is_last:
-        assert [int(weight) for weight in result.weights] == [3 * WIDTH, 2 * WIDTH, 2 * WIDTH]
-        assert len(result.losses) == len(result.outputs) == 3
+    pipeline.check_train(pieces(6, 3))
+    before = gradients(pipeline.layers)
+    result = pipeline.evaluate(pieces(5, 2, seed=10), keep_outputs=True, criterion=weighted)
+    after = gradients(pipeline.layers)
+    assert all(after[name] is None or torch.equal(after[name], before[name]) for name in after)
+    if pipeline.has_last:
+        expected = make_batch(5, seed=10)["x"]
+        for layer in pipeline.expected:
+            expected = layer(expected)
+        # Rows of a product may be summed in another order when the batch is cut: hence not to the bit.
+        torch.testing.assert_close(merge(result.outputs)["out"], expected)
+        assert [int(weight) for weight in result.weights] == [3 * WIDTH, 2 * WIDTH] and len(
+            result.losses
+        ) == 2
         assert not any(output["out"].requires_grad for output in result.outputs)
     else:
         assert result == RunResult()
+    assert pipeline.evaluate(pieces(4, 2), criterion=None).losses == []
 
 
-def test_a_weighted_criterion_gives_sums_and_weights(pool: Pool) -> None:
-    pool.run(2, train_with_weights)
+def test_evaluation_between_steps_changes_nothing(pool: Pool) -> None:
+    pool.run(2, evaluate_between_steps)
 
 
-def freeze(layers: Sequence[nn.Module], count: int) -> None:
-    for layer in layers[:count]:
-        layer.requires_grad_(False)
+class WatchedStage(LayerStage):
+    """Counts at every call how many of its earlier inputs and outputs are still in memory."""
 
-
-def train_with_frozen_first_stages() -> None:
-    """Nothing that the frozen stages send needs a gradient, and the pipeline neither hangs nor makes any."""
-    pipeline = Pipeline()
-    count = 2 * (pipeline.num_stages - 1)
-    freeze(pipeline.layers, count)
-    freeze(pipeline.expected, count)
-    for seed in range(2):
-        microbatches = pieces(6, 3, seed)
-        pipeline.train(microbatches, "gpipe" if seed else "1f1b")
-        reference(pipeline.expected, microbatches, num_stages=pipeline.num_stages)
-    own, expected = gradients(pipeline.layers), gradients(pipeline.expected)
-    here = pipeline.stage.layers  # type: ignore[attr-defined]
-    for name, gradient in expected.items():
-        if gradient is None or name.split(".")[0] not in here:
-            assert own[name] is None
-        else:
-            assert torch.equal(own[name], gradient)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_frozen_first_stages_do_not_hang(pool: Pool, world_size: int) -> None:
-    pool.run(world_size, train_with_frozen_first_stages)
-
-
-class UnusedStage(LayerStage):
-    """Sends a second tensor that the last stage does not use: its gradient is nothing, not missing."""
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.storages: list[StorageWeakRef] = []
+        self.alive: list[int] = []
 
     def forward(self, microbatch: Batch, received: tuple[Tensor, ...]) -> Any:
-        output = super().forward(microbatch, received[:1])
-        return output if self.is_last else (output[0], output[0] * 3)
+        self.alive.append(sum(not storage.expired() for storage in self.storages))
+        output = super().forward(microbatch, received)
+        kept = output if not self.is_last else received
+        self.storages += [StorageWeakRef(tensor.untyped_storage()) for tensor in kept]
+        return output
 
 
-def test_a_tensor_nobody_uses_has_a_gradient_of_zero(pool: Pool) -> None:
-    pool.run(2, train_like_one_process, UnusedStage, True, [("1f1b", 1)])
+def train_watched(name: str) -> list[int]:
+    pipeline = Pipeline(stage_class=WatchedStage)
+    stage: Any = pipeline.stage
+    with as_if_large():
+        for _ in range(2):  # in the first step shapes are described, and sends are not waited for
+            stage.storages.clear()
+            stage.alive.clear()
+            pipeline.train(pieces(12, 12), name)
+            assert all(storage.expired() for storage in stage.storages)
+    return stage.alive
+
+
+def test_outputs_are_freed_once_sent_and_inputs_after_their_backward(pool: Pool) -> None:
+    # 4 large sends may be in flight, and gloo may still hold the tensor of the last one that was waited for.
+    first, last = pool.run(2, train_watched, "gpipe")
+    assert max(first) <= 5 < 11
+    assert last == list(range(12)), "all inputs live until their backwards"
+    first, last = pool.run(2, train_watched, "1f1b")
+    assert max(first) <= 5 and max(last) <= 1
+
+
+# Errors.
+
+
+class UnsteadyStage(LayerStage):
+    """The width of its outputs depends on the values of the microbatch, not on its shapes."""
+
+    def forward(self, microbatch: Batch, received: tuple[Tensor, ...]) -> Any:
+        output = super().forward(microbatch, tuple(r[:, :WIDTH] for r in received))
+        wide = not self.is_last and bool(microbatch["x"][0, 0] > 100)
+        return (torch.cat([output[0], output[0]], 1),) if wide else output
+
+
+def train_with_changing_shapes() -> None:
+    pipeline = Pipeline(stage_class=UnsteadyStage)
+    microbatches = pieces(4, 2)
+    pipeline.train(microbatches)
+    microbatches[1]["x"][0, 0] = 1000
+    pipeline.train(microbatches)
+
+
+def train_on_different_batches() -> None:
+    Pipeline().train(pieces(4 + dist.get_rank(), 2))
 
 
 def fail_in_criterion() -> None:
@@ -225,10 +240,79 @@ def fail_in_criterion() -> None:
         raise
 
 
-def test_an_error_passes_through_and_closes_the_transport(pool: Pool) -> None:
-    errors = pool.run_failing(2, fail_in_criterion)
-    assert isinstance(errors[1], ZeroDivisionError)
-    assert "lost rank 1 (pipeline stage 1)" in str(errors[0])
+LOST = "lost rank {} (pipeline stage {}) while receiving the {}"
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "cause", "other"),
+    [
+        (
+            train_with_changing_shapes,
+            ValueError,
+            (0, "stage 0 sends float32 [2, 12] for microbatch 1, and float32 [2, 6] for an earlier one"),
+            (1, LOST.format(0, 0, "activations")),
+        ),
+        (train_on_different_batches, ValueError, (1, "give every rank of a pipeline the same batch"), None),
+        (fail_in_criterion, ZeroDivisionError, (1, "division by zero"), (0, LOST.format(1, 1, "gradients"))),
+    ],
+)
+def test_a_rank_that_fails_says_why_and_its_peer_names_it(
+    pool: Pool, function: Callable, kind: type, cause: tuple[int, str], other: tuple[int, str] | None
+) -> None:
+    errors = pool.run_failing(2, function)
+    assert isinstance(errors[cause[0]], kind)
+    for rank, message in filter(None, (cause, other)):
+        assert message in str(errors[rank])
+
+
+def die_in_step(dying_rank: int, style: str, num_chunks: int) -> None:
+    pipeline = Pipeline(style=style, num_chunks=num_chunks)
+    pipeline.train(pieces(6, 3))
+    if ParallelMesh(pp=2).rank("pp") == dying_rank:
+        forward, calls = pipeline.stage.forward, []
+
+        def forward_twice(*args: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 2:
+                os._exit(3)
+            return forward(*args)
+
+        pipeline.stage.forward = forward_twice  # type: ignore[method-assign]
+    pipeline.train(pieces(6, 3))
+
+
+@pytest.mark.parametrize(
+    ("style", "num_chunks"),
+    # Every one needs a new process.
+    [pytest.param(*style, marks=[pytest.mark.slow] * (style != ("1f1b", 1))) for style in STYLES],
+)
+@pytest.mark.parametrize("dying_rank", [0, 1])
+def test_a_rank_that_dies_is_named_by_its_peer(
+    pool: Pool, dying_rank: int, style: str, num_chunks: int
+) -> None:
+    error = pool.run_failing(2, die_in_step, dying_rank, style, num_chunks)[1 - dying_rank]
+    assert isinstance(error, RuntimeError)
+    placement = stage_placement(style, 2, num_chunks)
+    stage = "|".join(str(stage) for stage, rank in enumerate(placement) if rank == dying_rank)
+    assert re.search(
+        rf"lost rank {dying_rank} \(pipeline stage ({stage})\) while (sending|receiving) the "
+        r"(activations|gradients) of microbatch \d at stage \d: .*(connection|broken pipe)",
+        str(error),
+        re.IGNORECASE,
+    )
+
+
+# One process: a single stage, or several handed from one to the next.
+
+
+def test_several_stages_on_one_rank_are_handed_on_without_a_transport() -> None:
+    forwards = [Action(Op.FORWARD, stage, m) for m in (2, 0, 1) for stage in range(3)]
+    backwards = [Action(Op.BACKWARD, stage, m) for m in range(3) for stage in (2, 1, 0)]
+    layers, expected = make_layers(), make_layers()
+    result = run_alone(forwards + backwards, 3, pieces(7, 3), layers=layers, keep_outputs=True)
+    assert result.losses == reference(expected, pieces(7, 3), num_stages=1)
+    assert [len(output["out"]) for output in result.outputs] == [3, 2, 2]
+    assert all(torch.equal(g, gradients(expected)[name]) for name, g in gradients(layers).items())
 
 
 def some_weights(outputs: Any, microbatch: Batch) -> Any:
@@ -236,48 +320,15 @@ def some_weights(outputs: Any, microbatch: Batch) -> Any:
     return (loss, 3) if len(microbatch["x"]) == 3 else loss
 
 
-def test_a_weight_for_some_microbatches_only_is_refused() -> None:
-    with pytest.raises(TypeError, match="a weight for some microbatches only"):
-        run_alone(gpipe(1, 2)[0], 1, pieces(5, 2), criterion=some_weights)
-
-
-# ---- one process: a single stage, or several handed from one to the next
-
-
-def run_alone(
-    actions: Sequence[Action], num_stages: int, microbatches: Sequence[Batch], **options: Any
-) -> RunResult:
-    layers = options.pop("layers", None) or make_layers()
-    stages = {index: LayerStage(layers, index, num_stages) for index in range(num_stages)}
-    settings: dict[str, Any] = {
-        "criterion": criterion,
-        "scale": identity,
-        "transport": None,
-        "stages": stages,
-    }
-    return ScheduleRun(microbatches=microbatches, **settings | options).run(actions)
-
-
-def test_several_stages_on_one_rank_are_handed_on_without_a_transport() -> None:
-    forwards = [Action(Op.FORWARD, stage, m) for m in range(3) for stage in range(3)]
-    backwards = [Action(Op.BACKWARD, stage, m) for m in range(3) for stage in (2, 1, 0)]
-    layers, expected = make_layers(), make_layers()
-    result = run_alone(forwards + backwards, 3, pieces(7, 3), layers=layers)
-    assert result.losses == reference(expected, pieces(7, 3), num_stages=1)
-    assert all(torch.equal(g, gradients(expected)[name]) for name, g in gradients(layers).items())
-
-
-def test_losses_stand_by_microbatch_whatever_the_order() -> None:
-    actions = [Action(op, 0, m) for m in (2, 0, 1) for op in (Op.FORWARD, Op.BACKWARD)]
-    result = run_alone(actions, 1, pieces(7, 3), keep_outputs=True)
-    assert result.losses == reference(make_layers(), pieces(7, 3), num_stages=1)
-    assert [len(output["out"]) for output in result.outputs] == [3, 2, 2]
-
-
 @pytest.mark.parametrize(
-    "returned, told",
-    [(lambda o, m: o["out"], "shape"), (lambda o, m: 1.0, "float"), (lambda o, m: None, "NoneType")],
+    ("returned", "message"),
+    [
+        (lambda outputs, microbatch: outputs["out"], "the criterion must return a scalar tensor.*shape"),
+        (lambda outputs, microbatch: 1.0, "the criterion must return a scalar tensor.*float"),
+        (lambda outputs, microbatch: None, "the criterion must return a scalar tensor.*NoneType"),
+        (some_weights, "a weight for some microbatches only"),
+    ],
 )
-def test_a_criterion_that_returns_no_scalar_is_refused(returned: Callable, told: str) -> None:
-    with pytest.raises(TypeError, match=f"the criterion must return a scalar tensor.*{told}"):
-        run_alone(gpipe(1, 1)[0], 1, pieces(2, 1), criterion=returned)
+def test_a_criterion_that_returns_no_scalar_is_refused(returned: Callable, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        run_alone(gpipe(1, 2)[0], 1, pieces(5, 2), criterion=returned)
