@@ -1,6 +1,5 @@
-"""Timelines as pictures: .png, .pdf, .svg, and .html that is one page by itself. Needs matplotlib."""
+"""Timelines as pictures: .png, .pdf and .svg. Needs matplotlib."""
 
-import html
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,22 +17,13 @@ if TYPE_CHECKING:
 
 RGB = tuple[float, float, float]
 
-SUFFIXES = (".html", ".pdf", ".png", ".svg")
+SUFFIXES = (".pdf", ".png", ".svg")
 DOTS_PER_INCH = 200  # of a .png
 _SVG = "http://www.w3.org/2000/svg"
 _XLINK = "http://www.w3.org/1999/xlink"
 # Text stays text: searchable, and set in the font of the page that a picture is put on.
 _SETTINGS: dict[str, Any] = {"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "echelon"}
 _STYLE = "text{pointer-events:none} [id^='box-']:hover path{stroke:#000!important;stroke-width:1.2!important}"
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<meta charset="utf-8">
-<title>{title}</title>
-<style>body{{margin:1em;overflow-x:auto;background:#fff}}</style>
-{svg}
-</html>
-"""
-
 NAMES = {
     Op.FORWARD: "forward",
     Op.BACKWARD: "backward",
@@ -89,7 +79,7 @@ class Box(NamedTuple):
 def save_timelines(panels: Sequence[Panel], path: Path, *, unit: str) -> None:
     """Draw timelines to a file, in the format of its suffix; see `draw`.
 
-    In .svg and .html, pointing at a box shows what it is and when it ran. Equal timelines give equal files.
+    In an .svg, pointing at a box shows what it is and when it ran. Equal timelines give equal files.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -98,7 +88,8 @@ def save_timelines(panels: Sequence[Panel], path: Path, *, unit: str) -> None:
     kind = path.suffix.lower()
     if kind not in SUFFIXES:
         raise ValueError(
-            f"a timeline cannot be drawn to {str(path)!r}: end it in one of {', '.join(SUFFIXES)}"
+            f"a timeline cannot be drawn to {str(path)!r}: end it in one of {', '.join(SUFFIXES)} (a browser opens "
+            "an .svg)"
         )
     require_matplotlib()
     from matplotlib import rc_context
@@ -110,48 +101,29 @@ def save_timelines(panels: Sequence[Panel], path: Path, *, unit: str) -> None:
         elif kind == ".pdf":
             figure.savefig(path, metadata={"CreationDate": None})
         else:
-            svg = _with_details(_svg(figure), _details(panels, unit=unit))
-            title = html.escape("; ".join(panel.title for panel in panels))
-            path.write_text(svg if kind == ".svg" else _PAGE.format(title=title, svg=svg), encoding="utf-8")
+            written = io.StringIO()
+            figure.savefig(written, format="svg", metadata={"Date": None})
+            path.write_text(_with_details(written.getvalue(), panels, unit=unit), encoding="utf-8")
 
 
-def _svg(figure: "Figure") -> str:
-    written = io.StringIO()
-    figure.savefig(written, format="svg", metadata={"Date": None})
-    return written.getvalue()
-
-
-def _details(panels: Sequence[Panel], *, unit: str) -> dict[str, str]:
-    """Descriptions of all boxes, by their ids."""
-    return {
-        box.gid: _detail(box, unit=unit)
-        for index, panel in enumerate(panels)
-        for box in boxes(index, panel.timeline)
-    }
-
-
-def _detail(box: Box, *, unit: str) -> str:
-    action, start, end = box.span
-    return (
-        f"{NAMES[action.op]} of microbatch {action.microbatch}\n"
-        f"stage {action.stage}, rank {box.rank}\n"
-        f"{start:.6g} to {end:.6g}: {end - start:.4g} {unit}"
-    )
-
-
-def _with_details(svg: str, details: dict[str, str]) -> str:
-    """An SVG whose groups of these ids have a title, which browsers show at the pointer."""
+def _with_details(svg: str, panels: Sequence[Panel], *, unit: str) -> str:
+    """An SVG whose boxes have a title, which browsers show at the pointer."""
     ElementTree.register_namespace("", _SVG)
     ElementTree.register_namespace("xlink", _XLINK)
     root = ElementTree.fromstring(svg)
     style = ElementTree.Element(f"{{{_SVG}}}style")
     style.text = _STYLE
     root.insert(0, style)
-    for group in root.iter(f"{{{_SVG}}}g"):
-        if group.get("id") in details:
+    groups = {group.get("id"): group for group in root.iter(f"{{{_SVG}}}g")}
+    for index, panel in enumerate(panels):
+        for gid, rank, _, (action, start, end) in boxes(index, panel.timeline):
             title = ElementTree.Element(f"{{{_SVG}}}title")
-            title.text = details[group.get("id", "")]
-            group.insert(0, title)
+            title.text = (
+                f"{NAMES[action.op]} of microbatch {action.microbatch}\n"
+                f"stage {action.stage}, rank {rank}\n"
+                f"{start:.6g} to {end:.6g}: {end - start:.4g} {unit}"
+            )
+            groups[gid].insert(0, title)
     return ElementTree.tostring(root, encoding="unicode")
 
 

@@ -59,7 +59,7 @@ def test_a_schedule_is_drawn_and_its_figures_are_printed(
 
 @pytest.mark.parametrize("style", SCHEDULES)
 def test_every_schedule_can_be_asked_for_by_its_name_alone(tmp_path: Path, style: str) -> None:
-    status, output = call("--schedule", style, "--pp", "2", "--out", str(tmp_path / "drawn.html"))
+    status, output = call("--schedule", style, "--pp", "2", "--out", str(tmp_path / "drawn.svg"))
     assert status == 0, output
 
 
@@ -68,7 +68,7 @@ def test_every_schedule_can_be_asked_for_by_its_name_alone(tmp_path: Path, style
     [
         (
             ("--schedule", "zigzag", "--out", "a.gif"),
-            ("no schedule 'zigzag'", "out='a.gif' must end in one of .html"),
+            ("no schedule 'zigzag'", "out='a.gif' must end in one of .pdf"),
         ),
         (
             ("--costs", "1,2", "--out", "/nonesuch/a.png"),

@@ -22,7 +22,6 @@ from echelon.pipeline.timeline import (
     boxes,
     draw,
     rank_bubble,
-    row_labels,
     save_timelines,
     shade,
 )
@@ -61,39 +60,29 @@ def texts(figure: Figure) -> list[str]:
     return [text.get_text() for text in figure.findobj(Text) if text.get_visible()]
 
 
-@pytest.mark.parametrize("style", SCHEDULES)
-def test_every_computation_has_a_box_where_it_ran(style: str) -> None:
-    one = panel(style, num_ranks=4, num_microbatches=8)
-    found = drawn_boxes(draw([one], unit="s"))
-    assert len(found) == sum(map(len, one.timeline.spans))
-    for box in boxes(0, one.timeline):
-        patch = found[box.gid]
-        assert (patch.get_x(), patch.get_x() + patch.get_width()) == pytest.approx(box.span[1:])
-        assert patch.get_y() + patch.get_height() / 2 == pytest.approx(box.rank)
-
-
 @pytest.mark.parametrize(
     ("style", "num_ranks", "num_microbatches", "num_chunks"),
-    [(style, 4, 8, 1) for style in SCHEDULES]
-    + [("interleaved", 4, 8, 2), ("1f1b", 16, 32, 1), ("zbv", 16, 32, 1)],
+    [*((style, 4, 8, 1) for style in SCHEDULES), ("interleaved", 4, 8, 2), ("zbv", 16, 32, 1)],
 )
-def test_every_number_is_there_and_within_its_box(
+def test_every_computation_has_a_box_where_it_ran_with_its_number_within(
     style: str, num_ranks: int, num_microbatches: int, num_chunks: int
 ) -> None:
     one = panel(style, num_ranks, num_microbatches, num_chunks)
     figure = draw([one], unit="s")
     renderer = FigureCanvasAgg(figure).get_renderer()
     found = drawn_boxes(figure)
+    assert len(found) == sum(map(len, one.timeline.spans))
     numbers = {
         text.get_position(): text
         for text in figure.axes[0].texts
         if text.get_text().isdigit() and text.get_transform() == figure.axes[0].transData
     }
-    for box in boxes(0, one.timeline):
-        action, start, end = box.span
-        text = numbers.pop(((start + end) / 2, box.rank))
+    for gid, rank, _, (action, start, end) in boxes(0, one.timeline):
+        patch, text = found[gid], numbers.pop(((start + end) / 2, rank))
+        assert (patch.get_x(), patch.get_x() + patch.get_width()) == pytest.approx((start, end))
+        assert patch.get_y() + patch.get_height() / 2 == pytest.approx(rank)
         assert text.get_text() == str(action.microbatch)
-        extent, room = text.get_window_extent(renderer), found[box.gid].get_window_extent(renderer)
+        extent, room = text.get_window_extent(renderer), patch.get_window_extent(renderer)
         assert room.x0 <= extent.x0 and extent.x1 <= room.x1 and room.y0 <= extent.y0 and extent.y1 <= room.y1
     assert numbers == {}
 
@@ -112,36 +101,25 @@ def test_numbers_of_boxes_that_are_too_narrow_are_left_out() -> None:
     assert numbers == ["0", "2"]
 
 
-def test_rows_are_named_by_stage_or_by_rank_and_stages() -> None:
-    assert row_labels(timeline("zbh1", 2, 3)) == ["stage 0", "stage 1"]
-    assert row_labels(timeline("zbv", 2, 3)) == ["rank 0 (stages 0, 3)", "rank 1 (stages 1, 2)"]
-
-
-def test_title_margin_axis_and_legend_say_what_is_drawn() -> None:
+def test_title_rows_axis_and_legend_say_what_is_drawn() -> None:
     shown = texts(draw([panel("zbv", num_ranks=4, num_microbatches=8)], unit="fortnights"))
     assert "zbv: bubble 6.2% of the work" in shown and "time (fortnights)" in shown
     for label in ("forward", "input gradient", "weight gradient", "waiting", "chunks 0, 1 of a rank"):
         assert shown.count(label) == 1
     assert "backward" not in shown  # no backward was whole
-
-
-def test_beside_each_rank_stand_its_bubble_and_its_peak_of_activations() -> None:
+    assert "rank 0 (stages 0, 7)" in shown
     shown = texts(draw([panel("gpipe", num_ranks=3, num_microbatches=16)], unit="s"))
-    assert shown.count("bubble 12.5%, peak 16") == 3
+    assert "stage 0" in shown and shown.count("bubble 12.5%, peak 16") == 3
+    spans = [[Span(Action(Op.FORWARD, 0, 0), 0, 4)], [Span(Action(Op.FORWARD, 1, 0), 4, 5)], []]
+    made = Timeline(spans=spans, peak_activations=[1, 1, 0])
+    assert [rank_bubble(made, rank) for rank in range(3)] == [0.25, 4.0, 0.0]
 
 
 def test_panels_share_one_time_axis() -> None:
     upper, lower = panel("gpipe", num_microbatches=9), panel("1f1b", num_microbatches=3)
     axes = draw([upper, lower], unit="s").axes
     assert [one.get_xlim() for one in axes] == [(0, upper.timeline.end)] * 2
-    assert len({round(one.get_position().x0, 9) for one in axes}) == 1
     assert axes[0].get_position().y0 > axes[1].get_position().y1
-
-
-def test_bubble_of_a_rank_is_its_idle_time_over_its_work() -> None:
-    spans = [[Span(Action(Op.FORWARD, 0, 0), 0, 4)], [Span(Action(Op.FORWARD, 1, 0), 4, 5)], []]
-    made = Timeline(spans=spans, peak_activations=[1, 1, 0])
-    assert [rank_bubble(made, rank) for rank in range(3)] == [0.25, 4.0, 0.0]
 
 
 @pytest.mark.parametrize("vision", VISION)
@@ -173,42 +151,23 @@ def test_an_svg_tells_each_box_at_the_pointer_and_keeps_text_as_text(tmp_path: P
     assert "rank 1 (stages 1, 2)" in [text.text for text in root.iter(f"{SVG}text")]
 
 
-def test_an_html_page_needs_nothing_else(tmp_path: Path) -> None:
-    one = Panel(title="a < b", timeline=timeline("1f1b", 2, 3))
-    save_timelines([one], tmp_path / "a.html", unit="ms")
-    page = (tmp_path / "a.html").read_text()
-    assert page.startswith("<!DOCTYPE html>") and "<title>a &lt; b</title>" in page
-    assert "<svg" in page and "<title>forward of microbatch 0" in page
-    for outside in ("src=", 'href="http', "url(http", "@import", "<script"):
-        assert outside not in page
-
-
-def test_a_pdf_keeps_text_as_text(tmp_path: Path) -> None:
-    save_timelines([panel()], tmp_path / "a.pdf", unit="ms")
-    written = (tmp_path / "a.pdf").read_bytes()
-    assert written.startswith(b"%PDF") and b"/FontFile2" in written and b"/Type3" not in written
-
-
-def test_a_png_is_as_large_as_its_figure(tmp_path: Path) -> None:
-    save_timelines([panel()], tmp_path / "a.PNG", unit="ms")
-    header = (tmp_path / "a.PNG").read_bytes()[:24]
-    assert header.startswith(b"\x89PNG")
-    inches = draw([panel()], unit="ms").get_size_inches()
-    assert int.from_bytes(header[16:20], "big") == pytest.approx(200 * inches[0], abs=1)
-
-
-@pytest.mark.parametrize("suffix", [".svg", ".pdf", ".html"])
+@pytest.mark.parametrize("suffix", [".svg", ".pdf", ".PNG"])
 def test_equal_timelines_give_equal_files(tmp_path: Path, suffix: str) -> None:
     written = []
     for name in ("a", "b"):
         save_timelines([panel()], (tmp_path / name).with_suffix(suffix), unit="ms")
         written.append((tmp_path / name).with_suffix(suffix).read_bytes())
     assert written[0] == written[1]
+    if suffix == ".pdf":  # text stays text
+        assert b"/FontFile2" in written[0] and b"/Type3" not in written[0]
+    if suffix == ".PNG":
+        inches = draw([panel()], unit="ms").get_size_inches()
+        assert int.from_bytes(written[0][16:20], "big") == pytest.approx(200 * inches[0], abs=1)
 
 
 def test_other_suffixes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"end it in one of \.html, \.pdf, \.png, \.svg"):
-        save_timelines([panel()], tmp_path / "a.gif", unit="ms")
+    with pytest.raises(ValueError, match=r"end it in one of \.pdf, \.png, \.svg"):
+        save_timelines([panel()], tmp_path / "a.html", unit="ms")
 
 
 def test_a_missing_matplotlib_is_named_with_how_to_get_it(
