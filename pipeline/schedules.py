@@ -198,9 +198,7 @@ def build_schedule(
             number of microbatches, places the stages by that number, or has sends and receives.
     """
     if isinstance(style, str):
-        if errors := _name_errors(style, num_chunks):
-            raise ValueError("; ".join(errors))
-        return SCHEDULES[style].build(num_ranks, num_microbatches or 2 * num_ranks, num_chunks)
+        return _named(style, num_chunks).build(num_ranks, num_microbatches or 2 * num_ranks, num_chunks)
     if not callable(style):
         schedule = style
     else:
@@ -248,8 +246,6 @@ def style_errors(
     Args:
         num_microbatches: of a step, where it is known already.
     """
-    if isinstance(style, str):
-        return _name_errors(style, num_chunks)
     try:
         build_schedule(style, num_ranks, num_microbatches, num_chunks)
     except ValueError as error:
@@ -257,18 +253,18 @@ def style_errors(
     return []
 
 
-def _name_errors(name: str, num_chunks: int) -> list[str]:
+def _named(name: str, num_chunks: int) -> Style:
     if name not in SCHEDULES:
-        return [
+        raise ValueError(
             f"there is no schedule {name!r}: use one of {', '.join(map(repr, SCHEDULES))}, or give your own"
-        ]
+        )
     own = SCHEDULES[name].chunks
     if num_chunks < 1:
-        return [f"num_model_chunks={num_chunks}: a rank has at least 1 stage"]
-    if own is None or num_chunks in (1, own):
-        return []
-    taking = [repr(other) for other, style in SCHEDULES.items() if style.chunks is None]
-    return [
-        f"the schedule {name!r} has {own} {'stage' if own == 1 else 'stages'} per rank and cannot have "
-        f"num_model_chunks={num_chunks}: {' and '.join(taking)} take any number"
-    ]
+        raise ValueError(f"num_model_chunks={num_chunks}: a rank has at least 1 stage")
+    if own not in (None, num_chunks) and num_chunks != 1:
+        taking = [repr(other) for other, style in SCHEDULES.items() if style.chunks is None]
+        raise ValueError(
+            f"the schedule {name!r} has {own} {'stage' if own == 1 else 'stages'} per rank and cannot have "
+            f"num_model_chunks={num_chunks}: {' and '.join(taking)} take any number"
+        )
+    return SCHEDULES[name]

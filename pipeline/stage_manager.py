@@ -1,6 +1,7 @@
 """Layers on stages and stages on ranks: how many layers a stage gets, and which stages this rank has."""
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 
 import torch.distributed as dist
@@ -109,8 +110,16 @@ def deal_layers(num_layers: int, num_stages: int, stage_size: StageSize | None =
     """
     if num_layers % num_stages == 0:
         return [num_layers // num_stages] * num_stages
-    size = stage_size or (lambda start, stop: stop - start)
-    limit = _smallest_limit(num_layers, num_stages, size)
+    size = cache(stage_size or (lambda start, stop: stop - start))
+    # The size of the largest stage, by where the stages so far stop, when it is as small as can be.
+    largest = {0: 0}
+    for stage in range(num_stages):
+        stops = range(stage + 1, num_layers - (num_stages - stage - 1) + 1)
+        largest = {
+            stop: min(max(most, size(start, stop)) for start, most in largest.items() if start < stop)
+            for stop in stops
+        }
+    limit = largest[num_layers]
     # For each number of layers, the best way to deal them to the stages so far: what is compared, counts last.
     ways: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
     for stage in range(num_stages):
@@ -125,29 +134,6 @@ def deal_layers(num_layers: int, num_stages: int, stage_size: StageSize | None =
                 longer[stop] = min(longer.get(stop, way), way)
         ways = longer
     return list(ways[num_layers][-1])
-
-
-def _smallest_limit(num_layers: int, num_stages: int, size: StageSize) -> int:
-    """The size of the largest stage when it is as small as can be."""
-    low, high = max(size(layer, layer + 1) for layer in range(num_layers)), size(0, num_layers)
-    while low < high:
-        middle = (low + high) // 2
-        if _stages_within(num_layers, size, middle) <= num_stages:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-def _stages_within(num_layers: int, size: StageSize, limit: int) -> int:
-    """The fewest stages that hold all layers with none above the limit."""
-    start = stages = 0
-    while start < num_layers:
-        stop = start + 1
-        while stop < num_layers and size(start, stop + 1) <= limit:
-            stop += 1
-        start, stages = stop, stages + 1
-    return stages
 
 
 def layer_bounds(counts: Sequence[int]) -> list[int]:
