@@ -1,142 +1,57 @@
 """Random runs: a model, how it is trained, and the layouts that train its two halves. Drawn from a seed."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from torch import nn
 
-VOCABULARY = 72  # no tensor size of a draw divides it with the usual padding
+from echelon.verify.models import ModelChoice
+
 MOST_RANKS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One model type as it is drawn: tiny, without dropout, without activations that have a kink.
+    """One model type as it is drawn.
 
     Args:
-        auto: the Auto class that builds it.
-        settings: of its config.
+        settings: of its config, beside those of a small model.
         choices: further settings, of which one value each is drawn.
+        num_layers: of a stack.
         data: the kind of its batches.
         is_spread: attention goes through transformers' interface, so sp_size is drawn too.
     """
 
-    auto: Any
-    settings: dict[str, Any]
-    choices: dict[str, list[Any]] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    choices: Mapping[str, list[Any]] = field(default_factory=dict)
+    num_layers: int = 4
     data: Literal["causal", "masked", "seq2seq", "images"] = "causal"
     is_spread: bool = True
 
 
-_DECODER = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    max_position_embeddings=64,
-)
-_GROUPED: dict[str, list[Any]] = {"num_key_value_heads": [1, 2, 4], "tie_word_embeddings": [False, True]}
+_TIED: dict[str, list[Any]] = {"tied": [False, True]}
+_GROUPED: dict[str, list[Any]] = {"num_key_value_heads": [1, 2, 4], **_TIED}
 _ATTENTION: dict[str, list[Any]] = {"attn_implementation": ["sdpa", "eager"]}
-_NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
 FAMILIES = {
-    "llama": Family(
-        auto=AutoModelForCausalLM,
-        settings=_DECODER,
-        choices={**_GROUPED, **_ATTENTION, "attention_bias": [False, True]},
-    ),
-    "mistral": Family(
-        auto=AutoModelForCausalLM,
-        settings=_DECODER,
-        choices={**_GROUPED, **_ATTENTION, "sliding_window": [None, 5]},
-    ),
-    "qwen3": Family(
-        auto=AutoModelForCausalLM, settings=dict(_DECODER, head_dim=8), choices={**_GROUPED, **_ATTENTION}
-    ),
-    "gemma2": Family(
-        auto=AutoModelForCausalLM,
-        settings=dict(_DECODER, head_dim=8, query_pre_attn_scalar=8, sliding_window=5),
-        choices=_GROUPED,  # eager attention by default, since it has a soft cap
-    ),
-    "gpt2": Family(
-        auto=AutoModelForCausalLM,
-        settings=dict(
-            vocab_size=VOCABULARY,
-            n_embd=32,
-            n_layer=4,
-            n_head=4,
-            n_positions=64,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            resid_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=1,
-        ),
-        choices={"tie_word_embeddings": [False, True], **_ATTENTION},
-    ),
-    "bloom": Family(
-        auto=AutoModelForCausalLM,
-        settings=dict(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            n_layer=4,
-            n_head=4,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-        ),
-        choices={"tie_word_embeddings": [False, True]},
-        is_spread=False,
-    ),
-    "bert": Family(
-        auto=AutoModelForMaskedLM,
-        settings={**_DECODER, **_NO_DROPOUT},
-        choices={"tie_word_embeddings": [False, True], **_ATTENTION},
-        data="masked",
-    ),
+    "llama": Family(choices={**_GROUPED, **_ATTENTION, "attention_bias": [False, True]}),
+    "mistral": Family(choices={**_GROUPED, **_ATTENTION, "sliding_window": [None, 5]}),
+    "qwen3": Family(choices={**_GROUPED, **_ATTENTION}),
+    # Eager attention by default, since it has a soft cap.
+    "gemma2": Family(settings=dict(query_pre_attn_scalar=8, sliding_window=5), choices=_GROUPED),
+    "gpt2": Family(choices={**_TIED, **_ATTENTION}),
+    "bloom": Family(choices=_TIED, is_spread=False),
+    "bert": Family(choices={**_TIED, **_ATTENTION}, data="masked"),
     "t5": Family(
-        auto=AutoModelForSeq2SeqLM,
-        settings=dict(
-            vocab_size=VOCABULARY,
-            d_model=32,
-            d_kv=8,
-            d_ff=48,
-            num_layers=2,
-            num_heads=4,
-            dropout_rate=0.0,
-            feed_forward_proj="gated-gelu",
-            decoder_start_token_id=0,
-        ),
-        choices={"tie_word_embeddings": [False, True]},
+        settings=dict(feed_forward_proj="gated-gelu"),
+        choices=_TIED,
+        num_layers=2,
         data="seq2seq",
         is_spread=False,
     ),
-    "vit": Family(
-        auto=AutoModelForImageClassification,
-        settings=dict(
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            image_size=8,
-            patch_size=4,
-            num_labels=5,
-            **_NO_DROPOUT,
-        ),
-        choices=_ATTENTION,
-        data="images",
-        is_spread=False,
-    ),
+    "vit": Family(choices=_ATTENTION, data="images", is_spread=False),
 }
 
 # Large epsilons: a gradient that is zero but for rounding must not become a step of the learning rate.
@@ -203,13 +118,18 @@ class Draw:
     halves: tuple[Layout, Layout]
     seed: int
 
-    def config(self) -> PretrainedConfig:
-        """The config of its model."""
-        return AutoConfig.for_model(self.family, **FAMILIES[self.family].settings, **self.settings)
-
-    def build(self, config: PretrainedConfig) -> PreTrainedModel:
-        """A model; its weights follow from torch's generator."""
-        model: PreTrainedModel = FAMILIES[self.family].auto.from_config(config)
+    def build(self, seed: int) -> nn.Module:
+        """Its model, in training mode."""
+        family, settings = FAMILIES[self.family], dict(self.settings)
+        tied, head = settings.pop("tied", False), "masked" if self.family == "bert" else None
+        choice = ModelChoice(
+            model_type=self.family,
+            head=head,
+            tied=tied,
+            num_layers=family.num_layers,
+            settings=(*family.settings.items(), *settings.items()),
+        )
+        model: Any = choice.build(seed)
         if self.frozen:
             model.get_input_embeddings().requires_grad_(False)
         return model

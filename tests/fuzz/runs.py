@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from echelon import (
     PipelineGradientCheckpointConfig,
     launch_from_torch,
 )
+from echelon.verify.batch import make_batch
+from echelon.verify.models import VOCABULARY, ModelChoice
 
-from .draw import FAMILIES, OPTIMIZERS, VOCABULARY, Draw
+from .draw import FAMILIES, OPTIMIZERS, Draw
 
 STEPS = 2  # of each half
 Batch = dict[str, Tensor]
@@ -33,8 +36,8 @@ def batch_of(draw: Draw, step: int) -> Batch:
     chance = torch.Generator().manual_seed(1000 * draw.seed + step)
     kind, shape = FAMILIES[draw.family].data, (draw.samples, draw.length)
     if kind == "images":
-        images = torch.randn(draw.samples, 3, 8, 8, generator=chance)
-        return dict(pixel_values=images, labels=torch.randint(5, (draw.samples,), generator=chance))
+        choice = ModelChoice(model_type=draw.family)
+        return make_batch(choice, num_samples=draw.samples, seed=1000 * draw.seed + step)
     tokens = torch.randint(3, VOCABULARY, shape, generator=chance)
     batch = dict(input_ids=tokens, labels=tokens.clone())
     if kind == "seq2seq":
@@ -69,9 +72,7 @@ def criterion_of(draw: Draw) -> Callable | None:
 
 def plain_run(draw: Draw) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Train on one process without Echelon. Return losses, the model's state and the optimizer's, both by name."""
-    torch.manual_seed(draw.seed)
-    model = draw.build(draw.config())
-    model.train()
+    model = draw.build(draw.seed)
     optimizer = _optimizer(draw, model)
     losses = []
     for step in range(2 * STEPS):
@@ -106,14 +107,8 @@ def parallel_half(draw: Draw, half: int, folder: Path) -> list[float]:
     )
     plugin = HybridParallelPlugin(precision="fp32", gradient_checkpoint_config=recomputed, **layout.arguments)
     booster = Booster(plugin=plugin)
-    torch.manual_seed(draw.seed + half)  # the second half's weights come from the checkpoint alone
-    config = draw.config()
-    if draw.is_lazy:
-        with LazyInitContext():
-            model = draw.build(config)
-    else:
-        model = draw.build(config)
-    model.train()
+    with LazyInitContext() if draw.is_lazy else nullcontext():
+        model = draw.build(draw.seed + half)  # the second half's weights come from the checkpoint alone
     boosted, optimizer, criterion, _, _ = booster.boost(model, _optimizer(draw, model), criterion_of(draw))
     if half:
         booster.load_checkpoint(folder, model=boosted, optimizer=optimizer, resume=STEPS)
