@@ -57,6 +57,17 @@ def loss_of(model: nn.Sequential, seed: int) -> Tensor:
     return model(x.to(next(model.parameters()).dtype)).float().pow(2).mean()
 
 
+def mean_gradients(model: nn.Sequential, seeds_of_ranks: list[list[int]]) -> dict[str, Tensor]:
+    """The mean over ranks of the sum over microbatches, in plain torch; leaves the model's gradients alone."""
+    sums = {name: torch.zeros_like(each) for name, each in model.named_parameters()}
+    for seeds in seeds_of_ranks:
+        for seed in seeds:
+            gradients = torch.autograd.grad(loss_of(model, seed), list(model.parameters()))
+            for name, gradient in zip(sums, gradients, strict=True):
+                sums[name] += gradient / len(seeds_of_ranks)
+    return sums
+
+
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Copies."""
     return {name: each.detach().clone() for name, each in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Gradients that the user clips between backward and step, beside torch's own clipping in one process."""
+"""The norm over all ranks, and clipping between backward and step, beside torch's in one process."""
 
 import math
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from echelon.cluster.mesh import ParallelMesh
+from echelon.zero.clipping import clip_coefficient, norm_over_all_ranks
 from echelon.zero.optimizer import ShardedOptimizer
 from echelon.zero.partition import ManagedParameter
 from echelon.zero.precision import PrecisionConfig
 
 from ..pool import Pool
-from .helpers import Precision, assert_equal, loss_of, sgd, shard, small_model, weights_of
-from .test_gradients import mean_gradients
+from .helpers import Precision, assert_equal, loss_of, mean_gradients, sgd, shard, small_model, weights_of
 
 STAGES = (0, 1, 2)
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
@@ -110,30 +110,6 @@ def train_step(
     return found
 
 
-def test_clipped_gradients_take_a_further_backward_and_the_plugins_own_clipping(pool: Pool) -> None:
-    pool.run(2, check_further_backward)
-
-
-def check_further_backward() -> None:
-    for stage in STAGES:
-        for precision in ("fp32", "fp16"):
-            model, rank = small_model(), dist.get_rank()
-            optimizer = shard(model, stage=stage, precision=precision, max_norm=0.5)
-            first, second = (mean_gradients(model, [[seed], [seed + 1]]) for seed in (0, 2))
-            optimizer.backward(loss_of(model, rank))
-            optimizer.clip_grad_by_value(0.01)
-            optimizer.backward(loss_of(model, rank + 2))
-            before = optimizer.masters()
-            optimizer.step()
-            expected = {name: first[name].clamp(-0.01, 0.01) + second[name] for name in first}
-            norm = torch.cat([each.flatten() for each in expected.values()]).norm().item()
-            assert norm > 0.5, "nothing to clip"
-            assert optimizer.last_norm == pytest.approx(norm, rel=1e-2 if precision == "fp16" else 1e-5)
-            tolerances = {"rtol": 1e-5, "atol": 1e-6} if precision == "fp32" else {"rtol": 5e-2, "atol": 1e-3}
-            stepped = {name: before[name] - each * 0.5 / norm for name, each in expected.items()}
-            assert_equal(optimizer.masters(), stepped, **tolerances)
-
-
 def test_norm_and_value_are_of_the_tensor_and_pipeline_axes_together(pool: Pool) -> None:
     pool.run(4, check_axes)
 
@@ -186,68 +162,114 @@ def check_overflow() -> None:
                     optimizer.clip_grad_by_norm(1.0, error_if_nonfinite=True)
 
 
-@pytest.mark.parametrize(
-    ("call", "told"),
-    [
-        (lambda optimizer: optimizer.clip_grad_by_norm(0.0), "max_norm=0.0: it must be above 0"),
-        (lambda optimizer: optimizer.clip_grad_by_norm(1.0, norm_type=0), "norm_type=0: it must be above 0"),
-        (lambda optimizer: optimizer.clip_grad_by_value(-1.0), "clip_value=-1.0: it must be above 0"),
-    ],
-)
-def test_what_cannot_be_clipped_to_is_refused(call: Callable[[ShardedOptimizer], Any], told: str) -> None:
-    optimizer = object.__new__(ShardedOptimizer)  # refused before anything of it is used
-    with pytest.raises(ValueError, match=told):
-        call(optimizer)
+def test_clip_coefficient_is_that_of_torch() -> None:
+    parameter = Parameter(torch.zeros(4))
+    for norm, max_norm in ((3.0, 1.0), (0.5, 1.0), (0.0, 1.0)):
+        parameter.grad = torch.full((4,), norm / 2)
+        torch.nn.utils.clip_grad_norm_([parameter], max_norm)
+        assert clip_coefficient(norm, max_norm) * norm / 2 == pytest.approx(parameter.grad[0].item())
+    assert clip_coefficient(5.0, 0.0) == 1.0
 
 
-def test_writes_to_unreduced_gradients_are_noticed(pool: Pool) -> None:
-    pool.run(2, check_writes)
+def test_norm_of_many_entries_is_exact(pool: Pool) -> None:
+    pool.run(1, check_norm_of_many_entries)
 
 
-def check_writes() -> None:
-    writes: dict[str, Callable[[list[Parameter]], Any]] = {
-        "norm": lambda parameters: nn.utils.clip_grad_norm_(parameters, 1e-3),
-        "foreach norm": lambda parameters: nn.utils.clip_grad_norm_(parameters, 1e-3, foreach=True),
-        "value": lambda parameters: nn.utils.clip_grad_value_(parameters, 1e-3),
-        "one": lambda parameters: parameters[-1].grad.mul_(2),  # type: ignore[union-attr]
+def check_norm_of_many_entries() -> None:
+    x = torch.randn(2**22 + 5)
+    for norm_type in (1.0, 2.0, 3.0, math.inf):
+        norm, _ = norm_over_all_ranks([x, x[:3]], [x], norm_type=norm_type, device=torch.device("cpu"))
+        entries = torch.cat([x, x[:3]]).double()
+        assert norm.item() == pytest.approx(torch.linalg.vector_norm(entries, norm_type).item(), rel=1e-6)
+    nothing, _ = norm_over_all_ranks([], [], norm_type=2.0, device=torch.device("cpu"))
+    assert nothing.item() == 0
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_what_is_not_finite_on_one_rank_is_not_finite_on_all(pool: Pool, norm_type: float) -> None:
+    pool.run(2, check_not_finite, norm_type)
+
+
+def check_not_finite(norm_type: float) -> None:
+    fine = torch.ones(3)
+    for value in (math.inf, -math.inf, math.nan):
+        bad = torch.tensor([1.0, value])
+        for bad_rank in (0, 1):
+            mine = bad if dist.get_rank() == bad_rank else fine
+            counted, _ = norm_over_all_ranks([mine], [], norm_type=norm_type, device=torch.device("cpu"))
+            watched, _ = norm_over_all_ranks([fine], [mine], norm_type=norm_type, device=torch.device("cpu"))
+            assert not counted.isfinite() and not watched.isfinite()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_each_gradient_is_summed_averaged_and_counted_once(pool: Pool, stage: int, norm_type: float) -> None:
+    pool.run(4, check_counted_once, stage, norm_type)
+
+
+def gradients_of(dp: int, tp: int) -> dict[str, Tensor]:
+    """Split over tp; replicated over tp, with the same gradient; used in a tp region, each rank with a part."""
+    of_both = torch.Generator().manual_seed(dp)
+    own = torch.Generator().manual_seed(10 + 2 * dp + tp)
+    return {
+        "replicated": torch.randn(5, 7, generator=of_both),
+        "split": torch.randn(9, 3, generator=own),
+        "shared": torch.randn(4, generator=own),
     }
-    for name, write in writes.items():
-        for stage in (0, 1):
-            for is_last in (False, True):
-                model = small_model()
-                optimizer = shard(model, stage=stage)
-                parameters = list(model.parameters())
-                with optimizer.reducer.last_backward(parameters if is_last else []):
-                    optimizer.backward(loss_of(model, 0))
-                write(parameters)
-                with pytest.raises(RuntimeError, match=r"call optimizer\.clip_grad_by_norm\(max_norm\)"):
-                    optimizer.step()
-                assert optimizer.last_norm is None, (name, stage, is_last)
-                dist.barrier()
 
 
-def test_writes_by_hooks_and_by_zero_grad_are_right(pool: Pool) -> None:
-    pool.run(2, check_right_writes)
+def check_counted_once(stage: int, norm_type: float) -> None:
+    mesh = ParallelMesh(tp=2)
+    tp = mesh.rank("tp")
+    parameters = {name: Parameter(torch.zeros_like(x)) for name, x in gradients_of(0, 0).items()}
+    sums = {"shared": (mesh.group("tp"),)}
+    optimizer = ShardedOptimizer(
+        torch.optim.SGD(parameters.values(), lr=1.0),
+        [
+            ManagedParameter(
+                name=name, parameter=each, sum_groups=sums.get(name, ()), counts=name == "split" or tp == 0
+            )
+            for name, each in parameters.items()
+        ],
+        mesh=mesh,
+        stage=stage,
+        precision=PrecisionConfig(),
+        norm_type=norm_type,
+    )
+    for name, gradient in gradients_of(mesh.rank("dp"), tp).items():
+        parameters[name].grad = gradient
+    optimizer.step()
+    every = {(dp, tp): gradients_of(dp, tp) for dp in range(2) for tp in range(2)}
+    expected = {
+        "replicated": (every[0, 0]["replicated"] + every[1, 0]["replicated"]) / 2,
+        "split": (every[0, tp]["split"] + every[1, tp]["split"]) / 2,
+        "shared": sum(each["shared"] for each in every.values()) / 2,
+    }
+    gradients = optimizer.gradients()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient)
+        torch.testing.assert_close(parameters[name].detach(), -gradient)
+    other_half = (every[0, 1 - tp]["split"] + every[1, 1 - tp]["split"]) / 2
+    whole = torch.cat([x.flatten() for x in (*expected.values(), other_half)])
+    norm = torch.linalg.vector_norm(whole, norm_type).item()
+    assert optimizer.get_grad_norm() == pytest.approx(norm, rel=1e-5)
 
 
-def check_right_writes() -> None:
-    for stage in STAGES:
-        model = small_model()
-        optimizer = shard(model, stage=stage)
-        first, *_ = model.parameters()
-        hook = first.register_hook(lambda gradient: gradient * 0)
-        optimizer.backward(loss_of(model, 0))
-        with optimizer.no_sync():
-            optimizer.backward(loss_of(model, 0))
-        optimizer.backward(loss_of(model, 0))
-        optimizer.step()
-        assert not optimizer.gradients()["0.weight"].any()
-        assert optimizer.gradients()["0.bias"].any()
-        hook.remove()
-        optimizer.zero_grad(set_to_none=False)
-        optimizer.step()
-        assert optimizer.last_norm == 0.0
-        optimizer.backward(loss_of(model, 0))
-        optimizer.zero_grad(set_to_none=False)
-        optimizer.step()
-        assert optimizer.last_norm == 0.0
+def test_overflow_in_an_uncounted_copy_skips_the_step_everywhere(pool: Pool) -> None:
+    pool.run(4, check_uncounted_overflow)
+
+
+def check_uncounted_overflow() -> None:
+    mesh = ParallelMesh(tp=2)
+    parameter = Parameter(torch.ones(6))
+    optimizer = ShardedOptimizer(
+        torch.optim.SGD([parameter], lr=1.0),
+        [ManagedParameter(name="replicated", parameter=parameter, counts=mesh.rank("tp") == 0)],
+        mesh=mesh,
+        stage=1,
+        precision=PrecisionConfig(),
+    )
+    parameter.grad = torch.full((6,), math.nan if mesh.global_rank == 3 else 1.0)
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert torch.equal(parameter, torch.ones(6))

@@ -3,7 +3,6 @@
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,9 +11,7 @@ from echelon.cluster.mesh import ParallelMesh
 from echelon.plugins.hybrid_parallel import Ledger
 
 from ..pool import Pool
-from .helpers import Precision, assert_equal, loss_of, sgd, shard, small_model, weights_of
-from .reference import CASES
-from .test_optimizer import check_case
+from .helpers import Precision, assert_equal, loss_of, shard, small_model, weights_of
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
 HIDDEN = 64
@@ -31,20 +28,6 @@ def train(model: nn.Sequential, optimizer: Any, steps: range) -> None:
             optimizer.backward(loss_of(model, 10 * step + 100 * dist.get_rank() + microbatch))
         optimizer.step()
         optimizer.zero_grad()
-
-
-@pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (2, "bf16"), (1, "fp16")])
-def test_training_equals_plain_torch(pool: Pool, stage: int, precision: Precision) -> None:
-    pool.run(2, check_training, stage, precision)
-
-
-def check_training(stage: int, precision: Precision) -> None:
-    names = CASES if precision == "fp32" else ("fused adamw", "no gradient", "overflow", "small buckets")
-    for name in names:
-        try:
-            check_case(CASES[name], stage=stage, precision=precision, cpu_offload=True)
-        except Exception as error:
-            raise AssertionError(f"case {name!r}: {error}") from error
 
 
 def test_states_go_on_bit_for_bit_with_and_without_offload(pool: Pool) -> None:
@@ -112,23 +95,6 @@ def check_memory() -> None:
                 }
                 assert len(places) == 4, "two share their memory"
                 assert all(slot.piece.device.type == "cpu" for slot in bucket.slots if slot.piece is not None)
-
-
-def test_loaded_weights_are_trained_on(pool: Pool) -> None:
-    pool.run(2, check_loaded)
-
-
-def check_loaded() -> None:
-    for precision in PRECISIONS:
-        model = small_model()
-        optimizer = shard(model, sgd, precision=precision, cpu_offload=True)
-        model.load_state_dict(
-            {name: torch.full_like(weight, 0.25) for name, weight in weights_of(model).items()}
-        )
-        optimizer.backward(loss_of(model, dist.get_rank()))
-        optimizer.step()
-        gradients = optimizer.gradients()
-        assert_equal(optimizer.masters(), {name: 0.25 - gradient for name, gradient in gradients.items()})
 
 
 def test_the_fused_kernel_steps_unless_the_user_chose(pool: Pool) -> None:

@@ -1,0 +1,266 @@
+"""When buckets of gradients are reduced, in which order, format and memory."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import Parameter
+
+from echelon.cluster.mesh import ParallelMesh
+from echelon.cluster.traffic import Traffic
+from echelon.zero.bucket import Bucket, GradientState
+from echelon.zero.optimizer import ShardedOptimizer
+from echelon.zero.partition import ManagedParameter
+from echelon.zero.precision import PrecisionConfig
+
+from ..pool import Pool
+from .helpers import assert_equal, loss_of, mean_gradients, sgd, shard, small_model
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
+ORDER = ["2.bias", "2.weight", "0.bias", "0.weight"]
+
+
+def watch(optimizer: ShardedOptimizer) -> list[str]:
+    """What happens to which bucket, by its first parameter: + where it starts, - where its memory is given back."""
+    events: list[str] = []
+    for bucket in optimizer.buckets:
+
+        def start(bucket: Bucket = bucket) -> None:
+            events.append(f"+{bucket.slots[0].managed.name}")
+            Bucket.start_reduction(bucket)
+
+        def give_back(bucket: Bucket = bucket) -> None:
+            if bucket.shards_gradients and bucket.gradients is not None:
+                events.append(f"-{bucket.slots[0].managed.name}")
+            Bucket._give_back(bucket)
+
+        bucket.start_reduction = start  # type: ignore[method-assign]
+        bucket._give_back = give_back  # type: ignore[method-assign]
+    return events
+
+
+def started(events: list[str]) -> list[str]:
+    return [event[1:] for event in events if event[0] == "+"]
+
+
+@STAGES
+@pytest.mark.parametrize("overlap", [True, False])
+def test_buckets_are_averaged_in_the_order_of_backward_while_it_runs(
+    pool: Pool, stage: int, overlap: bool
+) -> None:
+    pool.run(2, check_starts, stage, overlap)
+
+
+def check_starts(stage: int, overlap: bool) -> None:
+    model, rank = small_model(), dist.get_rank()
+    optimizer = shard(model, stage=stage, bucket_size=1, overlap_communication=overlap)
+    events = watch(optimizer)
+    with optimizer.no_sync(), optimizer.reducer.last_backward():
+        optimizer.backward(loss_of(model, rank))
+    assert not events and all(parameter.grad is not None for parameter in model.parameters())
+    with optimizer.reducer.last_backward():
+        optimizer.backward(loss_of(model, rank + 2))
+        assert started(events) == (ORDER if overlap or stage == 2 else [])
+    in_flight = [bucket.state is GradientState.REDUCING for bucket in optimizer.buckets]
+    assert sum(in_flight) == (0 if not overlap else 1 if stage == 2 else 4)
+    optimizer.reduce_gradients()
+    assert started(events) == ORDER
+    assert_equal(optimizer.gradients(), mean_gradients(small_model(), [[0, 2], [1, 3]]))
+
+
+@STAGES
+def test_a_parameter_that_only_one_rank_uses_keeps_the_order(pool: Pool, stage: int) -> None:
+    assert pool.run(2, check_unused, stage) == [ORDER] * 2
+
+
+def check_unused(stage: int) -> list[str]:
+    model, rank = small_model(), dist.get_rank()
+    optimizer = shard(model, stage=stage, bucket_size=1)
+    events = watch(optimizer)
+    with optimizer.reducer.last_backward():
+        if rank == 0:
+            optimizer.backward(loss_of(model, 0))
+        else:
+            optimizer.backward(model[2](torch.ones(1, 7)).sum())  # nothing of the first layer
+    optimizer.reduce_gradients()
+    half = torch.autograd.grad(loss_of(model, 0), model[0].weight)[0] / 2
+    torch.testing.assert_close(optimizer.gradients()["0.weight"], half)
+    return started(events)
+
+
+def test_every_backward_of_stage_two_averages_in_the_memory_of_two_buckets(pool: Pool) -> None:
+    order = ["+2.bias", "+2.weight", "-2.bias", "+0.bias", "-2.weight", "+0.weight", "-0.bias"]
+    assert pool.run(2, check_memory) == [[*order, "-0.weight"] * 3] * 2
+
+
+def check_memory() -> list[str]:
+    model, rank = small_model(), dist.get_rank()
+    optimizer = shard(model, stage=2, bucket_size=1)
+    events = watch(optimizer)
+    for number in range(3):
+        optimizer.backward(loss_of(model, rank + 2 * number))
+        for parameter in model.parameters():
+            with pytest.raises(RuntimeError, match=r"parameter\.grad cannot be read"):
+                parameter.grad.norm()  # type: ignore[union-attr]
+        if number < 2:  # the last bucket is in flight, until a backward or the reduction needs it
+            optimizer.reducer._finish(0)
+    optimizer.reduce_gradients()
+    longest = max(bucket.parameters.numel() for bucket in optimizer.buckets)
+    assert optimizer.held_bytes().buffers == 2 * 4 * longest
+    other = shard(small_model(), stage=2, bucket_size=1, overlap_communication=False)
+    other.backward(torch.stack([slot.parameter.sum() for slot in other.reducer.slots]).sum())
+    assert other.held_bytes().buffers == 4 * longest, "one bucket after the other"
+    assert all(bucket.gradients is None for bucket in optimizer.buckets)
+    return events
+
+
+def test_padding_never_counts(pool: Pool) -> None:
+    """Memory that another bucket had holds its gradients where this one has padding."""
+    pool.run(2, check_padding)
+
+
+def check_padding() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(17, 16, bias=False), nn.Linear(16, 1, bias=False), nn.Linear(1, 3))
+    optimizer = shard(model, stage=2, bucket_size=20)
+    for bucket in optimizer.buckets:  # whatever the memory held
+        bucket.borrow()
+        assert bucket.gradients is not None
+        bucket.gradients.fill_(torch.nan)
+        bucket._give_back()
+    optimizer.backward(model(torch.ones(2, 17)).sum())
+    optimizer.step()
+    assert optimizer.skipped_steps == 0
+
+
+def own(parameters: dict[str, tuple[Parameter, tuple[Any, ...]]], mesh: ParallelMesh) -> ShardedOptimizer:
+    """An optimizer of parameters with their sum groups, in buckets of their own."""
+    return ShardedOptimizer(
+        sgd([each for each, _ in parameters.values()]),
+        [
+            ManagedParameter(name=name, parameter=each, sum_groups=groups)
+            for name, (each, groups) in parameters.items()
+        ],
+        mesh=mesh,
+        stage=1,
+        precision=PrecisionConfig(),
+        bucket_size=1,
+    )
+
+
+def test_what_is_summed_over_another_group_first_waits_for_the_reduction(pool: Pool) -> None:
+    pool.run(4, check_tied)
+
+
+def check_tied() -> None:
+    mesh, model = ParallelMesh(pp=2), small_model()
+    groups = {"0.weight": (mesh.group("pp"),)}
+    optimizer = own({name: (each, groups.get(name, ())) for name, each in model.named_parameters()}, mesh)
+    with optimizer.reducer.last_backward():
+        optimizer.backward(loss_of(model, 2 * mesh.rank("dp") + mesh.rank("pp")))
+    in_flight = {
+        bucket.slots[0].managed.name: bucket.state is GradientState.REDUCING for bucket in optimizer.buckets
+    }
+    assert in_flight == {"0.weight": False, "0.bias": True, "2.weight": True, "2.bias": True}
+    optimizer.reduce_gradients()
+    expected = mean_gradients(small_model(), [[0, 1], [2, 3]])
+    torch.testing.assert_close(optimizer.gradients()["0.weight"], expected["0.weight"])
+
+
+def test_gradients_are_summed_over_every_group_though_ranks_have_none(pool: Pool) -> None:
+    pool.run(4, check_sums)
+
+
+def check_sums() -> None:
+    mesh, rank = ParallelMesh(sp=2, tp=2), dist.get_rank()
+    both, one, none = (nn.Parameter(torch.zeros(size)) for size in (3, 2, 4))
+    tp, sp = mesh.group("tp"), mesh.group("sp")
+    optimizer = own({"both": (both, (tp, sp)), "one": (one, (sp,)), "none": (none, (tp,))}, mesh)
+    if rank < 3:
+        both.grad = torch.full((3,), 10.0**rank)
+    if rank > 1:
+        one.grad = torch.full((2,), 10.0**rank)
+    optimizer.reduce_gradients()
+    # Ranks 0 and 2, and 1 and 3, differ in sp alone.
+    expected = {"both": torch.full((3,), 111.0), "one": torch.full((2,), 1000.0 if rank % 2 else 100.0)}
+    assert_equal(optimizer.gradients(), expected)
+    for _ in range(2):  # a backward that follows a reduction is summed on its own
+        optimizer.backward(both.sum() + one.sum())
+        optimizer.reduce_gradients()
+    assert_equal(optimizer.gradients(), {"both": expected["both"] + 8, "one": expected["one"] + 4})
+
+
+@STAGES
+def test_hooks_that_come_after_boost_change_gradients_before_they_travel(pool: Pool, stage: int) -> None:
+    pool.run(2, check_later_hooks, stage)
+
+
+def check_later_hooks(stage: int) -> None:
+    model, rank = small_model(), dist.get_rank()
+    optimizer = shard(model, stage=stage, bucket_size=1)
+
+    def double(parameter: Parameter) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(2)
+
+    model[2].weight.register_post_accumulate_grad_hook(double)
+    zeroing = model[2].bias.register_hook(lambda gradient: gradient * 0)
+    if rank == 0:  # on one rank alone: the order of buckets is the same on both
+        model[0].bias.register_post_accumulate_grad_hook(lambda _: None)
+    optimizer.backward(loss_of(model, rank))
+    optimizer.reduce_gradients()
+    zeroing.remove()
+    expected = mean_gradients(small_model(), [[0], [1]])
+    expected["2.weight"] *= 2
+    expected["2.bias"] *= 0
+    assert_equal(optimizer.gradients(), expected)
+
+
+@STAGES
+def test_gradients_travel_in_the_format_that_is_asked_for(pool: Pool, stage: int) -> None:
+    pool.run(2, check_format, stage)
+
+
+def check_format(stage: int) -> None:
+    rank, numbers = dist.get_rank(), []
+    for dtype in (torch.float32, torch.bfloat16):
+        model, mesh = small_model(), ParallelMesh()
+        optimizer = shard(model, stage=stage, mesh=mesh, communication_dtype=dtype)
+        with Traffic(mesh) as traffic:
+            optimizer.backward(loss_of(model, rank))
+            optimizer.reduce_gradients()
+        tolerance = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-2}
+        assert_equal(optimizer.gradients(), mean_gradients(model, [[0], [1]]), **tolerance)
+        kind = "small reduce_scatter" if stage else "small all_reduce"
+        numbers.append(max(count.nbytes for (_, found), count in traffic.counts.items() if found == kind))
+    # Stage 0 counts its flags under the same kind: one float32 for each of four parameters.
+    flags = 0 if stage else 4 * 4
+    assert numbers[0] - flags == 2 * (numbers[1] - flags)
+
+
+def test_gradients_accumulate_in_float32(pool: Pool) -> None:
+    pool.run(1, check_float32_accumulation)
+
+
+def check_float32_accumulation() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = shard(model, precision="bf16")
+    for value in (256.0, 1.0, 1.0):  # 256 + 1 is 256 in bfloat16
+        optimizer.backward(model(torch.full((1, 1), value, dtype=torch.bfloat16)).sum())
+    assert model.weight.grad is not None and model.weight.grad.item() == 258.0
+
+
+def test_two_optimizers_of_one_mesh_step_in_any_order(pool: Pool) -> None:
+    pool.run(2, check_two_optimizers)
+
+
+def check_two_optimizers() -> None:
+    rank, mesh, models = dist.get_rank(), ParallelMesh(), [small_model(), small_model()]
+    optimizers = [shard(model, stage=1, mesh=mesh) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.backward(loss_of(model, rank))
+    for optimizer in reversed(optimizers):
+        optimizer.reduce_gradients()
+        assert_equal(optimizer.gradients(), mean_gradients(small_model(), [[0], [1]]))
