@@ -49,7 +49,7 @@ class EchelonZero(DataParallel):
         Raises:
             ValueError: they are not those of the stage's formula.
         """
-        held, num_ranks = dict(self._optimizer.held_bytes().items()), dist.get_world_size()
+        held, num_ranks = self._optimizer.held_bytes(), dist.get_world_size()
         sizes = [each.numel() for each in self._model.parameters()]
         expected = held_at_stage(self._stage, elements=sum(sizes), num_ranks=num_ranks)
         unit = 16 * num_ranks  # a bucket is padded to a multiple of it

@@ -25,7 +25,7 @@ from ..shardformer.sequence.config import SequenceParallelism
 from ..shardformer.tables.table import Table
 from ..shardformer.weight_sharding import weight_errors
 from ..zero.partition import zero_size_errors
-from ..zero.precision import DTYPES, PrecisionConfig, precision_faults
+from ..zero.precision import DTYPES, PrecisionConfig, precision_errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ class HybridConfig:
             *self.sequence.faults(tp_size=self.tp_size, sp_size=self.sp),
             *policy_errors("custom_policy", self.custom_policy),
             *(self._stage_errors() if self.pp_size >= 1 else ()),
-            *precision_faults(**self.precision_settings),
+            *precision_errors(**self.precision_settings),
         ]
 
     def _type_errors(self) -> list[str]:

@@ -30,7 +30,6 @@ from ..shardformer.policy import Policy
 from ..shardformer.recompute import PipelineGradientCheckpointConfig
 from ..shardformer.sequence.config import double_ring
 from ..shardformer.tables.table import Table
-from ..zero.memory import HeldBytes
 from ..zero.optimizer import ShardedOptimizer
 from .base import Boosted, Plugin, Returned, own_arguments, require_process_group
 from .colossalai import HYBRID, unavailable_errors
@@ -69,7 +68,7 @@ class Ledger(Traffic):
         return dict(self.counts)
 
     @property
-    def held(self) -> HeldBytes | None:
+    def held(self) -> dict[str, int] | None:
         """Local bytes, but for activations."""
         return None if self._optimizer is None else self._optimizer.held_bytes()
 

@@ -30,7 +30,7 @@ from ..shardformer.recompute import recomputable_layers
 from ..shardformer.refusals import is_partial, mark_taken, refuse_partial_state
 from ..zero.elementwise import require_elementwise
 from ..zero.groups import PARTIAL_STATE
-from ..zero.precision import DTYPES, is_finite_number, precision_faults
+from ..zero.precision import DTYPES, is_finite_number, precision_errors
 from .base import optimizer_errors, own_arguments, require_process_group
 from .colossalai import FSDP, unavailable_errors
 from .scaled_optimizer import ScaledOptimizer
@@ -79,7 +79,7 @@ class TorchFSDPPlugin(TorchPlugin):
         raise_errors(
             [
                 *unavailable_errors(type(self), FSDP, others),
-                *precision_faults(
+                *precision_errors(
                     precision=self._precision,
                     growth_factor=growth_factor,
                     backoff_factor=backoff_factor,

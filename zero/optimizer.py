@@ -35,7 +35,6 @@ from .groups import (
     optimizer_options,
     require_one_layout,
 )
-from .memory import HeldBytes, held_bytes
 from .partition import ManagedParameter, Partition
 from .precision import DynamicScaler, PrecisionConfig
 from .publish import Publisher, choose_fused_kernels, wait_for_copies
@@ -426,11 +425,35 @@ class ShardedOptimizer(OptimizerWrapper):
         for bucket in self.buckets:
             bucket.refresh_()
 
-    def held_bytes(self) -> HeldBytes:
-        """The memory of parameters, gradients, masters and states on this rank."""
-        frozen = [managed.parameter for managed in self._frozen]
-        buffers = 0 if self._pool is None else self._pool.nbytes
-        return held_bytes(self.buckets, frozen, self.inner, buffers=buffers)
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes on this rank by kind, padding included.
+
+        "parameters" include frozen ones; "gradients" are the whole ones, or at stage 2 this rank's slices; "buffers"
+        are lent for whole gradients at stage 2; "scalars" are states of one entry. What `cpu_offload` keeps on the CPU
+        stands apart, where it keeps something.
+        """
+        tensors = [
+            each for state in self.state.values() for each in state.values() if isinstance(each, Tensor)
+        ]
+        masters = sum(bucket.masters.nbytes for bucket in self.buckets if bucket.has_masters)
+        states = sum(each.nbytes for each in tensors if each.numel() > 1)
+        gradients = [
+            bucket.own_gradients if bucket.shards_gradients or bucket.gradients is None else bucket.gradients
+            for bucket in self.buckets
+        ]
+        held = {
+            "parameters": sum(bucket.parameters.nbytes for bucket in self.buckets)
+            + sum(managed.parameter.nbytes for managed in self._frozen),
+            "gradients": sum(each.nbytes for each in gradients),
+            "buffers": 0 if self._pool is None else self._pool.nbytes,
+            "masters": 0 if self._is_offloaded else masters,
+            "states": 0 if self._is_offloaded else states,
+            "scalars": sum(each.nbytes for each in tensors if each.numel() <= 1),
+        }
+        if self._is_offloaded:
+            held["offloaded_gradients"] = sum(bucket.stepped_gradients.nbytes for bucket in self.buckets)
+            held["offloaded_masters"], held["offloaded_states"] = masters, states
+        return held
 
     def state_dict(self) -> dict[str, Any]:
         """`local_state`, where every rank has all of the states.

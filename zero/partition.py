@@ -8,14 +8,13 @@ has the whole "data" axis for replicas; one that is sharded over "weight" has th
 from collections.abc import Hashable
 from dataclasses import dataclass
 from math import gcd
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from ..cluster.collectives import Handle, begin_all_gather, begin_reduce_scatter
+from ..cluster.collectives import Handle, InFlight, begin_all_gather, begin_reduce_scatter
 from ..cluster.mesh import PARTS_OF_DATA, ParallelMesh, divisors
 from ..cluster.placement import Shard, placement_of
 
@@ -125,12 +124,12 @@ class Partition:
         """The view of a whole buffer that this rank owns."""
         return flat if self.slices is None else flat.chunk(self.slices.size())[self.slices.rank()]
 
-    def average_(self, gradients: Tensor) -> Handle | None:
+    def average_(self, gradients: Tensor) -> InFlight[None] | None:
         """Begin to bring the mean over the group into this rank's slice of a whole buffer, in place.
 
         One all-reduce, or one reduce-scatter, after which the other slices are of no use. Where the slice has
-        several owners an all-reduce of it over them follows, which begins when it is waited for. Returns what to
-        wait for, None where there is nothing.
+        several owners an all-reduce of it over them follows, which begins when it is waited for, once. None where there
+        is nothing to wait for.
 
         A mean is a sum that is divided, over gloo as over NCCL: in 16 bits before, since the sum may be too large
         for them, in float32 afterwards, since a slice is shorter than what was summed up.
@@ -141,10 +140,17 @@ class Partition:
         if gradients.dtype.itemsize < 4:
             gradients.div_(divisor)
             divisor = 1
-        own = self.own(gradients)
+        own, owners = self.own(gradients), self.copies if self.slices is not None else None
+
+        def finish(own: Tensor) -> None:
+            if owners is not None:
+                dist.all_reduce(own, group=owners)
+            if divisor > 1:
+                own.div_(divisor)
+
         if self.slices is None:
-            return _Mean(dist.all_reduce(own, group=self.group, async_op=True), own, None, divisor)
-        return _Mean(begin_reduce_scatter(own, gradients, self.slices), own, self.copies, divisor)
+            return InFlight(dist.all_reduce(own, group=self.group, async_op=True), own, finish)
+        return InFlight(begin_reduce_scatter(own, gradients, self.slices), own, finish)
 
     def gather_(self, flat: Tensor) -> Handle | None:
         """Begin to fill a whole buffer, in place, from the slices that its ranks own. One all-gather if sliced.
@@ -182,23 +188,3 @@ def _group(mesh: ParallelMesh, parts: list[range]) -> ProcessGroup:
     group = mesh.group("data") if len(parts) == 1 else mesh.subgroup("data", parts)
     assert group is not None  # every rank is in a part
     return group
-
-
-class _Mean(NamedTuple):
-    """A sum in flight, which is then summed over the other owners of the slice, and divided.
-
-    Waited for once, as gloo's reduce-scatter must be.
-    """
-
-    handle: Handle
-    own: Tensor
-    owners: ProcessGroup | None
-    divisor: int
-
-    def wait(self) -> None:
-        """Have the mean. On CUDA the current stream waits, not the host."""
-        self.handle.wait()
-        if self.owners is not None:
-            dist.all_reduce(self.own, group=self.owners)
-        if self.divisor > 1:
-            self.own.div_(self.divisor)

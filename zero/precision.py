@@ -1,5 +1,6 @@
-"""The number format of a run, and the loss scale that fp16 needs. What overflowed is norm.py's to find."""
+"""The number format of a run, and the loss scale that fp16 needs."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any, Literal
@@ -25,7 +26,7 @@ class PrecisionConfig:
         hysteresis: the number of overflows since the scale last grew that it takes to shrink it.
 
     Raises:
-        ValueError: with all the faults of the configuration.
+        ValueError: with all errors of the configuration.
     """
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -38,8 +39,8 @@ class PrecisionConfig:
     max_scale: float = 2.0**32
 
     def __post_init__(self) -> None:
-        if faults := precision_faults(**asdict(self)):
-            raise ValueError("; ".join(faults))
+        if errors := precision_errors(**asdict(self)):
+            raise ValueError("; ".join(errors))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -47,61 +48,57 @@ class PrecisionConfig:
         return DTYPES[self.precision]
 
 
-def default_precision(device: torch.device) -> Literal["fp32", "bf16", "fp16"]:
-    """The safest precision for a device: fp32 on a CPU, bf16 on a GPU that computes in it, else fp16."""
-    if device.type == "cpu":
-        return "fp32"
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+# By setting: what a sound number is, and the rule in words.
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "min_scale": (lambda value: value > 0, "it must be above 0"),
+    "growth_factor": (lambda value: value > 1, "it must be above 1"),
+    "growth_interval": (
+        lambda value: value >= 1 and value % 1 == 0,
+        "it must be a whole number of steps, at least 1",
+    ),
+    "backoff_factor": (lambda value: 0 < value < 1, "it must lie between 0 and 1"),
+    "hysteresis": (
+        lambda value: value >= 1 and value % 1 == 0,
+        "it must be a whole number of overflows, at least 1",
+    ),
+}
 
 
-def precision_faults(
-    *,
-    precision: str = "fp32",
-    initial_scale: float = 2.0**16,
-    min_scale: float = 1.0,
-    growth_factor: float = 2.0,
-    growth_interval: int = 1000,
-    backoff_factor: float = 0.5,
-    hysteresis: int = 2,
-    max_scale: float = 2.0**32,
-) -> list[str]:
-    """All that is wrong with a precision configuration, each with what is allowed; empty when it is sound."""
-    numbers = {"initial_scale": initial_scale, "min_scale": min_scale, "growth_factor": growth_factor}
-    numbers |= {"backoff_factor": backoff_factor, "max_scale": max_scale}
-    numbers |= {"growth_interval": growth_interval, "hysteresis": hysteresis}
+def precision_errors(*, precision: str = "fp32", **numbers: Any) -> list[str]:
+    """All that is wrong with arguments of `PrecisionConfig`, each with what is allowed; empty when they are sound."""
     if strange := [
         f"{name}={value!r}: it must be a finite number"
         for name, value in numbers.items()
         if not is_finite_number(value)
     ]:
         return strange
-    checks = (
-        (
-            isinstance(precision, str) and precision in DTYPES,
-            f"precision={precision!r}: use one of {', '.join(map(repr, DTYPES))}",
-        ),
-        (min_scale > 0, f"min_scale={min_scale}: it must be above 0"),
-        (
-            min_scale <= initial_scale <= max_scale,
-            f"initial_scale={initial_scale}: it must be in min_scale={min_scale} … max_scale={max_scale}",
-        ),
-        (growth_factor > 1, f"growth_factor={growth_factor}: it must be above 1"),
-        (
-            growth_interval >= 1 and growth_interval % 1 == 0,
-            f"growth_interval={growth_interval}: it must be a whole number of steps, at least 1",
-        ),
-        (0 < backoff_factor < 1, f"backoff_factor={backoff_factor}: it must lie between 0 and 1"),
-        (
-            hysteresis >= 1 and hysteresis % 1 == 0,
-            f"hysteresis={hysteresis}: it must be a whole number of overflows, at least 1",
-        ),
+    errors = []
+    if not isinstance(precision, str) or precision not in DTYPES:
+        errors.append(f"precision={precision!r}: use one of {', '.join(map(repr, DTYPES))}")
+    errors += [
+        f"{name}={numbers[name]}: {rule}"
+        for name, (is_sound, rule) in _RULES.items()
+        if name in numbers and not is_sound(numbers[name])
+    ]
+    low, initial, high = (
+        numbers.get(name, getattr(PrecisionConfig, name))
+        for name in ("min_scale", "initial_scale", "max_scale")
     )
-    return [fault for sound, fault in checks if not sound]
+    if not low <= initial <= high:
+        errors.append(f"initial_scale={initial}: it must be in min_scale={low} … max_scale={high}")
+    return errors
 
 
 def is_finite_number(value: object) -> bool:
-    """Whether it is an integer or a float, not infinite or NaN, and no truth value."""
+    """Return True for an integer or a float that is not infinite or NaN, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def default_precision(device: torch.device) -> Literal["fp32", "bf16", "fp16"]:
+    """The safest precision for a device: fp32 on a CPU, bf16 on a GPU that computes in it, else fp16."""
+    if device.type == "cpu":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
 class DynamicScaler:

@@ -33,8 +33,6 @@ from .partition import ManagedParameter
 from .precision import DynamicScaler
 from .writes import WriteWatch
 
-# Of a part of a product, which is read again at once: it is to stay in a core's own cache.
-_PART_BYTES = 2**19
 _CALLS = ("backward()", "reduce_gradients()", "step()")  # that communicate
 
 
@@ -193,7 +191,13 @@ class Reducer:
     def add_product(self, parameter: Parameter, left_RN: Tensor, right_NC: Tensor) -> None:
         """Add a product (R, C) to a parameter's gradient; more may come in the same backward."""
         gradient, is_first = self._to_add_to(parameter)
-        add_product(gradient, left_RN, right_NC, is_first=is_first)
+        # The whole product is rounded to its format before it is added, as autograd does: equal to the bit.
+        if is_first and gradient.dtype == left_RN.dtype:
+            torch.mm(left_RN, right_NC, out=gradient)
+        elif is_first:
+            gradient.copy_(left_RN.mm(right_NC))
+        else:
+            gradient.add_(left_RN.mm(right_NC))
 
     def note(self, parameter: Parameter) -> None:
         """Note that a parameter's gradient of a backward is complete, and launch what waited for it."""
@@ -362,23 +366,6 @@ class Reducer:
         slot.collect()
         if not has_foreign_last_hooks(slot.parameter):
             self.note(slot.parameter)
-
-
-def add_product(total_RC: Tensor, left_RN: Tensor, right_NC: Tensor, *, is_first: bool) -> None:
-    """Add a product to `total_RC`, or with `is_first` write it there. Its rows are made a few at a time.
-
-    Every entry is the sum that a whole product gives, then added: equal to the bit. A kernel that adds on its own
-    (`addmm`) rounds otherwise.
-    """
-    if is_first and total_RC.dtype == left_RN.dtype:
-        torch.mm(left_RN, right_NC, out=total_RC)
-        return
-    num_rows, num_columns = total_RC.shape
-    if total_RC.device.type == "cpu":  # elsewhere a kernel's start costs more
-        num_rows = max(16, _PART_BYTES // (total_RC.element_size() * num_columns))
-    for rows, left in zip(total_RC.split(num_rows), left_RN.split(num_rows), strict=True):
-        product = left.mm(right_NC)
-        rows.copy_(product) if is_first else rows.add_(product)
 
 
 def sums_in_order(parameters: Sequence[ManagedParameter]) -> list[tuple[int, ProcessGroup, list[int]]]:

@@ -78,7 +78,7 @@ def check_memory() -> None:
                 "buffers": buffers,
                 "masters": 0,
                 "states": 0,
-                "scalars": held.scalars,
+                "scalars": held["scalars"],
                 "offloaded_gradients": 4 * PSI // share,
                 "offloaded_masters": 4 * PSI // share,
                 "offloaded_states": 8 * PSI // share,

@@ -3,7 +3,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.zero.precision import DynamicScaler, PrecisionConfig, precision_faults
+from echelon.zero.precision import DynamicScaler, PrecisionConfig, precision_errors
 
 from ..pool import Pool
 from .helpers import assert_equal, shard, weights_of
@@ -63,17 +63,12 @@ def test_scaler_continues_from_its_state() -> None:
 
 
 def test_all_faults_of_a_configuration_are_told_at_once() -> None:
-    faults = precision_faults(
+    faults = precision_errors(
         precision="fp8", initial_scale=0.5, growth_factor=1, growth_interval=0, backoff_factor=1, hysteresis=0
     )
-    assert [fault.split("=")[0] for fault in faults] == [
-        "precision",
-        "initial_scale",
-        "growth_factor",
-        "growth_interval",
-        "backoff_factor",
-        "hysteresis",
-    ]
+    assert {fault.split("=")[0] for fault in faults} == {
+        *("precision", "initial_scale", "growth_factor", "growth_interval", "backoff_factor", "hysteresis")
+    }
     with pytest.raises(ValueError, match=r"precision='fp8': use one of 'fp32', 'bf16', 'fp16'"):
         PrecisionConfig(precision="fp8")  # type: ignore[arg-type]
 

@@ -13,10 +13,8 @@ from echelon.shardformer.layers.weight_gradient import (
     defer_weight_gradients,
     give_gradients_to,
 )
-from echelon.zero import reducer
 from echelon.zero.bucket import GradientState
 from echelon.zero.optimizer import ShardedOptimizer
-from echelon.zero.reducer import add_product
 
 from ..pool import Pool
 from .helpers import Precision, assert_equal, sgd, shard
@@ -53,22 +51,6 @@ def count_products(optimizer: ShardedOptimizer) -> list[tuple[int, ...]]:
 
     reducer.add_product = counting  # type: ignore[method-assign]
     return shapes
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [1, 16, 100])
-def test_a_product_in_parts_is_the_whole_one_to_the_bit(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int
-) -> None:
-    monkeypatch.setattr(reducer, "_PART_BYTES", rows * 4 * 24)
-    generator = torch.Generator().manual_seed(1)
-    left, right = (torch.randn(100, width, generator=generator).to(dtype) for width in (70, 24))
-    total = torch.full((70, 24), float("nan"))
-    add_product(total, left.T, right, is_first=True)
-    expected = left.T.mm(right).float()
-    assert total.equal(expected)
-    add_product(total, left.T, right, is_first=False)
-    assert total.equal(expected + left.T.mm(right))
 
 
 @pytest.mark.parametrize("stage", [1, 2])
