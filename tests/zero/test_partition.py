@@ -9,8 +9,7 @@ from echelon.zero.partition import Partition, zero_size_errors
 
 from ..cluster.helpers import SLICES, with_slices
 from ..pool import Pool
-from .helpers import assert_equal, loss_of, shard, small_model, weights_of
-from .test_gradients import mean_gradients
+from .helpers import assert_equal, loss_of, mean_gradients, shard, small_model, weights_of
 
 
 @SLICES
