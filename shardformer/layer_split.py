@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from ..cluster.mesh import divisors
 from ..cluster.random import SplitRandom
 from ..pipeline.plan import is_within
+from .layers.forward_code import part_errors
 from .layers.linear import (
     GPT2FusedLinearConv1D_Col,
     GPT2FusedLinearConv1D_Row,
@@ -31,7 +32,7 @@ from .layers.region import (
     RegionExit,
     SplitParameter,
 )
-from .layers.sequence_axis import CommonRandom, PartRandom, draws, samplewise
+from .layers.sequence_axis import INSTEAD, CommonRandom, PartRandom, draws, samplewise
 from .layers.split_gather import RegionSequence, WholeSequence
 from .policy import Errors, SubModuleReplacementDescription, join
 from .tables.heads import Cut, HeadOrder, Heads
@@ -85,7 +86,7 @@ class LayerSplit:
         Raises:
             ValueError: the layer lacks what the table names, or holds what it should name and does not.
         """
-        if found := self._adapter_errors() or [*self._missing(), *self._unnamed()]:
+        if found := self._adapter_errors() or [*self._missing(), *self._unnamed(), *self._part_errors()]:
             raise ValueError("\n".join(found))
         randoms = self._split_randoms()
         return [*self._linear_layers(randoms), *self._marks(), *self._regions(randoms), *self._parts()]
@@ -182,6 +183,26 @@ class LayerSplit:
             and not is_any_within(name, table.whole)
             and (table.region_of(name) in regions or any(is_within(each, name) for each in table.modules))
         ]
+
+    def _part_errors(self) -> list[str]:
+        """Why the layer cannot compute on parts of sequences between its regions."""
+        table, wholes = self._table, whole_paths(self._table, self.layer)
+        if self._sequence is None:
+            return []
+        if "" in wholes:
+            return [f"the layer holds experts itself, which take tokens without their places: {INSTEAD}"]
+        drops = (
+            getattr(each, "p", 0) > 0
+            for _, module in adapted(self.layer)
+            for each in getattr(module, "lora_dropout", {}).values()
+        )
+        found = part_errors(self.layer, (*wholes, *active_regions(self.layer, table), *table.row))
+        if any(drops):
+            found.append(
+                "the ranks would drop different entries of one input of an adapter: use lora_dropout=0, or a "
+                "sequence_parallelism_mode on the sequence axis"
+            )
+        return found
 
     def _linear_layers(self, randoms: dict[str, SplitRandom]) -> list[SubModuleReplacementDescription]:
         """Linear layers, and the adapters of LoRA around them behind all of them."""

@@ -11,13 +11,7 @@ from torch import Tensor, nn
 from ..pipeline.plan import StagePlan, setting_errors, settings_of
 from ..pipeline.stage import local_stages
 from ..pipeline.stage_manager import layer_errors
-from .sequence.boundary import sequence_errors
-from .sequence.config import SequenceParallelism
 from .shard_config import ShardConfig
-
-SEQUENCE_INSTEAD = (
-    "leave enable_sequence_parallelism out, or use a sequence_parallelism_mode on the sequence axis"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +101,10 @@ class Policy(ABC):
 
     Attributes:
         errors: collects what speaks against the split; a `ValueError` that a method raises is collected too.
+        gathers_sequences: whether `module_policy` gathers sequences within layers, for the modes of the tensor axis.
     """
 
+    gathers_sequences = False
     model: nn.Module
     shard_config: ShardConfig
     errors: Errors
@@ -141,25 +137,6 @@ class Policy(ABC):
         for source, settings in settings_of(self.model).items():
             found += setting_errors(settings, source)
         return found
-
-    def sequence_errors(self, settings: SequenceParallelism, *, tp_size: int, sp_size: int) -> list[str]:
-        """Why sequences of this model cannot be sharded so, each with what would work. No communication.
-
-        Args:
-            settings: how; they fit the sizes of the axes.
-            tp_size, sp_size: those of the tensor and the sequence axis.
-        """
-        if settings.mode is None:
-            return []
-        found = sequence_errors(self.model, self.stage_plan(), settings, tp_size=tp_size, sp_size=sp_size)
-        return found or (self.region_errors(settings) if settings.is_on_tensor_axis else [])
-
-    def region_errors(self, settings: SequenceParallelism) -> list[str]:
-        """Why the regions of this model's layers cannot gather sequences that are sharded around them."""
-        return [
-            f"sequence_parallelism_mode={settings.mode!r}: {type(self).__name__} does not say where sequences are "
-            "gathered within layers: use a table, or 'all_to_all' or 'ring_attn'"
-        ]
 
     def preprocess(self) -> nn.Module:
         """Change the whole model before it is cut and split."""

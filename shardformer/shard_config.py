@@ -116,7 +116,12 @@ class ShardConfig:
         group = self.active_group if settings.is_on_tensor_axis else self.sequence_parallel_process_group
         if settings.mode is None or group is None:
             return None
-        return SequenceSplit(settings=settings, group=group, rings=self.sequence_parallel_rings)
+        return SequenceSplit(
+            settings=settings,
+            group=group,
+            tp_size=self._size("tensor_parallel"),
+            rings=self.sequence_parallel_rings,
+        )
 
     @property
     def num_stages(self) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from ..cluster.placement import Placement, Shard, placement_of
@@ -25,7 +26,7 @@ from ..pipeline.stage import cut_stages, local_stages, remember_stages
 from ..pipeline.stage_manager import PipelineStageManager
 from ..pipeline.stand_ins import StandIn
 from .layers.parallel_module import ParallelModule
-from .layers.sequence_axis import axis_of
+from .layers.sequence_axis import INSTEAD, axis_of
 from .policy import Errors, ModulePolicyDescription, Policy, SubModuleReplacementDescription, join
 from .recompute import recomputable_layers
 from .sequence.before_layers import compute_parts_before_layers
@@ -88,12 +89,10 @@ def plan_parallelism(model: nn.Module, policy: Policy, config: ShardConfig) -> P
         raise ValueError(
             f"{type(policy).__name__} has a method faults(): call it config_errors(), without arguments"
         )
-    sizes = {"tp_size": config.tensor_parallel_size, "sp_size": config.sequence_parallel_size}
-    found = policy.config_errors() or policy.sequence_errors(config.sequence, **sizes)
     errors = Errors()
-    for error in found:
+    for error in policy.config_errors():
         errors.add("", error)
-    split = _split_dry(model, policy, config, errors, is_sequence_fit=not found)
+    split = _split_dry(model, policy, config, errors)
     errors.raise_any()
     modules = split.named_modules()
     placements = {name: placement_of(each) for name, each in split.named_parameters()}
@@ -219,9 +218,7 @@ class ModelSharder:
         return plan.layer_paths(self.model)[-1]
 
 
-def _split_dry(
-    model: nn.Module, policy: Policy, config: ShardConfig, errors: Errors, *, is_sequence_fit: bool
-) -> nn.Module:
+def _split_dry(model: nn.Module, policy: Policy, config: ShardConfig, errors: Errors) -> nn.Module:
     """A copy of a whole model on the meta device, split but not cut into stages; see [Note: dry run]."""
     dry_policy, dry_config = copy.copy(policy), _without_groups(config)
     split = _meta_copy(model)
@@ -231,8 +228,9 @@ def _split_dry(
         dry_policy.errors = errors
         split = dry_policy.preprocess()
         classes = _replace_class(split, dry_policy)
-        if is_sequence_fit and config.sequence.is_on_tensor_axis:
-            _shard_sequences(split, dry_policy, dry_config)
+        if not errors.messages():
+            with errors.at():
+                _shard_sequences(split, dry_policy, dry_config)
         marked = _apply_policy(split, dry_policy, dry_config.active_group, classes, errors)
         _report_ties(split, marked, errors)
         split = dry_policy.postprocess()
@@ -255,8 +253,9 @@ def _without_groups(config: ShardConfig) -> ShardConfig:
 
 
 def _meta_copy(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters and buffers are on the meta device. It shares whatever else modules hold."""
+    """A copy of a model and its configs, parameters and buffers on the meta device. It shares all else."""
     copies: dict[int, Any] = {}
+    configs: dict[int, Any] = {}  # of `deepcopy`
 
     def tensor(of: Tensor) -> Tensor:
         if id(of) not in copies:
@@ -267,7 +266,7 @@ def _meta_copy(model: nn.Module) -> nn.Module:
     modules = dict.fromkeys(model.modules())
     for module in modules:
         copies[id(module)] = own = type(module).__new__(type(module))
-        vars(own).update({name: _own_container(value) for name, value in vars(module).items()})
+        vars(own).update({name: _own_value(value, configs) for name, value in vars(module).items()})
     for module in modules:
         own = copies[id(module)]
         for name, child in module._modules.items():
@@ -278,7 +277,9 @@ def _meta_copy(model: nn.Module) -> nn.Module:
     return found
 
 
-def _own_container(value: Any) -> Any:
+def _own_value(value: Any, configs: dict[int, Any]) -> Any:
+    if isinstance(value, PretrainedConfig):
+        return copy.deepcopy(value, configs)
     return value.copy() if type(value) in (dict, OrderedDict, list, set) else value
 
 
@@ -304,9 +305,15 @@ def _replace_class(model: nn.Module, policy: Policy) -> set[type[nn.Module]]:
 
 def _shard_sequences(model: nn.Module, policy: Policy, config: ShardConfig) -> None:
     split, plan = config.sequence_split, policy.stage_plan()
-    if split is not None:
-        assert plan is not None  # `sequence_errors` said so
-        shard_sequences(model, plan, split)
+    if split is None:
+        return
+    lack = "stage_plan, which says where its layers are" if plan is None else "regions that gather sequences"
+    if plan is None or (split.settings.is_on_tensor_axis and not policy.gathers_sequences):
+        raise ValueError(
+            f"sequence_parallelism_mode={split.settings.mode!r}: the {type(policy).__name__} of this "
+            f"{type(model).__name__} has no {lack}: give a table, or {INSTEAD}"
+        )
+    shard_sequences(model, plan, split)
 
 
 def _apply_policy(

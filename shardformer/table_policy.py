@@ -11,32 +11,26 @@ from ..pipeline.plan import StagePlan
 from ..pipeline.stand_ins import StandIn
 from .layer_split import LayerSplit, cut_arguments, require_divisible, setting
 from .layers.embedding import VocabParallelEmbedding1D, VocabParallelLMHead1D
-from .layers.forward_code import is_by_position, mixing, says_tuple, scales_alone
-from .layers.lora import adapted
+from .layers.forward_code import says_tuple, scales_alone
 from .layers.loss import reads_weights, route_loss
 from .layers.region import CommonInput, SplitParameter
 from .layers.sequence_axis import axis_of
 from .layers.split_gather import RegionSequence
 from .policy import (
-    SEQUENCE_INSTEAD,
     ModulePolicyDescription,
     Policy,
     SubModuleReplacementDescription,
     join,
 )
-from .sequence.config import SequenceParallelism
 from .shard_config import ShardConfig
 from .tables.table import (
     PartStages,
     Table,
-    active_regions,
     has_parameter,
     has_submodule,
-    is_any_within,
     layers_of,
     present,
     table_for,
-    whole_paths,
 )
 
 
@@ -46,6 +40,8 @@ class TablePolicy(Policy):
     [Note: parts] A model may be made of others (a vision model, a language model), each with a config and layers of
     its own. Each is split by a policy of its own, and the policy of the whole gathers what they say.
     """
+
+    gathers_sequences = True
 
     def __init__(self, table: Table) -> None:
         self.table = self._newest = table
@@ -82,17 +78,6 @@ class TablePolicy(Policy):
         if self.shard_config.tensor_parallel_size > 1:
             found = [*self._tensor_errors(), *found]
         return [*found, *super().config_errors()]
-
-    def region_errors(self, settings: SequenceParallelism) -> list[str]:
-        """Why the layers that a pipeline would cut cannot compute on parts of sequences between their regions."""
-        if not isinstance(self.table.stage, StagePlan):
-            return self._parts[self._from_model(self._stages_part().part)].region_errors(settings)
-        option = f"sequence_parallelism_mode={settings.mode!r}"
-        layers = layers_of(self.model, self._stacks())
-        parts = [
-            f"{option}: {error}" for each in layers.values() for error in layer_part_errors(self.table, each)
-        ]
-        return [*dict.fromkeys(parts), *_dropout_errors(layers, option)]
 
     def stage_plan(self) -> StagePlan:
         """The table's plan, seen from the whole model."""
@@ -343,53 +328,6 @@ def _refuse_attentions(model: Any, args: tuple, kwargs: dict[str, Any], *, sourc
             f"output_attentions=True in {source} gives each rank the attention of its own heads alone: leave it out or "
             "use tp_size=1"
         )
-
-
-def layer_part_errors(table: Table, layer: nn.Module) -> list[str]:
-    """List why a layer cannot compute on parts of a sequence between its regions; empty where it can. Reads its code.
-
-    Args:
-        table: of the model.
-        layer: the native one.
-    """
-    kind = type(layer).__name__
-    apart = (*whole_paths(table, layer), *active_regions(layer, table))
-    found = []
-    if "" in whole_paths(table, layer):
-        found.append(
-            f"{kind} holds experts itself, which take tokens without their places: {SEQUENCE_INSTEAD}"
-        )
-    if getattr(layer, "chunk_size_feed_forward", 0):
-        found.append(
-            f"{kind} has chunk_size_feed_forward={layer.chunk_size_feed_forward}, which cuts sequences too: set it to 0"
-        )
-    for name, module in layer.named_modules():
-        if is_any_within(name, apart) or is_any_within(name, table.row):
-            continue
-        where = f"{kind}.{name}" if name else kind
-        if not list(module.children()) and not is_by_position(module):
-            found.append(f"{where} is a {type(module).__name__}, which may mix positions: {SEQUENCE_INSTEAD}")
-        elif list(module.children()) and (code := mixing(module)):
-            found.append(
-                f"the code of {where} {code}, and may know of the whole sequence: {SEQUENCE_INSTEAD}"
-            )
-    return found
-
-
-def _dropout_errors(layers: Mapping[str, nn.Module], option: str) -> list[str]:
-    """Adapters that drop at random where sequences are sharded over the tensor axis."""
-    found = [
-        f"{path}.{name}"
-        for path, layer in layers.items()
-        for name, module in adapted(layer)
-        for each in getattr(module, "lora_dropout", {}).values()
-        if isinstance(each, nn.Dropout) and each.p > 0
-    ]
-    return [
-        f"{option} with lora_dropout above 0 in {found[0]} (and {len(found) - 1} more like it): its ranks would drop "
-        "different entries of one input. Use lora_dropout=0, or a sequence_parallelism_mode on the sequence axis"
-        for _ in found[:1]
-    ]
 
 
 def table_as_installed(table: Table, model: nn.Module, from_model: Callable[[str], str]) -> Table:

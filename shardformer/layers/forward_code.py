@@ -7,11 +7,14 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 from typing import Any
 
 from torch import nn
+
+from ...pipeline.plan import is_within
+from .sequence_axis import INSTEAD
 
 # What a statement may name besides the value that it is about.
 _NEUTRAL = frozenset(("self", "torch", "nn", "F"))
@@ -134,42 +137,52 @@ def own_names(module: nn.Module, *, behind_loops: bool = False) -> set[str]:
     return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
-def is_readable(module: nn.Module) -> bool:
-    """Return True where the code of a module's forward is understood."""
-    return bool(_statements(module))
-
-
-def slices(module: nn.Module) -> bool:
-    """Return True where a module's forward takes slices of several dimensions, as of a tensor."""
-    nodes = (node for statement in _statements(module) for node in _nodes(statement))
-    taken = (node.slice for node in nodes if isinstance(node, ast.Subscript))
-    return any(isinstance(each, ast.Tuple) and any(map(_is_slice, each.elts)) for each in taken)
-
-
 def is_by_position_behind_loops(module: nn.Module) -> bool:
     """Return True where a forward computes each position on its own behind its last loop, or in all of its code."""
-    return is_readable(module) and not any(map(_MIXING.fullmatch, own_names(module, behind_loops=True)))
+    names = own_names(module, behind_loops=True)
+    return bool(_statements(module)) and not any(map(_MIXING.fullmatch, names))
 
 
-def mixing(module: nn.Module) -> str:
+def part_errors(layer: nn.Module, apart: Sequence[str]) -> list[str]:
+    """Why a layer may not compute on a part of a sequence; empty where it can. Reads its code.
+
+    Args:
+        layer: the native one.
+        apart: the paths of sub-modules that are given whole sequences, or know what to do with parts.
+    """
+    kind = type(layer).__name__
+    found = []
+    if size := getattr(layer, "chunk_size_feed_forward", 0):
+        found.append(f"{kind} has chunk_size_feed_forward={size}, which cuts sequences too: set it to 0")
+    for name, module in layer.named_modules():
+        if any(is_within(name, path) for path in apart):
+            continue
+        where = f"{kind}.{name}" if name else kind
+        if list(module.children()):
+            if code := _mixing(module):
+                found.append(f"the code of {where} {code}, and may know of the whole sequence: {INSTEAD}")
+        elif not is_by_position(module):
+            found.append(f"{where} is a {type(module).__name__}, which may mix positions: {INSTEAD}")
+    return found
+
+
+def _mixing(module: nn.Module) -> str:
     """The part of a module's code that may mix positions, in words; empty where there is none."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).__name__ in _CHECKED:
         return ""
-    if not is_readable(module):
+    if not (statements := _statements(module)):
         return "cannot be read"
     if used := sorted(filter(_MIXING.fullmatch, own_names(module))):
         return f"uses {', '.join(used)}"
-    return "takes slices" if slices(module) else ""
+    taken = [node.slice for each in statements for node in _nodes(each) if isinstance(node, ast.Subscript)]
+    tuples = [each.elts for each in taken if isinstance(each, ast.Tuple)]
+    return "takes slices" if any(isinstance(each, ast.Slice) for elts in tuples for each in elts) else ""
 
 
 def is_by_position(module: nn.Module) -> bool:
     """Return True where a module without children computes each position on its own, as the name of its class says."""
     kind = type(module)
     return kind.__module__ in _BY_POSITION_OF or any(part in kind.__name__ for part in _BY_POSITION)
-
-
-def _is_slice(node: ast.expr) -> bool:
-    return isinstance(node, ast.Slice)
 
 
 def _returned(statements: list[ast.stmt]) -> list[ast.expr]:

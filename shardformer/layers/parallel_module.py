@@ -1,6 +1,7 @@
 """The base of all parallel layers: made from a native module, which it replaces under the same name."""
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -37,6 +38,26 @@ class ParallelModule(nn.Module):
     ) -> nn.Module:
         """The parallel module that takes the native one's place; arguments as of the class. Communicates nothing."""
         return cls(module, process_group, **kwargs)
+
+
+def change_inputs(module: nn.Module, change: Callable[[nn.Module, dict[str, Any]], None]) -> None:
+    """Let a function change the inputs of a module's calls, by name in the order of its signature, by a hook."""
+    names = list(inspect.signature(module.forward).parameters)
+    places = {name: place for place, name in enumerate(names)}
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        inputs = {name: given[name] for name in sorted(given, key=lambda name: places.get(name, len(names)))}
+        change(module, inputs)
+        positional = (inputs[name] for name in names[: len(args)])
+        return (*positional, *args[len(names) :]), {name: inputs[name] for name in kwargs}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def first_tensor(inputs: Mapping[str, Any]) -> str:
+    """The name of the first tensor among inputs."""
+    return next(name for name, value in inputs.items() if isinstance(value, Tensor))
 
 
 def shard_of(

@@ -4,7 +4,6 @@ A region's entry is a hook on the module that takes the replicated input; its ex
 that ends it (linear.py). So q, k and v together cost one reduction in backward.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,58 +15,33 @@ from ...cluster.collectives import reduce_from
 from ...cluster.placement import Shared, place
 from ...cluster.random import SplitRandom
 from .linear import Linear1D_Col, ProductLayer, enter
-from .parallel_module import shard_of
+from .parallel_module import change_inputs, first_tensor, shard_of
 from .split_gather import RegionSequence
 
 
 class CommonInput:
     """A tensor that regions of several layers take beside their first input, as encoder states in cross attention.
 
-    It enters once in a forward, so that its regions share one reduction in backward.
-
-    It is kept from the first of the regions to the last; where a forward does not come to all of them (a stage of a
-    pipeline has some), until another tensor enters.
+    It enters once in a forward, so that its regions share one reduction in backward. It is kept until another enters.
     """
 
     def __init__(self) -> None:
-        self.num_regions = 0
         self._given: Tensor | None = None
         self._version = 0
         self._entered: Tensor | None = None
-        self._left = 0  # regions that have not come yet
 
     def enter(self, xs: Sequence[Tensor], enter: Callable[[Sequence[Tensor]], list[Tensor]]) -> list[Tensor]:
-        """Let tensors enter a region: its first input, and of the others those that did not enter before."""
-        first, *others = xs
-        known = [self.known(x) for x in others]
-        coming = [x for x, before in zip(others, known, strict=True) if before is None]
-        entered, *came = enter([first, *coming])
-        for x, whole in zip(coming, came, strict=True):
-            self.keep(x, whole)
-        left = iter(came)
-        return [entered, *(next(left) if before is None else before for before in known)]
-
-    def known(self, x: Tensor) -> Tensor | None:
-        """The entered tensor for this one; None where it is to enter now."""
-        is_same = self._given is x and self._version == x._version
-        if not is_same or _is_in_backward() or not torch.is_grad_enabled():
-            return None
-        entered = self._entered
-        self._left -= 1
-        if self._left == 0:
-            self._given = self._entered = None
-        return entered
-
-    def keep(self, x: Tensor, entered: Tensor) -> None:
-        """Keep the entered tensor for the regions to come, where there is a gradient to reduce."""
-        if self.num_regions > 1 and entered.requires_grad and not _is_in_backward():
-            self._given, self._version, self._entered = x, x._version, entered
-            self._left = self.num_regions - 1
-
-
-def _is_in_backward() -> bool:
-    """Return True while one layer is recomputed: its outputs then have no part in the sum of gradients."""
-    return torch._C._current_graph_task_id() != -1
+        """Let tensors enter a region: its first input, and the second where it did not enter before."""
+        # Outputs of a layer that backward recomputes have no part in the sum of gradients.
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        if len(xs) < 2 or is_recomputed or not torch.is_grad_enabled():
+            return enter(xs)
+        first, second = xs
+        if self._given is second and self._version == second._version and self._entered is not None:
+            return [*enter([first]), self._entered]
+        first, self._entered = enter(xs)
+        self._given, self._version = second, second._version
+        return [first, self._entered]
 
 
 class Region:
@@ -101,39 +75,25 @@ class Region:
             local_heads: those of this rank.
             sequence: the sharding of the first tensor, which is gathered (backward reduce-scatter) instead.
         """
-        inputs = list(inspect.signature(module.forward).parameters)
-        second = (second_input, inputs.index(second_input)) if second_input is not None else ()
         common = common_input or CommonInput()
-        common.num_regions += 1
-        cut = {key: dim for name, dim in (by_head or {}).items() for key in (name, inputs.index(name))}
-
-        def place_of(key: int | str) -> int:
-            """Where an argument stands in the signature, however it is given."""
-            if isinstance(key, int):
-                return key
-            return inputs.index(key) if key in inputs else len(inputs)
 
         def pass_copy_to(xs: Sequence[Tensor]) -> list[Tensor]:
             return enter(xs, process_group, _entry_layers(module), sequence)
 
-        def enter_region(
-            module: nn.Module, args: tuple, kwargs: dict[str, Any]
-        ) -> tuple[tuple, dict[str, Any]]:
+        def enter_region(module: nn.Module, inputs: dict[str, Any]) -> None:
             if split_random is not None and module.training:
                 split_random.enter()
-            given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-            tensors = (key for key in given if key not in second and isinstance(given[key], Tensor))
-            first = min(tensors, key=place_of)
+            first = first_tensor({name: each for name, each in inputs.items() if name != second_input})
             # In one order on all ranks: backward all-reduces in that order too.
-            entering = [key for key in (first, *second) if isinstance(given.get(key), Tensor)]
-            entered = common.enter([given[key] for key in entering], pass_copy_to)
-            given.update(zip(entering, entered, strict=True))
-            for key in cut.keys() & given.keys():
-                if isinstance(given[key], Tensor) and given[key].ndim > 2:
-                    given[key] = own_heads(given[key], cut[key], num_heads, local_heads)
-            return tuple(given[index] for index in range(len(args))), {name: given[name] for name in kwargs}
+            second = [] if second_input is None else [second_input]
+            entering = [name for name in (first, *second) if isinstance(inputs.get(name), Tensor)]
+            entered = common.enter([inputs[name] for name in entering], pass_copy_to)
+            inputs.update(zip(entering, entered, strict=True))
+            for name, dim in (by_head or {}).items():
+                if isinstance(x := inputs.get(name), Tensor) and x.ndim > 2:
+                    inputs[name] = own_heads(x, dim, num_heads, local_heads)
 
-        module.register_forward_pre_hook(enter_region, with_kwargs=True)
+        change_inputs(module, enter_region)
         return module
 
 

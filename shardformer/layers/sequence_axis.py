@@ -24,6 +24,8 @@ from ...cluster.ring import Rings
 
 # B batch, S sequence
 
+# What to do where a model cannot be trained under a mode.
+INSTEAD = "use another sequence_parallelism_mode, or leave enable_sequence_parallelism out"
 _DIM = 1  # of the sequence in hidden states (B, S, H)
 _ATTRIBUTE = "_echelon_sequence_axis"
 # Parts of the names under which layers and configs keep probabilities and widths of random draws.

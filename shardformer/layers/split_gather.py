@@ -4,7 +4,6 @@ Between regions each rank holds a part of the sequence, inside them all of it wi
 (arXiv:2205.05198, section 4.2.2). Layers that regions alone cannot shard compute on whole sequences.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad
 
 from ...cluster.collectives import InFlight, begin_gather, begin_sum_of_rows
+from .parallel_module import change_inputs, first_tensor
 from .sequence_axis import SequenceAxis, gather_sequence, shard_sequence
 from .weight_gradient import Deferral, gradient_or_deferred
 
@@ -269,22 +269,17 @@ class WholeSequence:
             process_group: the tensor axis.
             sequence: how it is sharded.
         """
-        inputs, axis = list(inspect.signature(module.forward).parameters), sequence.axis
+        axis = sequence.axis
 
-        def whole_of(part: Tensor) -> Tensor:
-            return gather_sequence(part, axis, sequence.length_of(part), is_data=False)
-
-        def gather(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-            if args:
-                return (whole_of(args[0]), *args[1:]), kwargs
-            name = next(name for name in inputs if isinstance(kwargs.get(name), Tensor))
-            return args, {**kwargs, name: whole_of(kwargs[name])}
+        def gather(module: nn.Module, inputs: dict[str, Any]) -> None:
+            part = inputs[name := first_tensor(inputs)]
+            inputs[name] = gather_sequence(part, axis, sequence.length_of(part), is_data=False)
 
         def scatter(module: nn.Module, args: tuple, output: Any) -> Any:
             if isinstance(output, tuple):
                 return (shard_sequence(output[0], axis, is_data=False), *output[1:])
             return shard_sequence(output, axis, is_data=False)
 
-        module.register_forward_pre_hook(gather, with_kwargs=True)
+        change_inputs(module, gather)
         module.register_forward_hook(scatter)
         return module

@@ -180,32 +180,27 @@ class Use(NamedTuple):
 class PrefetchOrder:
     """Prefetch order recorded from previous iterations: the use that has always followed another in the same pass.
 
-    A pass is a stretch of uses that are all of a forward or all of a backward, none of them twice; nothing is
-    prefetched beyond its end. What was prefetched wrongly once never is again, so that a model whose path changes costs
-    no more than that. Equal uses in an equal order prefetch the same on every rank.
+    A forward and a backward are passes; nothing is prefetched beyond their ends. What was prefetched wrongly once never
+    is again, so that a model whose path changes costs no more than that. Equal uses in an equal order prefetch the same
+    on every rank.
     """
 
     def __init__(self) -> None:
         self._after: dict[Use, Use | None] = {}
-        self._seen: set[Use] = set()
         self._last: Use | None = None
-        self._was_in_backward = False
 
     def after(self, use: Use) -> Use | None:
         """The use that will follow; None where that is not known."""
         return self._after.get(use)
 
-    def note(self, use: Use, *, in_backward: bool) -> None:
-        """Record a use, in a forward or in a backward."""
-        goes_on = in_backward == self._was_in_backward and use not in self._seen
+    def note(self, use: Use) -> None:
+        """Record a use."""
         if self._last is not None:
-            follows = use if goes_on else None
+            is_one_pass = (use.kind == "forward") == (self._last.kind == "forward")
+            follows = use if is_one_pass else None
             if self._after.setdefault(self._last, follows) != follows:
                 self._after[self._last] = None
-        if not goes_on:
-            self._seen.clear()
-        self._seen.add(use)
-        self._last, self._was_in_backward = use, in_backward
+        self._last = use
 
 
 @dataclass(kw_only=True, eq=False)
@@ -261,7 +256,10 @@ class WeightPool:
         self._order = PrefetchOrder()
         self._prefetched: _Transfer | None = None
         self._means: deque[_Transfer] = deque()
-        self._later: tuple[ShardedLinear, LaterProduct] | None = None
+        self._later: tuple[tuple[Any, ...] | None, LaterProduct | None] = (
+            None,
+            None,
+        )  # of which layer, in which state
 
     @contextmanager
     def whole(self, layer: ShardedLinear, *, for_backward: bool) -> Iterator[Tensor]:
@@ -274,7 +272,7 @@ class WeightPool:
             for_backward: whether it is for the layer's backward; its forward may run in a backward too (recomputed).
         """
         use = _use(layer, for_backward)
-        self._order.note(use, in_backward=_in_backward())
+        self._order.note(use)
         gathering = self._taken(layer)
         following = self._order.after(use) if self._overlap else None
         if following is not None and following.layer is not layer:
@@ -320,13 +318,14 @@ class WeightPool:
 
         Called in each forward, before the layer's own node of the graph is made; prepares the same for the next.
         """
-        made, self._later = self._later, None
+        key, made = self._later
+        self._later = None, None
         following = self._order.after(_use(layer, for_backward=False))
         if self._overlap and following is not None and torch.is_grad_enabled() and not _in_backward():
             weight = following.layer.weight
             if weight.requires_grad and weight.is_leaf:
-                self._later = following.layer, LaterProduct(weight)
-        return made[1] if made is not None and made[0] is layer else None
+                self._later = (following.layer, *_state(weight)), LaterProduct(weight)
+        return made if key == (layer, *_state(layer.weight)) else None
 
     def _taken(self, layer: ShardedLinear) -> _Transfer:
         """The weight of a layer, there: the prefetched one, if it is that and still the same."""

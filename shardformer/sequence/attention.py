@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ..layers.attention import BESIDES, FLASH_ATTENTION_2, SDPA, XFORMERS, register_xformers
 from ..layers.region import AttributeView
-from ..layers.sequence_axis import SequenceAxis, axis_of
+from ..layers.sequence_axis import INSTEAD, SequenceAxis, axis_of
 from .block_mask import BlockMask, Mask, Seen, block_mask
 from .ring_attention import ring_attention
 from .ulysses import attend_by_heads
@@ -49,8 +49,6 @@ _BY_HEADS = _SETTINGS | frozenset(
 _BESIDES = BESIDES | {"deterministic"}
 # By mode, the arguments that do not change what is computed, or that attention knows what to do with.
 KNOWN = {ALL_TO_ALL: _BY_HEADS | _BESIDES, RING: _SETTINGS | _BESIDES}
-TENSOR_INSTEAD = "use sequence_parallelism_mode='split_gather' or 'ring'"
-_RING_INSTEAD = "use sequence_parallelism_mode='all_to_all', 'split_gather' or 'ring'"
 _MIXERS = (_ConvNd, _BatchNorm, nn.RNNBase)  # what is at one position comes from others too
 _MIXER_NAMES = re.compile("Attention|Mixer|Mamba|Recurrent|DeltaNet|SSM|Lightning|Rwkv")
 _CROSS = re.compile("cross_?att|encoder_attn|EncDecAttention", re.IGNORECASE)
@@ -232,8 +230,7 @@ def _check_known(module: nn.Module, given: dict[str, Any], mode: str) -> None:
     if unknown:
         raise ValueError(
             f"{type(module).__name__} hands {', '.join(unknown)} to its attention, of which that of "
-            f"sequence_parallelism_mode={mode!r} knows nothing and which would silently be lost: use 'split_gather' or "
-            "'ring'"
+            f"sequence_parallelism_mode={mode!r} knows nothing and which would silently be lost: {INSTEAD}"
         )
 
 
@@ -306,84 +303,52 @@ def _first(module: nn.Module, name: str) -> Any:
     return next((found for file in files if (found := getattr(file, name, None)) is not None), None)
 
 
-def sequence_attention_errors(
-    model: nn.Module, mode: str, option: str, layers: Sequence[nn.Module] | None = None
-) -> list[str]:
-    """Why the layers of a model cannot hold parts of sequences and get the same; empty when they can.
-
-    Which heads there are is not asked here: see `heads_errors`.
+def sequence_attention_errors(model: nn.Module, mode: str, layers: Sequence[nn.Module]) -> list[str]:
+    """Why layers of a model cannot hold parts of sequences and get the same; empty when they can. Reads their code.
 
     Args:
         model: a whole one.
-        mode: one of MODES.
-        option: what was asked for, in the user's words.
-        layers: those that are to hold parts; None is all that stand in a list and compute attention.
+        mode: one of SEQUENCE_MODES.
+        layers: those that are to hold parts.
     """
-    if layers is None:
-        layers = _attending(model)
     wanted = {id(layer) for layer in layers}
     parts = models_around(model, lambda module: id(module) in wanted)
     if not parts:
         return [
-            f"{option}: no layers of {type(model).__name__} call attention through transformers' AttentionInterface, "
-            f"by which alone each can see the whole sequence: {TENSOR_INSTEAD}, or leave {option} out"
+            f"{type(model).__name__} is no model of transformers, whose attention can be chosen: {INSTEAD}"
         ]
     reasons = [reason for part in parts for reason in _part_reasons(part)]
-    reasons += [reason for layer in layers for reason in _layer_reasons(layer, mode)]
-    return [f"{option}: {reason}" for reason in dict.fromkeys(reasons)]
-
-
-def _attending(model: nn.Module) -> list[nn.Module]:
-    """The entries of the outermost lists of modules of which some call attention through the interface."""
-    found: list[nn.Module] = []
-    inside = [model]
-    while inside:
-        for child in inside.pop().children():
-            if not isinstance(child, nn.ModuleList):
-                inside.append(child)
-            elif any(_is_attention(each) for each in child.modules()):
-                found.extend(child)
-    return found
+    reasons = reasons or [reason for layer in layers for reason in _layer_reasons(layer, mode)]
+    return [f"{reason}: {INSTEAD}" for reason in reasons]
 
 
 def _part_reasons(part: PreTrainedModel) -> Iterator[str]:
     name, config = type(part).__name__, part.config
     kernel = config._attn_implementation
     if kernel not in KERNELS:
-        yield (
-            f"{name} computes attention by {kernel!r}, and it can be one of {', '.join(KERNELS)}: build it with "
-            "attn_implementation='sdpa' or 'eager'"
-        )
+        yield f"{name} computes attention by {kernel!r}, and it can be one of {', '.join(KERNELS)}"
     if not part._can_set_attn_implementation():
-        yield f"{name} takes its attention once and for all when it is built: {TENSOR_INSTEAD}"
+        yield f"{name} takes its attention once and for all when it is built"
     if config.is_encoder_decoder:
-        yield f"{name} has a decoder that attends to another sequence than its own: {TENSOR_INSTEAD}"
-    if getattr(config, "output_attentions", False):
-        yield f"{name} is to return attention weights, which no rank has: config.output_attentions=False"
+        yield f"{name} has a decoder that attends to another sequence than its own"
     if kernel == EAGER and getattr(config, "reorder_and_upcast_attn", False):
-        yield (
-            f"{name} computes attention of its own (config.reorder_and_upcast_attn): set that to False, or "
-            f"{TENSOR_INSTEAD}"
-        )
+        yield f"{name} computes attention of its own (config.reorder_and_upcast_attn)"
 
 
 def _layer_reasons(layer: nn.Module, mode: str) -> Iterator[str]:
+    kind = type(layer).__name__
     attentions = [each for each in layer.modules() if _is_attention(each)]
     inside = {id(each) for attention in attentions for each in attention.modules()}
     mixers = [each for each in layer.modules() if _is_mixer(each, inside)]
     for name in dict.fromkeys(type(each).__name__ for each in mixers):
-        yield (
-            f"{type(layer).__name__} mixes positions by {name}, which sees those of one rank alone: {TENSOR_INSTEAD}"
-        )
+        yield f"{kind} mixes positions by {name}, which sees those of one rank alone"
     if not attentions and not mixers:
-        yield f"{type(layer).__name__} computes no attention through transformers' AttentionInterface: {TENSOR_INSTEAD}"
+        yield f"{kind} computes no attention through transformers' AttentionInterface"
     for path, module in layer.named_modules():
-        name = type(module).__name__
-        is_around = any(_is_attention(each) for each in module.modules())
-        if is_around and _CROSS.search(path.rpartition(".")[2]):
-            yield f"{type(layer).__name__} attends to another sequence than its own ({path}): {TENSOR_INSTEAD}"
+        if _CROSS.search(path.rpartition(".")[2]) and any(map(_is_attention, module.modules())):
+            yield f"{kind} attends to another sequence than its own ({path})"
         if "arange(" in _code(type(module)) and module not in mixers:
-            yield f"{name} counts positions by itself, and would count those of one rank alone: {TENSOR_INSTEAD}"
+            yield f"{type(module).__name__} counts positions by itself, and would count those of one rank alone"
     for attention in attentions:
         yield from _argument_reasons(attention, mode)
 
@@ -398,25 +363,19 @@ def _is_mixer(module: nn.Module, inside: set[int]) -> bool:
 
 def _argument_reasons(attention: nn.Module, mode: str) -> Iterator[str]:
     """Errors of arguments that the module hands to attention and that would be lost there."""
-    name, instead = type(attention).__name__, _RING_INSTEAD if mode == RING else TENSOR_INSTEAD
-    given = {
-        argument for call in _CALL.findall(_code(type(attention))) for argument in _ARGUMENT.findall(call)
-    }
+    name, code = type(attention).__name__, _code(type(attention))
+    given = {argument for call in _CALL.findall(code) for argument in _ARGUMENT.findall(call)}
     known = KNOWN[mode] | {"query", "key", "value", "attention_mask", "output_attentions"}
-    if mode == RING and getattr(attention, "sinks", None) is not None:
-        yield f"{name} has sinks, logits of its own beside the scores: {instead}"
-        given -= {"s_aux"}
-    others = set(_DEFAULT.findall(_code(type(attention)))) - {"eager_attention_forward"}
+    if getattr(attention, "sinks", None) is None:
+        known |= {"s_aux"}  # which is then None
+    others = set(_DEFAULT.findall(code)) - {"eager_attention_forward"}
     config: Any = attention.config
     if mode == ALL_TO_ALL and others and config._attn_implementation == EAGER:
-        yield (
-            f"{name} computes attention by {', '.join(sorted(others))}, which cannot be found by that name: build it "
-            "with attn_implementation='sdpa'"
-        )
-    if _READS_MASK.search(_code(type(attention))):
-        yield f"{name} computes with the mask itself, which is that of the whole sequence: {TENSOR_INSTEAD}"
+        yield f"{name} computes attention by {', '.join(sorted(others))}, which cannot be found by that name"
+    if _READS_MASK.search(code):
+        yield f"{name} computes with the mask itself, which is that of the whole sequence"
     if unknown := sorted(given - known):
-        yield f"{name} hands {', '.join(unknown)} to its attention, of which this one knows nothing: {instead}"
+        yield f"{name} hands {', '.join(unknown)} to its attention, of which {mode!r} knows nothing"
 
 
 def _is_attention(module: nn.Module) -> bool:

@@ -5,8 +5,7 @@ losses, except for the modules of before_layers.py. How layers compute with a pa
 layers/split_gather.py on the tensor axis, attention.py on the sequence axis.
 """
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from ...pipeline.plan import COLLECTING, Stack, StagePlan, settings_of
 from ...pipeline.stage import argument, depends_on_cache, drop_cache, local_stages, takes, without_cache
 from ...pipeline.stand_ins import StandIn
 from ..layers.attention import FLASH_ATTENTION_2
+from ..layers.parallel_module import change_inputs, first_tensor
 from ..layers.sequence_axis import (
     CommonRandom,
     PartRandom,
@@ -32,18 +32,22 @@ from ..layers.sequence_axis import (
 )
 from .attention import ALL_TO_ALL, RING, attention_kernels, sequence_attention_errors, set_sequence_attention
 from .before_layers import PartTensor
-from .config import SequenceParallelism, SequenceSplit
-from .ulysses import heads_errors
+from .config import SEQUENCE_MODES, SequenceSplit
 
 
 def shard_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> None:
     """Let the layers of each stack compute on parts of sequences, by hooks. After the cut, before layers are split.
 
     Args:
-        model: a cut model; `sequence_errors` found nothing against it.
+        model: a cut model, or a whole one in a dry run.
         plan: where its layers are.
         split: how.
+
+    Raises:
+        ValueError: the layers cannot compute on parts of sequences; all reasons at once, before anything is changed.
     """
+    if errors := _errors(model, plan, split):
+        raise ValueError("\n".join(errors))
     is_data, held = split.settings.is_on_sequence_axis, list[nn.Module]()
     for stack in plan.stacks(model):
         layers = [model.get_submodule(path) for path in stack.paths]
@@ -76,31 +80,19 @@ def reckoning(plan: StagePlan) -> StagePlan:
     return replace(plan, are_entries_reckoned=True, encoder=encoder)
 
 
-def sequence_errors(
-    model: nn.Module, plan: StagePlan | None, settings: SequenceParallelism, *, tp_size: int, sp_size: int
-) -> list[str]:
-    """Why the layers of a whole model cannot compute on parts of sequences; empty when they can."""
-    kind, option = type(model).__name__, f"sequence_parallelism_mode={settings.mode!r}"
-    if plan is None:
-        return [
-            f"{option}: the policy of this {kind} has no stage_plan, which says where its layers are: add one"
-        ]
-    found = []
-    if plan.between:
-        found.append(
-            f"{option}: the layers of {kind} work on windows of an image, and no sequence goes through all of them: "
-            "leave enable_sequence_parallelism out"
-        )
-    if plan.applied:
-        found.append(
-            f"{option}: the layers of {kind} run several times each, and nothing tells the first run from the others: "
-            "leave enable_sequence_parallelism out"
-        )
-    if plan.collects(model):
-        found.append(
-            f"{option}: {kind} reads the outputs of all layers, which are parts: leave enable_sequence_parallelism out"
-        )
-    config = getattr(model, "config", None)
+def _errors(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> list[str]:
+    """Why the layers of a model cannot compute on parts of sequences; empty when they can."""
+    kind, option = type(model).__name__, f"sequence_parallelism_mode={split.settings.mode!r}"
+    reasons = {
+        f"the layers of {kind} work on windows of an image, and no sequence goes through all of them": plan.between,
+        f"the layers of {kind} run several times each, and nothing tells the first run from the others": plan.applied,
+        f"{kind} reads the outputs of all layers, which are parts": plan.collects(model),
+    }
+    found = [
+        f"{option}: {reason}: leave enable_sequence_parallelism out"
+        for reason, holds in reasons.items()
+        if holds
+    ]
     found += [
         f"{option}: {name}=True in {source} collects what layers compute, which are parts: set it to False, or leave "
         "enable_sequence_parallelism out"
@@ -108,13 +100,19 @@ def sequence_errors(
         for name in COLLECTING
         if settings.get(name)
     ]
-    if found or not settings.is_on_sequence_axis:
+    mode, size = split.settings.mode, split.group.size()
+    if found or mode not in SEQUENCE_MODES:
         return found
-    assert settings.mode is not None
     layers = [model.get_submodule(path) for path in plan.layer_paths(model)]
-    found = sequence_attention_errors(model, settings.mode, option, layers)
-    heads = -(-getattr(config, "num_attention_heads", 0) // tp_size)
-    return found + (heads_errors(heads, sp_size, option) if settings.mode == ALL_TO_ALL else [])
+    local = [layer for layer in layers if not isinstance(layer, StandIn)]
+    found = sequence_attention_errors(model, mode, local) if local else []
+    heads = -(-getattr(getattr(model, "config", None), "num_attention_heads", 0) // split.tp_size)
+    if mode == ALL_TO_ALL and 1 <= heads < size:
+        found.append(
+            f"sp_size={size} is more than the {heads} attention heads that a rank has, which all_to_all shards: use "
+            f"sp_size={heads} or less, a smaller tp_size, or sequence_parallelism_mode='ring_attn'"
+        )
+    return [f"{option}: {error}" for error in dict.fromkeys(found)]
 
 
 def _in_first_place(model: nn.Module, stack: Stack) -> list[nn.Module]:
@@ -182,8 +180,8 @@ class Boundary:
     def enter(self, first: nn.Module, *, is_local: bool) -> None:
         """Shard sequences in front of the first layer, or in front of what stands for it on a later stage."""
 
-        def begin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-            hidden, put = _hidden(args, kwargs)
+        def begin(module: nn.Module, inputs: dict[str, Any]) -> None:
+            hidden = inputs[name := first_tensor(inputs)]
             if hidden.ndim != _DIM + 2:
                 raise ValueError(
                     "sequence parallelism takes hidden states of (batch, sequence, width), and a "
@@ -191,13 +189,14 @@ class Boundary:
                     "enable_sequence_parallelism out for this model"
                 )
             self.axis.length = hidden.shape[_DIM]
-            if isinstance(hidden, PartTensor):
-                if is_local and hidden.part is not None:
-                    return put(hidden.part)
+            part = hidden.part if isinstance(hidden, PartTensor) and is_local else None
+            if isinstance(hidden, PartTensor) and part is None:
                 hidden = hidden.whole()
-            return put(shard_sequence(hidden, self.axis, is_data=self._is_data) if is_local else hidden)
+            if is_local and part is None:
+                part = shard_sequence(hidden, self.axis, is_data=self._is_data)
+            inputs[name] = hidden if part is None else part
 
-        first.register_forward_pre_hook(begin, with_kwargs=True)
+        change_inputs(first, begin)
 
     def leave(self, last: nn.Module) -> None:
         """Gather them behind the last layer, unless they stay sharded up to the loss."""
@@ -216,21 +215,12 @@ class Boundary:
         self.axis.note(layer)
         if not self._is_data:
             return
-        names = list(inspect.signature(layer.forward).parameters)
 
-        def cut(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-            named = dict(zip(names, args, strict=False))
-            first = next(iter(named), names[0])  # the hidden states
-            own = {
-                name: value if name == first else self._own(module, name, value)
-                for name, value in (*named.items(), *kwargs.items())
-            }
-            return (
-                tuple(own[name] for name in names[: len(args)]),
-                {name: own[name] for name in kwargs},
-            )
+        def cut(module: nn.Module, inputs: dict[str, Any]) -> None:
+            for name in list(inputs)[1:]:  # behind the hidden states
+                inputs[name] = self._own(module, name, inputs[name])
 
-        layer.register_forward_pre_hook(cut, with_kwargs=True)
+        change_inputs(layer, cut)
         if draws(layer):
             for name in samplewise(layer):
                 CommonRandom.from_native_module(layer.get_submodule(name), self.axis.group, layer=layer)
@@ -250,16 +240,6 @@ class Boundary:
         """This rank's, which may be there without the whole."""
         part = x.part if isinstance(x, PartTensor) else None
         return self.axis.own(x, dim) if part is None else part
-
-
-def _hidden(
-    args: tuple, kwargs: Mapping[str, Any]
-) -> tuple[Tensor, Callable[[Tensor], tuple[tuple, dict[str, Any]]]]:
-    """The hidden states among a layer's arguments, and the arguments with others in their place."""
-    if args:
-        return args[0], lambda hidden: ((hidden, *args[1:]), dict(kwargs))
-    name = next(name for name, value in kwargs.items() if isinstance(value, Tensor))
-    return kwargs[name], lambda hidden: ((), {**kwargs, name: hidden})
 
 
 class RememberingLength:

@@ -164,11 +164,13 @@ class SequenceSplit:
     Args:
         settings: what was asked for.
         group: the ranks over which sequences are sharded.
+        tp_size: ranks over which heads are sharded.
         rings: of "ring_attn", those of a double ring.
     """
 
     settings: SequenceParallelism
     group: dist.ProcessGroup
+    tp_size: int = 1
     rings: Rings | None = None
 
 

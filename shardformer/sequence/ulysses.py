@@ -84,22 +84,6 @@ class HeadShare:
         return _filled(found, dim, self.queries)
 
 
-def heads_errors(num_heads: int, size: int, option: str) -> list[str]:
-    """Why query heads cannot be sharded over ranks; empty when they can.
-
-    Args:
-        num_heads: of a tensor-parallel rank.
-        size: ranks of the sequence axis.
-        option: what was asked for, in the user's words.
-    """
-    if num_heads < 1 or size <= num_heads:
-        return []
-    return [
-        f"{option}: sp_size={size} is more than the {num_heads} attention heads that a rank has, and all_to_all shares "
-        f"out heads: use sp_size={num_heads} or less, a smaller tp_size, or sequence_parallelism_mode='ring_attn'"
-    ]
-
-
 def attend_by_heads(
     attend: Attend,
     module: nn.Module,

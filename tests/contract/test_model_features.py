@@ -71,7 +71,7 @@ def test_a_model_trains_as_without_the_feature(pool: Pool, case: FeatureCase, re
     refusal, departure, was_used = verdicts[0]
     assert (refusal is not None) == (case.model_type in REFUSED.get(case.feature, ())), refusal
     if refusal is not None:
-        argument = OPTIONS.get(case.feature, "sequence_parallelism_mode=")
+        argument = OPTIONS.get(case.feature, "sequence_parallelism")
         reasons = [line.partition(": ")[2] for line in refusal.splitlines() if argument in line]
         assert reasons
         told = reasons if case.feature in OPTIONS else reasons[:1]  # one for each part of a model

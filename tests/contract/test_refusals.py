@@ -202,7 +202,7 @@ REFUSALS = {
     # Modes of sequence parallelism.
     "attention by a model's own code": Refusal(
         model="bloom",
-        needles=("use sequence_parallelism_mode='split_gather' or 'ring'",),
+        needles=("sequence_parallelism_mode='ring_attn'", "use another sequence_parallelism_mode"),
         **at(sp=2, sequence="ring_attn"),
     ),
     "cross attention": Refusal(

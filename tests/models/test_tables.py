@@ -13,7 +13,6 @@ from echelon.pipeline.plan import StagePlan
 from echelon.shardformer import policy_for, table_for
 from echelon.shardformer.derived import derived_table
 from echelon.shardformer.layers.region import LocalCount
-from echelon.shardformer.sequence.config import SequenceParallelism
 from echelon.shardformer.sharder import split_errors
 from echelon.shardformer.table_policy import TablePolicy
 from echelon.verify.models import ModelChoice
@@ -88,27 +87,3 @@ def test_a_held_count_divides_by_the_whole_and_counts_what_is_held() -> None:
     for heads in (LocalCount(2, 8), deepcopy(LocalCount(2, 8))):
         assert (heads, 32 // heads) == (2, 4)
         assert Tensor.reshape(torch.zeros(2, 4), heads, 32 // heads).shape == (2, 4)
-
-
-def sequence_errors(model_type: str, mode: str, **settings: object) -> list[str]:
-    table = table_for(model_type)
-    assert table is not None
-    policy = TablePolicy(table)
-    policy.set_model(ModelChoice(model_type=model_type, settings=tuple(settings.items())).build_on_meta())
-    return policy.sequence_errors(SequenceParallelism(mode=mode), tp_size=2, sp_size=2)
-
-
-@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
-def test_layers_of_another_attention_are_refused_in_one_sentence(mode: str) -> None:
-    policy = TablePolicy(derived_table(ModelChoice(model_type="minimax").build_on_meta()))
-    policy.set_model(ModelChoice(model_type="minimax").build_on_meta())
-    (found,) = policy.sequence_errors(SequenceParallelism(mode=mode), tp_size=1, sp_size=2)
-    assert found.startswith(
-        f"sequence_parallelism_mode='{mode}': MiniMaxDecoderLayer mixes positions by MiniMaxLightningAttention, which "
-        "sees those of one rank alone: "
-    )
-
-
-def test_a_mode_that_is_not_refused_is_advised() -> None:
-    found = sequence_errors("bloom", "ring_attn")
-    assert found and all("use sequence_parallelism_mode='split_gather' or 'ring'" in each for each in found)

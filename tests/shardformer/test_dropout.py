@@ -3,6 +3,7 @@
 from copy import deepcopy
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,25 +21,27 @@ from .compare import (
     split,
 )
 
-HIDDEN = dict(
-    BertForSequenceClassification=dict(hidden_dropout_prob=0.1, classifier_dropout=0.1),
-    GPT2LMHeadModel=dict(resid_pdrop=0.1, embd_pdrop=0.1),
+BERT, GPT2, LLAMA, T5 = (
+    "BertForSequenceClassification",
+    "GPT2LMHeadModel",
+    "LlamaForCausalLM",
+    "T5ForConditionalGeneration",
 )
-ATTENTION = dict(
-    BertForSequenceClassification=dict(attention_probs_dropout_prob=0.1),
-    GPT2LMHeadModel=dict(attn_pdrop=0.1),
-    LlamaForCausalLM=dict(attention_dropout=0.1, num_key_value_heads=2),
-    T5ForConditionalGeneration=dict(dropout_rate=0.1),
-)
+HIDDEN = {
+    BERT: dict(hidden_dropout_prob=0.1, classifier_dropout=0.1),
+    GPT2: dict(resid_pdrop=0.1, embd_pdrop=0.1),
+    T5: dict(dropout_rate=0.1),
+}
+ATTENTION: dict[str, dict[str, Any]] = {
+    BERT: dict(attention_probs_dropout_prob=0.1),
+    GPT2: dict(attn_pdrop=0.1),
+    LLAMA: dict(attention_dropout=0.1, num_key_value_heads=2),
+    T5: dict(dropout_rate=0.1),
+}
 BOTH = {name: HIDDEN.get(name, {}) | ATTENTION[name] for name in ATTENTION}
-LAYERS = dict(
-    BertForSequenceClassification="bert.encoder.layer",
-    GPT2LMHeadModel="transformer.h",
-    LlamaForCausalLM="model.layers",
-    T5ForConditionalGeneration="decoder.block",
-)
-# Of what is dropped inside T5's feed forward, on one rank of two.
-T5_WIDTH = 24
+LAYERS = {BERT: "bert.encoder.layer", GPT2: "transformer.h", LLAMA: "model.layers", T5: "decoder.block"}
+NATIVE = nn.functional.dropout
+T5_WIDTH = 24  # of what is dropped inside T5's feed forward, on one rank of two
 
 
 def train(model: nn.Module, *, steps: int = 1) -> list[float]:
@@ -53,38 +56,23 @@ def train(model: nn.Module, *, steps: int = 1) -> list[float]:
 
 
 def hidden_dropout() -> None:
+    """Where only hidden states are dropped from, the numbers are those of one process, evaluation's too."""
     for name, settings in HIDDEN.items():
         with named(name):
             model = build(name, **settings)
+            for module in model.modules():  # T5 has one probability for all
+                if type(module).__name__ == "T5Attention":
+                    module.dropout = 0.0
+                if type(module).__name__ == "T5DenseActDense":
+                    module.dropout.p = 0.0
             copied = split(deepcopy(model))
             expected, found = train(model, steps=2), train(copied, steps=2)
             assert expected[0] != expected[1], "no dropout"
             torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-6, atol=1e-6)
             require_same_gradients(copied, model)
-
-
-def hidden_dropout_of_t5() -> None:
-    """T5 has one probability for all: here it is taken out of what is split."""
-    model = build("T5ForConditionalGeneration", dropout_rate=0.1)
-    for module in model.modules():
-        if type(module).__name__ == "T5Attention":
-            module.dropout = 0.0
-        if type(module).__name__ == "T5DenseActDense":
-            module.dropout.p = 0.0
-    copied = split(deepcopy(model))
-    expected, found = train(model, steps=2), train(copied, steps=2)
-    assert expected[0] != expected[1], "no dropout"
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-6, atol=1e-6)
-    require_same_gradients(copied, model)
-
-
-def replicated_activations() -> None:
-    for name, settings in BOTH.items():
-        copied = split(build(name, **settings))
-        for index, layer in enumerate(copied.get_submodule(LAYERS[name]).children()):
-            layer.register_forward_hook(partial(require_equal, what=f"{name}: the output of layer {index}"))
-        train(copied, steps=2)
-        require_equal_on_ranks(torch.rand(8), "what is drawn afterwards")
+            with torch.no_grad():
+                losses = [loss_of(each.eval()(**batch_for(each))) for each in (copied, model)]
+            torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
 
 
 def require_equal(module: nn.Module, args: tuple, output: Any, *, what: str) -> None:
@@ -92,44 +80,32 @@ def require_equal(module: nn.Module, args: tuple, output: Any, *, what: str) -> 
     require_equal_on_ranks(output[0] if isinstance(output, tuple) else output, what)
 
 
-def dropped_inside(name: str, *, attention: bool = True) -> list[Tensor]:
-    """The entries dropped on this rank among attention probabilities, or else inside T5's feed forwards."""
-    model = build(name, attention="eager", **BOTH[name])
-    copied = split(model)
-    dropped: list[Tensor] = []
-    native = nn.functional.dropout
-
-    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        output = native(input, p, training, inplace)
-        is_attention = input.dim() == 4  # (B, heads, S, S)
-        if is_attention if attention else input.shape[-1] == T5_WIDTH:
-            dropped.append((output == 0) & (input != 0))
-        return output
-
-    nn.functional.dropout = dropout
-    try:
-        train(copied)
-    finally:
-        nn.functional.dropout = native
-    return dropped
-
-
 def attention_dropout() -> None:
-    for name in ATTENTION:
-        require_unlike(dropped_inside(name), f"{name}: attention")
-    masks = dropped_inside("T5ForConditionalGeneration")
-    assert len(masks) == 2 + 2 * 3, "self attention of two layers, self and cross attention of three"
-    masks = dropped_inside("T5ForConditionalGeneration", attention=False)
-    assert len(masks) == 2 + 3
-    require_unlike(masks, "feed forward")
+    """Two ranks drop other entries inside of regions, and what comes out of layers is the same on both."""
+    counts = {}
+    for name, settings in BOTH.items():
+        copied = split(build(name, attention="eager", **settings))
+        for index, layer in enumerate(copied.get_submodule(LAYERS[name]).children()):
+            layer.register_forward_hook(partial(require_equal, what=f"{name}: the output of layer {index}"))
+        dropped: list[Tensor] = []
 
+        def dropout(
+            x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, into: Any = dropped
+        ) -> Tensor:
+            output = NATIVE(x, p, training, inplace)
+            if x.dim() == 4 or x.shape[-1] == T5_WIDTH:  # (B, heads, S, S), or T5's feed forward
+                into.append((output == 0) & (x != 0))
+            return output
 
-def require_unlike(masks: list[Tensor], what: str) -> None:
-    """Two ranks drop other entries, everywhere."""
-    for mask in masks:
-        assert mask.any()
-        first, second = pieces(mask.to(torch.uint8))
-        assert not torch.equal(first, second), f"{what}: both ranks dropped the same"
+        with patch.object(nn.functional, "dropout", dropout):
+            train(copied)
+        require_equal_on_ranks(torch.rand(8), "what is drawn afterwards")
+        counts[name] = len(dropped)
+        for mask in dropped:
+            assert mask.any()
+            assert not torch.equal(*pieces(mask.to(torch.uint8))), f"{name}: both ranks dropped the same"
+    # T5: self attention and feed forward of two layers, and with cross attention of three.
+    assert counts == {BERT: 2, GPT2: 2, LLAMA: 2, T5: 2 * 2 + 3 * 3}
 
 
 def checkpointing() -> None:
@@ -141,42 +117,17 @@ def checkpointing() -> None:
         with named(name):
             plain, again = (split(build(name, use_cache=False, **settings)) for _ in range(2))
             # The name before transformers 5.23, which warns of it.
-            enable = (
-                getattr(again, "activation_checkpointing_enable", None) or again.gradient_checkpointing_enable
-            )
+            enable = getattr(again, "activation_checkpointing_enable", again.gradient_checkpointing_enable)
             enable()
             assert train(plain, steps=2) == train(again, steps=2)
             for (path, one), other in zip(plain.named_parameters(), again.parameters(), strict=True):
-                assert one.grad is not None
-                assert torch.equal(one.grad, other.grad), path
+                assert one.grad is not None and torch.equal(one.grad, other.grad), path
             require_equal_on_ranks(torch.rand(8), "what is drawn afterwards")
 
 
-def evaluation() -> None:
-    """Without training nothing is dropped, and evaluating between two steps changes no random number but its own."""
-    for name, settings in BOTH.items():
-        model = build(name, **settings)
-        copied = split(deepcopy(model))
-        with torch.no_grad():
-            expected = loss_of(model.eval()(**batch_for(model)))
-            found = loss_of(copied.eval()(**batch_for(model)))
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize(
-    "function",
-    [
-        hidden_dropout,
-        hidden_dropout_of_t5,
-        replicated_activations,
-        attention_dropout,
-        checkpointing,
-        evaluation,
-    ],
+    ("ranks", "function"),
+    [(2, hidden_dropout), (2, attention_dropout), (4, checkpointing)],
 )
-def test_dropout_is_that_of_one_process_where_nothing_is_split(pool: Pool, function: Any) -> None:
-    pool.run(2, function)
-
-
-def test_four_ranks_recompute_alike(pool: Pool) -> None:
-    pool.run(4, checkpointing)
+def test_dropout_is_that_of_one_process_where_nothing_is_split(pool: Pool, ranks: int, function: Any) -> None:
+    pool.run(ranks, function)

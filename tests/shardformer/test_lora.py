@@ -163,12 +163,10 @@ def test_adapters_that_nobody_would_split_are_refused(pool: Pool) -> None:
     assert "get_base_model()" in of_wrapper
 
 
-def test_dropout_where_sequences_are_spread_over_the_tensor_axis_is_refused() -> None:
+@pytest.mark.parametrize(("mode", "tp_size"), [("split_gather", 2), ("ring", 2), ("all_to_all", 1)])
+def test_dropout_of_adapters_is_refused_where_the_tensor_axis_has_sequences(mode: str, tp_size: int) -> None:
     model = adapted(lora={"target_modules": ["q_proj"], "lora_dropout": 0.1})
-    policy = policy_for(model)
-    policy.set_model(model)
-    for mode in ("split_gather", "ring"):
-        found = policy.sequence_errors(SequenceParallelism(mode=mode), tp_size=2, sp_size=1)
-        assert len(found) == 1
-        assert "lora_dropout above 0 in model.layers.0.self_attn.q_proj (and " in found[0]
-    assert not policy.sequence_errors(SequenceParallelism(mode="all_to_all"), tp_size=1, sp_size=2)
+    sequence = SequenceParallelism(mode=mode)
+    found = split_errors(model, policy_for(model), tp_size=tp_size, sp_size=2 // tp_size, sequence=sequence)
+    assert len(found) == tp_size - 1
+    assert all("use lora_dropout=0" in each and each.startswith("model.layers.0 (and ") for each in found)

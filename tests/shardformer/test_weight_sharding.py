@@ -1,22 +1,23 @@
 """Weight-parallel linear layers alone, on 2 and 4 ranks, against plain ones with the inputs of all ranks."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.placement import Shard, placement_of
 from echelon.cluster.traffic import Traffic
 from echelon.shardformer.layers import weight_sharding
-from echelon.shardformer.layers.weight_gradient import defer_weight_gradients
 from echelon.shardformer.layers.weight_sharding import PrefetchOrder, ShardedLinear, Use, WeightPool
 from echelon.shardformer.weight_sharding import apply_weight_sharding, weight_errors, weight_model_errors
 
@@ -84,7 +85,7 @@ def require_gradients(model: nn.Module, expected: dict[str, Tensor], names: Any 
 
 
 def train(steps: int = 3) -> None:
-    """Steps in which everything is learnt, foretold, and used again."""
+    """Steps in which everything is recorded, prefetched, and used again."""
     for settings in (
         dict(overlap=True, memory_pool=True),
         dict(overlap=True, memory_pool=False),
@@ -126,53 +127,13 @@ def test_layers_compute_what_plain_ones_do_on_more_ranks(pool: Pool, ranks: int)
 
 
 def check_ways() -> None:
-    """Backwards of other kinds; each twice, so that the second is foretold."""
+    """Backwards of other kinds, each twice, so that the second is prefetched; more are rows of tests/contract."""
     for number in range(2):
-        for way in (
-            recomputed,
-            held_back,
-            with_frozen,
-            accumulated,
-            in_bf16,
-            of_inputs_alone,
-            evaluated_between,
-        ):
+        for way in (with_frozen, of_inputs_alone, evaluated_between):
             try:
                 way()
             except Exception as error:
                 raise AssertionError(f"{way.__name__}, run {number}: {error}") from error
-
-
-def recomputed() -> None:
-    model, pool = make_parallel()
-
-    def forward(x: Tensor) -> Tensor:
-        for block in list(model)[:-1]:
-            x = checkpoint(block, x, use_reentrant=False)
-        return model[-1](x)
-
-    for step in range(3):
-        loss_of(forward, dist.get_rank()).backward()
-        require_gradients(model, mean_gradients(model, step + 1))
-    assert pool.buffers.num_lent == 0
-
-
-def held_back() -> None:
-    model, pool = make_parallel()
-    store = defer_weight_gradients(model)
-    for step in range(3):
-        before = {name: each.grad for name, each in model.named_parameters() if placement_of(each)}
-        before = {name: None if each is None else each.clone() for name, each in before.items()}
-        with store.deferring((0, 0)):
-            loss_of(model, dist.get_rank()).backward()
-        for name, parameter in model.named_parameters():
-            if name in before and before[name] is None:
-                assert parameter.grad is None, name
-            elif name in before:
-                assert torch.equal(parameter.grad, before[name]), name
-        store.compute((0, 0))
-        require_gradients(model, mean_gradients(model, step + 1))
-    assert pool.buffers.num_lent == 0
 
 
 def with_frozen() -> None:
@@ -184,31 +145,6 @@ def with_frozen() -> None:
         loss_of(model, dist.get_rank()).backward()
         require_gradients(model, mean_gradients(model, step + 1), trained)
     assert pool.buffers.num_lent == 0
-
-
-def accumulated() -> None:
-    """Two forwards before their backwards, as under a pipeline."""
-    model, pool = make_parallel()
-    for step in range(2):
-        losses = [loss_of(model, dist.get_rank()) for _ in range(2)]
-        for loss in losses:
-            loss.backward()
-        require_gradients(model, mean_gradients(model, 2 * (step + 1)))
-    assert pool.buffers.num_lent == 0
-
-
-def in_bf16() -> None:
-    """The weight travels as it is, the gradient as it is asked for."""
-    for dtype in (torch.float32, torch.bfloat16):
-        model, _ = make_parallel(gradient_dtype=dtype)
-        model.bfloat16()
-        for parameter in model.parameters():
-            parameter.grad_dtype = None  # as in a bucket of the optimizer
-        x = numbers(B, S, WIDTHS[0], seed=dist.get_rank()).bfloat16()
-        model(x).float().square().sum().backward()
-        for block in list(model)[:-1]:
-            assert block.linear.weight.grad.dtype == dtype
-            assert block.linear.weight.grad.isfinite().all()
 
 
 def of_inputs_alone() -> None:
@@ -247,56 +183,47 @@ def test_backwards_of_all_kinds_give_the_same(pool: Pool) -> None:
     pool.run(2, check_ways)
 
 
-def transfers(ahead: bool) -> list[str]:
-    """The gathers, uses and releases of a third step in their order; for the first three layers."""
+def transfers(ahead: bool) -> str:
+    """The gathers and reductions of a third step in their order; of the first three layers."""
     model, _ = make_parallel(overlap=ahead)
     model = nn.Sequential(*list(model)[:3])
-    names = {block.linear: str(index) for index, block in enumerate(model)}
-    lengths = {block.linear.weight.numel() * dist.get_world_size(): names[block.linear] for block in model}
+    numbers_of = {
+        block.linear.weight.numel() * dist.get_world_size(): index for index, block in enumerate(model)
+    }
     log: list[str] = []
-    gather, scatter = weight_sharding.begin_all_gather, weight_sharding.begin_reduce_scatter
 
-    class Told:
-        def __init__(self, work: Any, what: str) -> None:
-            self.work, self.what = work, what
-
-        def wait(self) -> None:
-            log.append(f"wait {self.what}")
-            self.work.wait()
-
-    def tell(begin: Any, what: str, whole: int) -> Any:
-        def begun(first: Tensor, second: Tensor, group: Any) -> Told:
-            told = f"{what}{lengths[(first, second)[whole].numel()]}"
-            log.append(f"begin {told}")
-            return Told(begin(first, second, group), told)
+    def logged(begin: Any, what: str, whole: int) -> Any:
+        def begun(*given: Any) -> Any:
+            name = f"{what}{numbers_of[given[whole].numel()]}"
+            work = begin(*given)
+            log.append(f"begin {name}")
+            return SimpleNamespace(wait=lambda: (log.append(f"wait {name}"), work.wait()))
 
         return begun
 
+    names = {"begin_all_gather": ("w", 0), "begin_reduce_scatter": ("g", 1)}
+    begins = {name: logged(getattr(weight_sharding, name), *what) for name, what in names.items()}
     for step in range(3):
-        if step == 2:
-            weight_sharding.begin_all_gather = tell(gather, "w", 0)
-            weight_sharding.begin_reduce_scatter = tell(scatter, "g", 1)
-        try:
-            x = numbers(B, S, WIDTHS[0]).requires_grad_()
-            model(x).sum().backward()
-        finally:
-            weight_sharding.begin_all_gather, weight_sharding.begin_reduce_scatter = gather, scatter
-    return log
+        with patch.multiple(weight_sharding, **begins) if step == 2 else nullcontext():
+            model(numbers(B, S, WIDTHS[0]).requires_grad_()).sum().backward()
+    return ", ".join(log)
 
 
-def test_weights_are_gathered_one_layer_ahead_and_gradients_waited_for_one_layer_later(pool: Pool) -> None:
-    forward = "begin w0, wait w0, begin w1, wait w1, begin w2, wait w2"
-    backward = (
-        "begin w2, wait w2, begin w1, begin g2, wait w1, begin w0, begin g1, wait g2, wait w0, begin g0, wait g0, "
-        "wait g1"
-    )
-    first, second = pool.run(2, transfers, True)
-    assert first == second
-    assert ", ".join(first) == f"{forward}, {backward}"
-    plain = "begin w0, wait w0, begin w1, wait w1, begin w2, wait w2"
-    for layer in (2, 1, 0):
-        plain += f", begin w{layer}, wait w{layer}, begin g{layer}, wait g{layer}"
-    assert [", ".join(each) for each in pool.run(2, transfers, False)] == [plain] * 2
+AHEAD = (
+    "begin w0, wait w0, begin w1, wait w1, begin w2, wait w2, begin w2, wait w2, begin w1, begin g2, wait w1, "
+    "begin w0, begin g1, wait g2, wait w0, begin g0, wait g0, wait g1"
+)
+PLAIN = (
+    "begin w0, wait w0, begin w1, wait w1, begin w2, wait w2, begin w2, wait w2, begin g2, wait g2, begin w1, wait w1, "
+    "begin g1, wait g1, begin w0, wait w0, begin g0, wait g0"
+)
+
+
+@pytest.mark.parametrize(("ahead", "expected"), [(True, AHEAD), (False, PLAIN)])
+def test_weights_are_gathered_one_layer_ahead_and_gradients_waited_for_one_layer_later(
+    pool: Pool, ahead: bool, expected: str
+) -> None:
+    assert pool.run(2, transfers, ahead) == [expected] * 2
 
 
 def count() -> tuple[dict[Any, Any], int]:
@@ -379,43 +306,31 @@ def test_tied_weights_are_cut_once_or_not_at_all(pool: Pool) -> None:
     pool.run(2, split_tied)
 
 
-def follow(order: PrefetchOrder, uses: str) -> list[str | None]:
-    """Note uses in order (an upper-case letter is one in a backward) and return the prefetched one after each."""
-    prefetched = []
-    for each in uses:
-        use = Use("backward" if each.isupper() else "forward", each.lower())
-        order.note(use, in_backward=each.isupper())
-        after = order.after(use)
-        prefetched.append(None if after is None else after.layer)
-    return prefetched
+def use(name: str) -> Use:
+    """A use of a layer: in a forward, in a backward (upper case), or recomputed in one (r before it)."""
+    kind = "again" if len(name) > 1 else "backward" if name.isupper() else "forward"
+    return Use(kind, name[-1].lower())
 
 
-def test_a_second_pass_is_prefetched_but_not_its_end() -> None:
-    order: PrefetchOrder = PrefetchOrder()
-    assert follow(order, "abcCBA") == [None] * 6
-    for _ in range(2):
-        assert follow(order, "abcCBA") == ["b", "c", None, "b", "a", None]
-
-
-def test_several_forwards_before_a_backward_are_passes_of_their_own() -> None:
-    order: PrefetchOrder = PrefetchOrder()
-    follow(order, "ababBA")
-    assert follow(order, "ababBABA") == ["b", None, "b", None, "a", None, "a", None]
-
-
-def test_what_was_prefetched_wrongly_once_is_not_again() -> None:
-    order: PrefetchOrder = PrefetchOrder()
-    follow(order, "abcCBA")
-    assert follow(order, "acCA") == ["b", None, "b", None]
-    assert follow(order, "abcCBA") == [None, "c", None, None, "a", None]
-
-
-def test_what_is_computed_again_belongs_to_the_backward() -> None:
-    order: PrefetchOrder = PrefetchOrder()
-    again, backward = Use("again", "a"), Use("backward", "a")
-    for _ in range(2):
-        order.note(Use("forward", "a"), in_backward=False)
-        order.note(again, in_backward=True)
-        order.note(backward, in_backward=True)
-    assert order.after(Use("forward", "a")) is None
-    assert order.after(again) == backward
+@pytest.mark.parametrize(
+    ("before", "uses", "prefetched"),
+    [
+        ("", "a b c C B A", "- - - - - -"),
+        ("a b c C B A", "a b c C B A", "b c - b a -"),  # a second pass is prefetched but not its end
+        ("a b a b B A", "a b a b B A B A", "b - b - a - a -"),  # a forward's end may be the next one's begin
+        ("a b c C B A", "a c C A", "b - b -"),
+        ("a b c C B A a c C A", "a b c C B A", "- c - - a -"),  # wrongly once is never again
+        ("a ra A", "a ra A", "- a -"),  # a recomputed layer belongs to the backward
+    ],
+)
+def test_the_use_that_has_always_followed_in_a_pass_is_prefetched(
+    before: str, uses: str, prefetched: str
+) -> None:
+    order, found = PrefetchOrder(), []
+    for each in before.split():
+        order.note(use(each))
+    for each in uses.split():
+        order.note(use(each))
+        after = order.after(use(each))
+        found.append("-" if after is None else after.layer)
+    assert " ".join(found) == prefetched

@@ -1,10 +1,13 @@
 """Faults in the dry run: constraints that nobody enforces, and a plan that changes the model."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from echelon.shardformer import policy_for
+from echelon.shardformer.sequence.config import SequenceParallelism
 from echelon.shardformer.sharder import split_errors
 
 from ...shardformer.compare import build
@@ -26,8 +29,12 @@ def as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def shared(containers: Any) -> Any:
-    return containers
+def shared(value: Any, configs: dict[int, Any]) -> Any:
+    return value
+
+
+def sharing_configs(own: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda value, configs: value if isinstance(value, PretrainedConfig) else own(value, configs)
 
 
 def refused(name: str) -> str | None:
@@ -36,17 +43,19 @@ def refused(name: str) -> str | None:
 
 
 def unchanged() -> str | None:
-    """Return the first tensor or hook that a dry run changed."""
+    """Return the first tensor, hook or setting that a dry run changed."""
     model = build("LlamaForCausalLM")
     before = _state(model)
-    split_errors(model, policy_for(model), tp_size=2)
+    sequence = SequenceParallelism(mode="ring_attn")
+    split_errors(model, policy_for(model), tp_size=2, sp_size=2, sequence=sequence)
     after = _state(model)
     return next((name for name, each in before.items() if after[name] != each), None)
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
     hooks = {path: len(module._forward_pre_hooks) for path, module in model.named_modules()}
-    return {name: each.shape for name, each in model.named_parameters()} | hooks
+    shapes = {name: each.shape for name, each in model.named_parameters()}
+    return {**shapes, **hooks, "attention": model.config._attn_implementation}
 
 
 def _row(target: str, name: str, replacement: Any = no_errors, *, quick: bool = False) -> Mutation:
@@ -70,10 +79,17 @@ FAULTS = {
         target="echelon.shardformer.sharder:_meta_tensor", replacement=as_it_is, check=unchanged, num_ranks=1
     ),
     "the copy has the model's hooks": Mutation(
-        target="echelon.shardformer.sharder:_own_container",
+        target="echelon.shardformer.sharder:_own_value",
         replacement=shared,
         check=unchanged,
         num_ranks=1,
         quick=True,
+    ),
+    "the copy has the model's configs": Mutation(
+        target="echelon.shardformer.sharder:_own_value",
+        wrapper=sharing_configs,
+        check=unchanged,
+        num_ranks=1,
+        notice="attention",
     ),
 }

@@ -1,6 +1,6 @@
-"""Attention under transformers' interface with sharded sequences, and models whose attention is refused."""
+"""Attention under transformers' interface with sharded sequences, and models whose layers are refused."""
 
-import copy
+import re
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -9,133 +9,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AttentionInterface, LlamaConfig, LlamaModel
+from transformers import CONFIG_MAPPING, AttentionInterface, LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function
 
+from echelon.pipeline.plan import StagePlan
+from echelon.shardformer import policy_for
+from echelon.shardformer.derived import derived_table
+from echelon.shardformer.layers.forward_code import part_errors
 from echelon.shardformer.layers.sequence_axis import SequenceAxis, SequenceOrder
-from echelon.shardformer.sequence.attention import (
-    all_to_all_attention,
-    ring_attention_of,
-    sequence_attention_errors,
-    set_sequence_attention,
-)
+from echelon.shardformer.sequence.attention import all_to_all_attention, ring_attention_of
 from echelon.shardformer.sequence.block_mask import block_mask
+from echelon.shardformer.sequence.config import MODES, SequenceParallelism
+from echelon.shardformer.sequence.loss import stays_sharded
+from echelon.shardformer.sharder import split_errors
+from echelon.shardformer.table_policy import TablePolicy
 from echelon.verify.models import ModelChoice
 
 from ...pool import Pool
+from ..compare import build
 
 B, LENGTH = 2, 7
-
-
-def small_llama(kernel: str) -> LlamaModel:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_implementation=kernel,
-        use_cache=False,
-    )
-    model = LlamaModel(config)
-    model.embed_tokens = None  # it is given what would be embedded
-    return model
-
-
-class _Cut(torch.autograd.Function):
-    """This rank's part of what all ranks have; the gradients of all parts are put together."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: SequenceAxis) -> Tensor:
-        ctx.axis, ctx.length = axis, axis.length
-        return axis.own(x, 1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gathered(gradient, ctx.axis, ctx.length), None
-
-
-class _Join(torch.autograd.Function):
-    """The whole from all parts; each rank takes its own part of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, axis: SequenceAxis) -> Tensor:
-        ctx.axis = axis
-        return gathered(part, axis, axis.length)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.axis.own(gradient, 1), None
-
-
-def gathered(part: Tensor, axis: SequenceAxis, length: int) -> Tensor:
-    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(axis.order.size)]
-    dist.all_gather(parts, part.contiguous(), group=axis.group)
-    return axis.order.whole(parts, 1, length)
-
-
-def split_by_hand(model: LlamaModel, *, is_zigzag: bool) -> SequenceAxis:
-    """Let a model's layers compute on this rank's part of the sequence."""
-    group = dist.group.WORLD
-    assert group is not None
-    axis = SequenceAxis(group, SequenceOrder(size=group.size(), is_zigzag=is_zigzag))
-
-    def cut(module: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        (hidden_BSH,) = args
-        if module is model.layers[0]:
-            axis.length = hidden_BSH.shape[1]
-            hidden_BSH = _Cut.apply(hidden_BSH, axis)
-        kwargs["position_embeddings"] = tuple(axis.own(each, 1) for each in kwargs["position_embeddings"])
-        kwargs["position_ids"] = axis.own(kwargs["position_ids"], 1)
-        return (hidden_BSH,), kwargs
-
-    for layer in model.layers:
-        axis.note(layer)
-        layer.register_forward_pre_hook(cut, with_kwargs=True)
-    model.layers[-1].register_forward_hook(lambda layer, args, output: _Join.apply(output, axis))
-    return axis
-
-
-def run(model: LlamaModel, inputs: Tensor, mask: Tensor | None) -> Tensor:
-    out = model(inputs_embeds=inputs, attention_mask=mask).last_hidden_state
-    (out * torch.linspace(0, 1, out.numel()).view_as(out).cos()).sum().backward()
-    return out.detach()
-
-
-def compare(mode: str, kernel: str) -> None:
-    """A model whose layers are split and one whose are not."""
-    whole = small_llama(kernel)
-    split = copy.deepcopy(whole)
-    split_by_hand(split, is_zigzag=mode == "ring_attn")
-    set_sequence_attention(split, mode)
-    padding = torch.ones(B, LENGTH, dtype=torch.long)
-    padding[1, 4:] = 0
-    for mask in (None, padding):
-        found, expected = (
-            torch.randn(B, LENGTH, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
-            for _ in range(2)
-        )
-        torch.testing.assert_close(run(split, found, mask), run(whole, expected, mask))
-        assert found.grad is not None and expected.grad is not None
-        torch.testing.assert_close(found.grad, expected.grad)
-        for (name, one), other in zip(split.named_parameters(), whole.parameters(), strict=True):
-            assert one.grad is not None and other.grad is not None
-            if "layers." in name:
-                dist.all_reduce(one.grad)
-            torch.testing.assert_close(one.grad, other.grad, msg=lambda text, name=name: f"{name}: {text}")
-            one.grad = other.grad = None
-
-
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
-def test_a_llama_attends_by_heads(pool: Pool, kernel: str) -> None:
-    pool.run(2, compare, "all_to_all", kernel)
-
-
-def test_a_llama_attends_round_the_ring(pool: Pool) -> None:
-    pool.run(2, compare, "ring_attn", "sdpa")
 
 
 class Attention(nn.Module):
@@ -219,91 +113,122 @@ def test_whole_sequences_are_attended_to_as_ever(given: dict[str, Any], plain: T
     assert torch.equal(found, expected)
 
 
-OPTION = "sequence_parallelism_mode"
-
-
 # In older releases of transformers the attention of these has not come to the interface.
 CAME_LATER = ("t5", "swin")
 IS_OLDER = "qwen3_5_text" not in CONFIG_MAPPING
 
 
-def faults(mode: str, model_type: str, **settings: object) -> list[str]:
+def errors_of(model_type: str, mode: str, **settings: object) -> list[str]:
+    """What the dry run says of a mode."""
     if model_type not in CONFIG_MAPPING or (IS_OLDER and model_type in CAME_LATER):
         pytest.skip("this release of transformers has no such model, or computes its attention otherwise")
     model = ModelChoice(model_type=model_type, settings=tuple(settings.items())).build_on_meta()
-    return sequence_attention_errors(model, mode, OPTION)
+    kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    policy = (
+        TablePolicy(derived_table(model)) if model_type in ("minimax", "qwen3_5_text") else policy_for(model)
+    )
+    sequence, tp = SequenceParallelism(mode=mode), 2 if mode in ("split_gather", "ring") else 1
+    found = split_errors(model, policy, tp_size=tp, sp_size=2 // tp, sequence=sequence)
+    assert getattr(getattr(model, "config", None), "_attn_implementation", None) == kind, (
+        "the model was changed"
+    )
+    return found
 
 
-@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "bert", "albert", "mixtral", "vit"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "model_type", ["llama", "gpt2", "bert", "opt", "mixtral", "vit", "gemma2", "deepseek_v3"]
+)
 def test_models_of_the_interface_can(model_type: str, mode: str) -> None:
-    assert faults(mode, model_type) == []
+    assert errors_of(model_type, mode) == []
 
 
-@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
+BOTH = ("all_to_all", "ring_attn")
+EAGER = {"attn_implementation": "eager"}
+
+
 @pytest.mark.parametrize(
-    ("model_type", "settings", "reason"),
+    ("model_type", "modes", "settings", "reason"),
     [
-        (
-            "bloom",
-            {},
-            "no layers of BloomForCausalLM call attention through transformers' AttentionInterface",
-        ),
-        ("t5", {}, "T5Attention counts positions by itself"),
-        ("bart", {}, "BartDecoderLayer attends to another sequence than its own (encoder_attn)"),
-        ("bert", {"is_decoder": True, "add_cross_attention": True}, "(crossattention)"),
-        ("qwen3_5_text", {}, "Qwen3_5DecoderLayer mixes positions by Qwen3_5GatedDeltaNet"),
-        ("swin", {}, "SwinRelativePositionBias counts positions by itself"),
-        (
-            "llama",
-            {"output_attentions": True, "attn_implementation": "eager"},
-            "config.output_attentions=False",
-        ),
-        (
-            "gpt2",
-            {"reorder_and_upcast_attn": True, "attn_implementation": "eager"},
-            "config.reorder_and_upcast_attn",
-        ),
+        ("bloom", BOTH, {}, "BloomModel takes its attention once and for all"),
+        ("t5", BOTH, {}, "has a decoder that attends to another sequence than its own"),
+        ("bart", BOTH, {}, "has a decoder that attends to another sequence than its own"),
+        ("bert", BOTH, {"is_decoder": True, "add_cross_attention": True}, "another sequence than its own"),
+        ("qwen3_5_text", BOTH, {}, "mixes positions by Qwen3_5GatedDeltaNet"),
+        ("minimax", BOTH, {}, "MiniMaxDecoderLayer mixes positions by MiniMaxLightningAttention"),
+        ("swin", MODES, {}, "work on windows of an image"),
+        ("albert", MODES, {}, "run several times each"),
+        ("beit", BOTH, {}, "BeitRelativePositionBias counts positions by itself"),
+        ("beit", ("split_gather", "ring"), {}, "the code of BeitLayer uses shape"),
+        ("llama", BOTH, {"output_attentions": True, **EAGER}, "output_attentions=True in the model's config"),
+        ("gpt2", BOTH, {"reorder_and_upcast_attn": True, **EAGER}, "(config.reorder_and_upcast_attn)"),
+        ("llama", BOTH, {"attn_implementation": "flex_attention"}, "can be one of eager, sdpa, flash_att"),
         (
             "llama",
-            {"attn_implementation": "flex_attention"},
-            "can be one of eager, sdpa, flash_attention_2, xformers",
+            BOTH[:1],
+            {"num_attention_heads": 1, "num_key_value_heads": 1},
+            "more than the 1 attention",
         ),
+        ("granite_swa", BOTH[1:], {}, "GraniteSWAAttention hands s_aux to its attention"),
+        ("bert", ("split_gather",), {"chunk_size_feed_forward": 4}, "set it to 0"),
+        ("llama", MODES, {"output_hidden_states": True}, "collects what layers compute"),
     ],
 )
-def test_what_would_be_wrong_is_refused(
-    model_type: str, mode: str, settings: dict[str, object], reason: str
+def test_layers_that_would_compute_something_else_are_refused(
+    model_type: str, modes: tuple[str, ...], settings: dict[str, object], reason: str
 ) -> None:
-    found = faults(mode, model_type, **settings)
-    assert any(reason in each for each in found), found
-    assert all(each.startswith(f"{OPTION}: ") for each in found)
-    assert len(set(found)) == len(found)
+    for mode in modes:
+        found = errors_of(model_type, mode, **settings)
+        assert any(reason in each for each in found), found
+        assert all(re.search("sequence_parallelism|set it to 0", each) for each in found), "no advice"
+        assert len(set(found)) == len(found)
+
+
+class Layer(nn.Module):
+    def __init__(self, mixer: nn.Module) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.mlp = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        self.mixer = mixer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixer(x + self.mlp(self.norm(x)))
+
+
+class Slices(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x[:, 1:]))
+
+
+class Reshapes(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x.view(-1, 4)))
 
 
 @pytest.mark.parametrize(
-    ("model_type", "reason"),
+    ("layer", "message"),
     [
-        ("granite_swa", "GraniteSWAAttention has sinks"),
+        (Layer(nn.Conv1d(4, 4, 3)), "Layer.mixer is a Conv1d, which may mix positions"),
+        (Layer(nn.MultiheadAttention(4, 1)), "the code of Layer.mixer uses"),
+        (Slices(nn.Identity()), "the code of Slices takes slices"),
+        (Reshapes(nn.Identity()), "the code of Reshapes uses view"),
     ],
 )
-def test_what_the_ring_lacks_heads_can_do(model_type: str, reason: str) -> None:
-    assert faults("all_to_all", model_type) == []
-    (*_, fault) = faults("ring_attn", model_type)
-    assert reason in fault and "'all_to_all'" in fault
+def test_code_that_may_mix_positions_is_refused(layer: nn.Module, message: str) -> None:
+    assert any(message in error for error in part_errors(layer, ["mlp"]))
+    assert part_errors(Layer(nn.Identity()), ["mlp"]) == []
 
 
-@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
-def test_scores_may_be_capped(mode: str) -> None:
-    assert faults(mode, "gemma2") == []
-
-
-def test_only_layers_that_are_to_be_split_are_looked_at() -> None:
-    model = ModelChoice(model_type="bart").build_on_meta()
-    encoder = list(model.get_submodule("model.encoder.layers").children())
-    found = sequence_attention_errors(model, "all_to_all", OPTION, encoder)
-    assert found and not any("BartDecoder" in each for each in found), found
-
-
-def test_a_model_of_another_kind_is_refused() -> None:
-    (fault,) = sequence_attention_errors(nn.Linear(1, 1), "all_to_all", OPTION)
-    assert "no layers of Linear" in fault
+@pytest.mark.parametrize(
+    ("class_name", "expected"),
+    [("LlamaForCausalLM", True), ("GPT2LMHeadModel", False), ("LlamaForSequenceClassification", False)],
+)
+def test_sequences_stay_sharded_where_all_behind_the_layers_goes_by_position(
+    class_name: str, *, expected: bool
+) -> None:
+    model = build(class_name)
+    policy = policy_for(model)
+    policy.set_model(model)
+    plan = policy.stage_plan()
+    assert isinstance(plan, StagePlan)
+    assert stays_sharded(model, plan, policy.head_path()) is expected

@@ -1,0 +1,359 @@
+"""Both ends of sequence-sharded layers: parts in front of them and losses of parts behind."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from echelon import Booster, HybridParallelPlugin, ShardConfig, ShardFormer
+from echelon.cluster.mesh import ParallelMesh
+from echelon.shardformer.layers.sequence_axis import axis_of
+from echelon.shardformer.sequence.before_layers import PartTensor
+from echelon.shardformer.sequence.loss import SequenceParallelLogits
+
+from ...pool import Pool
+from ..compare import build
+
+LENGTH = (
+    37  # of which two ranks hold 20 each in zigzag, with padding, and which is no other size of the model
+)
+
+
+def boosted(
+    model: nn.Module, *, sp: int = 2, tp: int = 1, mode: str = "ring_attn", **settings: Any
+) -> nn.Module:
+    plugin = HybridParallelPlugin(
+        tp_size=tp,
+        sp_size=sp,
+        precision="fp32",
+        enable_sequence_parallelism=True,
+        sequence_parallelism_mode=mode,
+        **settings,
+    )
+    model, *_ = Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters()))
+    return model
+
+
+def pair(
+    name: str = "LlamaForCausalLM", *, tp: int = 1, settings: Any = (), **plugin: Any
+) -> list[nn.Module]:
+    """A whole model and its boosted copy."""
+    whole = build(name, **dict(settings)).train()
+    return [whole, boosted(deepcopy(whole), tp=tp, **plugin).train()]
+
+
+def batch(length: int = LENGTH) -> dict[str, Tensor]:
+    ids = torch.randint(3, 50, (2, length), generator=torch.Generator().manual_seed(3))
+    labels = ids.clone()
+    labels[0, -4:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def require_same_gradients(whole: nn.Module, model: nn.Module) -> None:
+    """Of every parameter: the mean over the sequence axis."""
+    for (name, own), expected in zip(model.module.named_parameters(), whole.parameters(), strict=True):
+        assert own.grad is not None, name
+        mean = own.grad.clone()
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+        torch.testing.assert_close(mean, expected.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def train_alike(whole: nn.Module, model: nn.Module) -> None:
+    model(**batch()).loss.backward()
+    whole(**batch()).loss.backward()
+    require_same_gradients(whole, model)
+
+
+# Losses of parts.
+
+
+def train_and_evaluate(tp: int) -> None:
+    whole, model = pair(tp=tp)
+    lengths: list[int] = []
+    model.module.lm_head.register_forward_hook(lambda module, args, out: lengths.append(out.shape[1]))
+    expected = whole(**batch())
+    outputs = model(**batch())
+    assert lengths == [20]
+    torch.testing.assert_close(outputs.loss, expected.loss)
+    assert isinstance(outputs.logits, SequenceParallelLogits)
+    for misuse in (lambda: outputs.logits.shape, lambda: outputs.logits[0]):
+        with pytest.raises((AttributeError, TypeError), match=r"outputs\.logits\.gather\(\) on every rank"):
+            misuse()
+    torch.testing.assert_close(outputs.logits.gather(), expected.logits)
+    shifted = batch()["labels"].roll(-2, 1)
+    for given in ({"num_items_in_batch": torch.tensor(5)}, {"shift_labels": shifted}):
+        torch.testing.assert_close(model(**batch(), **given).loss, whole(**batch(), **given).loss)
+    asked = model(**batch(), logits_to_keep=LENGTH)  # a forward that cuts positions itself
+    torch.testing.assert_close(asked.logits.gather() if tp > 1 else asked.logits, expected.logits)
+    kept = torch.tensor([0, LENGTH - 1])
+    assert model(**{**batch(), "labels": None}, logits_to_keep=kept).logits.shape[1] == 2
+    as_tuple = model(**batch(), return_dict=False)
+    torch.testing.assert_close(as_tuple[0], expected.loss)
+    assert isinstance(as_tuple[1], SequenceParallelLogits)
+    # Evaluation, with another length and without labels, sees whole logits.
+    model.eval(), whole.eval()
+    with torch.no_grad():
+        for inputs in (batch(7), {"input_ids": batch(5)["input_ids"]}):
+            torch.testing.assert_close(model(**inputs).logits, whole(**inputs).logits)
+    torch.testing.assert_close(model.train()(**batch()).loss, expected.loss)
+
+
+def weigh_gathered_logits() -> None:
+    """By a criterion of the user's own, as a penalty on the logits' normalizers."""
+
+    def criterion(loss: Tensor, logits: Tensor) -> Tensor:
+        return loss + 0.1 * logits.logsumexp(-1).pow(2).mean()
+
+    whole, model = pair()
+    expected, outputs = whole(**batch()), model(**batch())
+    criterion(expected.loss, expected.logits).backward()
+    criterion(outputs.loss, outputs.logits.gather()).backward()
+    require_same_gradients(whole, model)
+    whole, model = pair(parallel_output=False)
+    torch.testing.assert_close(model(**batch()).logits, whole(**batch()).logits)
+
+
+def refuse() -> None:
+    model = boosted(build("LlamaForCausalLM", num_attention_heads=4), mode="all_to_all")
+    ids = batch()["input_ids"]
+    with pytest.raises(ValueError, match="keep the keys and values of a part"):
+        model.unwrap().generate(ids, max_new_tokens=2)
+    for name in ("output_hidden_states", "output_attentions"):
+        with pytest.raises(ValueError, match=f"{name}=True in this call"):
+            model(input_ids=ids, **{name: True})
+    with pytest.raises(ValueError, match=r"the inputs of rank\(s\) \[1\] of axis sp differ"):
+        model(input_ids=ids + dist.get_rank())
+    ids[0, -1] = 10**6  # the first rank's in zigzag
+    with pytest.raises(ValueError, match="entry 1000000 is outside the vocabulary"):
+        boosted(build("LlamaForCausalLM"))(input_ids=ids)
+    config = ShardConfig(
+        sequence_parallel_process_group=ParallelMesh(sp=2).group("sp"), enable_sequence_parallelism=True
+    )
+    assert config.sequence.mode == "all_to_all"
+    with pytest.raises(ValueError, match="without a booster"):
+        ShardFormer(config).optimize(build("LlamaForCausalLM"))
+
+
+def forward_between(mode: str, *, use_reentrant: bool) -> None:
+    """transformers' own checkpointing, with sequences of another length before the backward."""
+    sizes = {"sp": 1, "tp": 2} if mode == "ring" else {}
+    whole, model = pair("BertForSequenceClassification", mode=mode, **sizes)
+    inputs = {"input_ids": batch()["input_ids"], "labels": torch.tensor([0, 1])}
+    for each in (whole, model.unwrap()):
+        each.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        each.enable_input_require_grads()
+    loss = model(**inputs).loss
+    with torch.no_grad():
+        model(input_ids=batch(LENGTH + 1)["input_ids"])
+    loss.backward()
+    whole(**inputs).loss.backward()
+    if mode != "ring":
+        return require_same_gradients(whole, model)
+    name = "bert.embeddings.position_embeddings.weight"
+    expected, found = (each.get_parameter(name).grad for each in (whole, model.unwrap()))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def sharded_over_two_rings() -> None:
+    axis = axis_of(boosted(build("LlamaForCausalLM"), sp=4, inner_ring_size=2).unwrap().model.layers[0])
+    assert axis is not None and [ring.size() for ring in axis.rings] == [2, 2]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_logits_of_a_part_have_the_loss_of_the_whole(pool: Pool, tp: int) -> None:
+    pool.run(2 * tp, train_and_evaluate, tp)
+
+
+@pytest.mark.parametrize("function", [weigh_gathered_logits, refuse])
+def test_gathered_logits_have_gradients_and_what_would_be_a_part_is_refused(
+    pool: Pool, function: Callable[[], None]
+) -> None:
+    pool.run(2, function)
+
+
+def test_a_double_ring_reaches_attention(pool: Pool) -> None:
+    pool.run(4, sharded_over_two_rings)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore:None of the inputs have requires_grad:UserWarning"
+)  # without gradients, in between
+@pytest.mark.parametrize(
+    ("mode", "use_reentrant"),
+    [("ring_attn", False), ("all_to_all", True), ("ring", False), ("ring", True)],
+)
+def test_what_is_computed_again_is_as_long_as_before(pool: Pool, mode: str, *, use_reentrant: bool) -> None:
+    pool.run(2, forward_between, mode, use_reentrant=use_reentrant)
+
+
+# Parts in front of the layers.
+
+
+class Shapes(TorchDispatchMode):
+    """Gathers the shapes of all floating tensors that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and note what it makes."""
+        result = func(*args, **(kwargs or {}))
+        floats = (
+            each for each in tree_leaves(result) if isinstance(each, Tensor) and each.is_floating_point()
+        )
+        self.made |= {tuple(each.shape) for each in floats}
+        return result
+
+
+def is_whole(shape: tuple[int, ...], tp: int) -> bool:
+    """Return True where a tensor has a whole sequence, with padding or not, or the rows of both samples'.
+
+    40 rows may be those of two parts, and 80 numbers the two sums that the loss of split logits has of each.
+    """
+    if tp == 2 and shape == (80,):
+        return False
+    return bool({LENGTH, 2 * LENGTH, 80} & set(shape)) or (len(shape) > 2 and 40 in shape)
+
+
+def hold_no_whole_sequence(tp: int) -> None:
+    whole, model = pair(tp=tp)
+    for _ in range(2):
+        with Shapes() as shapes:
+            model(**batch()).loss.backward()
+        assert any(20 in shape for shape in shapes.made)
+        wholes = [shape for shape in shapes.made if is_whole(shape, tp)]
+        assert not wholes, wholes
+        model.zero_grad()
+    if tp == 1:
+        train_alike(whole, model)
+
+
+def looked_up(model: nn.Module) -> list[int]:
+    """The lengths of what the embedding is asked for in a call."""
+    lengths: list[int] = []
+    embedding = model.unwrap().get_input_embeddings()
+    handle = embedding.register_forward_hook(lambda module, args, out: lengths.append(args[0].shape[1]))
+    model(**batch())
+    handle.remove()
+    return lengths
+
+
+def read(module: nn.Module, args: tuple, output: Tensor) -> None:
+    """As one does who watches a training, on every rank alike."""
+    with torch.no_grad():
+        assert output.norm() > 0
+
+
+def compute_with_what_is_looked_up() -> None:
+    """GPT-2 adds positions, Granite multiplies; Gemma 3 does so within its embedding; a user's hook reads."""
+    both, always, never = [LENGTH, 20], [LENGTH], [20]  # of which parts first, and the whole from then on
+    for name, first, later in (
+        ("LlamaForCausalLM", both, always),
+        ("GraniteForCausalLM", both, always),
+        ("GPT2LMHeadModel", always, always),
+        ("Gemma3ForCausalLM", never, never),
+    ):
+        whole, model = pair(name, settings={} if name == "GPT2LMHeadModel" else {"num_key_value_heads": 2})
+        if name == "LlamaForCausalLM":
+            model.unwrap().model.embed_tokens.register_forward_hook(read)
+        assert sorted(looked_up(model)) == sorted(first), name
+        assert looked_up(model) == later, name
+        train_alike(whole, model)
+
+
+def know_frequencies() -> None:
+    """Rotary tables that depend on the longest position see whole sequences."""
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    settings = {"rope_parameters": dynamic, "max_position_embeddings": 16}
+    for given, expected in (({}, PartTensor), (settings, Tensor)):
+        whole, model = pair(settings=given)
+        found: list[Any] = []
+        model.unwrap().model.rotary_emb.register_forward_hook(
+            lambda *given, found=found: found.extend(given[2])
+        )
+        train_alike(whole, model)
+        assert [type(each) for each in found] == [expected] * 2
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_no_rank_holds_a_whole_sequence(pool: Pool, tp: int) -> None:
+    pool.run(2 * tp, hold_no_whole_sequence, tp)
+
+
+@pytest.mark.parametrize(
+    "function", [compute_with_what_is_looked_up, pytest.param(know_frequencies, marks=pytest.mark.slow)]
+)
+def test_who_computes_with_whole_sequences_gets_them(pool: Pool, function: Callable[[], None]) -> None:
+    pool.run(2, function)
+
+
+def stands_for(whole: Tensor) -> tuple[PartTensor, list[int]]:
+    """A part of half the length, and how often the whole was made."""
+    made: list[int] = []
+
+    def make() -> Tensor:
+        made.append(1)
+        return whole
+
+    return PartTensor(whole[:, : whole.shape[1] // 2], length=whole.shape[1], make_whole=make), made
+
+
+def test_shape_and_kind_are_known_without_the_whole() -> None:
+    x, made = stands_for(torch.ones(2, 6, 4, requires_grad=True))
+    known = (x.shape, x.size(1), x.ndim, x.dim(), len(x), x.dtype, x.device.type, x.is_floating_point())
+    assert known == ((2, 6, 4), 6, 3, 3, 2, torch.float32, "cpu", True)
+    assert x.requires_grad and isinstance(x, Tensor) and {x: 1}[x] == 1
+    assert not made and x.part is not None and x.part.shape == (2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: torch.ones(4) + x,
+        lambda x: x[:, -1],
+        lambda x: torch.cat([x, x], 1),
+        lambda x: x.clone().masked_fill_(x > 3, 0.0),
+        lambda x: x.to(torch.float64),
+    ],
+    ids=["plus", "entry", "cat", "in place", "dtype"],
+)
+def test_whatever_computes_with_it_computes_with_the_whole(use: Callable[[Tensor], Tensor]) -> None:
+    whole = torch.arange(48.0).view(2, 6, 4).requires_grad_()
+    x, made = stands_for(whole)
+    with torch.no_grad():  # who reads without gradients takes none away
+        use(x)
+    found = use(x)
+    assert type(found) is Tensor and torch.equal(found, use(whole))
+    (own,), (expected,) = (torch.autograd.grad(each.sum(), whole) for each in (found, use(whole)))
+    assert torch.equal(own, expected)
+    assert made == [1] and x.part is None  # parts are of the whole from here on
+
+
+class Doubled(Function):
+    """Computes with what it is given behind the back of what stands for it."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return torch.ones(2, 6, 4)
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def test_what_goes_round_it_fails() -> None:
+    x, _ = stands_for(torch.ones(2, 6, 4, requires_grad=True))
+    with pytest.raises(AssertionError, match="would be lost"):
+        Doubled.apply(x).sum().backward()
+    with torch._C.DisableTorchFunctionSubclass(), pytest.raises(AssertionError, match="a part for the whole"):
+        x + 1

@@ -1,0 +1,317 @@
+"""Parallel layers alone, on every rank of a tensor axis, against the native layers; and layers that are refused."""
+
+from copy import deepcopy
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.pytorch_utils import Conv1D
+
+from echelon.cluster.placement import Shard, placement_of
+from echelon.shardformer import layers
+from echelon.shardformer.layers import (
+    FusedLinear1D_Col,
+    GPT2FusedLinearConv1D_Col,
+    GPT2FusedLinearConv1D_Row,
+    Linear1D_Col,
+    Linear1D_Row,
+    VocabParallelEmbedding1D,
+    VocabParallelLMHead1D,
+)
+from echelon.shardformer.layers.embedding import embedding_errors, is_scaled, vocab_range, vocab_shard
+from echelon.shardformer.layers.norm import SplitRMSNorm, norm_errors
+from echelon.shardformer.sharder import StandInGroup
+
+from ..pool import Pool
+from .compare import named, numbers, pieces, require_equal_on_ranks, require_same_gradients
+
+B, S, INPUTS, OUTPUTS = 2, 5, 16, 24
+ALONE: Any = StandInGroup(0, 2)  # where nothing communicates
+
+
+def compare(
+    native: nn.Module, target: Any, x: Tensor, cut_in: Any = None, cut_out: Any = None, **arguments: Any
+) -> None:
+    """Outputs and all gradients are those of the native layer.
+
+    Args:
+        native: the whole layer.
+        target: the class of the parallel one.
+        x: whole inputs, equal on all ranks.
+        cut_in: how inputs are sharded; None is not at all.
+        cut_out: how outputs are.
+        arguments: of the parallel layer.
+    """
+    rank, layer = dist.get_rank(), target.from_native_module(deepcopy(native), dist.group.WORLD, **arguments)
+
+    def local(tensor: Tensor, cut: Shard | None) -> Tensor:
+        return tensor.detach().clone() if cut is None else cut.local(tensor.detach(), rank)
+
+    whole_x, own_x = x.clone(), local(x, cut_in)
+    for each in (whole_x, own_x):
+        each.requires_grad_(x.is_floating_point())
+    expected, found = native(whole_x), layer(own_x)
+    torch.testing.assert_close(found, local(expected, cut_out), rtol=1e-5, atol=1e-5)
+    if cut_out is None:
+        require_equal_on_ranks(found, "the output")
+    weights = numbers(*expected.shape, seed=2)
+    # Several ranks' copies are used on each of them in part: here in equal parts.
+    (found * local(weights, cut_out) / (1 if cut_out is None else cut_out.copies)).sum().backward()
+    (expected * weights).sum().backward()
+    if own_x.grad is not None:
+        copies = 1 if cut_in is None else cut_in.copies
+        first = rank - rank % copies
+        whole_gradient = sum(pieces(own_x.grad)[first : first + copies])
+        torch.testing.assert_close(whole_gradient, local(whole_x.grad, cut_in), rtol=1e-5, atol=1e-5)
+    require_same_gradients(layer, native)
+
+
+def drawn(layer: nn.Module) -> Any:
+    """The layer with all parameters drawn, equal on all ranks."""
+    torch.manual_seed(3)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    return layer
+
+
+def linear_layers() -> None:
+    size, x = dist.get_world_size(), numbers(B, S, INPUTS)
+    inputs, outputs = (Shard(size=size, dim=-1, blocks=(each,)) for each in (INPUTS, OUTPUTS))
+    fused, copied = replace(outputs, blocks=(8, 4, 12)), replace(outputs, copies=2)
+    kinds = [
+        (nn.Linear(INPUTS, OUTPUTS), Linear1D_Col, FusedLinear1D_Col, Linear1D_Row),
+        (nn.Linear(INPUTS, OUTPUTS, bias=False), Linear1D_Col, FusedLinear1D_Col, Linear1D_Row),
+        (
+            Conv1D(OUTPUTS, INPUTS),
+            GPT2FusedLinearConv1D_Col,
+            GPT2FusedLinearConv1D_Col,
+            GPT2FusedLinearConv1D_Row,
+        ),
+    ]
+    for native, column, fused_column, row in kinds:
+        with named(f"{native}"):
+            for target, cuts, arguments in (
+                (column, (None, outputs), {}),
+                (column, (None, None), {"gather_output": True}),
+                (column, (None, copied), {"copies": 2}),
+                (fused_column, (None, fused), {"split_sizes": [8, 4, 12]}),
+                (row, (inputs, None), {}),
+                (row, (None, None), {"split_input": True}),
+            ):
+                compare(drawn(deepcopy(native)), target, x, *cuts, **arguments)
+
+
+def embeddings() -> None:
+    size = dist.get_world_size()
+    for entries, multiple in ((24, 1), (23, 1), (23, 4), (101, 8), (5, 64), (1, 1)):
+        width = sum(vocab_shard(entries, size, multiple).padded or ()) // size
+        # No padding, and one on the first and the last entry of each rank.
+        borders = {width * rank for rank in range(size)} | {width * (rank + 1) - 1 for rank in range(size)}
+        ids = torch.cat([torch.arange(entries), torch.arange(entries - 1, -1, -1)]).view(2, -1)
+        for padding in (None, entries - 1, *(sorted(border for border in borders if border < entries))):
+            with named(f"{entries} entries, multiple {multiple}, padding {padding}"):
+                native = drawn(nn.Embedding(entries, 6, padding_idx=padding))
+                compare(native, VocabParallelEmbedding1D, ids, make_vocab_size_divisible_by=multiple)
+
+
+def heads() -> None:
+    for (entries, multiple), bias in product(((24, 1), (23, 1), (101, 8), (5, 64)), (True, False)):
+        with named(f"{entries} entries, multiple {multiple}, bias={bias}"):
+            native, arguments = (
+                drawn(nn.Linear(6, entries, bias=bias)),
+                {"make_vocab_size_divisible_by": multiple},
+            )
+            compare(native, VocabParallelLMHead1D, numbers(2, 3, 6), **arguments)
+            layer = VocabParallelLMHead1D(deepcopy(native), dist.group.WORLD, **arguments)
+            layer.gather_output, x = False, numbers(2, 3, 6)
+            local, held = layer(x), layer.range
+            own = native(x)[..., held.first : held.first + held.valid]
+            torch.testing.assert_close(local[..., : held.valid], own, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(layer.gathered(local), native(x), rtol=1e-5, atol=1e-5)
+
+
+def tied() -> None:
+    """Head and embedding share one weight: it is cut once, its gradient is the sum of both uses."""
+    whole = nn.Sequential(drawn(nn.Embedding(23, 6, padding_idx=3)), nn.Linear(6, 23, bias=False))
+    whole[1].weight = whole[0].weight
+    parallel = deepcopy(whole)
+    for index, target in enumerate((VocabParallelEmbedding1D, VocabParallelLMHead1D)):
+        parallel[index] = target(parallel[index], dist.group.WORLD, make_vocab_size_divisible_by=4)
+    assert parallel[0].weight is parallel[1].weight
+    assert placement_of(parallel[0].weight) == vocab_shard(23, dist.get_world_size(), 4)
+    ids, weights = torch.arange(23).view(1, -1), numbers(1, 23, 23)
+    for model in (whole, parallel):
+        (model(ids) * weights).sum().backward()
+    require_same_gradients(parallel, whole)
+
+
+def norms() -> None:
+    size = dist.get_world_size()
+    # Features, what they are padded to, and how many neighbouring ranks hold the same.
+    for features, padded, copies in ((16, 16, 1), (24, 32, 1), (16, 16, 2), (12, 16, 2)):
+        cut: dict[str, Any] = {"copies": copies, "padded": None if padded == features else (padded,)}
+        shard = Shard(size=size, dim=2, blocks=(features,), **cut)
+        native = drawn(Olmo2RMSNorm(features, eps=1e-3))
+        with named(shard):
+            arguments = {"padded_sizes": shard.padded, "copies": copies}
+            compare(native, SplitRMSNorm, numbers(2, 3, features), shard, shard, **arguments)
+
+
+@pytest.mark.parametrize("function", [linear_layers, embeddings, heads, tied, norms])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_parallel_layer_computes_what_the_native_one_does(pool: Pool, ranks: int, function: Any) -> None:
+    pool.run(ranks, function)
+
+
+def no_input_gradient() -> Tensor | None:
+    """The gradient that `reduce_input_gradient=False` leaves to the region: this rank's part."""
+    layer = Linear1D_Col(drawn(nn.Linear(INPUTS, OUTPUTS)), dist.group.WORLD, reduce_input_gradient=False)
+    x = numbers(B, S, INPUTS).requires_grad_()
+    layer(x).sum().backward()
+    return x.grad
+
+
+def test_inside_a_region_a_column_leaves_the_gradient_of_its_input_in_parts(pool: Pool) -> None:
+    parts = pool.run(2, no_input_gradient)
+    assert not torch.equal(*parts)
+    expected = drawn(nn.Linear(INPUTS, OUTPUTS)).weight.sum(0).expand(B, S, INPUTS)
+    torch.testing.assert_close(sum(parts), expected, rtol=1e-5, atol=1e-5)
+
+
+def look_up(ids: list[int], trained: bool = True) -> Tensor:
+    native = drawn(nn.Embedding(10, 6))
+    layer = VocabParallelEmbedding1D(native, dist.group.WORLD, make_vocab_size_divisible_by=8)
+    layer.weight.requires_grad_(trained)
+    return layer(torch.tensor([ids])).detach()
+
+
+@pytest.mark.parametrize("entry", [10, 15, 16, -1])  # in the padding, beyond it, negative
+def test_an_entry_outside_the_vocabulary_is_an_error_on_every_rank(pool: Pool, entry: int) -> None:
+    errors = pool.run_failing(2, look_up, [1, entry, 3])
+    assert [str(error) for error in errors] == [f"entry {entry} is outside the vocabulary of 10"] * 2
+
+
+def test_a_frozen_embedding_looks_up_the_same(pool: Pool) -> None:
+    expected = drawn(nn.Embedding(10, 6))(torch.tensor([[0, 9, 4]])).detach()
+    for found in pool.run(2, look_up, [0, 9, 4], False):
+        assert torch.equal(found, expected)
+
+
+def test_every_entry_is_held_by_one_rank() -> None:
+    for entries, ranks in product(range(1, 40), (1, 2, 3, 4)):
+        shard = vocab_shard(entries, ranks, 4)
+        held = [vocab_range(shard, rank) for rank in range(ranks)]
+        assert [entry for one in held for entry in range(one.first, one.first + one.valid)] == list(
+            range(entries)
+        )
+
+
+# What is refused.
+
+
+class Scaled(nn.Linear):
+    """A linear layer with something of its own, as an adapter or a quantized layer is."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class Divided(nn.Embedding):
+    """Divides where those of transformers multiply."""
+
+    embed_scale = 2.0
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) / self.embed_scale
+
+
+class Shifted(nn.Embedding):
+    """Adds what it was not split with."""
+
+    embed_scale = 2.0
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * self.embed_scale + self.shift
+
+
+def hooked(layer: nn.Module) -> nn.Module:
+    layer.register_forward_hook(lambda module, args, output: 2 * output)
+    return layer
+
+
+def patched() -> nn.Module:
+    layer = nn.Linear(4, 8)
+    layer.forward = lambda x: x  # type: ignore[method-assign]
+    return layer
+
+
+def quantized() -> nn.Module:
+    layer = nn.Linear(4, 8, bias=False)
+    layer.weight = nn.Parameter(torch.zeros(8, 4, dtype=torch.int8), requires_grad=False)
+    return layer
+
+
+LINEAR, EMBEDDING = (Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D), (VocabParallelEmbedding1D,)
+
+
+@pytest.mark.parametrize(
+    ("targets", "native", "arguments", "message"),
+    [
+        (LINEAR, Scaled(4, 8), {}, r"Scaled and not a plain torch\.nn\.modules\.linear\.Linear"),
+        (LINEAR, Conv1D(8, 4), {}, "Conv1D and not a plain"),
+        (LINEAR, nn.utils.parametrizations.weight_norm(nn.Linear(4, 8)), {}, "ParametrizedLinear and not"),
+        (LINEAR, hooked(nn.Linear(4, 8)), {}, "has hooks or a forward of its own"),
+        (LINEAR, patched(), {}, "has hooks or a forward of its own"),
+        (LINEAR, quantized(), {}, "weight of Parameter in torch.int8"),
+        (LINEAR, nn.Embedding(8, 4), {}, "not a plain"),
+        (
+            (GPT2FusedLinearConv1D_Col,),
+            nn.Linear(4, 8),
+            {},
+            r"not a plain transformers\.pytorch_utils\.Conv1D",
+        ),
+        (LINEAR[:1], nn.Linear(4, 8), {"gather_output": True, "copies": 2}, "one block without copies"),
+        (LINEAR[:1], nn.Linear(4, 8), {"gather_output": True, "split_sizes": (2, 6)}, "one block without"),
+        (LINEAR[:1], nn.Linear(4, 7), {}, "7 entries along dim 0 are not divisible by 2 ranks"),
+        (EMBEDDING, nn.Embedding(8, 6, max_norm=1.0), {}, "need all of a row's uses"),
+        (EMBEDDING, nn.Embedding(8, 6, scale_grad_by_freq=True), {}, "need all of a row's uses"),
+        (EMBEDDING, nn.Embedding(8, 6, sparse=True), {}, "need all of a row's uses"),
+        (EMBEDDING, hooked(nn.Embedding(8, 6)), {}, "has hooks"),
+        (EMBEDDING, Divided(8, 6), {}, "what it does of its own would be lost"),
+        (EMBEDDING, Shifted(8, 6), {}, "what it does of its own would be lost"),
+        ((SplitRMSNorm,), Gemma2RMSNorm(8, eps=1e-6), {}, "computes something else"),  # adds 1 to its weight
+        ((SplitRMSNorm,), nn.LayerNorm(8, bias=False), {}, "computes something else"),  # subtracts the mean
+        ((SplitRMSNorm,), nn.LayerNorm(8), {}, "is not a root-mean-square norm"),
+        ((SplitRMSNorm,), nn.Linear(8, 8), {}, "is not a root-mean-square norm"),
+    ],
+)
+def test_a_layer_that_does_more_than_its_weight_is_not_replaced(
+    targets: tuple[Any, ...], native: nn.Module, arguments: dict[str, Any], message: str
+) -> None:
+    for target in targets:
+        with pytest.raises((TypeError, ValueError), match=message):
+            target.from_native_module(native, ALONE, **arguments)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_norms_and_embeddings_are_known_by_what_they_compute(device: str) -> None:
+    with torch.device(device):
+        for kind in (Olmo2RMSNorm, LlamaRMSNorm, nn.RMSNorm):
+            assert norm_errors(kind(8, eps=1e-5)) == []
+        native = Gemma3TextScaledWordEmbedding(5, 4, padding_idx=0, embed_scale=2.0)
+    assert is_scaled(native)
+    assert embedding_errors(native) == []
+
+
+def test_the_layers_are_found_under_colossalai_s_name_too() -> None:
+    from echelon.shardformer import layer
+
+    assert all(getattr(layer, name) is getattr(layers, name) for name in layers.__all__)

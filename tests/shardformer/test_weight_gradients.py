@@ -1,0 +1,279 @@
+"""Weight gradients computed later: by a schedule, or while the sum of input gradients is in flight."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers.pytorch_utils import Conv1D
+
+from echelon.cluster import collectives
+from echelon.cluster.placement import Shard, placement_of
+from echelon.shardformer import ShardConfig, ShardFormer
+from echelon.shardformer.layers import region, weight_gradient
+from echelon.shardformer.layers.weight_gradient import LaterProduct, defer_weight_gradients, linear
+from echelon.shardformer.recompute import (
+    PipelineGradientCheckpointConfig,
+    checkpoint_layers,
+    recomputable_layers,
+)
+
+from ..pool import Pool
+
+PLACE = (0, 0)  # stage and microbatch
+
+# By a schedule, without processes.
+
+
+class Doubling(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def make_model(kind: str = "") -> Any:
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 7), nn.LayerNorm(7), Conv1D(6, 7), nn.Tanh(), nn.Linear(6, 3, bias=False)]
+    if kind == "written in place":
+        layers[3] = nn.ReLU(inplace=True)
+    if kind == "subclass":
+        layers[4] = Doubling(6, 3)
+    if kind == "frozen":
+        layers[4].requires_grad_(False)
+    if kind == "computed from others":
+        nn.utils.parametrizations.weight_norm(layers[0])
+    return nn.Sequential(*layers)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (2, 3, 5), (5,)])
+@pytest.mark.parametrize(
+    ("kind", "deferred"),
+    [
+        ("", {"0.weight", "2.weight", "4.weight"}),
+        ("written in place", {"0.weight", "2.weight", "4.weight"}),
+        ("subclass", {"0.weight", "2.weight"}),
+        ("frozen", {"0.weight", "2.weight"}),
+        ("computed from others", {"2.weight", "4.weight"}),
+    ],
+)
+def test_deferred_gradients_are_those_of_a_whole_backward_to_the_bit(
+    kind: str, deferred: set[str], shape: tuple[int, ...]
+) -> None:
+    model, expected = make_model(kind), make_model(kind)
+    x, other_x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+    store = defer_weight_gradients(model)
+    for _ in range(2):
+        loss_of(expected, other_x.requires_grad_()).backward()
+        known = {name for name, each in model.named_parameters() if each.grad is not None}
+        with store.deferring(PLACE):
+            loss_of(model, x.requires_grad_()).backward()
+        assert torch.equal(x.grad, other_x.grad)
+        trained = {
+            name for name, each in model.named_parameters() if each.requires_grad and each.grad is None
+        }
+        assert known or trained == deferred
+        store.compute(PLACE)
+    for (name, own), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert (own.grad is None and other.grad is None) or torch.equal(own.grad, other.grad), name
+
+
+def test_each_place_has_its_own_and_a_backward_outside_defers_nothing() -> None:
+    model, expected = make_model(), make_model()
+    store = defer_weight_gradients(model)
+    for microbatch in range(2):
+        with store.deferring((0, microbatch)):
+            loss_of(model, torch.full((2, 5), microbatch + 1.0)).backward()
+    store.compute((0, 1))
+    loss_of(expected, torch.full((2, 5), 2.0)).backward()
+    assert torch.equal(model[0].weight.grad, expected[0].weight.grad)
+    model.zero_grad()
+    loss_of(model, torch.ones(2, 5)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_user_s_hooks_see_every_gradient_once() -> None:
+    model, expected = make_model(), make_model()
+    seen: list[str] = []
+
+    def halve(gradient: Tensor) -> Tensor:
+        seen.append("hook")
+        return gradient / 2
+
+    model[0].weight.register_hook(halve)
+    model[4].weight.register_post_accumulate_grad_hook(lambda p: seen.append(str(p.grad is not None)))
+    store = defer_weight_gradients(model)
+    with store.deferring(PLACE):
+        loss_of(model, torch.ones(2, 5)).backward()
+    store.compute(PLACE)
+    assert sorted(seen) == ["True", "hook"]
+    loss_of(expected, torch.ones(2, 5)).backward()
+    assert torch.equal(model[0].weight.grad, expected[0].weight.grad / 2)
+
+
+def test_a_weight_that_two_calls_use_and_one_that_none_does() -> None:
+    """The second call of a layer in one region is not announced, and its product is added all the same."""
+    weight = nn.Parameter(torch.randn(3, 2))
+    x, y = torch.randn(2, 4, 2).unbind(0)
+    later, unused = LaterProduct(weight), LaterProduct(nn.Parameter(torch.randn(3, 2)))
+    first, second = linear(x, weight, None, later=later), linear(y, weight, None)
+    (first.square().sum() + second.square().sum()).backward()
+    whole = sum(nn.functional.linear(each, weight).square().sum() for each in (x, y))
+    torch.testing.assert_close(weight.grad, *torch.autograd.grad(whole, [weight]))
+    assert not unused.deferred
+
+
+# Within one backward, over ranks.
+
+
+def llama() -> Any:
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": 64}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, num_hidden_layers=1))
+
+
+def t5() -> Any:
+    torch.manual_seed(1)
+    sizes = {"d_model": 16, "d_ff": 24, "d_kv": 8, "num_heads": 2, "vocab_size": 64, "num_layers": 1}
+    rest = {"num_decoder_layers": 3, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(**sizes, **rest, tie_word_embeddings=False))
+
+
+def split(model: nn.Module) -> Any:
+    config = ShardConfig(tensor_parallel_process_group=dist.group.WORLD)
+    return ShardFormer(config).optimize(deepcopy(model))[0]
+
+
+IDS = {"input_ids": torch.arange(6).view(2, 3), "labels": torch.arange(6).view(2, 3)}
+
+
+def order(build: Callable[[], nn.Module]) -> str:
+    """The events of backward: "begin" and "end" of sums over ranks, "product" for a weight that waited."""
+    model, events = split(build()), []
+    model(**IDS).loss.backward()
+    expected = {name: each.grad.clone() for name, each in model.named_parameters()}
+    model.zero_grad()
+    begin, compute = collectives._BeginCopyTo.backward, weight_gradient._Later.backward
+    end = collectives._EndCopyTo.backward
+
+    def logged(event: str, function: Any) -> Any:
+        return staticmethod(lambda *given: (events.append(event), function(*given))[1])
+
+    with (
+        patch.object(collectives._BeginCopyTo, "backward", logged("begin", begin)),
+        patch.object(collectives._EndCopyTo, "backward", logged("end", end)),
+        patch.object(weight_gradient._Later, "backward", logged("product", compute)),
+    ):
+        model(**IDS).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-6, atol=1e-7)
+    return " ".join(events)
+
+
+def one(products: int) -> str:
+    return " ".join(["begin", *["product"] * products, "end"])
+
+
+# From the last layer to the first: head, MLP, (cross-attention, which two tensors enter,) attention. The encoder's
+# states enter in the first layer of the decoder, for all of them.
+LLAMA = (one(1), one(2), one(3))
+LATER_LAYER = (one(1), one(3), one(3))
+FIRST_LAYER = (one(1), "begin", "begin", *["product"] * 3, "end", "end", one(3))
+T5 = (one(1), *LATER_LAYER, *LATER_LAYER, *FIRST_LAYER, one(1), one(3))
+
+
+@pytest.mark.parametrize(("build", "expected"), [(llama, LLAMA), (t5, T5)])
+def test_products_run_between_beginning_and_end_of_the_sum(
+    pool: Pool, build: Callable[[], nn.Module], expected: tuple[str, ...]
+) -> None:
+    assert pool.run(2, order, build) == [" ".join(expected)] * 2
+
+
+def sums_with_recomputation() -> int:
+    """Sums of gradients in the shape of the encoder's states."""
+    model, shapes = split(t5()), []
+    every = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
+    checkpoint_layers({0: recomputable_layers(model)}, every)
+    begin = collectives._BeginCopyTo.backward
+
+    def counted(ctx: object, gradient: Tensor) -> Any:
+        shapes.append(tuple(gradient.shape))
+        return begin(ctx, gradient)
+
+    with patch.object(collectives._BeginCopyTo, "backward", staticmethod(counted)):
+        batch = {"input_ids": torch.arange(10).view(2, 5), "labels": IDS["labels"]}
+        model.train()(**batch, use_cache=False).loss.backward()
+    return shapes.count((2, 5, 16))
+
+
+def test_the_gradient_of_the_encoders_states_is_summed_once_for_all_layers_of_the_decoder(pool: Pool) -> None:
+    assert pool.run(2, sums_with_recomputation) == [3, 3]  # of the encoder attention and MLP
+
+
+def ask_for_inputs_first(call: str) -> None:
+    model = llama()
+    embeds, labels = torch.randn(2, 3, 16, requires_grad=True), IDS["labels"]
+    parallel = split(model)
+    model(inputs_embeds=embeds, labels=labels).loss.backward()
+    loss = parallel(inputs_embeds=embeds, labels=labels).loss
+    for _ in range(2):
+        if call == "grad":
+            torch.autograd.grad(loss, embeds, retain_graph=True)
+        else:
+            loss.backward(inputs=[embeds], retain_graph=True)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for (name, parameter), whole in zip(parallel.named_parameters(), model.parameters(), strict=True):
+        if whole.grad is not None:  # as the embedding's is
+            placement, own = placement_of(parameter), 2 * whole.grad
+            own = placement.local(own, dist.get_rank()) if isinstance(placement, Shard) else own
+            torch.testing.assert_close(parameter.grad, own, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("call", ["grad", "backward of inputs"])
+def test_asking_for_gradients_of_inputs_first_adds_nothing_to_those_of_weights(pool: Pool, call: str) -> None:
+    pool.run(2, ask_for_inputs_first, call)
+
+
+def go_backward_otherwise() -> None:
+    """Gradients of gradients are refused; under autocast backward goes as ever."""
+    model = llama()
+    parallel = split(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, found = model(**IDS).loss, parallel(**IDS).loss
+    found.backward()
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    assert all(parameter.grad is not None for parameter in parallel.parameters())
+    parallel.set_attn_implementation("eager")
+    embeds = torch.randn(2, 3, 16, requires_grad=True)
+    loss = parallel(inputs_embeds=embeds, labels=IDS["labels"]).loss
+    (gradient,) = torch.autograd.grad(loss, embeds, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
+
+
+def test_other_backwards_are_autograd_s_or_refused(pool: Pool) -> None:
+    pool.run(2, go_backward_otherwise)
+
+
+class Attention(nn.Module):
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return hidden_states
+
+
+def test_the_first_input_of_the_signature_enters_however_it_is_given() -> None:
+    hidden, mask = torch.ones(2, requires_grad=True), torch.zeros(2)
+    entered: list[Tensor] = []
+    group: Any = None
+    module = region.Region.from_native_module(Attention(), group)
+    with patch.object(region, "enter", lambda xs, *_: (entered.extend(xs), xs)[1]):
+        module(attention_mask=mask, hidden_states=hidden)
+        module(hidden, attention_mask=mask)
+    assert [x is hidden for x in entered] == [True, True]
