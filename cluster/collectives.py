@@ -159,11 +159,14 @@ class _Pair(Function):
         return ctx.run(gradient), None, None
 
 
+def paired(x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
+    """A function of a tensor with another one for its backward; gradients of gradients raise."""
+    result: Tensor = _Pair.apply(x, forward, backward)
+    return result
+
+
 def _apply(x: Tensor, group: dist.ProcessGroup, forward: Exchange, backward: Exchange) -> Tensor:
-    if group.size() == 1:
-        return x
-    exchanged: Tensor = _Pair.apply(x, forward, backward)
-    return exchanged
+    return x if group.size() == 1 else paired(x, forward, backward)
 
 
 def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -19,8 +20,8 @@ from ...cluster.placement import Shared, place
 from ...cluster.random import SplitRandom
 from ...pipeline.weight_gradients import Owner, WeightGradients
 from .parallel_module import ParallelModule, require_native, shard_of
-from .split_gather import Regather, RegionSequence, enter_beside, leave, row_product
-from .weight_gradient import LaterProduct, linear
+from .split_gather import RegionSequence, enter_beside, leave, row_product
+from .weight_gradient import LaterProduct, Regather, linear
 
 
 class _Kept(NamedTuple):
@@ -117,7 +118,8 @@ def enter(
     if sequence.regathers:
         part, axis = xs[0].detach(), sequence.axis
         by_sample = part if part.ndim > 2 else part.unflatten(0, (-1, axis.part_length))
-        kept = _Kept(ref(first), first._version, by_sample, Regather(sequence, axis.length))
+        again = Regather(partial(sequence.begin_whole, length=axis.length), overlap=sequence.overlap)
+        kept = _Kept(ref(first), first._version, by_sample, again)
         for layer in layers:
             layer.next_call.kept = kept
     return [first, *others]

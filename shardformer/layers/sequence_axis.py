@@ -14,11 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from ...cluster.collectives import begin_gather
+from ...cluster.collectives import begin_gather, paired
 from ...cluster.random import SplitRandom, common_seed, seed_torch, split_seed
 from ...cluster.ring import Rings
 
@@ -140,42 +138,6 @@ def axis_of(module: Any) -> SequenceAxis | None:
     return getattr(module, _ATTRIBUTE, None)
 
 
-class _Scatter(Function):
-    """See `shard_sequence`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: SequenceAxis, is_data: bool) -> Tensor:
-        ctx.axis, ctx.is_data, ctx.length = axis, is_data, axis.length
-        missing = axis.order.padded(axis.length) - axis.length
-        # Not zeros: a norm of a constant divides by its epsilon, which in 16 bits is infinite, and 0 times that is nan.
-        padding = x[:, -1:].expand(-1, missing, -1)
-        return axis.own(torch.cat([x, padding], _DIM) if missing else x, _DIM)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if not ctx.is_data:
-            return ctx.axis.gathered(gradient, _DIM, ctx.length), None, None
-        nothing = torch.zeros_like(gradient)
-        parts = [gradient if rank == ctx.axis.rank else nothing for rank in range(ctx.axis.order.size)]
-        return ctx.axis.order.whole(parts, _DIM, ctx.length), None, None
-
-
-class _Gather(Function):
-    """The adjoint of `_Scatter`; see `gather_sequence`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: SequenceAxis, length: int, is_data: bool) -> Tensor:
-        ctx.axis, ctx.is_data = axis, is_data
-        return axis.gathered(x, _DIM, length)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        own = ctx.axis.own(gradient, _DIM)
-        return own * ctx.axis.order.size if ctx.is_data else own, None, None, None
-
-
 def shard_sequence(whole: Tensor, axis: SequenceAxis, *, is_data: bool) -> Tensor:
     """This rank's part of the sequence that is being computed, (B, S, …), padded with its last position.
 
@@ -186,8 +148,22 @@ def shard_sequence(whole: Tensor, axis: SequenceAxis, *, is_data: bool) -> Tenso
         axis: of the ranks.
         is_data: whether it is the sequence axis.
     """
-    part: Tensor = _Scatter.apply(whole, axis, is_data)
-    return part
+    length = axis.length
+
+    def cut(x: Tensor) -> Tensor:
+        missing = axis.order.padded(length) - length
+        # Not zeros: a norm of a constant divides by its epsilon, which in 16 bits is infinite, and 0 times that is nan.
+        padding = x[:, -1:].expand(-1, missing, -1)
+        return axis.own(torch.cat([x, padding], _DIM) if missing else x, _DIM)
+
+    def join(gradient: Tensor) -> Tensor:
+        if not is_data:
+            return axis.gathered(gradient, _DIM, length)
+        nothing = torch.zeros_like(gradient)
+        parts = [gradient if rank == axis.rank else nothing for rank in range(axis.order.size)]
+        return axis.order.whole(parts, _DIM, length)
+
+    return paired(whole, cut, join)
 
 
 def gather_sequence(part: Tensor, axis: SequenceAxis, length: int, *, is_data: bool) -> Tensor:
@@ -199,8 +175,17 @@ def gather_sequence(part: Tensor, axis: SequenceAxis, length: int, *, is_data: b
         length: of the sequence.
         is_data: see [Note: gradients over the sequence axis].
     """
-    whole: Tensor = _Gather.apply(part, axis, length, is_data)
-    return whole
+
+    def cut(gradient: Tensor) -> Tensor:
+        own = axis.own(gradient, _DIM)
+        return of_all_ranks(own, axis) if is_data else own
+
+    return paired(part, lambda part: axis.gathered(part, _DIM, length), cut)
+
+
+def of_all_ranks(gradient: Tensor, axis: SequenceAxis) -> Tensor:
+    """A gradient that counts for all ranks of the sequence axis; see [Note: gradients over the sequence axis]."""
+    return gradient * axis.order.size
 
 
 def draws(layer: nn.Module) -> bool:

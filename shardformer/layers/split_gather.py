@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad
 
-from ...cluster.collectives import InFlight, begin_gather, begin_sum_of_rows
+from ...cluster.collectives import InFlight, begin_gather, begin_sum_of_rows, paired
 from .parallel_module import change_inputs, first_tensor
 from .sequence_axis import SequenceAxis, gather_sequence, shard_sequence
 from .weight_gradient import Deferral, gradient_or_deferred
@@ -94,18 +94,26 @@ def enter_beside(part_BsH: Tensor, sequence: RegionSequence, beside: Callable[[]
         return enter_beside(by_sample, sequence, beside).flatten(0, 1)
     length = sequence.length_of(part_BsH)
     in_flight: list[InFlight[Tensor]] = []
-    ended = _EndSum.apply(part_BsH, in_flight)
+
+    def begin(gradient_BSH: Tensor) -> Tensor:
+        in_flight.append(sequence.begin_own_sum(gradient_BSH))
+        return gradient_BSH.new_zeros(()).expand(part_BsH.shape)  # not the sum yet
+
+    ended = paired(part_BsH, lambda part: part.view_as(part), lambda _: in_flight.pop().wait())
     beside()
-    whole_BSH: Tensor = _GatherBeginSum.apply(ended, sequence, length, in_flight)
-    return whole_BSH
+    return paired(ended, lambda part: sequence.begin_whole(part, length).wait(), begin)
 
 
 def leave(partial_BSH: Tensor, sequence: RegionSequence) -> Tensor:
     """This rank's part (B, s, H) of the sum of what a region ends with, or (B·s, H) of (B·S, H); backward gathers."""
     if partial_BSH.ndim == 2:
         return leave(partial_BSH.unflatten(0, (-1, sequence.axis.length)), sequence).flatten(0, 1)
-    part_BsH: Tensor = _SumScatter.apply(partial_BSH, sequence)
-    return part_BsH
+    length = partial_BSH.shape[1]
+    return paired(
+        partial_BSH,
+        lambda partial: sequence.begin_own_sum(partial).wait(),
+        lambda gradient: sequence.begin_whole(gradient, length).wait(),
+    )
 
 
 def row_product(x_BSI: Tensor, sequence: RegionSequence, is_transposed: bool, deferral: Deferral) -> Tensor:
@@ -167,88 +175,6 @@ class _RowProduct(Function):
             factors = (pair[1].T, pair[0].T) if ctx.is_transposed else pair
             of_weight = gradient_or_deferred(lambda: factors, *ctx.deferral)
         return of_input, of_weight, None, None, None
-
-
-class _EndSum(Function):
-    """The part of a region's entry whose backward waits for the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, in_flight: list[InFlight[Tensor]]) -> Tensor:
-        ctx.in_flight = in_flight
-        return part.view_as(part)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.in_flight.pop().wait(), None
-
-
-class _GatherBeginSum(Function):
-    """The part of a region's entry that gathers, and whose backward begins the sum: it returns zeros for it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        part: Tensor,
-        sequence: RegionSequence,
-        length: int,
-        in_flight: list[InFlight[Tensor]],
-    ) -> Tensor:
-        ctx.sequence, ctx.in_flight, ctx.shape = sequence, in_flight, part.shape
-        return sequence.begin_whole(part, length).wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.in_flight.append(ctx.sequence.begin_own_sum(gradient))
-        return gradient.new_zeros(()).expand(ctx.shape), None, None, None
-
-
-class _SumScatter(Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, sequence: RegionSequence) -> Tensor:
-        ctx.sequence, ctx.length = sequence, partial.shape[1]
-        return sequence.begin_own_sum(partial).wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.sequence.begin_whole(gradient, ctx.length).wait(), None
-
-
-class Regather:
-    """Gathers what entered a region again, once for all layers that multiply with it.
-
-    Args:
-        sequence: how it is sharded; with `overlap` the gather begins where the first of them is reached in backward.
-        length: of the sequence.
-    """
-
-    def __init__(self, sequence: RegionSequence, length: int) -> None:
-        self._sequence, self._length = sequence, length
-        self._num_users = self._num_asked = 0
-        self._in_flight: InFlight[Tensor] | None = None
-        self._whole_NI: Tensor | None = None
-
-    def use(self) -> None:
-        """Count one more layer that will ask for it."""
-        self._num_users += 1
-
-    def begin(self, kept: Tensor) -> None:
-        """Begin to gather, if that may overlap. One all-gather."""
-        if self._sequence.overlap and self._in_flight is None and self._whole_NI is None:
-            self._in_flight = self._sequence.begin_whole(kept, self._length)
-
-    def rows(self, kept: Tensor) -> Tensor:
-        """The input (N, I). One all-gather, where it has not begun; the last layer that asks has it forgotten."""
-        if self._whole_NI is None:
-            in_flight = self._in_flight or self._sequence.begin_whole(kept, self._length)
-            self._in_flight, self._whole_NI = None, in_flight.wait().flatten(0, 1)
-        whole_NI = self._whole_NI
-        self._num_asked += 1
-        if self._num_asked == self._num_users:
-            self._whole_NI, self._num_asked = None, 0
-        return whole_NI
 
 
 class WholeSequence:

@@ -13,7 +13,7 @@ Here only those rows are added. Each is summed over the microbatch first, as aut
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,20 +30,39 @@ from ...pipeline.weight_gradients import DeferredGradient, Factors, GradientOwne
 # N entries that are looked up, V rows of the table, H hidden
 
 
-class KeptInput(Protocol):
-    """A layer's input for backward, of which forward kept something smaller."""
+class Regather:
+    """Gathers a layer's input again, of which forward kept a part, once for all layers that multiply with it.
+
+    Args:
+        begin: begins to gather, from the part that was kept. One all-gather.
+        overlap: begin where the first of the layers is reached in backward.
+    """
+
+    def __init__(self, begin: Callable[[Tensor], InFlight[Tensor]], *, overlap: bool) -> None:
+        self._begin, self._overlap = begin, overlap
+        self._num_users = self._num_asked = 0
+        self._in_flight: InFlight[Tensor] | None = None
+        self._whole_NI: Tensor | None = None
 
     def use(self) -> None:
         """Count one more layer that will ask for it."""
-        ...
+        self._num_users += 1
 
     def begin(self, kept: Tensor) -> None:
-        """Begin to make it from what was kept, if that can overlap with other work."""
-        ...
+        """Begin to gather, if that may overlap."""
+        if self._overlap and self._in_flight is None and self._whole_NI is None:
+            self._in_flight = self._begin(kept)
 
     def rows(self, kept: Tensor) -> Tensor:
-        """The input (N, I)."""
-        ...
+        """The input (N, I). The last layer that asks has it forgotten."""
+        if self._whole_NI is None:
+            self._whole_NI = (self._in_flight or self._begin(kept)).wait().flatten(0, 1)
+            self._in_flight = None
+        whole_NI = self._whole_NI
+        self._num_asked += 1
+        if self._num_asked == self._num_users:
+            self._whole_NI, self._num_asked = None, 0
+        return whole_NI
 
 
 class LaterProduct:
@@ -95,7 +114,7 @@ def linear(
     store: WeightGradients | None = None,
     owner: Owner | None = None,
     later: LaterProduct | None = None,
-    kept: tuple[Tensor, KeptInput] | None = None,
+    kept: tuple[Tensor, Regather] | None = None,
 ) -> Tensor:
     """A linear layer whose weight gradient may be deferred; see [Note: deferred weight gradients].
 
@@ -156,7 +175,7 @@ class _Linear(Function):
         through: Tensor,
         bias: Tensor | None,
         part: Tensor | None,
-        again: KeptInput | None,
+        again: Regather | None,
         is_transposed: bool,
         deferral: Deferral,
     ) -> Tensor:
@@ -171,7 +190,7 @@ class _Linear(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         part, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        again: KeptInput | None = ctx.again
+        again: Regather | None = ctx.again
         store = ctx.deferral[1]
         if again is not None and needs_weight and not (store is not None and store.is_deferring):
             again.begin(part)

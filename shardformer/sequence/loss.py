@@ -10,14 +10,12 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from ...cluster.collectives import all_reduce
+from ...cluster.collectives import all_reduce, paired
 from ...pipeline.plan import StagePlan, is_within
 from ..layers.forward_code import is_by_position, is_by_position_behind_loops, scales_alone
 from ..layers.loss import ShardedLogits, VocabParallelLogits, has_causal_loss, keep_logits_sharded, shifted
-from ..layers.sequence_axis import SequenceAxis, gather_sequence
+from ..layers.sequence_axis import SequenceAxis, gather_sequence, of_all_ranks
 
 
 @dataclass(frozen=True)
@@ -104,19 +102,6 @@ def _causal_loss(
     share = inner(
         logits=logits, labels=own, shift_labels=own, num_items_in_batch=num_items_in_batch, **settings
     )
-    total: Tensor = _SumOfShares.apply(share, axis)
-    return total
-
-
-class _SumOfShares(Function):
-    """The loss from what each rank's positions add to it; its gradients count for as many ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, axis: SequenceAxis) -> Tensor:
-        ctx.size = axis.order.size
-        return all_reduce(share, axis.group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.size, None
+    return paired(
+        share, lambda share: all_reduce(share, axis.group), lambda gradient: of_all_ranks(gradient, axis)
+    )

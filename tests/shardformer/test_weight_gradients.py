@@ -160,18 +160,21 @@ def order(build: Callable[[], nn.Module]) -> str:
     model(**IDS).loss.backward()
     expected = {name: each.grad.clone() for name, each in model.named_parameters()}
     model.zero_grad()
-    begin, compute = collectives._BeginCopyTo.backward, weight_gradient._Later.backward
-    end = collectives._EndCopyTo.backward
+    begin, compute = collectives.begin_all_reduce, weight_gradient._Later.backward
 
-    def logged(event: str, function: Any) -> Any:
-        return staticmethod(lambda *given: (events.append(event), function(*given))[1])
+    def note(event: str, result: Any) -> Any:
+        events.append(event)
+        return result
 
-    with (
-        patch.object(collectives._BeginCopyTo, "backward", logged("begin", begin)),
-        patch.object(collectives._EndCopyTo, "backward", logged("end", end)),
-        patch.object(weight_gradient._Later, "backward", logged("product", compute)),
+    def begun(*given: Any) -> Any:
+        return note("begin", begin(*given)).then(lambda total: note("end", total))
+
+    with patch.object(
+        weight_gradient._Later, "backward", staticmethod(lambda *given: note("product", compute(*given)))
     ):
-        model(**IDS).loss.backward()
+        loss = model(**IDS).loss
+        with patch.object(collectives, "begin_all_reduce", begun):
+            loss.backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-6, atol=1e-7)
     return " ".join(events)
@@ -201,15 +204,19 @@ def sums_with_recomputation() -> int:
     model, shapes = split(t5()), []
     every = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
     checkpoint_layers({0: recomputable_layers(model)}, every)
-    begin = collectives._BeginCopyTo.backward
+    begin = collectives.begin_all_reduce
 
-    def counted(ctx: object, gradient: Tensor) -> Any:
+    def counted(gradient: Tensor, group: dist.ProcessGroup) -> Any:
         shapes.append(tuple(gradient.shape))
-        return begin(ctx, gradient)
+        return begin(gradient, group)
 
-    with patch.object(collectives._BeginCopyTo, "backward", staticmethod(counted)):
-        batch = {"input_ids": torch.arange(10).view(2, 5), "labels": IDS["labels"]}
-        model.train()(**batch, use_cache=False).loss.backward()
+    batch = {"input_ids": torch.arange(10).view(2, 5), "labels": IDS["labels"]}
+    loss = model.train()(**batch, use_cache=False).loss
+    plain = patch.object(
+        collectives, "all_reduce", lambda x, group: begin(x, group).wait()
+    )  # recomputed forwards
+    with plain, patch.object(collectives, "begin_all_reduce", counted):
+        loss.backward()
     return shapes.count((2, 5, 16))
 
 

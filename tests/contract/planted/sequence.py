@@ -21,14 +21,9 @@ def no_parts(table: object, layer: object) -> list[object]:
     return []
 
 
-def of_one_part(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-    """[Note: gradients over the sequence axis], behind the last layer."""
-    return ctx.axis.own(gradient, 1), None, None, None
-
-
-def of_one_share(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    """The same, where the loss is computed on parts."""
-    return gradient, None
+def of_one_rank(gradient: Tensor, axis: Any) -> Tensor:
+    """[Note: gradients over the sequence axis]: behind the last layer, or where the loss is computed on parts."""
+    return gradient
 
 
 def positions_of_the_first(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -65,7 +60,7 @@ def own_rows_alone(rows: Tensor, group: Any) -> InFlight[Tensor]:
 
 def from_the_end(self: Any, kept: Tensor) -> Tensor:
     """A region's input is gathered again in another order."""
-    whole: Tensor = self._sequence.begin_whole(kept, self._length).wait()
+    whole: Tensor = self._begin(kept).wait()
     return whole.flip(1).flatten(0, 1)
 
 
@@ -96,7 +91,9 @@ FAULTS = {
         notice=r"^step 1: ",
     ),
     "a region's input is gathered again in another order": Mutation(
-        target=f"{SPLIT_GATHER}:Regather.rows", replacement=from_the_end, row=(LLAMA, REGATHER)
+        target="echelon.shardformer.layers.weight_gradient:Regather.rows",
+        replacement=from_the_end,
+        row=(LLAMA, REGATHER),
     ),
     "overlapped products at a region's end are halved": Mutation(
         target=f"{SPLIT_GATHER}:linear", wrapper=halved, row=(LLAMA, OVERLAP)
@@ -112,12 +109,12 @@ FAULTS = {
         target=PARTS, replacement=no_parts, row=(BERT, Layout(tp=2, sequence="ring"))
     ),
     "a part counts once": Mutation(
-        target="echelon.shardformer.layers.sequence_axis:_Gather.backward",
-        replacement=of_one_part,
+        target="echelon.shardformer.layers.sequence_axis:of_all_ranks",
+        replacement=of_one_rank,
         row=(GPT2, ULYSSES),
     ),
     "a share of the loss counts once": Mutation(
-        target=f"{SEQUENCE}.loss:_SumOfShares.backward", replacement=of_one_share, row=(LLAMA, RING_ATTENTION)
+        target=f"{SEQUENCE}.loss:of_all_ranks", replacement=of_one_rank, row=(LLAMA, RING_ATTENTION)
     ),
     "positions are those of the first rank": Mutation(
         target=OWN, wrapper=positions_of_the_first, row=(LLAMA, ULYSSES)
