@@ -14,6 +14,7 @@ TENSOR_MODES = ("split_gather", "ring")
 # On an axis of their own: sharded in the whole layer, attention sees all of it.
 SEQUENCE_MODES = ("all_to_all", "ring_attn")
 MODES = (*TENSOR_MODES, *SEQUENCE_MODES)
+_TURNED_OFF = "without enable_sequence_parallelism=True, which turns it on: give both, or none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class SequenceParallelism:
     regathers: bool = False
     overlaps: bool = False
     inner_ring_size: int | None = None
-    misuse: tuple[str, ...] = ()
+    misuse: str = ""
 
     @staticmethod
     def asked(
@@ -41,17 +42,10 @@ class SequenceParallelism:
     ) -> "SequenceParallelism":
         """Settings from a user's switch and mode; no mode is the one that fits the axes."""
         if not isinstance(enable, bool):
-            misuse = (f"enable_sequence_parallelism={enable!r} must be True or False",)
+            misuse = f"enable_sequence_parallelism={enable!r} must be True or False"
             return SequenceParallelism(misuse=misuse, **settings)
         if not enable:
-            misuse = (
-                ()
-                if mode is None
-                else (
-                    f"sequence_parallelism_mode={mode!r} without enable_sequence_parallelism=True, which turns it on: "
-                    "give both, or none",
-                )
-            )
+            misuse = "" if mode is None else f"sequence_parallelism_mode={mode!r} {_TURNED_OFF}"
             return SequenceParallelism(misuse=misuse, **settings)
         usual = "split_gather" if sp_size in (None, 1) else "all_to_all"
         return SequenceParallelism(mode=usual if mode is None else mode, **settings)
@@ -83,75 +77,50 @@ class SequenceParallelism:
     def faults(self, *, tp_size: int, sp_size: int) -> list[str]:
         """All that is wrong with it over axes of these sizes, each with what would work."""
         if self.misuse:
-            return list(self.misuse)
-        if self.mode is None:
-            return self._unused_errors(sp_size)
-        if self.mode not in MODES:
-            return [f"sequence_parallelism_mode={self.mode!r} must be one of {', '.join(map(repr, MODES))}"]
-        found = []
-        if self.is_on_tensor_axis and tp_size == 1:
-            found.append(
-                f"sequence_parallelism_mode={self.mode!r} shards sequences over the tensor axis, and tp_size is 1: "
-                "use tp_size of 2 or more, or 'all_to_all' or 'ring_attn' with an sp_size"
-            )
-        if self.is_on_tensor_axis and sp_size != 1:
-            found.append(
-                f"sp_size={sp_size} with sequence_parallelism_mode={self.mode!r}, which shards sequences over the "
-                f"tensor axis: leave sp_size out, it is that of tp_size={tp_size}"
-            )
-        if self.is_on_sequence_axis and sp_size == 1:
-            found.append(
-                f"sequence_parallelism_mode={self.mode!r} shards sequences over sp_size ranks, and sp_size is 1: use "
-                "2 or more"
-            )
-        return found + self._option_errors(sp_size)
-
-    def _unused_errors(self, sp_size: int) -> list[str]:
-        """Errors of options without a mode, whose sequences are replicated."""
-        options = {
-            f"sp_size={sp_size}": sp_size != 1,
-            f"enable_sequence_overlap={self.overlaps!r}": bool(self.overlaps),
-            f"enable_sequence_regather={self.regathers!r}": bool(self.regathers),
-            f"inner_ring_size={self.inner_ring_size!r}": self.inner_ring_size is not None,
-        }
-        return [
-            f"{option} without enable_sequence_parallelism=True, which turns it on: give both, or none"
-            for option, is_given in options.items()
-            if is_given
-        ]
-
-    def _option_errors(self, sp_size: int) -> list[str]:
-        found = [
-            f"{name}={value!r} must be True or False"
-            for name, value in (
-                ("enable_sequence_regather", self.regathers),
-                ("enable_sequence_overlap", self.overlaps),
-            )
-            if not isinstance(value, bool)
-        ]
-        if self.regathers and not self.is_on_tensor_axis:
-            found.append(
-                f"enable_sequence_regather=True with sequence_parallelism_mode={self.mode!r}: only 'split_gather' "
-                "keeps inputs that could be gathered again"
-            )
-        if self.overlaps and not self.is_on_tensor_axis:
-            found.append(
-                f"enable_sequence_overlap=True with sequence_parallelism_mode={self.mode!r}, where no gather of the "
-                "backward stands beside products: leave it out"
-            )
+            return [self.misuse]
+        switches = {"enable_sequence_overlap": self.overlaps, "enable_sequence_regather": self.regathers}
         inner = self.inner_ring_size
-        if inner is None:
-            return found
-        if self.mode != "ring_attn":
-            found.append(
-                f"inner_ring_size={inner!r} is for sequence_parallelism_mode='ring_attn', not {self.mode!r}"
-            )
-        elif isinstance(inner, bool) or not isinstance(inner, int) or inner < 1 or sp_size % inner:
-            found.append(
+        if self.mode is None:
+            given = {"sp_size": sp_size if sp_size != 1 else None, **switches, "inner_ring_size": inner}
+            return [
+                f"{name}={value!r} {_TURNED_OFF}"
+                for name, value in given.items()
+                if value not in (None, False)
+            ]
+        option = f"sequence_parallelism_mode={self.mode!r}"
+        if self.mode not in MODES:
+            return [f"{option} must be one of {', '.join(map(repr, MODES))}"]
+        is_number = isinstance(inner, int) and not isinstance(inner, bool) and inner >= 1
+        is_tensor, is_ring = self.is_on_tensor_axis, self.mode == "ring_attn"
+        errors = [
+            (
+                is_tensor and tp_size == 1,
+                f"{option} shards sequences over the tensor axis, and tp_size is 1: use 2 or more, or another mode",
+            ),
+            (
+                is_tensor and sp_size != 1,
+                f"sp_size={sp_size} with {option}: leave sp_size out, it is tp_size={tp_size}",
+            ),
+            (not is_tensor and sp_size == 1, f"{option} shards sequences over sp_size ranks: use 2 or more"),
+            (
+                inner is not None and not is_ring,
+                f"inner_ring_size={inner!r} is for sequence_parallelism_mode='ring_attn', not {self.mode!r}",
+            ),
+            (
+                inner is not None and is_ring and not (is_number and sp_size % inner == 0),
                 f"inner_ring_size={inner!r} must be a whole number that divides sp_size={sp_size}, the ranks of a node "
-                "for example"
-            )
-        return found
+                "for example",
+            ),
+        ]
+        for name, value in switches.items():
+            errors += [
+                (not isinstance(value, bool), f"{name}={value!r} must be True or False"),
+                (
+                    bool(value) and not is_tensor,
+                    f"{name}=True with {option}, which gathers nothing: leave it out",
+                ),
+            ]
+        return [error for holds, error in errors if holds]
 
 
 WHOLE = SequenceParallelism()
