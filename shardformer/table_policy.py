@@ -1,6 +1,6 @@
 """The policy that a table makes. Tables are in tables/, one layer is layer_split.py, carrying out is sharder.py."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
