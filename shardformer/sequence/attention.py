@@ -20,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from ..layers.attention import BESIDES, FLASH_ATTENTION_2, SDPA, XFORMERS, register_xformers
 from ..layers.region import AttributeView
 from ..layers.sequence_axis import INSTEAD, SequenceAxis, axis_of
-from .block_mask import BlockMask, Mask, Seen, block_mask
+from .block_mask import Mask, Seen, block_mask
 from .ring_attention import ring_attention
 from .ulysses import attend_by_heads
 
@@ -208,17 +208,8 @@ def _register() -> None:
     for kernel in (SDPA, EAGER):
         ring = partial(ring_attention_of, is_eager=kernel == EAGER)
         AttentionInterface.register(_attention_name(RING, kernel), ring)
-        blocks = partial(_blocks, levels=kernel == EAGER)
+        blocks = partial(block_mask, levels=kernel == EAGER)
         AttentionMaskInterface.register(_attention_name(RING, kernel), blocks)
-
-
-def _blocks(*, cache_position: Tensor | None = None, **given: Any) -> BlockMask:
-    """`block_mask`, also as releases of transformers call it that give the queries by their positions."""
-    if cache_position is not None:
-        given.update(
-            q_length=len(cache_position), q_offset=int(cache_position[0]), device=cache_position.device
-        )
-    return block_mask(**given)
 
 
 def _check_known(module: nn.Module, given: dict[str, Any], mode: str) -> None:

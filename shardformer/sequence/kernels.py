@@ -5,7 +5,6 @@ those of *all* keys: then the probabilities that they compute again, exp(score â
 block's part of the gradients is exact (arXiv:2205.14135, appendix B).
 """
 
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
@@ -44,26 +43,11 @@ class View:
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """One way to compute a block. All tensors are (B, N, positions, D); lse (B, N, Q) in float32 or wider.
-
-    Args:
-        takes: whether it can, by queries, values and view.
-        forward: by q, k, v and view, results and lse.
-        backward: by the results' gradient, q, k, v, the results and lse of all keys, and view, gradients of q, k, v.
-    """
-
-    takes: Callable[[Tensor, Tensor, View], bool]
-    forward: Callable[[Tensor, Tensor, Tensor, View], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, View], Gradients]
-
-
 def look(q: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, view: View) -> tuple[Tensor, Tensor]:
     """Attend to a block of keys alone; returns the outputs and the lse: 0 and minus infinity where none is seen."""
     view = _added(view, q.dtype)
     k, v = _for_each_query_head(q, k_BMKD), _for_each_query_head(q, v_BMKD)
-    out, lse = _kernel(q, v, view).forward(q, k, v, view)
+    out, lse = (_flash if is_fused(q, v, view) else _plain)(q, k, v, view)
     if isinstance(view.seen, Tensor):  # fused kernels give an lse of 0 to who sees nothing
         lse = lse.masked_fill((view.seen == -torch.inf).all(-1), -torch.inf)
     return out, lse
@@ -81,17 +65,20 @@ def look_back(
     """
     view = _added(view, q.dtype)
     k, v = _for_each_query_head(q, k_BMKD), _for_each_query_head(q, v_BMKD)
-    dq, dk, dv = _kernel(q, v, view).backward(gradient, q, k, v, out, lse, view)
+    backward = _flash_backward if is_fused(q, v, view) else _plain_backward
+    dq, dk, dv = backward(gradient, q, k, v, out, lse, view)
     return dq, _over_query_heads(dk, k_BMKD), _over_query_heads(dv, v_BMKD)
 
 
 def is_fused(q: Tensor, v: Tensor, view: View) -> bool:
-    """Return True where a kernel computes this without keeping all scores in memory."""
-    return _kernel(q, v, view) is not _PLAIN
-
-
-def _kernel(q: Tensor, v: Tensor, view: View) -> Kernel:
-    return next(each for each in _KERNELS if each.takes(q, v, view))
+    """Return True where torch's flash attention computes this, without keeping all scores in memory."""
+    if view.softcap is not None or view.dropout or view.is_level or q.shape[-1] != v.shape[-1]:
+        return False
+    if q.device.type == "cpu":
+        return True
+    is_short = q.dtype in (torch.float16, torch.bfloat16)
+    fits = q.shape[-1] <= 256 and q.shape[-1] % 8 == 0
+    return q.device.type == "cuda" and is_short and fits and not isinstance(view.seen, Tensor)
 
 
 def _added(view: View, dtype: torch.dtype) -> View:
@@ -175,40 +162,30 @@ def _plain_backward(
     return dscores @ k, dscores.mT @ q, dv
 
 
-_PLAIN = Kernel(takes=lambda q, v, view: True, forward=_plain, backward=_plain_backward)
-
-
-def _cpu_flash(q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+def _flash(q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
     is_causal, bias = _as_arguments(view)
-    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, is_causal, attn_mask=bias, scale=view.scale
-    )
+    if q.device.type == "cpu":
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, is_causal, attn_mask=bias, scale=view.scale
+        )
+    else:
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=view.scale)
     return out, lse
 
 
-def _cpu_flash_backward(
+def _flash_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: View
 ) -> Gradients:
     is_causal, bias = _as_arguments(view)
-    found: Gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=view.scale
-    )
-    return found
-
-
-def _cuda_flash(q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
-    is_causal, _ = _as_arguments(view)
-    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=view.scale)
-    return out, lse
-
-
-def _cuda_flash_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: View
-) -> Gradients:
-    is_causal, _ = _as_arguments(view)
+    found: Gradients
+    if q.device.type == "cpu":
+        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=view.scale
+        )
+        return found
     lengths = None, None, q.shape[2], k.shape[2]  # None: all rows of the batch are as long
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # and offset: read for dropout alone
-    found: Gradients = _aten._scaled_dot_product_flash_attention_backward(
+    found = _aten._scaled_dot_product_flash_attention_backward(
         gradient, q, k, v, out, lse.contiguous(), *lengths, 0.0, is_causal, seed, seed[0], scale=view.scale
     )
     return found
@@ -216,30 +193,3 @@ def _cuda_flash_backward(
 
 def _as_arguments(view: View) -> tuple[bool, Tensor | None]:
     return view.seen is Seen.TRIANGLE, view.seen if isinstance(view.seen, Tensor) else None
-
-
-def _cpu_flash_takes(q: Tensor, v: Tensor, view: View) -> bool:
-    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and _is_fusible(view)
-
-
-def _cuda_flash_takes(q: Tensor, v: Tensor, view: View) -> bool:
-    return (
-        q.device.type == "cuda"
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[-1] == v.shape[-1] <= 256
-        and q.shape[-1] % 8 == 0
-        and not isinstance(view.seen, Tensor)
-        and _is_fusible(view)
-    )
-
-
-def _is_fusible(view: View) -> bool:
-    return view.softcap is None and not view.dropout and not view.is_level
-
-
-# The first that can.
-_KERNELS = (
-    Kernel(takes=_cpu_flash_takes, forward=_cpu_flash, backward=_cpu_flash_backward),
-    Kernel(takes=_cuda_flash_takes, forward=_cuda_flash, backward=_cuda_flash_backward),
-    _PLAIN,
-)

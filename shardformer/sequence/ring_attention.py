@@ -7,7 +7,7 @@ computed kernels.py, how tensors travel cluster/ring.py.
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from ...cluster.ring import Rings, round_trip, travel
+from ...cluster.ring import round_trip, travel
 from ..layers.sequence_axis import SequenceAxis, SequenceOrder
 from .block_mask import BlockMask, GivenMask, Mask, Seen
 from .kernels import View, is_fused, look, look_back
@@ -62,17 +62,9 @@ def ring_attention(
         ValueError: the mask is not for a sequence of this length.
     """
     _check(q_BNSD, k_BMSD, v_BMSD, axis)
-    call = _Call(
-        mask=_mask(mask, axis.length, is_causal=is_causal),
-        order=axis.order,
-        length=axis.length,
-        rank=axis.rank,
-        rings=axis.rings,
-        scale=scale,
-        softcap=softcap,
-        dropout=dropout,
-        seed=int(torch.randint(2**62, ())) if dropout else 0,
-    )
+    seed = int(torch.randint(2**62, ())) if dropout else 0
+    view = View(Seen.ALL, scale=scale, softcap=softcap, dropout=dropout, seed=seed)
+    call = _Call(_mask(mask, axis.length, is_causal=is_causal), axis, axis.length, view)
     kind = q_BNSD.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -160,45 +152,25 @@ class OnlineSoftmax:
         lse_before.copy_(lse_after)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Call:
-    """The settings that forward and backward of one call share; see `ring_attention`."""
+class _Call(NamedTuple):
+    """What forward and backward of one call share: the length of its sequence, and the view but for what is seen."""
 
     mask: Mask
-    order: SequenceOrder
+    axis: SequenceAxis
     length: int
-    rank: int
-    rings: Rings
-    scale: float
-    softcap: float | None
-    dropout: float
-    seed: int
+    view_of_all: View
 
     def pieces(self, q: Tensor, v: Tensor, source: int) -> Iterator[Piece]:
         """The pieces of this rank's queries and the keys of another."""
-        view = View(Seen.ALL, scale=self.scale, softcap=self.softcap, dropout=self.dropout)
-        is_whole = self.mask.is_plain and is_fused(q, v, view)
-        return pieces(
-            self.mask,
-            self.order,
-            self.length,
-            rank=self.rank,
-            source=source,
-            size=sys.maxsize if is_whole else _TILE,
-        )
+        is_whole = self.mask.is_plain and is_fused(q, v, self.view_of_all)
+        order, rank, size = self.axis.order, self.axis.rank, sys.maxsize if is_whole else _TILE
+        return pieces(self.mask, order, self.length, rank=rank, source=source, size=size)
 
     def view(self, piece: Piece) -> View:
         """The arguments of the kernel for a piece."""
         # By the place in the whole sequence, so that ranks whose random state is the same drop other keys.
-        seed = hash((self.seed, piece.queries.start, piece.keys.start)) % 2**63
-        return View(
-            piece.seen,
-            scale=self.scale,
-            softcap=self.softcap,
-            dropout=self.dropout,
-            seed=seed,
-            is_level=piece.is_level,
-        )
+        seed = hash((self.view_of_all.seed, piece.queries.start, piece.keys.start)) % 2**63
+        return replace(self.view_of_all, seen=piece.seen, seed=seed, is_level=piece.is_level)
 
 
 class _RingAttention(Function):
@@ -206,7 +178,7 @@ class _RingAttention(Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
         softmax = OnlineSoftmax(q, v.shape[-1])
         with torch.autocast(q.device.type, enabled=False):
-            for source, both in travel(torch.cat([k, v], -1), call.rings):
+            for source, both in travel(torch.cat([k, v], -1), call.axis.rings):
                 keys, values = both.split([k.shape[-1], v.shape[-1]], -1)
                 for piece in call.pieces(q, v, source):
                     at = piece.columns
@@ -243,7 +215,7 @@ class _RingAttention(Function):
             return dboth
 
         with torch.autocast(q.device.type, enabled=False):
-            dk, dv = round_trip(torch.cat([k, v], -1), call.rings, visit).split(widths, -1)
+            dk, dv = round_trip(torch.cat([k, v], -1), call.axis.rings, visit).split(widths, -1)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 

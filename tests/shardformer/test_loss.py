@@ -1,6 +1,9 @@
-"""Cross entropy of split logits against torch's and transformers' own."""
+"""Losses and logits of heads that are split over the vocabulary, and generation, against the whole model's."""
 
+from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,12 +14,28 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from echelon.cluster.placement import Shard
-from echelon.shardformer.layers import VocabParallelLMHead1D, vocab_parallel_cross_entropy
+from echelon.shardformer.layers import (
+    VocabParallelLMHead1D,
+    VocabParallelLogits,
+    vocab_parallel_cross_entropy,
+)
 from echelon.shardformer.layers.embedding import vocab_range, vocab_shard
 from echelon.shardformer.layers.loss import _causal_lm_loss
 
 from ..pool import Pool
-from .compare import named, numbers, require_equal_on_ranks
+from .compare import (
+    VOCABULARY,
+    batch_for,
+    build,
+    integers,
+    named,
+    numbers,
+    require_equal_on_ranks,
+    require_same_gradients,
+    require_same_training,
+    split,
+    text,
+)
 
 N = 12
 
@@ -31,32 +50,38 @@ def labels_of(entries: int, shard: Shard, ignore_index: int) -> Tensor:
 
 
 def check(
-    entries: int, multiple: int, *, dtype: torch.dtype, scale: float, reduction: str, ignore_index: int
+    entries: int,
+    multiple: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    scale: float = 3.0,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    are_ignored: bool = False,
 ) -> None:
+    """The loss of split logits and its gradient are those of torch."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    shard = vocab_shard(entries, size, multiple)
+    shard, settings = (
+        vocab_shard(entries, size, multiple),
+        dict(ignore_index=ignore_index, reduction=reduction),
+    )
     logits = (scale * numbers(N, entries)).to(dtype)
-    labels = labels_of(entries, shard, ignore_index)
+    labels = torch.full((N,), ignore_index) if are_ignored else labels_of(entries, shard, ignore_index)
     whole = logits.clone().requires_grad_()
     local = Shard(size=size, dim=1, blocks=shard.blocks, padded=shard.padded).local(logits, rank)
     held = vocab_range(shard, rank)
     local[:, held.valid :] = 1e4  # what stands in the padding counts for nothing
     local.requires_grad_()
-    expected = F.cross_entropy(whole.float(), labels, ignore_index=ignore_index, reduction=reduction)
+    expected = F.cross_entropy(whole.float(), labels, **settings)
     before = local.detach().clone()
-    found = vocab_parallel_cross_entropy(
-        local, labels, held=held, group=dist.group.WORLD, ignore_index=ignore_index, reduction=reduction
-    )
+    found = vocab_parallel_cross_entropy(local, labels, held=held, group=dist.group.WORLD, **settings)
     assert torch.equal(local, before), "the logits were written to"
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6 * max(1, scale))
-    require_equal_on_ranks(found, "the loss")
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6 * max(1, scale), equal_nan=True)
     weights = numbers(*expected.shape, seed=3) if expected.dim() else torch.tensor(1.7)
     (expected * weights).sum().backward()
     (found * weights).sum().backward()
-    assert whole.grad is not None
-    assert local.grad is not None
-    assert local.grad.dtype == dtype
+    assert whole.grad is not None and local.grad is not None and local.grad.dtype == dtype
     assert not local.grad[:, held.valid :].any(), "padding has a gradient"
     last_bit = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     torch.testing.assert_close(
@@ -68,65 +93,45 @@ def check(
 
 
 def cross_entropies() -> None:
-    for entries, multiple in ((24, 1), (101, 8), (23, 1), (3, 64), (1, 1)):
-        for reduction in ("mean", "sum", "none"):
-            with named(f"{entries} entries, multiple {multiple}, {reduction}"):
-                check(
-                    entries, multiple, dtype=torch.float32, scale=3.0, reduction=reduction, ignore_index=-100
-                )
-    with named("a label that is ignored and an entry"):
-        check(24, 1, dtype=torch.float32, scale=3.0, reduction="mean", ignore_index=5)
-    with named("large logits"):
-        check(101, 8, dtype=torch.float32, scale=1e3, reduction="mean", ignore_index=-100)
-    for dtype in (torch.float16, torch.bfloat16):
-        with named(dtype):
-            check(101, 8, dtype=dtype, scale=3.0, reduction="mean", ignore_index=-100)
+    rows: list[tuple[tuple[int, int], dict[str, Any]]] = [
+        *product(
+            ((24, 1), (101, 8), (23, 1), (3, 64), (1, 1)),
+            ({"reduction": each} for each in ("mean", "sum", "none")),
+        ),
+        ((24, 1), {"ignore_index": 5}),  # an entry
+        ((101, 8), {"scale": 1e3}),
+        *(((101, 8), {"dtype": each}) for each in (torch.float16, torch.bfloat16)),
+        *(((8, 1), {"reduction": each, "are_ignored": True}) for each in ("mean", "sum", "none")),
+    ]
+    for sizes, settings in rows:
+        with named((sizes, settings)):
+            check(*sizes, **settings)
+    with pytest.raises(ValueError, match="reduction='avg' must be"):
+        check_local(torch.tensor([1, 6]), reduction="avg")
+    # One logit of one rank overflowed: the loss says so on all ranks.
+    assert check_local(torch.tensor([1, 6]), overflows=dist.get_rank() == 1)[1].isnan()
+    local, found = check_local(torch.tensor([1, 6]))
+    (gradient,) = torch.autograd.grad(found.square(), local, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.square().sum().backward()
 
 
-def all_ignored() -> tuple[bool, bool, float, float]:
-    """True where the mean is nan; whether its gradient is finite; the sum; the largest of the losses."""
-    held = vocab_range(vocab_shard(8, dist.get_world_size(), 1), dist.get_rank())
-    labels = torch.full((N,), -100)
-
-    def loss(reduction: str) -> tuple[Tensor, Tensor]:
-        local = numbers(N, held.width).requires_grad_()
-        found = vocab_parallel_cross_entropy(
-            local, labels, held=held, group=dist.group.WORLD, reduction=reduction
-        )
-        found.sum().backward()
-        assert local.grad is not None
-        return found.detach(), local.grad
-
-    mean, gradient = loss("mean")
-    return (
-        bool(mean.isnan()),
-        bool((gradient == 0).all()),
-        loss("sum")[0].item(),
-        loss("none")[0].abs().max().item(),
-    )
-
-
-def label_of(label: int) -> None:
-    held = vocab_range(vocab_shard(10, 2, 8), dist.get_rank())
-    vocab_parallel_cross_entropy(
-        numbers(2, held.width), torch.tensor([1, label]), held=held, group=dist.group.WORLD
-    )
-
-
-def infinite_logits() -> float:
-    """One logit of one rank overflowed: the loss says so on all ranks."""
-    held = vocab_range(vocab_shard(8, 2, 1), dist.get_rank())
+def check_local(
+    labels: Tensor, *, overflows: bool = False, multiple: int = 1, **settings: Any
+) -> tuple[Tensor, Tensor]:
+    """This rank's logits of 10 entries, and their loss."""
+    held = vocab_range(vocab_shard(10, dist.get_world_size(), multiple), dist.get_rank())
     local = numbers(2, held.width)
-    if dist.get_rank() == 1:
+    if overflows:
         local[0, 0] = torch.inf
-    return vocab_parallel_cross_entropy(local, torch.tensor([1, 6]), held=held, group=dist.group.WORLD).item()
+    local.requires_grad_()
+    return local, vocab_parallel_cross_entropy(local, labels, held=held, group=dist.group.WORLD, **settings)
 
 
 def causal_losses() -> None:
     """As transformers computes it: shifted, with a count of items, with labels already shifted."""
     torch.manual_seed(0)
-    native = nn.Linear(6, 23)
-    hidden = numbers(3, 7, 6)
+    native, hidden = nn.Linear(6, 23), numbers(3, 7, 6)
     logits = native(hidden).detach()
     head = VocabParallelLMHead1D(native, dist.group.WORLD, make_vocab_size_divisible_by=2)
     head.gather_output = False
@@ -134,73 +139,168 @@ def causal_losses() -> None:
     labels = torch.arange(21).view(3, 7)
     labels[1, 4:] = -100
     ours = partial(_causal_lm_loss, head=head)
-    cases: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "a number of items": {"num_items_in_batch": 40},
-        "a tensor of items": {"num_items_in_batch": torch.tensor(40)},
-        "shifted labels": {"shift_labels": labels.flip(1)},
-        "another label to ignore": {"ignore_index": 3},
-        "keywords that the loss does not know": {"use_cache": False},
-    }
-    for name, kwargs in cases.items():
-        if "ignore_index" in kwargs:
-            kwargs["shift_labels"] = labels.clamp(min=0)
+    cases: list[dict[str, Any]] = [
+        {},
+        {"num_items_in_batch": 40},
+        {"num_items_in_batch": torch.tensor(40)},
+        {"shift_labels": labels.flip(1)},
+        {"ignore_index": 3, "shift_labels": labels.clamp(min=0)},
+        {"use_cache": False},  # which the loss does not know
+    ]
+    for kwargs in cases:
         expected = ForCausalLMLoss(logits, labels, 23, **kwargs)
-        with named(name):
+        with named(kwargs):
             torch.testing.assert_close(ours(local, labels, 23, **kwargs), expected, rtol=1e-6, atol=1e-6)
     head.gather_output = True  # the model's forward was called without its hooks: the logits are whole
     expected = ForCausalLMLoss(logits, labels, 23)
     torch.testing.assert_close(ours(head(hidden).detach(), labels, 23), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_loss_of_split_logits_and_its_gradient_are_those_of_torch(pool: Pool, ranks: int) -> None:
-    pool.run(ranks, cross_entropies)
-
-
-def test_where_all_labels_are_ignored_the_mean_is_nan_as_in_torch_and_the_gradient_zero(pool: Pool) -> None:
-    logits = numbers(N, 8).requires_grad_()
-    expected = F.cross_entropy(logits, torch.full((N,), -100))
-    expected.backward()
-    assert expected.isnan()
-    assert not logits.grad.any()  # type: ignore[union-attr]
-    assert pool.run(2, all_ignored) == [(True, True, 0.0, 0.0)] * 2
+@pytest.mark.parametrize(
+    ("ranks", "function"),
+    [(2, cross_entropies), pytest.param(4, cross_entropies, marks=pytest.mark.slow), (2, causal_losses)],
+)
+def test_the_loss_of_split_logits_is_that_of_torch_and_of_transformers(
+    pool: Pool, ranks: int, function: Any
+) -> None:
+    pool.run(ranks, function)
 
 
 @pytest.mark.parametrize("label", [10, 15, 16, -1])
 def test_a_label_outside_the_vocabulary_is_an_error_on_every_rank(pool: Pool, label: int) -> None:
-    errors = pool.run_failing(2, label_of, label)
+    errors = pool.run_failing(2, check_local, torch.tensor([1, label]), multiple=8)
     assert [str(error) for error in errors] == [f"label {label} is outside the vocabulary of 10"] * 2
 
 
-def test_a_logit_that_overflowed_on_one_rank_is_seen_on_all(pool: Pool) -> None:
-    assert all(loss != loss for loss in pool.run(2, infinite_logits))
+# The logits of models.
+
+CLASSES = ("LlamaForCausalLM", "GPT2LMHeadModel", "BertForMaskedLM", "BertLMHeadModel")
 
 
-def test_the_causal_loss_of_split_logits_is_that_of_transformers(pool: Pool) -> None:
-    pool.run(2, causal_losses)
+def model_of(class_name: str = "LlamaForCausalLM") -> nn.Module:
+    settings = {"num_key_value_heads": 2} if class_name.startswith("Llama") else {}
+    if class_name == "BertLMHeadModel":
+        settings["is_decoder"] = True
+    return build(class_name, **settings)
 
 
-def curvature() -> None:
-    held = vocab_range(vocab_shard(8, 2, 1), dist.get_rank())
-    local = numbers(2, held.width).requires_grad_()
-    found = vocab_parallel_cross_entropy(local, torch.tensor([1, 6]), held=held, group=dist.group.WORLD)
-    (gradient,) = torch.autograd.grad(found.square(), local, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        gradient.square().sum().backward()
+def require_close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_second_derivative_is_an_error_and_not_wrong(pool: Pool) -> None:
-    pool.run(2, curvature)
+def labels_and_modes() -> None:
+    for class_name in CLASSES:
+        model = model_of(class_name)
+        copied, whole = (split(deepcopy(model), **each) for each in ({}, {"parallel_output": False}))
+        batch, ids = batch_for(model), text()
+        routed = class_name != "BertForMaskedLM"  # which hard-codes its loss
+        for training in (True, False):
+            for each in (model, copied, whole):
+                each.train(training)
+            with named(class_name):
+                expected = model(**batch)
+                require_close(copied(**ids).logits, expected.logits)
+                require_close(whole(**batch).logits, expected.logits)
+                for loss, logits in (copied(**batch, return_dict=False)[:2], copied(**batch).to_tuple()[:2]):
+                    require_close(loss, expected.loss)
+                    assert isinstance(logits, VocabParallelLogits) == (routed and training)
+                    gathered = logits.gather() if isinstance(logits, VocabParallelLogits) else logits
+                    require_close(gathered, expected.logits)
+                # The call after is not touched by the one before.
+                require_close(
+                    copied(ids["input_ids"], attention_mask=ids["attention_mask"]).logits, expected.logits
+                )
 
 
-def one_rank() -> None:
-    held = vocab_range(vocab_shard(8, 1, 1), 0)
-    with pytest.raises(ValueError, match="reduction='avg' must be"):
-        vocab_parallel_cross_entropy(
-            numbers(2, 8), torch.tensor([1, 2]), held=held, group=dist.group.WORLD, reduction="avg"
-        )
+def smoothed(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    """A loss that a user gives a model."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, label_smoothing=0.1)
 
 
-def test_an_unknown_reduction_is_refused(pool: Pool) -> None:
-    pool.run(1, one_rank)
+def losses_of_users() -> None:
+    """On gathered logits, on logits without labels, counted or shifted by the user, and put in the model's place."""
+
+    def through_gather(outputs: Any) -> Tensor:
+        logits = outputs.logits
+        logits = logits.gather() if isinstance(logits, VocabParallelLogits) else logits
+        return outputs.loss + logits.logsumexp(-1).square().mean()
+
+    batch = batch_for(model_of())
+    require_same_training(model_of(), batch, loss=through_gather)
+    require_same_training(
+        model_of(), text(), loss=lambda outputs: outputs.logits.logsumexp(-1).square().mean()
+    )
+    require_same_training(model_of(), {**batch, "num_items_in_batch": torch.tensor(50)})
+    require_same_training(model_of(), {**batch, "shift_labels": integers(0, VOCABULARY, 3, 13, seed=8)})
+    model = model_of()
+    model.loss_function = smoothed  # type: ignore[assignment]
+    _, outputs, expected = require_same_training(model, batch)
+    require_close(outputs.logits, expected.logits)
+    model = model_of()
+    copied = split(deepcopy(model))
+    for each in (model, copied):
+        each.forward(**batch).loss.backward()  # runs no hooks
+    require_same_gradients(copied, model)
+
+
+def refuse() -> None:
+    copied = split(build("LlamaForCausalLM", attention="eager"))
+    batch = batch_for(copied)
+    with pytest.raises(ValueError, match=r"label \d+ is outside the vocabulary of 101"):
+        copied(**{**batch, "labels": batch["labels"].clamp(min=0) + VOCABULARY})
+    # A call that failed leaves nothing behind for the next use of the head.
+    assert copied.lm_head(torch.zeros(1, 1, 32)).shape[-1] == VOCABULARY
+    logits = copied(**batch).logits
+    for use in (lambda: logits.argmax(-1), lambda: logits.shape):
+        with pytest.raises(AttributeError, match=r"call outputs\.logits\.gather\(\) on every rank"):
+            use()
+    uses: list[Callable[[], Any]] = [lambda: logits + 1, lambda: logits[0], lambda: torch.exp(logits)]
+    for use in uses:
+        with pytest.raises(TypeError):
+            use()
+    with pytest.raises(ValueError, match="the attention of its own heads alone"):
+        copied(**text(), output_attentions=True)
+    copied.config.output_attentions = True
+    with pytest.raises(ValueError, match="the attention of its own heads alone"):
+        copied(**text())
+
+
+def hidden_states() -> None:
+    model = model_of()
+    copied = split(deepcopy(model))
+    found, expected = (each(**text(), output_hidden_states=True).hidden_states for each in (copied, model))
+    for one, other in zip(found, expected, strict=True):
+        require_close(one, other)
+    require_equal_on_ranks(found[-1], "hidden states")
+
+
+def generate() -> None:
+    for class_name, attention in (
+        ("LlamaForCausalLM", "sdpa"),
+        ("LlamaForCausalLM", "eager"),
+        ("GPT2LMHeadModel", "sdpa"),
+        ("Qwen3ForCausalLM", "sdpa"),
+        ("T5ForConditionalGeneration", "sdpa"),
+        ("UMT5ForConditionalGeneration", "eager"),
+    ):
+        settings: dict[str, Any] = {"head_dim": 8, "num_key_value_heads": 2} if "Qwen3" in class_name else {}
+        if "T5" in class_name:  # transformers makes a cache of as many layers as the encoder has
+            settings = {"num_decoder_layers": 2}
+        model = build(class_name, attention=attention, seed=1, **settings).eval()
+        model.generation_config.eos_token_id = None
+        copied = split(deepcopy(model))
+        prompt = {"input_ids": integers(3, VOCABULARY, 2, 5), "attention_mask": torch.ones(2, 5).long()}
+        for how in ({"do_sample": False}, {"do_sample": False, "num_beams": 2}, {"do_sample": True}):
+            tokens = []
+            for each in (model, copied):
+                torch.manual_seed(3)
+                tokens.append(each.generate(**prompt, max_new_tokens=6, pad_token_id=0, **how))
+            assert tokens[0].shape == (2, 7 if "T5" in class_name else 11)
+            assert torch.equal(*tokens), f"{class_name} {attention} {how}: {tokens}"
+
+
+@pytest.mark.parametrize("function", [labels_and_modes, losses_of_users, refuse, hidden_states, generate])
+def test_outputs_are_those_of_the_whole_model_or_say_that_they_are_parts(
+    pool: Pool, function: Callable[[], None]
+) -> None:
+    pool.run(2, function)

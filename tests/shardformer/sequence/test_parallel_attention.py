@@ -154,8 +154,8 @@ def test_blocks_make_up_dense_attention(kind: str, settings: dict[str, Any]) -> 
     for plain, heads, length, tile in ((False, (4, 1), 24, 1024), (True, (4, 2), 29, 4)):
         mask = in_blocks(kind, length, levels=levels)
         attend = by_ring(mask, **{key: each for key, each in settings.items() if key != "levels"})
-        known = (kernels._PLAIN,) if plain else kernels._KERNELS
-        with tiles_of(tile), patch.object(kernels, "_KERNELS", known):
+        takes = (lambda *_: False) if plain else kernels.is_fused
+        with tiles_of(tile), patch.object(kernels, "is_fused", takes), patch.object(ring, "is_fused", takes):
             check(attend, axis_alone(), whole(kind, length), random_qkv(length, heads=heads), **settings)
 
 
@@ -178,7 +178,7 @@ def test_short_formats_are_merged_in_float32(dtype: torch.dtype, tolerance: dict
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_flash_attention_on_a_gpu_makes_up_dense_attention(is_causal: bool) -> None:
     qkv = random_qkv(24, dtype=torch.bfloat16, device="cuda")
-    with patch.object(kernels, "_KERNELS", [each for each in kernels._KERNELS if each is not kernels._PLAIN]):
+    with patch.object(kernels, "_plain", None):
         mask = causal(24) if is_causal else torch.ones_like(causal(24))
         check(by_ring(None, is_causal=is_causal), axis_alone(), mask, qkv, tolerance=HALF)
 
@@ -209,8 +209,8 @@ def test_dropout_leaves_out_the_same_keys_in_backward() -> None:
 
 
 def test_ranks_of_one_random_state_drop_other_keys() -> None:
-    alike: dict[str, Any] = dict(mask=None, order=None, length=8, rings=(), scale=1.0, softcap=None)
-    call = ring._Call(**alike, rank=0, dropout=0.5, seed=3)
+    nothing: Any = None
+    call = ring._Call(nothing, nothing, 8, kernels.View(Seen.ALL, scale=1.0, dropout=0.5, seed=3))
     at = [ring.Piece(slice(4), slice(4), range(row, row + 4), range(4), Seen.ALL) for row in (0, 4)]
     assert call.view(at[0]).seed != call.view(at[1]).seed == call.view(at[1]).seed
 
