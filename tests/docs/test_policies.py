@@ -20,7 +20,7 @@ from echelon.shardformer.layers import Linear1D_Col, VocabParallelLMHead1D
 from ..pool import Pool
 from ..shardformer.bare_training import causal_batch, departure
 from ..shardformer.compare import named
-from ..test_readme import code_blocks
+from .scripts import code_blocks
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "policies.md"
@@ -117,25 +117,6 @@ def test_optional_layers_and_ties_may_be_there_or_not(pool: Pool) -> None:
     pool.run(2, train_variants)
 
 
-def without(part: str) -> str | None:
-    """What departs where the table leaves out a part that has gradients to be summed."""
-    names = executed(TABLE)
-    torch.manual_seed(0)
-    whole = names["Decoder"]()
-    split = shard_model(deepcopy(whole))
-    for name, parameter in split.named_parameters():
-        if part in name and parameter._backward_hooks:
-            parameter._backward_hooks.clear()
-    return departure(whole, split, world(), loss_of=loss_of)
-
-
-@pytest.mark.slow
-def test_a_norm_whose_gradients_nobody_sums_is_seen(pool: Pool) -> None:
-    for told in pool.run(2, without, "query_norm"):
-        assert told is not None
-        assert "query_norm" in told
-
-
 def pipeline_losses(by_policy: bool, tp_size: int, pp_size: int) -> list[float]:
     """The losses of three steps of the hybrid plugin; of a plain loop where both sizes are 0."""
     names = {**executed(TABLE), **executed(POLICY)}
@@ -225,13 +206,3 @@ def test_the_guide_quotes_what_is_said_of_heads_that_do_not_divide(pool: Pool) -
     assert "`Decoder(num_heads=3, width=36)`" in GUIDE.read_text()
     _, quoted = code_blocks(GUIDE, "text")
     assert pool.run(2, refuse_three_heads) == [quoted.strip()] * 2
-
-
-def test_what_the_guide_points_to_exists() -> None:
-    text = GUIDE.read_text()
-    assert len(code_blocks(GUIDE, "python")) == TRAINING + 1
-    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text)
-    files = re.findall(r"`((?:tests|docs|examples)/[\w/.]*)`", text)
-    assert targets and files
-    assert [target for target in targets if not (GUIDE.parent / target).exists()] == []
-    assert [name for name in files if not (ROOT / name).exists()] == []

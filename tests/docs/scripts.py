@@ -1,0 +1,66 @@
+"""Scripts of the documents: found in their pages, and run by the worker pool or as commands of their own."""
+
+import contextlib
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+TIMEOUT_SECONDS = 300.0
+ENDING = "\nfrom echelon import DistCoordinator\n\nDistCoordinator().destroy()\n"
+
+
+def code_blocks(path: Path, language: str) -> list[str]:
+    """The fenced blocks of one language, as they stand."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(), flags=re.M | re.S)
+
+
+def losses(printed: str) -> list[float]:
+    """The losses in what a script printed. Processes that print at once may run into one line."""
+    return [float(loss) for loss in re.findall(r"loss (\d+\.\d+|nan|inf)", printed)]
+
+
+def printed(script: str, folder: Path, *words: str) -> str:
+    """What a script prints that is run with these words in a folder, on a rank of the pool."""
+    folder.mkdir(exist_ok=True)
+    before = Path.cwd()
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        mock.patch.object(sys, "argv", ["train.py", *words]),
+    ):
+        os.chdir(folder)
+        try:
+            exec(compile(script, "train.py", "exec"), {"__name__": "__main__"})
+        finally:
+            os.chdir(before)
+    return out.getvalue()
+
+
+def run_script(script: str, folder: Path, *, num_processes: int | None) -> str:
+    """What a script prints, run in a folder by python, or by torchrun where processes are given."""
+    (folder / "train.py").write_text(script)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
+    process = subprocess.Popen(
+        [sys.executable, *(torchrun if num_processes else []), "train.py"],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, err = process.communicate(timeout=TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)  # torchrun passes it on to its workers
+        out, err = process.communicate()
+        pytest.fail(f"the script did not end in {TIMEOUT_SECONDS} s; it printed\n{out}\n{err}")
+    assert process.returncode == 0, err
+    return out

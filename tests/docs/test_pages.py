@@ -1,0 +1,206 @@
+"""Pages of docs/: their scripts train, their pictures show what the code does, and what they point to exists."""
+
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from math import isfinite
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from echelon.plugins.internevo import plugin_arguments
+from echelon.shardformer.layers.sequence_axis import SequenceOrder
+
+from ..pool import Pool
+from .scripts import DOCS, ENDING, ROOT, code_blocks, losses, printed, run_script
+
+CHECKPOINTS, ZERO, SEQUENCE = (DOCS / f"{name}.md" for name in ("checkpoints", "zero", "sequence"))
+COLOSSALAI, INTERNEVO = (DOCS / f"coming-from-{name}.md" for name in ("colossalai", "internevo"))
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda path: path.stem
+)
+def test_what_a_page_points_to_exists(path: Path) -> None:
+    text = path.read_text()
+    targets = [target for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text) if "://" not in target]
+    files = re.findall(r"`((?:tests|docs|examples)/[\w/.]*)`", text)
+    missing = [target for target in targets if not (path.parent / target).exists()]
+    assert missing + [name for name in files if not (ROOT / name).exists()] == []
+    anchors = {
+        re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^#+ (.*)", text, re.M)
+    }
+    assert [anchor for anchor in re.findall(r"\]\(#([^)]*)\)", text) if anchor not in anchors] == []
+
+
+# Scripts.
+
+
+@pytest.mark.slow
+def test_the_script_of_the_checkpoints_goes_on_under_another_layout(pool: Pool, tmp_path: Path) -> None:
+    script = code_blocks(CHECKPOINTS, "py")[0]
+    commands = re.findall(r"--nproc_per_node (\d) train.py (.*)", CHECKPOINTS.read_text())
+    found = [
+        losses(pool.run(int(size), printed, script, tmp_path, *words.split())[0]) for size, words in commands
+    ]
+    assert list(map(len, found)) == [6, 6]
+    alone = losses(pool.run(1, printed, script, tmp_path / "alone", "1", "1", "12")[0])
+    assert [*found[0], *found[1]] == pytest.approx(alone, abs=2e-6)  # six digits are printed
+    steps = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert steps == ["step-00000009", "step-00000012"]
+
+
+def internevo_file(folder: Path) -> Path:
+    path = folder / "config.py"
+    path.write_text(code_blocks(INTERNEVO, "py")[0])
+    return path
+
+
+def test_internevos_configuration_becomes_arguments(tmp_path: Path) -> None:
+    assert plugin_arguments(internevo_file(tmp_path)) == {
+        **dict(tp_size=1, pp_size=1, sp_size=2, wp_size=4, wp_overlap=True, wp_memory_pool=True),
+        **dict(enable_sequence_parallelism=True, sequence_parallelism_mode="all_to_all"),
+        **dict(
+            zero_stage=1, zero_size=-1, num_microbatches=2, precision="fp32", enable_flash_attention=False
+        ),
+        **dict(overlap_communication=True, overlap_allgather=False, zero_bucket_size_in_m=512, max_norm=1.0),
+        **dict(initial_scale=2**16, min_scale=1, growth_interval=1000, growth_factor=2, backoff_factor=0.5),
+    }
+
+
+@pytest.mark.slow
+def test_the_script_for_internevo_trains_on_four_ranks(tmp_path: Path) -> None:
+    internevo_file(tmp_path)
+    (script,) = code_blocks(INTERNEVO, "python")
+    found = losses(run_script(script, tmp_path, num_processes=4))
+    assert len(found) == 4 and all(map(isfinite, found))  # 32 samples, two replicas, batches of 4
+
+
+@pytest.mark.slow
+def test_the_script_of_lora_trains_adapters_that_peft_finds(tmp_path: Path) -> None:
+    (script,) = code_blocks(DOCS / "lora.md", "python")
+    found = losses(run_script(script + ENDING, tmp_path, num_processes=2))
+    assert len(found) == 10 and found[-1] < found[0]
+    stored = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    shapes = {re.sub(r".*\d\.", "", name): tuple(each.shape) for name, each in stored.items()}
+    assert shapes == {
+        f"self_attn.{layer}.lora_{part}.weight": shape
+        for layer in ("q_proj", "v_proj")
+        for part, shape in (("A", (8, 32)), ("B", (32, 8)))
+    }
+
+
+def alone_script(mark: str) -> str:
+    """The calls of Shardformer alone, as they are printed for those who come from ColossalAI."""
+    (found,) = [block for block in code_blocks(COLOSSALAI, "py") if mark in block and "echelon" in block]
+    return found
+
+
+def split_shapes() -> list[int]:
+    """How many of 128 padded entries, of 32 features and of 3072 this rank has."""
+    names: dict[str, Any] = {"__name__": "script"}
+    exec(alone_script("shard_model(model, policy)"), names)
+    layer = names["model"].bert.encoder.layer[0]
+    embedding = names["model"].bert.embeddings.word_embeddings
+    return [
+        each.weight.shape[0] for each in (embedding, layer.attention.self.query, layer.intermediate.dense)
+    ]
+
+
+def test_shardformer_alone_splits_over_the_world(pool: Pool) -> None:
+    assert pool.run(1, split_shapes) == [[90, 32, 3072]]
+    assert pool.run(2, split_shapes) == [[64, 16, 1536]] * 2
+
+
+def test_shardformer_alone_trains_and_answers_on_two_ranks_as_on_one(pool: Pool, tmp_path: Path) -> None:
+    source = alone_script("shard_former.shard_dataset(")
+    assert source.count("tensor_parallel_size=2") == 1
+    one = source.replace("tensor_parallel_size=2", "tensor_parallel_size=1")
+    (alone,) = pool.run(1, printed, one, tmp_path)
+    assert len(losses(alone)) == 4
+    for together in pool.run(2, printed, source, tmp_path):
+        assert losses(together) == pytest.approx(losses(alone), abs=1e-4)
+        assert re.findall(r"\[.*\]", together) == re.findall(r"\[.*\]", alone)
+        assert len(re.findall(r"\d+", together.splitlines()[-1])) == 4
+
+
+@pytest.mark.slow
+def test_scripts_of_shardformer_alone_start_their_process_groups_themselves(tmp_path: Path) -> None:
+    first, second = alone_script("shard_model(model, policy)"), alone_script("shard_former.shard_dataset(")
+    run_script(first + ENDING, tmp_path, num_processes=None)
+    run_script(first + ENDING, tmp_path, num_processes=2)
+    assert len(losses(run_script(second + ENDING, tmp_path, num_processes=2))) == 8
+
+
+# Pictures.
+
+
+@pytest.fixture
+def drawing(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Import a script of docs/ that draws."""
+    pytest.importorskip("matplotlib")
+
+    def load(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)  # dataclasses look up the module of their class
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.mark.parametrize(("local", "is_zigzag"), [("part", False), ("zigzag", True)])
+def test_ranks_have_in_the_pictures_of_sequences_what_they_have(
+    drawing: Callable, local: str, is_zigzag: bool
+) -> None:
+    pictures = drawing("draw_sequence")
+    length = pictures.NUM_STRETCHES
+    order = SequenceOrder(size=pictures.NUM_RANKS, is_zigzag=is_zigzag)
+    for rank in range(pictures.NUM_RANKS):
+        drawn = [
+            position
+            for patch in getattr(pictures, local)(rank)
+            for position in range(round(patch.top * length), round((patch.top + patch.height) * length))
+        ]
+        assert drawn == order.own(torch.arange(length), 0, rank).tolist()
+
+
+def test_the_drawn_ring_computes_every_pair_once_and_as_many_on_each_rank(drawing: Callable) -> None:
+    pictures = drawing("draw_sequence")
+    side = pictures.NUM_STRETCHES
+    by_rank = [pictures.keys_by_step(rank) for rank in range(pictures.NUM_RANKS)]
+    pairs = [[(round(each.top * side), round(each.left * side)) for each in of_rank] for of_rank in by_rank]
+    every = sorted(pair for of_rank in pairs for pair in of_rank)
+    assert every == [(query, key) for query in range(side) for key in range(query + 1)]
+    assert len(set(map(len, pairs))) == 1
+
+
+def test_pictures_are_the_drawings_and_say_what_the_tables_say(drawing: Callable) -> None:
+    for name, panels in drawing("draw_sequence").PICTURES.items():
+        texts = [each.title for each in panels] + [line for each in panels for line in each.sent.splitlines()]
+        require_written(f"sequence_{name}.svg", texts)
+        assert f"images/sequence_{name}.svg" in SEQUENCE.read_text()
+    zero = drawing("draw_zero")
+    texts = [*zero.PHASES, *zero.KINDS]
+    for stage in zero.STAGES:  # the bytes of a parameter: "6 Ψ + 12 Ψ/d" is 6 + 12 / d
+        terms = re.findall(r"(\d+) Ψ(/d)?", stage.formula)
+        assert stage.bytes_held == sum(
+            int(number) / (zero.NUM_RANKS if sharded else 1) for number, sharded in terms
+        )
+        texts += [stage.formula, f"= {stage.bytes_held:g} Ψ", *stage.traffic]
+    require_written("zero.svg", texts)
+    rows = re.findall(r"^\| (stage \d) \| [^|]* \| ([^|]*?)( \+ buckets)? \|$", ZERO.read_text(), flags=re.M)
+    formulas = [(stage.name, stage.formula) for stage in zero.STAGES if stage.name != "FSDP"]
+    assert [(name, formula) for name, formula, _ in rows[:3]] == formulas  # another table is of cpu_offload
+
+
+def require_written(picture: str, texts: list[str]) -> None:
+    written = (DOCS / "images" / picture).read_text()
+    assert [text for text in texts if text not in written] == [], picture
