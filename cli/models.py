@@ -2,9 +2,8 @@
 
 import json
 import re
-import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from .console import refuse
+from .console import refuse, show_table
 
 # By head and layout: True where the layout trained as one process does.
 Outcomes = Mapping[str, Mapping[str, bool]]
@@ -239,7 +238,6 @@ more  further layouts in which all heads agree, of those that were tried
 yes   trains as in one process; 3/4: so many heads do; no: none does
 –     refused, or nothing to be done; blank: not tried
 One model type in full, with heads, layouts and reasons: echelon models llama"""
-INDENT = 10  # of the names of features and layouts
 
 
 def models(
@@ -265,9 +263,8 @@ def models(
     if name is not None:
         named = rows_named(name, rows)
         refuse("models", [] if named else [_unknown(name, rows)])
-        width = console.width if console.is_terminal else None
         for row in named:
-            typer.echo("\n".join(described(row, layouts_of(rows), width=width)) + "\n")
+            show_row(row, layouts_of(rows))
         typer.echo(f"{versions(kept)}.")
     elif console.is_terminal:
         typer.echo("\n".join([*short_lines(rows), "", LEGEND, f"{versions(kept)}."]))
@@ -325,44 +322,25 @@ def aligned(table: Sequence[Sequence[str]], *, between: str) -> list[str]:
     ]
 
 
-def described(row: ModelRow, layouts: Sequence[str], *, width: int | None) -> Iterator[str]:
-    """The full results of a model type, in lines.
-
-    Args:
-        layouts: in the order in which they are listed.
-        width: of the terminal; None wraps nothing.
-    """
-    yield f"{row.model_type}, sharded by a {row.source}"
-    yield "\nheads"
-    yield from _wrapped("; ".join(row.heads) or "none was tried", width, indent=2)
-    yield "\nfeatures, with the usual head"
-    for feature in FEATURES:
-        if feature in row.features:
-            reason = row.features[feature]
-            reason = f": {reason.removeprefix(REFUSED)}" if reason.startswith(REFUSED) else ""
-            first, *others = _wrapped(f"{feature}{reason}", width, indent=INDENT)
-            yield f"  {row.feature_cell(feature):<{INDENT - 2}}{first.lstrip()}"
-            yield from others
-    yield "\nlayouts: heads that train as in one process, of those tried"
-    for layout in layouts:
-        if layout in row.cells:
-            tried, agreed = row.cells[layout]
-            name = layout.removesuffix("·fp32").replace("·", "· ")  # a long one may break there
-            first, *others = (line.replace("· ", "·") for line in _wrapped(name, width, indent=INDENT))
-            yield f"  {f'{agreed}/{tried}':<{INDENT - 2}}{first.lstrip()}"
-            yield from others
-
-
-def _wrapped(text: str, width: int | None, *, indent: int) -> list[str]:
-    """Lines that break between words alone."""
-    margin = " " * indent
-    if width is None:
-        return [margin + text]
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=margin,
-        subsequent_indent=margin,
-        break_long_words=False,
-        break_on_hyphens=False,
+def show_row(row: ModelRow, layouts: Sequence[str]) -> None:
+    """Print the full results of a model type: heads, features with the usual head, and layouts in this order."""
+    features = [
+        (
+            row.feature_cell(each),
+            f"{each}: {reason.removeprefix(REFUSED)}" if reason.startswith(REFUSED) else each,
+        )
+        for each in FEATURES
+        if (reason := row.features.get(each))
+    ]
+    agreed = [
+        ("{1}/{0}".format(*row.cells[each]), each.removesuffix("·fp32"))
+        for each in layouts
+        if each in row.cells
+    ]
+    heads = ("heads", "; ".join(row.heads) or "none was tried")
+    show_table(
+        f"{row.model_type}, sharded by a {row.source}: features with the usual head; layouts with the heads that agree",
+        ("", ""),
+        [heads, *features, *agreed],
+        sections=[1, 1 + len(features)],
     )

@@ -73,7 +73,6 @@ class Plugin(ABC):
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
         """Accumulate gradients without reducing them over the data-parallel ranks."""
 
-    @abstractmethod
     def execute_pipeline(
         self,
         data_iter: Iterator,
@@ -85,7 +84,15 @@ class Plugin(ABC):
         *,
         average_loss: bool = True,
     ) -> dict[str, Any]:
-        """One batch through the pipeline; see `HybridParallelPlugin.execute_pipeline`."""
+        """One batch through the pipeline; see `HybridParallelPlugin.execute_pipeline`.
+
+        Raises:
+            RuntimeError: the plugin has no pipeline.
+        """
+        raise RuntimeError(
+            f"{type(self).__name__} has no pipeline: call model(**batch) and booster.backward(loss, optimizer), or "
+            "use HybridParallelPlugin or LowLevelZeroPlugin, where execute_pipeline works at any size"
+        )
 
     @abstractmethod
     def local_model(self, model: nn.Module) -> LocalModel:
@@ -101,9 +108,24 @@ class Plugin(ABC):
         return Checkpoints(self.mesh)
 
     @property
-    @abstractmethod
+    def tp_size(self) -> int:
+        """Ranks over which each layer is sharded."""
+        return self.mesh.size("tp")
+
+    @property
+    def pp_size(self) -> int:
+        """Stages of the pipeline."""
+        return self.mesh.size("pp")
+
+    @property
+    def dp_size(self) -> int:
+        """Replicas that get different batches."""
+        return self.mesh.size("dp")
+
+    @property
     def data_rank(self) -> tuple[int, int]:
-        """This rank's place among those that get different batches, and how many there are."""
+        """This rank's replica, and how many there are."""
+        return self.mesh.rank("dp"), self.mesh.size("dp")
 
     def announce_precision(self) -> None:
         """Log a precision that was not given, and warn of fp16 on a CPU; on the first rank, at the first boost."""

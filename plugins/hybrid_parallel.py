@@ -230,21 +230,6 @@ class HybridParallelPlugin(Plugin):
             raise ValueError(in_its_words(str(error), configured)) from None
 
     @property
-    def tp_size(self) -> int:
-        """Ranks over which each layer is sharded."""
-        return self.mesh.size("tp")
-
-    @property
-    def pp_size(self) -> int:
-        """Stages of the pipeline."""
-        return self.mesh.size("pp")
-
-    @property
-    def dp_size(self) -> int:
-        """Replicas that get different batches."""
-        return self.mesh.size("dp")
-
-    @property
     def sp_size(self) -> int:
         """Ranks over which sequences are sharded."""
         return self.mesh.size("sp")
@@ -258,11 +243,6 @@ class HybridParallelPlugin(Plugin):
     def precision(self) -> str:
         """The precision of weights and activations."""
         return self.config.precision
-
-    @property
-    def data_rank(self) -> tuple[int, int]:
-        """This rank's replica, and how many there are."""
-        return self.mesh.rank("dp"), self.mesh.size("dp")
 
     def configure(
         self,

@@ -25,7 +25,7 @@ from ..lazy import materialize
 from ..shardformer.layers.batch_norm import own_batch_norms
 from ..shardformer.refusals import mark_taken
 from ..zero.precision import DTYPES, default_precision
-from .base import Boosted, BoostedModule, Plugin, Returned, model_errors, own_arguments, require_process_group
+from .base import Boosted, BoostedModule, Plugin, model_errors, own_arguments, require_process_group
 from .colossalai import DDP, unavailable_errors
 from .lora import unwrapped
 from .scaled_optimizer import ScaledOptimizer
@@ -63,26 +63,6 @@ class TorchPlugin(Plugin):
     mesh: ParallelMesh
     _precision: str
     _accumulates = False  # inside of no_sync, where ranks may run different numbers of backwards
-
-    @property
-    def dp_size(self) -> int:
-        """Replicas that get different batches: all ranks."""
-        return self.mesh.size("dp")
-
-    @property
-    def pp_size(self) -> int:
-        """Stages of the pipeline: one."""
-        return 1
-
-    @property
-    def tp_size(self) -> int:
-        """Ranks over which each layer is sharded: one."""
-        return 1
-
-    @property
-    def data_rank(self) -> tuple[int, int]:
-        """This rank, of all."""
-        return self.mesh.rank("dp"), self.mesh.size("dp")
 
     @property
     def precision(self) -> str:
@@ -184,27 +164,6 @@ class TorchPlugin(Plugin):
                 yield
         finally:
             self._accumulates = before
-
-    def execute_pipeline(
-        self,
-        data_iter: Iterator,
-        model: nn.Module,
-        criterion: Callable | None = None,
-        optimizer: Any = None,
-        return_loss: bool = True,
-        return_outputs: Returned = False,
-        *,
-        average_loss: bool = True,
-    ) -> dict[str, Any]:
-        """Not offered by this plugin.
-
-        Raises:
-            RuntimeError: always; says what to call.
-        """
-        raise RuntimeError(
-            f"{type(self).__name__} has no pipeline: call model(**batch) and booster.backward(loss, optimizer), or "
-            "use HybridParallelPlugin or LowLevelZeroPlugin, where execute_pipeline works at any size"
-        )
 
 
 def require_boosted(optimizer: Optimizer, call: str) -> ScaledOptimizer:

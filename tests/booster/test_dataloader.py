@@ -1,7 +1,6 @@
 """A DataLoader of the user's, given to boost: sharded over the replicas, in the order of a plain loop."""
 
 import itertools
-import logging
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch.utils.data import (
 from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from echelon.verify.models import ModelChoice
 
+from ..plugins.training import logged
 from ..pool import Pool
 
 LLAMA = ModelChoice(model_type="llama", num_layers=1)
@@ -238,18 +238,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-def refuse(plugin: str, kind: str) -> str:
-    with pytest.raises(ValueError) as refusal:
-        boosted_loader(plugin, REFUSED[kind][0]())
-    return str(refusal.value)
+def refuse_all() -> dict[str, str]:
+    found = {}
+    for kind, (make, _) in REFUSED.items():
+        with pytest.raises(ValueError) as refusal:
+            boosted_loader("ddp" if kind == "list" else "replicas", make())
+        found[kind] = str(refusal.value)
+    return found
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_sharded_is_refused_on_every_rank(pool: Pool, kind: str) -> None:
-    first, second = pool.run(2, refuse, "ddp" if kind == "list" else "replicas", kind)
+def test_what_cannot_be_sharded_is_refused_on_every_rank(pool: Pool) -> None:
+    first, second = pool.run(2, refuse_all)
     assert first == second
-    assert first.startswith(REFUSED[kind][1])
-    assert "leave it out of boost" in first
+    for kind, message in first.items():
+        assert message.startswith(REFUSED[kind][1])
+        assert "leave it out of boost" in message
 
 
 def keep_streams() -> None:
@@ -284,8 +287,7 @@ def samples(by_rank: list[list[list[int]]]) -> list[int]:
     return [sample for batch in whole_batches(by_rank) for sample in batch]
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "generator", "own sampler"])
-@pytest.mark.parametrize("stop", [12, 22, 38])
+@pytest.mark.parametrize(("kind", "stop"), [("shuffled", 12), ("generator", 22), ("own sampler", 38)])
 def test_a_checkpoint_goes_on_in_the_order_with_any_number_of_replicas(
     pool: Pool, tmp_path: Path, kind: str, stop: int
 ) -> None:
@@ -299,20 +301,18 @@ def test_a_checkpoint_goes_on_in_the_order_with_any_number_of_replicas(
 
 def lines_of_steps(is_boosted: bool) -> list[str]:
     """The lines that three steps log."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("echelon").addHandler(handler)
-    booster, model, loader = Booster(plugin=PLUGINS["replicas"]()), Sum(), DataLoader(Floats(), 2)
-    model, optimizer, _, given, _ = booster.boost(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), dataloader=loader if is_boosted else None
-    )
-    batches = iter(given if is_boosted else loader)
-    for _ in range(4):
-        booster.execute_pipeline(batches, model, lambda outputs, inputs: outputs.mean(), optimizer)
-        optimizer.step()
-    logging.getLogger("echelon").removeHandler(handler)
-    return lines
+
+    def run() -> None:
+        booster, model, loader = Booster(plugin=PLUGINS["replicas"]()), Sum(), DataLoader(Floats(), 2)
+        model, optimizer, _, given, _ = booster.boost(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), dataloader=loader if is_boosted else None
+        )
+        batches = iter(given if is_boosted else loader)
+        for _ in range(4):
+            booster.execute_pipeline(batches, model, lambda outputs, inputs: outputs.mean(), optimizer)
+            optimizer.step()
+
+    return logged(run)
 
 
 class Floats(Numbers):

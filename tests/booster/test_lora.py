@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from echelon import Booster, HybridParallelPlugin, LazyInitContext, TorchDDPPlugin, TorchFSDPPlugin
 from echelon.plugins.lora import enable_lora
-from echelon.verify.batch import make_batch
+from echelon.verify.batch import loss_of, make_batch
 
-from ..plugins import training
+from ..plugins.training import hybrid, refused, share
 from ..pool import Pool
 from .adapters import BERT, GPT2, LLAMA, NUM_STEPS, Adapted, load, optimizer_of, train_and_save
 
@@ -137,7 +137,7 @@ def train_by_calls(folder: Path, plugin: str) -> None:
     model = LLAMA.build_peft()
     boosted, optimizer, *_ = booster.boost(model, optimizer_of(model.parameters()))
     for step in range(NUM_STEPS):
-        booster.backward(boosted(**next(training.share(booster, LLAMA, step))).loss, optimizer)
+        booster.backward(boosted(**next(share(booster, LLAMA, step))).loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
     booster.save_lora_as_pretrained(boosted, folder, use_safetensors=False)
@@ -156,7 +156,7 @@ def test_torchs_own_data_parallelism_saves_the_same(pool: Pool, tmp_path: Path, 
 
 def save_two(folder: Path) -> list[str]:
     """Save a model with two adapters; what of the second is not in its folder as it was made."""
-    booster = training.hybrid(tp_size=2)
+    booster = hybrid(tp_size=2)
     model = LLAMA.build_peft()
     model.add_adapter("second", LoraConfig(r=2, target_modules=["k_proj", "o_proj"], init_lora_weights=False))
     own = {
@@ -181,7 +181,7 @@ def boost_lazily(where: str) -> list[float]:
     """The loss of a model that was built lazily, beside that of one that was not; B is zero, as peft makes it."""
     losses = []
     for is_lazy in (False, True):
-        booster = training.hybrid(tp_size=2)
+        booster = hybrid(tp_size=2)
         torch.manual_seed(5)
         model = build_adapted(where, is_lazy)
         for name, parameter in model.named_parameters():
@@ -189,7 +189,7 @@ def boost_lazily(where: str) -> list[float]:
                 parameter.data.fill_(0.1)
         boosted, *_ = booster.boost(model)
         with torch.no_grad():
-            found = booster.execute_pipeline(training.share(booster, LLAMA, 0), boosted, training.loss_of)
+            found = booster.execute_pipeline(share(booster, LLAMA, 0), boosted, loss_of)
         losses.append(float(found["loss"]))
     return losses
 
@@ -216,7 +216,7 @@ LORA: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"]}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         (
             {"lora_config": LoraConfig(r=2, target_modules=["q_proj", "query"])},
@@ -236,11 +236,11 @@ LORA: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"]}
         ({"lora_config": LoraConfig(**LORA), "quantize": True}, ["4 or 8 bits"]),
     ],
 )
-def test_what_does_not_fit_is_refused(arguments: dict[str, Any], told: list[str]) -> None:
+def test_what_does_not_fit_is_refused(arguments: dict[str, Any], reported: list[str]) -> None:
     given = {"pretrained_dir": None, "lora_config": None, "bnb_quantization_config": None, "quantize": False}
     with pytest.raises(ValueError) as error:
         enable_lora(LLAMA.build_plain(), **(given | arguments))
-    for each in told:
+    for each in reported:
         assert each in str(error.value)
 
 
@@ -255,8 +255,8 @@ def test_without_peft_the_error_names_it() -> None:
 
 
 def refuse_boosted(folder: Path) -> list[str]:
-    """What a boosted model, one without adapters, and peft's other types are told; folder is as `save` left it."""
-    booster = training.hybrid()
+    """What a boosted model, one without adapters, and peft's other types are reported; folder is as `save` left it."""
+    booster = hybrid()
     boosted, *_ = booster.boost(LLAMA.build_plain())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -264,9 +264,9 @@ def refuse_boosted(folder: Path) -> list[str]:
             LLAMA.build_plain(), IA3Config(target_modules=["q_proj"], feedforward_modules=[])
         )
     return [
-        training.refused(lambda: booster.enable_lora(boosted, lora_config=LoraConfig(**LORA))),
-        training.refused(lambda: booster.save_lora_as_pretrained(boosted, folder)),
-        training.refused(lambda: booster.boost(other)),
+        refused(lambda: booster.enable_lora(boosted, lora_config=LoraConfig(**LORA))),
+        refused(lambda: booster.save_lora_as_pretrained(boosted, folder)),
+        refused(lambda: booster.boost(other)),
     ]
 
 
@@ -278,8 +278,8 @@ def test_models_that_cannot_be_are_refused(pool: Pool, tmp_path: Path) -> None:
 
 
 def save_and_break(folder: Path) -> list[str]:
-    """What is told of a folder with a tensor too few, and of a path that is no folder."""
-    booster = training.hybrid()
+    """What is reported of a folder with a tensor too few, and of a path that is no folder."""
+    booster = hybrid()
     boosted, *_ = booster.boost(LLAMA.build_peft())
     booster.save_lora_as_pretrained(boosted, folder)
     path = folder / "adapter_model.safetensors"
@@ -287,7 +287,7 @@ def save_and_break(folder: Path) -> list[str]:
     taken = next(iter(tensors))
     tensors["base_model.model.other.lora_A.weight"] = tensors.pop(taken)
     save_file(tensors, path, metadata={"format": "pt"})
-    incomplete = training.refused(lambda: booster.enable_lora(LLAMA.build_plain(), pretrained_dir=folder))
+    incomplete = refused(lambda: booster.enable_lora(LLAMA.build_plain(), pretrained_dir=folder))
     try:
         booster.save_lora_as_pretrained(boosted, path)
     except OSError as error:
@@ -295,7 +295,7 @@ def save_and_break(folder: Path) -> list[str]:
     raise AssertionError("a file was taken for a folder")
 
 
-def test_a_folder_that_does_not_fit_is_told(pool: Pool, tmp_path: Path) -> None:
+def test_a_folder_that_does_not_fit_is_reported(pool: Pool, tmp_path: Path) -> None:
     taken, incomplete, no_folder, *files = pool.run(1, save_and_break, tmp_path)[0]
     assert f"{taken} is missing" in incomplete
     assert "other.lora_A.weight is not in the model" in incomplete

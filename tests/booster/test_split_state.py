@@ -18,7 +18,7 @@ from echelon import Booster, TorchDDPPlugin, TorchFSDPPlugin
 from echelon.shardformer import shard_model
 from echelon.verify.models import ModelChoice
 
-from ..plugins.training import boosted, hybrid, share
+from ..plugins.training import boosted, hybrid, refused, share
 from ..pool import Pool
 from . import adapters
 
@@ -50,15 +50,6 @@ def trained(booster: Booster) -> tuple[Any, Any]:
     return model, optimizer
 
 
-def told(call: Callable[[], Any]) -> str:
-    """The error's text, which is a sentence of ours."""
-    try:
-        call()
-    except (RuntimeError, TypeError) as error:
-        return str(error)
-    raise AssertionError("nothing was refused")
-
-
 def refusals(layout: str, folder: Path) -> dict[str, str]:
     """What each way to write a part of the model says, and then a save of it all."""
     make, part = SPLIT[layout]
@@ -67,21 +58,21 @@ def refusals(layout: str, folder: Path) -> dict[str, str]:
     inner = model.unwrap()
     whole = LLAMA.build().state_dict()
     found = {
-        "state_dict": told(model.state_dict),
-        "of the inner model": told(inner.state_dict),
-        "of a submodule": told(inner.get_submodule(part).state_dict),
-        "save_pretrained": told(lambda: model.save_pretrained(folder / "never")),
-        "of the inner": told(lambda: inner.save_pretrained(folder / "never")),
-        "torch.save": told(lambda: torch.save(model, io.BytesIO())),
-        "torch's checkpoints": told(lambda: get_model_state_dict(inner)),
-        "with the optimizer": told(lambda: get_state_dict(model, optimizer)),
-        "load_state_dict": told(lambda: inner.load_state_dict(whole)),
-        "not strict": told(lambda: model.load_state_dict(whole, strict=False)),
-        "the optimizer's state": told(optimizer.state_dict),
-        "the optimizer itself": told(lambda: torch.save(optimizer, io.BytesIO())),
+        "state_dict": refused(model.state_dict),
+        "of the inner model": refused(inner.state_dict),
+        "of a submodule": refused(inner.get_submodule(part).state_dict),
+        "save_pretrained": refused(lambda: model.save_pretrained(folder / "never")),
+        "of the inner": refused(lambda: inner.save_pretrained(folder / "never")),
+        "torch.save": refused(lambda: torch.save(model, io.BytesIO())),
+        "torch's checkpoints": refused(lambda: get_model_state_dict(inner)),
+        "with the optimizer": refused(lambda: get_state_dict(model, optimizer)),
+        "load_state_dict": refused(lambda: inner.load_state_dict(whole)),
+        "not strict": refused(lambda: model.load_state_dict(whole, strict=False)),
+        "the optimizer's state": refused(optimizer.state_dict),
+        "the optimizer itself": refused(lambda: torch.save(optimizer, io.BytesIO())),
     }
     if layout != "fsdp":  # torch's own class of it is not to be pickled
-        found["torch.save of the inner"] = told(lambda: torch.save(inner, io.BytesIO()))
+        found["torch.save of the inner"] = refused(lambda: torch.save(inner, io.BytesIO()))
     booster.save_model(model, folder / "saved", shard=True)
     booster.save_checkpoint(folder / "steps", 1, model=model, optimizer=optimizer).wait()
     booster.load_checkpoint(folder / "steps", model=model, optimizer=optimizer)
@@ -139,11 +130,11 @@ def split_alone(folder: Path) -> dict[str, str]:
     """As `refusals`, where ShardFormer has split a model without a booster."""
     model = shard_model(LLAMA.build())
     return {
-        "state_dict": told(model.state_dict),
-        "of a submodule": told(model.get_submodule("model.layers.0.mlp").state_dict),
-        "save_pretrained": told(lambda: model.save_pretrained(folder)),  # type: ignore[operator]
-        "torch.save": told(lambda: torch.save(model, io.BytesIO())),
-        "torch's checkpoints": told(lambda: get_model_state_dict(model)),
+        "state_dict": refused(model.state_dict),
+        "of a submodule": refused(model.get_submodule("model.layers.0.mlp").state_dict),
+        "save_pretrained": refused(lambda: model.save_pretrained(folder)),  # type: ignore[operator]
+        "torch.save": refused(lambda: torch.save(model, io.BytesIO())),
+        "torch's checkpoints": refused(lambda: get_model_state_dict(model)),
     }
 
 
@@ -158,7 +149,7 @@ def adapters_of_a_part(folder: Path) -> str:
     booster.boost(peft_model, adapters.optimizer_of(peft_model.parameters()))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return told(lambda: peft_model.save_pretrained(str(folder)))
+        return refused(lambda: peft_model.save_pretrained(str(folder)))
 
 
 def test_adapters_of_a_part_of_a_model_are_not_written_by_peft(pool: Pool, tmp_path: Path) -> None:
@@ -171,7 +162,7 @@ def save_pretrained_with_adapters(folder: Path) -> str:
     peft_model = adapters.LLAMA.build_peft()
     booster = hybrid(zero_stage=1)
     model, *_ = booster.boost(peft_model, adapters.optimizer_of(peft_model.parameters()))
-    return told(lambda: model.save_pretrained(folder))
+    return refused(lambda: model.save_pretrained(folder))
 
 
 def test_a_whole_model_with_adapters_is_not_written_under_names_that_nobody_reads(
@@ -211,7 +202,7 @@ def test_a_model_that_a_rank_has_whole_has_a_state(pool: Pool, tmp_path: Path, l
 
 def copies() -> tuple[str, nn.Module]:
     model, _ = boosted(hybrid(pp_size=2), LLAMA)
-    return told(lambda: copy.deepcopy(model)), told(copy.deepcopy(model.unwrap()).state_dict)
+    return refused(lambda: copy.deepcopy(model)), refused(copy.deepcopy(model.unwrap()).state_dict)
 
 
 def test_a_copy_of_a_part_is_a_part(pool: Pool) -> None:

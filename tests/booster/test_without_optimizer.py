@@ -18,7 +18,6 @@ from ..pool import Pool
 
 CHOICE = ModelChoice(model_type="llama", num_layers=2)
 PLUGINS: dict[str, Callable[[], Any]] = {
-    "zero 1": lambda: LowLevelZeroPlugin(precision="fp32"),
     "zero 2": lambda: LowLevelZeroPlugin(stage=2, precision="fp32"),
     "replicas": lambda: HybridParallelPlugin(precision="fp32"),
     "slices": lambda: HybridParallelPlugin(tp_size=2, precision="fp32"),
@@ -49,11 +48,11 @@ def evaluate_save_and_train(plugin: str, folder: Path) -> str:
 def test_a_model_boosted_alone_is_evaluated_and_saved_and_refuses_a_backward(
     pool: Pool, plugin: str, tmp_path: Path
 ) -> None:
-    for told in pool.run(2, evaluate_save_and_train, plugin, tmp_path):
-        assert told.startswith(
+    for reported in pool.run(2, evaluate_save_and_train, plugin, tmp_path):
+        assert reported.startswith(
             "the model was boosted without an optimizer, so its gradients are not averaged"
         )
-        assert "booster.boost(model, optimizer)" in told
+        assert "booster.boost(model, optimizer)" in reported
 
 
 def step_by_hand(plugin: str) -> dict[str, Tensor]:

@@ -116,22 +116,10 @@ def test_bad_arguments_are_refused_all_at_once_with_status_2(
         assert part in output
 
 
-def test_a_folder_is_no_file_to_draw_to(tmp_path: Path) -> None:
-    (tmp_path / "a.png").mkdir()
-    status, output = call("--out", str(tmp_path / "a.png"))
-    assert (status, "is a folder" in output) == (2, True)
-
-
 def test_a_file_that_cannot_be_written_is_told_after_the_figures() -> None:
     status, output = call("--out", "/proc/drawn.svg")  # where nobody can make a file, root neither
     assert status == 1, output
     assert "37.5%" in output and "out='/proc/drawn.svg' cannot be written (" in output
-
-
-def test_a_file_that_nobody_may_write_to_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(command.os, "access", lambda *_: False)
-    status, output = call("--out", str(tmp_path / "a.png"))
-    assert (status, "a.png' cannot be written (Permission denied)" in output) == (2, True)
 
 
 def test_a_missing_matplotlib_is_told_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

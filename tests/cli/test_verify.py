@@ -8,6 +8,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from echelon.cli import verify as command
+from echelon.cli.local import run_on_processes
 from echelon.cli.main import app
 from echelon.verify.compare import Measure, StepComparison
 from echelon.verify.layout import Layout
@@ -72,7 +73,7 @@ def relay_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Relay:
     return found[0]
 
 
-def test_further_parts_keep_precision_microbatches_and_steps_until_told_otherwise(
+def test_further_parts_keep_precision_microbatches_and_steps_until_reported_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = ("--precision", "fp16", "--microbatches", "4", "--steps", "2", "--max-norm", "0.5", "--dp", "2")
@@ -102,15 +103,15 @@ def kill_rank_1(rank: int, *_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_process_that_dies_is_told_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_is_reported_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_run_part", kill_rank_1)
     status, output = call("--tp", "2")
     assert status == 1
-    assert "exit codes by rank are {0: 0, 1: -9}" in output
+    assert "rank 1 failed: process 1 terminated with signal SIGKILL" in output
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         (("--model", "sam", "--tp", "3"), ("num_attention_heads=4 is not divisible by tp_size=3",)),
         (("--pp", "5"), ("4 layers and the pipeline 5 stages",)),
@@ -138,16 +139,16 @@ def test_a_process_that_dies_is_told_with_status_1(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_bad_arguments_are_refused_all_at_once_with_status_2(
-    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], told: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], reported: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(command, "run_relay", lambda *_, **__: pytest.fail("a process was started"))
     status, output = call(*arguments)
     assert status == 2
-    for part in told:
+    for part in reported:
         assert part in output
 
 
-def test_what_speaks_against_sharing_weights_is_told_beside_what_speaks_against_a_split() -> None:
+def test_what_speaks_against_sharing_weights_is_reported_beside_what_speaks_against_a_split() -> None:
     dropping = ModelChoice(model_type="codegen", settings=(("layerdrop", 0.1),))
     sharing, split = command.sharding_errors(dropping, num_stages=2, wp=2)
     assert sharing.startswith("layerdrop=0.1 in the model's config")
@@ -163,3 +164,17 @@ def test_every_default_head_can_be_built() -> None:
         assert command.argument_errors(ModelChoice(model_type=model_type), Layout(tp=2, pp=2), 1) == []
     for model_type in ("t5", "mt5", "umt5"):
         assert command.argument_errors(ModelChoice(model_type=model_type), Layout(tp=2), 1) == []
+
+
+def answer_or_fail(rank: int, fails: bool) -> list[int]:
+    if rank == 1 and fails:
+        raise ValueError("no such luck")
+    return [rank] * 2**18  # 2 MB, more than a pipe holds
+
+
+def test_every_process_answers_and_one_that_raises_is_named_with_its_traceback() -> None:
+    assert run_on_processes(answer_or_fail, (False,), num_processes=1, timeout_seconds=60) == [[0] * 2**18]
+    report = run_on_processes(answer_or_fail, (True,), num_processes=2, timeout_seconds=60)
+    assert isinstance(report, str)
+    assert report.startswith("rank 1 failed: ") and "Traceback" in report
+    assert "ValueError: no such luck" in report

@@ -77,9 +77,3 @@ def test_all_bad_arguments_are_told_at_once() -> None:
         "--length 2 makes too few words",
     ):
         assert told.count(fault) == 1, fault
-
-
-@pytest.mark.slow
-def test_a_missed_target_is_status_1() -> None:
-    output = run(SCRIPT, "--steps", "1", "--target_accuracy", "1.01", status=1)
-    assert "is below the target 1.01" in output

@@ -14,7 +14,7 @@ from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPP
 from echelon.plugins.base import Plugin
 
 from ..pool import Pool
-from .scripts import EXAMPLES, FP32, LAYOUTS, load, losses, run_here, trained
+from .scripts import EXAMPLES, FP32, load, losses, run_here, trained
 
 SCRIPT = EXAMPLES / "language" / "t5" / "finetune.py"
 tasks = load(SCRIPT.parent / "tasks.py")
@@ -64,14 +64,6 @@ def test_no_text_is_twice_and_no_digits_of_a_test_are_trained_on_in_whatever_ord
     assert train != tasks.make_pairs(num_train=3000, num_test=400, longest=8, seed=2)[0]
     bags = [{tuple(sorted(pair.text.split()[1:])) for pair in pairs} for pairs in (train, test)]
     assert not bags[0] & bags[1]
-
-
-def test_all_texts_that_there_are_can_be_had_and_no_more() -> None:
-    num_train, num_test = tasks.number_of_texts(2)
-    assert num_train + num_test == 3 * 100
-    train, test = tasks.make_pairs(num_train=num_train, num_test=num_test, longest=2, seed=0)
-    assert (len(train), len(test)) == (num_train, num_test)
-    assert tasks.number_of_texts(8) == tasks.number_of_texts(5)
 
 
 def test_texts_survive_their_tokens_and_padding_has_no_label() -> None:
@@ -159,23 +151,3 @@ def test_a_missed_target_ends_with_status_1_and_the_picture_is_drawn_all_the_sam
     assert line.startswith("step 2/2, loss ") and ", eval exact sort 0, " in line
     assert sum(" → " in line for line in printed.splitlines()) == 6
     assert (tmp_path / "curve.svg").read_text().count("<!-- share of the test samples -->") == 1
-
-
-@pytest.fixture(scope="module")
-def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """A short training of one process."""
-    log = tmp_path_factory.mktemp("alone") / "log.jsonl"
-    return trained(pool, SCRIPT, log, 1, *SMALL, *FP32.split())[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_answers_as_many_texts_as_one_process(
-    pool: Pool, tmp_path: Path, alone: list[dict], layout: str
-) -> None:
-    num_processes, words = LAYOUTS[layout]
-    log = tmp_path / "log.jsonl"
-    records, _ = trained(pool, SCRIPT, log, num_processes, *SMALL, *words.split())
-    assert alone[-1]["eval_exact"] > 0.25
-    assert records[-1]["eval_exact"] == alone[-1]["eval_exact"]
-    assert losses(records) == pytest.approx(losses(alone), abs=1e-4)  # 60 steps

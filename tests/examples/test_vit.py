@@ -39,15 +39,6 @@ def test_no_digit_is_lost_and_all_runs_test_with_the_same() -> None:
     assert torch.stack([sample["labels"] for sample in test]).bincount().min() > 20
 
 
-@needs_digits
-def test_digits_are_scaled_to_what_a_pretrained_model_reads() -> None:
-    (sample, *_), _ = digits.splits(side=16, num_channels=3)
-    (plain, *_), _ = digits.splits()
-    assert sample["pixel_values"].shape == (3, 16, 16)
-    # Interpolation to twice the side keeps the mean.
-    torch.testing.assert_close(sample["pixel_values"][2].mean(), plain["pixel_values"].mean())
-
-
 def without_scikit_learn(*words: str) -> tuple[int, str]:
     find = importlib.util.find_spec
 

@@ -22,7 +22,7 @@ FAULTS = {
         check=SCRIPTS["a loss exact over the global batch"].departure,
     ),
     "every replica trains on the first one's samples": Mutation(
-        target="echelon.plugins.hybrid_parallel:HybridParallelPlugin.data_rank",
+        target="echelon.plugins.base:Plugin.data_rank",
         replacement=property(always_first),
         check=SCRIPTS["LowLevelZeroPlugin"].departure,
     ),
