@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -53,6 +53,16 @@ class Pipeline:
         sizes = {"pp": self.num_ranks, "microbatches": self.num_microbatches}
         found = [f"{name}={size} must be at least 1" for name, size in sizes.items() if size < 1]
         return found + style_errors(self.style, self.num_chunks, self.num_ranks)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of HybridParallelPlugin that mean the same."""
+        return {
+            "pp_size": self.num_ranks,
+            "pp_style": self.style,
+            "num_model_chunks": self.num_chunks,
+            "num_microbatches": self.num_microbatches,
+        }
 
     @property
     def num_stages(self) -> int:
@@ -235,6 +245,7 @@ def measuring_errors(
     pipeline: Pipeline, choice: "ModelChoice", *, hidden_size: int, num_steps: int
 ) -> list[str]:
     """All reasons why this model cannot be measured."""
+    from ..plugins.hybrid_config import HybridConfig
     from .verify import sharding_errors
 
     errors = [] if num_steps >= 1 else [f"steps={num_steps} must be at least 1"]
@@ -244,7 +255,7 @@ def measuring_errors(
     errors += choice.errors()
     if errors or pipeline.errors():
         return errors
-    return sharding_errors(choice, num_stages=pipeline.num_stages)
+    return sharding_errors(choice, HybridConfig(**pipeline.arguments))
 
 
 def measured_panels(
@@ -333,14 +344,7 @@ def _train(
     from ..verify.batch import loss_of, make_batch
     from ..verify.parity import make_optimizer
 
-    plugin = HybridParallelPlugin(
-        pp_size=pipeline.num_ranks,
-        pp_style=pipeline.style,
-        num_model_chunks=pipeline.num_chunks,
-        num_microbatches=pipeline.num_microbatches,
-        precision="fp32",
-    )
-    booster = Booster(plugin=plugin)
+    booster = Booster(plugin=HybridParallelPlugin(**pipeline.arguments, precision="fp32"))
     model = choice.build(seed)
     boosted, optimizer, criterion, *_ = booster.boost(model, make_optimizer(model), loss_of)
     assert isinstance(boosted, HybridParallelModule) and optimizer is not None

@@ -14,7 +14,7 @@ import typer
 from .console import refuse, show_table
 
 if TYPE_CHECKING:
-    from ..shardformer.sequence.config import SequenceParallelism
+    from ..plugins.hybrid_config import HybridConfig
     from ..verify.compare import Measure
     from ..verify.layout import Layout
     from ..verify.models import ModelChoice
@@ -162,43 +162,28 @@ def argument_errors(choice: "ModelChoice", layout: "Layout", num_steps: int) -> 
     model_errors = choice.errors()
     if layout_errors or model_errors:
         return errors + model_errors
-    return errors + sharding_errors(
-        choice,
-        tp=layout.tp,
-        num_stages=len(layout.config.placement),
-        sp=layout.sp,
-        wp=layout.wp,
-        sequence=layout.config.sequence,
-    )
+    return errors + sharding_errors(choice, layout.config)
 
 
-def sharding_errors(
-    choice: "ModelChoice",
-    *,
-    tp: int = 1,
-    num_stages: int = 1,
-    sp: int = 1,
-    wp: int = 1,
-    sequence: "SequenceParallelism | None" = None,
-) -> list[str]:
+def sharding_errors(choice: "ModelChoice", config: "HybridConfig") -> list[str]:
     """All reasons why this model cannot be sharded this way."""
-    from ..shardformer.sequence.config import WHOLE
     from ..shardformer.shard_former import policy_for
     from ..shardformer.sharder import split_errors
     from ..shardformer.weight_sharding import plan_weight_sharding
 
-    model, sequence = choice.build_on_meta(), sequence or WHOLE
+    model, sequence, num_stages = choice.build_on_meta(), config.sequence, len(config.placement)
     errors: list[str] = []
-    if wp > 1:
+    if config.wp_size > 1:
         plan_weight_sharding(model, errors)
-    if tp == num_stages == 1 and sequence.mode is None:
+    alone = config.tp_size == num_stages == 1
+    if alone and sequence.mode is None:
         return errors
     try:
-        policy = policy_for(model, sequences_alone=tp == num_stages == 1)
+        policy = policy_for(model, sequences_alone=alone)
     except ValueError as error:
         return [*errors, str(error)]
     return errors + split_errors(
-        model, policy, tp_size=tp, num_stages=num_stages, sp_size=sp, sequence=sequence
+        model, policy, tp_size=config.tp_size, num_stages=num_stages, sp_size=config.sp, sequence=sequence
     )
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -130,89 +130,72 @@ def enable_lora(
 ) -> nn.Module:
     """See `Booster.enable_lora`."""
     peft = require_peft()
-    errors = [
-        *_argument_errors(pretrained_dir, lora_config, bnb_quantization_config, quantize),
-        *_model_errors(model),
-    ]
-    if not errors and lora_config is not None:
-        errors = [*_config_errors(model, lora_config, peft)]
-    raise_errors(errors)
+    rules = (
+        (
+            bnb_quantization_config is not None or quantize,
+            "bnb_quantization_config and quantize ask for weights of 4 or 8 bits, which cannot be split over ranks or "
+            "brought to another precision: leave them out",
+        ),
+        (
+            (pretrained_dir is None) == (lora_config is None),
+            "give either lora_config, for new adapters, or pretrained_dir, a folder with saved ones (whose "
+            f"configuration is in it); got lora_config={lora_config!r} and pretrained_dir={pretrained_dir!r}",
+        ),
+        (
+            pretrained_dir is not None and not Path(pretrained_dir, "adapter_config.json").is_file(),
+            f"pretrained_dir={str(pretrained_dir)!r} has no adapter_config.json: give a folder that "
+            "booster.save_lora_as_pretrained or peft's save_pretrained wrote",
+        ),
+        (
+            is_split(model) or hasattr(model, "unwrap"),
+            "the model is already boosted or split: call booster.enable_lora before booster.boost, which then splits",
+        ),
+        (
+            is_of_peft(model) or next(adapted(model), None) is not None,
+            "the model has adapters of peft's already: give the plain transformers model, once",
+        ),
+    )
+    raise_errors([message for is_wrong, message in rules if is_wrong])
+    if lora_config is not None:
+        raise_errors(_config_errors(model, lora_config, peft))
     with _quiet():
         if pretrained_dir is None:
             return peft.get_peft_model(model, lora_config)
         return _loaded(model, Path(pretrained_dir), peft)
 
 
-def _argument_errors(
-    pretrained_dir: str | Path | None, lora_config: Any, bnb_quantization_config: Any, quantize: bool
-) -> list[str]:
-    found = []
-    if bnb_quantization_config is not None or quantize:
-        found.append(
-            "bnb_quantization_config and quantize ask for weights of 4 or 8 bits, which cannot be split over ranks or "
-            "brought to another precision: leave them out"
-        )
-    if (pretrained_dir is None) == (lora_config is None):
-        found.append(
-            "give either lora_config, for new adapters, or pretrained_dir, a folder with saved ones (whose "
-            f"configuration is in it); got lora_config={lora_config!r} and pretrained_dir={pretrained_dir!r}"
-        )
-    if pretrained_dir is not None and not Path(pretrained_dir, "adapter_config.json").is_file():
-        found.append(
-            f"pretrained_dir={str(pretrained_dir)!r} has no adapter_config.json: give a folder that "
-            "booster.save_lora_as_pretrained or peft's save_pretrained wrote"
-        )
-    return found
-
-
-def _model_errors(model: nn.Module) -> list[str]:
-    """List reasons why a model cannot take adapters."""
-    if is_split(model) or hasattr(model, "unwrap"):
-        return [
-            "the model is already boosted or split: call booster.enable_lora before booster.boost, which then splits"
-        ]
-    if is_of_peft(model) or next(adapted(model), None) is not None:
-        return ["the model has adapters of peft's already: give the plain transformers model, once"]
-    return []
-
-
 def _config_errors(model: nn.Module, config: Any, peft: Any) -> list[str]:
-    """List reasons why these adapters do not fit this model."""
+    """List reasons why these adapters do not fit this model.
+
+    A task that is another class's than the model's, and names of modules that the model does not have, of which peft
+    would pass over those that others stand beside. Classes that transformers lists nowhere have any task.
+    """
     if type(config) is not peft.LoraConfig:
         return [f"lora_config is a {type(config).__name__}: give a peft.LoraConfig"]
-    return [*_task_errors(model, config), *_target_errors(model, config)]
-
-
-def _task_errors(model: nn.Module, config: Any) -> list[str]:
-    """A task that is another class's than the model's; classes that transformers lists nowhere have any."""
-    asked, kind = getattr(config.task_type, "value", config.task_type), type(model).__name__
+    asked, kind, found = getattr(config.task_type, "value", config.task_type), type(model).__name__, []
     tasks = [task for task, listing in _TASKS.items() if kind in getattr(modeling_auto, listing).values()]
-    if asked not in _TASKS or not tasks or asked in tasks:
-        return []
-    fitting = " or ".join(map(repr, tasks))
-    return [f"lora_config is for task_type={asked!r}, and the model is a {kind}: use task_type={fitting}"]
-
-
-def _target_errors(model: nn.Module, config: Any) -> list[str]:
-    """Names of modules that the model does not have, of which peft would pass over those that others stand beside."""
-    known = [name for name, _ in model.named_modules()]
-    ends = sorted({name.rpartition(".")[2] for name in known if _is_linear(model.get_submodule(name))})
-    return [
-        f"{option} names {name!r}, and the model has no such module; its linear layers are {', '.join(ends)}"
-        for option in ("target_modules", "modules_to_save")
-        for name in _listed(getattr(config, option))
-        if not any(each == name or each.endswith(f".{name}") for each in known)
-    ]
+    if asked in _TASKS and tasks and asked not in tasks:
+        fitting = " or ".join(map(repr, tasks))
+        found.append(
+            f"lora_config is for task_type={asked!r}, and the model is a {kind}: use task_type={fitting}"
+        )
+    modules = dict(model.named_modules())
+    linear = sorted({name.rpartition(".")[2] for name, module in modules.items() if _is_linear(module)})
+    for option in ("target_modules", "modules_to_save"):
+        names = getattr(config, option)
+        # A string is a pattern, or "all-linear".
+        for name in [] if names is None or isinstance(names, str) else sorted(names):
+            if not any(each == name or each.endswith(f".{name}") for each in modules):
+                found.append(
+                    f"{option} names {name!r}, and the model has no such module; its linear layers are "
+                    f"{', '.join(linear)}"
+                )
+    return found
 
 
 def _is_linear(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     return isinstance(weight, torch.Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
-
-
-def _listed(names: Any) -> Collection[str]:
-    """Names that are given one by one; a string is a pattern, or "all-linear"."""
-    return [] if names is None or isinstance(names, str) else sorted(names)
 
 
 def _loaded(model: nn.Module, folder: Path, peft: Any) -> nn.Module:

@@ -34,7 +34,7 @@ def step(tmp_path: Path) -> Path:
 def test_inspect_shows_all_that_is_in_a_checkpoint(step: Path) -> None:
     status, output = call("inspect", step)
     assert status == 0
-    for told in (
+    for reported in (
         "step",
         "100",
         "LlamaForCausalLM",
@@ -49,7 +49,7 @@ def test_inspect_shows_all_that_is_in_a_checkpoint(step: Path) -> None:
         "optimizer/rank-00001.safetensors",
         "model/model-00003-of-00003.safetensors",
     ):
-        assert told in output
+        assert reported in output
     assert HEAD not in output
 
 
@@ -91,7 +91,7 @@ def test_inspect_lists_tensors_with_their_files(step: Path) -> None:
     assert status == 0 and output.count(HEAD) == 2 and "[40, 16]" in output  # the title, and the line
 
 
-def test_the_newest_complete_step_of_a_folder_is_taken_and_told(step: Path, tmp_path: Path) -> None:
+def test_the_newest_complete_step_of_a_folder_is_taken_and_reported(step: Path, tmp_path: Path) -> None:
     made = Handmade.of(small_config())
     made.step, made.training["step"] = 107, 107
     newest = made.write(tmp_path / "run")
@@ -147,7 +147,7 @@ def test_verify_tells_the_damaged_tensor(step: Path) -> None:
     "name", ["manifest.json", "training.pt", "model/config.json", "optimizer/index.json"]
 )
 @pytest.mark.parametrize("command", ["inspect", "diff", "verify"])
-def test_a_file_that_cannot_be_read_is_told_with_status_1(step: Path, name: str, command: str) -> None:
+def test_a_file_that_cannot_be_read_is_reported_with_status_1(step: Path, name: str, command: str) -> None:
     (step / name).write_bytes(b"{")
     status, output = call(command, step, *([step] if command == "diff" else []))
     assert status == 1 and str(step / name) in output
@@ -163,7 +163,7 @@ def test_a_command_that_is_gone_says_what_to_do_instead(step: Path, command: str
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         (("inspect", "nonesuch"), ("nonesuch is no folder",)),
         (("inspect", "."), ("is no complete checkpoint (it has no manifest.json), holds none (step-…)",)),
@@ -179,10 +179,10 @@ def test_bad_arguments_are_refused_all_at_once_with_status_2(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     arguments: tuple[str, ...],
-    told: tuple[str, ...],
+    reported: tuple[str, ...],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     status, output = call(*(argument.replace("STEP", str(step)) for argument in arguments))
     assert status == 2, output
-    for part in told:
+    for part in reported:
         assert part.replace("STEP", str(step)) in output

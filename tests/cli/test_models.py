@@ -221,13 +221,13 @@ def test_a_part_of_a_run_keeps_the_rows_that_it_ran_in_other_processes(tmp_path:
 
 
 def test_an_unknown_name_and_a_page_of_one_type_are_refused() -> None:
-    for arguments, told in (
+    for arguments, reported in (
         (["lama"], "echelon models: no model type 'lama' was tried: did you mean llama or laguna?"),
         (["zzz"], "no model type 'zzz' was tried: `echelon models` lists those that were"),
         (["llama", "--markdown"], "--markdown is of all model types: leave 'llama' out"),
     ):
         result = CliRunner().invoke(app, ["models", *arguments])
-        assert (result.exit_code, told in result.output) == (2, True), result.output
+        assert (result.exit_code, reported in result.output) == (2, True), result.output
 
 
 def test_the_kept_results_know_the_types_that_have_a_table() -> None:

@@ -64,7 +64,7 @@ def test_every_schedule_can_be_asked_for_by_its_name_alone(tmp_path: Path, style
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         (
             ("--schedule", "zigzag", "--out", "a.gif"),
@@ -106,30 +106,34 @@ def test_every_schedule_can_be_asked_for_by_its_name_alone(tmp_path: Path, style
     ],
 )
 def test_bad_arguments_are_refused_all_at_once_with_status_2(
-    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], told: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], reported: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(command, "measure", lambda *_, **__: pytest.fail("a process was started"))
     monkeypatch.setattr(command, "save_timelines", lambda *_, **__: pytest.fail("something was drawn"))
     status, output = call(*arguments)
     assert status == 2, output
-    for part in told:
+    for part in reported:
         assert part in output
 
 
-def test_a_file_that_cannot_be_written_is_told_after_the_figures() -> None:
+def test_a_file_that_cannot_be_written_is_reported_after_the_figures() -> None:
     status, output = call("--out", "/proc/drawn.svg")  # where nobody can make a file, root neither
     assert status == 1, output
     assert "37.5%" in output and "out='/proc/drawn.svg' cannot be written (" in output
 
 
-def test_a_missing_matplotlib_is_told_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_matplotlib_is_reported_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(command, "measure", lambda *_, **__: pytest.fail("a process was started"))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, output = call("--measure")
     assert (status, "pip install 'echelon[plot]'" in output) == (2, True)
 
 
-def test_a_process_that_fails_is_told_with_status_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_process_that_fails_is_reported_with_status_1(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(command, "measure", lambda *_, **__: "rank 1 failed: no such luck")
     status, output = call("--measure", "--out", str(tmp_path / "a.png"))
     assert (status, "rank 1 failed: no such luck" in output) == (1, True)

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from echelon.cli import verify as command
 from echelon.cli.local import run_on_processes
 from echelon.cli.main import app
+from echelon.plugins.hybrid_config import HybridConfig
 from echelon.verify.compare import Measure, StepComparison
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
@@ -150,13 +151,13 @@ def test_bad_arguments_are_refused_all_at_once_with_status_2(
 
 def test_what_speaks_against_sharing_weights_is_reported_beside_what_speaks_against_a_split() -> None:
     dropping = ModelChoice(model_type="codegen", settings=(("layerdrop", 0.1),))
-    sharing, split = command.sharding_errors(dropping, num_stages=2, wp=2)
+    sharing, split = command.sharding_errors(dropping, HybridConfig(pp_size=2, wp_size=2))
     assert sharing.startswith("layerdrop=0.1 in the model's config")
     assert split.startswith("no table says how to split a CodeGenForCausalLM")
     unknown = ModelChoice(model_type="ctrl")
-    (sharing,) = command.sharding_errors(unknown, wp=2)
+    (sharing,) = command.sharding_errors(unknown, HybridConfig(wp_size=2))
     assert "nothing says which those of CTRLLMHeadModel are" in sharing and "wp_size=1" in sharing
-    assert len(command.sharding_errors(unknown, num_stages=2, wp=2)) == 2
+    assert len(command.sharding_errors(unknown, HybridConfig(pp_size=2, wp_size=2))) == 2
 
 
 def test_every_default_head_can_be_built() -> None:

@@ -34,19 +34,19 @@ def signalled_here(script: Path, step: int, *arguments: str) -> tuple[int, str]:
         return run_here(script, *arguments)
 
 
-def told_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def reported_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What does not depend on the machine."""
     return [
         {name: value for name, value in record.items() if not name.endswith(_MEASURED)} for record in records
     ]
 
 
-def told_alone(outcomes: list[tuple[int, str]], *, status: int) -> str:
+def reported_alone(outcomes: list[tuple[int, str]], *, status: int) -> str:
     """What the first rank says, where all have this status and the others say nothing."""
-    (found, told), *others = outcomes
-    assert found == status, told[-4000:]
+    (found, reported), *others = outcomes
+    assert found == status, reported[-4000:]
     assert others == [(status, "")] * len(others)
-    return told
+    return reported
 
 
 class Trial:
@@ -66,16 +66,16 @@ class Trial:
     def run(self, num_processes: int, *words: str) -> str:
         """What the first rank says; the others say nothing. The run ends as it should."""
         outcomes = self.pool.run(num_processes, run_here, self.script, *self.words, *words, timeout=280)
-        return told_alone(outcomes, status=0)
+        return reported_alone(outcomes, status=0)
 
     def refusal(self, num_processes: int, *words: str) -> str:
         """What the first rank says, where the run is refused."""
         outcomes = self.pool.run(num_processes, run_here, self.script, *self.words, *words, timeout=280)
-        return told_alone(outcomes, status=2)
+        return reported_alone(outcomes, status=2)
 
     def records(self) -> list[dict[str, Any]]:
-        """What is in the metrics file, see `told_of`."""
-        return told_of(records_of(self.metrics))
+        """What is in the metrics file, see `reported_of`."""
+        return reported_of(records_of(self.metrics))
 
     def steps(self) -> list[int]:
         """Those that are saved."""

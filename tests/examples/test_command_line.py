@@ -54,9 +54,9 @@ def test_flags_read_what_the_plugin_takes() -> None:
 def test_the_help_says_what_the_plugin_says(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parsed("--help")
-    told = " ".join(capsys.readouterr().out.split())
-    assert "--num_microbatches NUM_MICROBATCHES how a batch is split" in told
-    assert "2**20) of gradient elements that are reduced together. (default: 12)" in told
+    reported = " ".join(capsys.readouterr().out.split())
+    assert "--num_microbatches NUM_MICROBATCHES how a batch is split" in reported
+    assert "2**20) of gradient elements that are reduced together. (default: 12)" in reported
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..pool import Pool
-from .resuming import Trial, signalled_here, told_alone
+from .resuming import Trial, reported_alone, signalled_here
 from .scripts import EXAMPLES, load, records_of, run, run_here
 
 PRETRAIN = EXAMPLES / "language" / "llama" / "pretrain.py"
@@ -65,10 +65,10 @@ def test_a_run_that_was_stopped_twice_goes_on_bit_for_bit(make: Make, pool: Pool
     trial.forget_after(3)
     # Then one rank gets a signal: the step into which it falls is saved.
     words = (*trial.words, *layout, "--keep_last", "1", "--save_async")
-    (status, told), (second, _) = pool.run(2, signalled_here, PRETRAIN, 5, *words)
-    assert (status, second) == (143, 143), told
-    assert "going on after step 3/6" in told
-    assert f"interrupted after step 5/6, which is saved in {trial.checkpoints}" in told
+    (status, reported), (second, _) = pool.run(2, signalled_here, PRETRAIN, 5, *words)
+    assert (status, second) == (143, 143), reported
+    assert "going on after step 3/6" in reported
+    assert f"interrupted after step 5/6, which is saved in {trial.checkpoints}" in reported
     assert (trial.steps(), trial.records()) == ([5], expected[:5])
     trial.run(2, *layout, "--keep_last", "1")
     assert (trial.steps(), trial.records()) == ([6], expected)
@@ -83,9 +83,9 @@ def test_a_run_that_had_ended_says_so_and_another_one_is_refused(make: Make, tmp
     assert f"the run had ended after step 1/1: {trial.checkpoints / 'step-00000001'}" in again
     assert again.splitlines()[-1].rpartition(" ")[0] == first.splitlines()[-1].rpartition(" ")[0]
     assert trial.metrics.read_text() == expected
-    told = trial.refusal(1, "--steps", "1", "--lr", "1", "--weight_decay", "0.5", "--max_norm", "3")
+    reported = trial.refusal(1, "--steps", "1", "--lr", "1", "--weight_decay", "0.5", "--max_norm", "3")
     for fault in ("--lr is 1.0 here, and ", "was saved with 0.003: give", "--weight_decay is 0.5 here"):
-        assert told.count(fault) == 1, told
+        assert reported.count(fault) == 1, reported
     assert trial.metrics.read_text() == expected
     assert "there is no checkpoint" in trial.refusal(1, "--steps", "1", "--resume", "2")
     read = AutoModelForCausalLM.from_pretrained(model)
@@ -110,9 +110,9 @@ def test_a_run_whose_end_was_not_saved_says_so_and_fails(
     trial = make(tmp_path)
     model = tmp_path / "model"
     words = (*trial.words, "--steps", "1", "--save_model", str(model), *words)
-    told = told_alone(trial.pool.run(1, fail_to_write, PRETRAIN, *words), status=1)
-    assert f"the end of the run could not be saved in {trial.checkpoints}: " in told
-    assert "No space left on device" in told
+    reported = reported_alone(trial.pool.run(1, fail_to_write, PRETRAIN, *words), status=1)
+    assert f"the end of the run could not be saved in {trial.checkpoints}: " in reported
+    assert "No space left on device" in reported
     assert trial.steps() == []
     AutoModelForCausalLM.from_pretrained(model)  # which was exported all the same
 
@@ -123,7 +123,7 @@ def options(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def test_options_that_make_no_sense_are_told_before_any_work(tmp_path: Path) -> None:
+def test_options_that_make_no_sense_are_reported_before_any_work(tmp_path: Path) -> None:
     (fault,) = saving.saving_faults(options("--save_every", "5", "--save_async", "--resume", "auto"))
     assert fault.startswith("--save_every, --save_async, --resume without --save_dir")
     (tmp_path / "file").touch()
@@ -175,13 +175,13 @@ def test_a_fine_tuning_goes_on_bit_for_bit(
 ) -> None:
     words = (*SMALL[example].split(), *layout.split(), "--save_every", str(stop), "--eval_every", "1")
     trial = Trial(pool, EXAMPLES / example / "finetune.py", tmp_path, *words)
-    told = trial.run(num_processes)
+    reported = trial.run(num_processes)
     expected = trial.records()
     trial.forget_after(stop)
     assert f"going on after step {stop}/8" in (again := trial.run(num_processes))
     assert trial.records() == expected
     assert len(expected) == 8
-    assert again.splitlines()[-1].rpartition(" ")[0] == told.splitlines()[-1].rpartition(" ")[0]
+    assert again.splitlines()[-1].rpartition(" ")[0] == reported.splitlines()[-1].rpartition(" ")[0]
 
 
 @pytest.mark.slow
@@ -198,8 +198,8 @@ def test_a_model_that_shardformer_alone_split_goes_on(pool: Pool, tmp_path: Path
     assert (found == expected) == (layout == "--tp_size 2")
     for key in ("loss", "norm"):
         assert [row[key] for row in found] == pytest.approx([row[key] for row in expected], rel=1e-4)
-    read, told = AutoModelForCausalLM.from_pretrained(model, output_loading_info=True)
-    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    read, reported = AutoModelForCausalLM.from_pretrained(model, output_loading_info=True)
+    assert not any(reported[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert read.config.num_key_value_heads == 1
 
 

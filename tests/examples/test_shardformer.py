@@ -69,11 +69,11 @@ def test_losses_and_norms_are_those_of_one_process(
         assert [one[key] for one in found] == pytest.approx([one[key] for one in expected], rel=1e-3)
 
 
-def test_all_bad_arguments_are_told_at_once() -> None:
-    told = refusal(SCRIPT, "--tp_size", "2", "--key_value_heads", "3", "--length", "2")
+def test_all_bad_arguments_are_reported_at_once() -> None:
+    reported = refusal(SCRIPT, "--tp_size", "2", "--key_value_heads", "3", "--length", "2")
     for fault in (
         "--tp_size 2 does not divide the 1 processes",
         "--key_value_heads 3 does not divide 4 heads",
         "--length 2 makes too few words",
     ):
-        assert told.count(fault) == 1, fault
+        assert reported.count(fault) == 1, fault

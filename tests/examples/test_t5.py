@@ -114,9 +114,9 @@ def test_answers_on_every_rank_are_those_that_the_whole_model_generates(pool: Po
         assert 0 < (expected == 14).any(1).sum() < len(expected)  # some have ended, others not
 
 
-def test_what_cannot_be_made_is_told_by_one_rank(pool: Pool) -> None:
+def test_what_cannot_be_made_is_reported_by_one_rank(pool: Pool) -> None:
     words = ("--longest", "2", "--num_test", "100", "--num_train", "262", "--lr", "-1", "--batch_size", "5")
-    (status, told), *others = pool.run(2, run_here, SCRIPT, *words, "--tp_size", "1", "--pp_size", "1")
+    (status, reported), *others = pool.run(2, run_here, SCRIPT, *words, "--tp_size", "1", "--pp_size", "1")
     assert (status, others) == (2, [(2, "")])
     for fault in (
         "--num_train 262 can be at most 261 with --longest 2",
@@ -124,7 +124,7 @@ def test_what_cannot_be_made_is_told_by_one_rank(pool: Pool) -> None:
         "--lr -1.0 must be at least 0",
         "--batch_size 5 does not divide by 2 data-parallel ranks",
     ):
-        assert told.count(fault) == 1, fault
+        assert reported.count(fault) == 1, fault
 
 
 def test_the_first_steps_of_tp2_pp2_are_those_of_one_process(pool: Pool, tmp_path: Path) -> None:

@@ -60,9 +60,9 @@ def test_a_pretrained_model_gets_a_new_head(pool: Pool, tmp_path: Path) -> None:
     assert figures.keys() == {"accuracy", "loss", "seconds"}
 
 
-def test_all_that_is_wrong_is_told_at_once_by_one_rank(pool: Pool) -> None:
+def test_all_that_is_wrong_is_reported_at_once_by_one_rank(pool: Pool) -> None:
     words = ("--epochs", "0", "--dropout", "2", "--precision", "fp8", "--metrics", "/nowhere/log.jsonl")
-    (status, told), *others = pool.run(2, without_scikit_learn, *words)
+    (status, reported), *others = pool.run(2, without_scikit_learn, *words)
     assert (status, others) == (2, [(2, "")])
     for fault in (
         "digits come with scikit-learn, which is not installed: pip install scikit-learn",
@@ -71,17 +71,17 @@ def test_all_that_is_wrong_is_told_at_once_by_one_rank(pool: Pool) -> None:
         "precision='fp8'",
         "there is no folder /nowhere",
     ):
-        assert told.count(fault) == 1, fault
+        assert reported.count(fault) == 1, fault
 
 
 @needs_digits
-def test_a_layout_that_does_not_fit_the_model_is_told_by_one_rank(pool: Pool) -> None:
-    (status, told), *others = pool.run(
+def test_a_layout_that_does_not_fit_the_model_is_reported_by_one_rank(pool: Pool) -> None:
+    (status, reported), *others = pool.run(
         2, run_here, SCRIPT, "--pp_size", "2", "--num_layers_per_stage", "9", "1"
     )
     assert (status, others) == (2, [(2, "")])
-    assert told.count("finetune.py: error: ") == 1
-    assert "num_layers_per_stage" in told
+    assert reported.count("finetune.py: error: ") == 1
+    assert "num_layers_per_stage" in reported
 
 
 @needs_digits

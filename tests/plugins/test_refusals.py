@@ -67,7 +67,7 @@ ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
         dict(tp_size=2, sequence_parallelism_mode="split_gather", wp_size=2),
         (
             "sequence_parallelism_mode='split_gather' without enable_sequence_parallelism=True",
-            "wp_size=2 with tp_size=2",
+            "wp_size=2 does not divide the 1 ranks",
         ),
     ),
     (
