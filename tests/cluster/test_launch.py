@@ -3,16 +3,14 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from echelon.cluster.coordinator import DistCoordinator
-from echelon.cluster.launch import TORCHRUN_VARIABLES, join_local_group, launch_from_torch, local_store
+from echelon.cluster.launch import TORCHRUN_VARIABLES, launch_from_torch
 
 from ..pool import Pool
 
@@ -91,69 +89,26 @@ def test_an_address_alone_does_not_hinder_a_single_process(bare_environment: pyt
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL is refused only without a CUDA device")
-def test_nccl_without_a_device_is_refused(bare_environment: pytest.MonkeyPatch) -> None:
+def test_what_needs_a_device_or_a_process_group_says_so(bare_environment: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="backend='nccl' needs a CUDA device"):
         launch_from_torch(backend="nccl")
-
-
-def test_a_coordinator_needs_a_process_group() -> None:
     with pytest.raises(RuntimeError, match="launch_from_torch"):
         DistCoordinator()
 
 
-def order_of_execution(executor: int, folder: str) -> list[str]:
+def coordinate(folder: str) -> list[str]:
     coordinator = DistCoordinator()
-    with coordinator.priority_execution(executor), open(os.path.join(folder, "order"), "a") as file:
+    is_first, is_last = coordinator.rank == 0, coordinator.rank == 2
+    assert (coordinator.is_master(), coordinator.is_last_process()) == (is_first, is_last)
+    assert coordinator.on_master_only()(dist.get_rank)() == (0 if is_first else None)
+    with coordinator.priority_execution(2), open(os.path.join(folder, "order"), "a") as file:
         file.write(f"{coordinator.rank}\n")
+    coordinator.block_all()
     with open(os.path.join(folder, "order")) as file:
         return file.read().split()
 
 
-def act_on_master() -> tuple[bool, bool, int | None]:
-    coordinator = DistCoordinator()
-    coordinator.block_all()
-    run = coordinator.on_master_only()(dist.get_rank)
-    return coordinator.is_master(), coordinator.is_last_process(), run()
-
-
-def times_of_joining(starts: str) -> tuple[float, float]:
-    """When this rank had its connections, and when the launch returned; rank 1 is slow in between."""
-    rank = dist.get_rank()
-    store = local_store() if rank == 0 else None
-    port: list[Any] = [store.port if store is not None else None]
-    dist.broadcast_object_list(port, 0)
-    dist.destroy_process_group()
-    connect = dist.init_process_group
-    connected = 0.0
-
-    def connect_slowly(*args: Any, **kwargs: Any) -> None:
-        nonlocal connected
-        connect(*args, **kwargs)
-        time.sleep(0.5 * rank)
-        connected = time.monotonic()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "init_process_group", connect_slowly)
-        patch.setenv("MASTER_PORT", str(port[0]))
-        patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-        if starts == "launch_from_torch":
-            launch_from_torch(backend="gloo")
-            return connected, time.monotonic()
-        with join_local_group(rank, 2, port=port[0]):
-            return connected, time.monotonic()
-
-
-@pytest.mark.parametrize("starts", ["launch_from_torch", "join_local_group"])
-def test_no_rank_goes_on_before_all_have_joined(pool: Pool, starts: str) -> None:
-    times = pool.run(2, times_of_joining, starts)
-    assert min(returned for _, returned in times) > max(connected for connected, _ in times)
-
-
 def test_one_rank_runs_a_block_before_the_others(pool: Pool, tmp_path: os.PathLike) -> None:
-    for order in pool.run(3, order_of_execution, 2, str(tmp_path)):
+    for order in pool.run(3, coordinate, str(tmp_path)):
         assert order[0] == "2"
         assert sorted(order) == ["0", "1", "2"]
-
-
-def test_the_master_is_the_first_rank(pool: Pool) -> None:
-    assert pool.run(2, act_on_master) == [(True, False, 0), (False, True, None)]

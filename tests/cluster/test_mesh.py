@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from echelon.cluster import mesh as mesh_module
-from echelon.cluster.mesh import AXES, ParallelMesh, divisors, mesh_errors
+from echelon.cluster.agree import broadcast_object
+from echelon.cluster.launch import join_local_group, launch_from_torch, local_store
+from echelon.cluster.mesh import AXES, ParallelMesh, mesh_errors
 
 from ..pool import Pool
 
@@ -57,13 +59,6 @@ def test_weights_are_shared_out_over_neighbours_of_the_data_axis(pool: Pool) -> 
     assert pool.run(4, weight_axis, 2, 2, 1, 4) == whole  # with a group of its own
 
 
-def test_a_weight_axis_divides_the_data_axis() -> None:
-    assert mesh_errors(world_size=8, pp=2, sp=2, wp=4) == []
-    (fault,) = mesh_errors(world_size=8, pp=2, wp=3)
-    assert fault.startswith("wp_size=3 does not divide the 4 ranks whose gradients are averaged")
-    assert fault.endswith("use one of wp_size=[1, 2, 4]")
-
-
 def ends_of_the_pipeline() -> list[int] | None:
     mesh = ParallelMesh(pp=4)
     group = mesh.subgroup("pp", [(0, 3)])
@@ -78,10 +73,6 @@ def halves_of_each_line() -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def build_too_large() -> None:
-    ParallelMesh(pp=2, tp=3)
-
-
 def timeouts() -> set[float]:
     mesh = ParallelMesh(pp=2, tp=2)
     groups = [*mesh.pipeline_groups(2), mesh.group("tp"), mesh.group("pp"), mesh.subgroup("pp", [(0, 1)])]
@@ -94,20 +85,15 @@ def test_groups_wait_as_long_as_the_default_group(pool: Pool) -> None:
     assert pool.run(4, timeouts, timeout=77.0) == [{77.0}] * 4
 
 
-def pipeline_groups() -> tuple[list[int], bool]:
-    down, up = ParallelMesh(pp=2, tp=2).pipeline_groups(2)
-    assert down is not None
-    assert up is not None
-    return dist.get_process_group_ranks(down), down is up
-
-
 def groups_beside_a_bound_device() -> tuple[list[object], object]:
     """The devices that a pipeline's groups are bound to, where the default group is; and that one's then."""
     mesh, default = ParallelMesh(pp=2), dist.distributed_c10d._get_default_group()
     device = torch.device("cuda", 0)  # which nothing here looks for
     default.bound_device_id = device
     try:
-        bound = [group.bound_device_id for group in mesh.pipeline_groups(2)]
+        down, up = mesh.pipeline_groups(2)
+        assert down is not up and mesh.pipeline_groups(2) == [down, up]
+        bound = [group.bound_device_id for group in (down, up)]
         return bound, default.bound_device_id
     finally:
         default.bound_device_id = None
@@ -147,6 +133,14 @@ def test_groups_of_a_pipeline_are_bound_to_no_device_and_so_connect_by_pairs(poo
                 "it by `torchrun --standalone --nproc_per_node 4 train.py --lr 1e-3`"
             ],
         ),
+        ({"world_size": 8, "pp": 2, "sp": 2, "wp": 4}, []),
+        (
+            {"world_size": 8, "pp": 2, "wp": 3},
+            [
+                "wp_size=3 does not divide the 4 ranks whose gradients are averaged (dp_size * sp_size): use one of "
+                "wp_size=[1, 2, 4]"
+            ],
+        ),
         (
             {"world_size": 4, "tp": 0, "pp": -1, "dp": 0},
             ["pp_size=-1 must be at least 1", "dp_size=0 must be at least 1", "tp_size=0 must be at least 1"],
@@ -162,10 +156,6 @@ def test_sizes_that_do_not_fit_are_told_with_what_would(
     assert mesh_errors(**sizes) == told
 
 
-def test_divisors_rise() -> None:
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
-
-
 def test_tensor_ranks_are_neighbours_and_stages_are_farthest(pool: Pool) -> None:
     ranks = pool.run(8, layout, 2, None, 1, 2)
     assert ranks[5] == {"pp": (2, 1, [1, 5]), "dp": (2, 0, [5, 7]), "sp": (1, 0, [5]), "tp": (2, 1, [4, 5])}
@@ -178,18 +168,11 @@ def test_a_subgroup_holds_the_coordinates_it_names(pool: Pool) -> None:
     assert pool.run(8, halves_of_each_line) == [[0, 2], [1, 3]] * 2 + [[4, 6], [5, 7]] * 2
 
 
-def test_activations_and_gradients_have_a_communicator_each(pool: Pool) -> None:
-    assert pool.run(4, pipeline_groups) == [([0, 2], False), ([1, 3], False)] * 2
-
-
-def test_every_rank_refuses_sizes_that_do_not_fit(pool: Pool) -> None:
-    for error in pool.run_failing(4, build_too_large):
-        assert isinstance(error, ValueError)
-        assert "does not divide the world size 4" in str(error)
-
-
 def times_of_connecting(call: str) -> tuple[float, float]:
     """When this rank had a group's connections, and when it went on; rank 1 is slow in between."""
+    rank = dist.get_rank()
+    store = local_store() if rank == 0 else None
+    port = broadcast_object(None if store is None else store.port, 0, None)
     mesh = ParallelMesh(tp=2)
     connected = 0.0
 
@@ -197,25 +180,40 @@ def times_of_connecting(call: str) -> tuple[float, float]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             nonlocal connected
             made = connect(*args, **kwargs)
-            time.sleep(0.3 * dist.get_rank())
+            time.sleep(0.3 * rank)
             connected = time.monotonic()
             return made
 
         return wrapped
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mesh_module, "init_device_mesh", slowly(mesh_module.init_device_mesh))
-        patch.setattr(dist, "new_group", slowly(dist.new_group))
+        for owner, name in (
+            (mesh_module, "init_device_mesh"),
+            (dist, "new_group"),
+            (dist, "init_process_group"),
+        ):
+            patch.setattr(owner, name, slowly(getattr(owner, name)))
         if call == "side_group":
             mesh.side_group()
         elif call == "subgroup":
             mesh.subgroup("tp", [range(2)])
-        else:
+        elif call == "ParallelMesh":
             ParallelMesh(tp=2)
+        else:
+            dist.destroy_process_group()
+            patch.setenv("MASTER_PORT", str(port))
+            patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+            if call == "launch_from_torch":
+                launch_from_torch(backend="gloo")
+            else:
+                with join_local_group(rank, 2, port=port):
+                    return connected, time.monotonic()
     return connected, time.monotonic()
 
 
-@pytest.mark.parametrize("call", ["ParallelMesh", "subgroup", "side_group"])
+@pytest.mark.parametrize(
+    "call", ["ParallelMesh", "subgroup", "side_group", "launch_from_torch", "join_local_group"]
+)
 def test_no_rank_goes_on_before_all_are_connected(pool: Pool, call: str) -> None:
     times = pool.run(2, times_of_connecting, call)
     assert min(went_on for _, went_on in times) > max(connected for connected, _ in times)

@@ -1,5 +1,7 @@
 """How parameters are cut and put together again. No processes: the ranks are numbers."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import Parameter
@@ -36,55 +38,55 @@ def test_the_whole_comes_back_from_the_pieces(
     assert len({piece.shape for piece in pieces}) == 1
 
 
-def test_each_block_is_cut_on_its_own() -> None:
-    shard = Shard(size=2, dim=0, blocks=(4, 2))
-    assert shard.local(torch.arange(6), 0).tolist() == [0, 1, 4]
-    assert shard.local(torch.arange(6), 1).tolist() == [2, 3, 5]
+PIECES: dict[str, tuple[Shard, list[list[int]]]] = {
+    "blocks": (Shard(size=2, dim=0, blocks=(4, 2)), [[1, 2, 5], [3, 4, 6]]),
+    "padding": (Shard(size=3, dim=0, blocks=(5,), padded=(9,)), [[1, 2, 3], [4, 5, 0], [0, 0, 0]]),
+    "copies": (Shard(size=4, dim=0, blocks=(2,), copies=2), [[1], [1], [2], [2]]),
+    "stretches": (
+        Shard(size=4, dim=0, blocks=(4, 2, 4, 2), stretches=2),
+        [[1, 2, 5], [3, 4, 6], [7, 8, 11], [9, 10, 12]],
+    ),
+    # Three query heads for each of two key-value heads on four ranks, then three key-value heads on two.
+    "padded stretches": (
+        Shard(size=4, dim=0, blocks=(3, 3), padded=(4, 4), stretches=2),
+        [[1, 2], [3, 0], [4, 5], [6, 0]],
+    ),
+    "a padded block": (
+        Shard(size=4, dim=0, blocks=(2, 2, 2, 0), padded=(2, 2, 2, 2), stretches=4),
+        [[1, 2], [3, 4], [5, 6], [0, 0]],
+    ),
+}
 
 
-def test_padding_is_zero_and_on_the_last_ranks() -> None:
-    shard = Shard(size=3, dim=0, blocks=(5,), padded=(9,))
-    assert [shard.local(torch.arange(1, 6), rank).tolist() for rank in range(3)] == [
-        [1, 2, 3],
-        [4, 5, 0],
-        [0, 0, 0],
-    ]
-
-
-def test_neighbours_hold_the_copies_of_a_piece() -> None:
-    shard = Shard(size=4, dim=0, blocks=(2,), copies=2)
-    assert [shard.local(torch.arange(2), rank).tolist() for rank in range(4)] == [[0], [0], [1], [1]]
-
-
-def test_a_stretch_is_cut_over_its_own_ranks_and_comes_back() -> None:
-    shard = Shard(size=4, dim=0, blocks=(4, 2, 4, 2), stretches=2)
-    whole = torch.arange(12)
-    pieces = [shard.local(whole, rank) for rank in range(4)]
-    assert [piece.tolist() for piece in pieces] == [[0, 1, 4], [2, 3, 5], [6, 7, 10], [8, 9, 11]]
+@pytest.mark.parametrize("name", PIECES)
+def test_pieces_are_those_of_blocks_copies_and_stretches(name: str) -> None:
+    shard, expected = PIECES[name]
+    whole = torch.arange(1, 1 + sum(shard.blocks))
+    pieces = [shard.local(whole, rank) for rank in range(shard.size)]
+    assert [piece.tolist() for piece in pieces] == expected
     assert torch.equal(shard.whole(pieces), whole)
+    for rank, piece in enumerate(pieces):
+        for stretch in shard.stretches_of(rank):
+            of_whole = whole[stretch.whole : stretch.whole + stretch.length]
+            assert torch.equal(piece[stretch.piece : stretch.piece + stretch.length], of_whole)
 
 
-def test_each_block_is_padded_at_its_own_end_and_comes_back() -> None:
-    """Three query heads for each of two key-value heads on four ranks, then three key-value heads on two."""
-    queries = Shard(size=4, dim=0, blocks=(3, 3), padded=(4, 4), stretches=2)
-    whole = torch.arange(1, 7)
-    pieces = [queries.local(whole, rank) for rank in range(4)]
-    assert [piece.tolist() for piece in pieces] == [[1, 2], [3, 0], [4, 5], [6, 0]]
-    assert torch.equal(queries.whole(pieces), whole)
-    added = Shard(size=4, dim=0, blocks=(2, 2, 2, 0), padded=(2, 2, 2, 2), stretches=4)
-    assert [added.local(whole, rank).tolist() for rank in range(4)] == [[1, 2], [3, 4], [5, 6], [0, 0]]
-
-
-def test_padding_shorter_than_the_block_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"padded=\(4,\) is shorter than blocks=\(5,\)"):
-        Shard(size=2, dim=0, blocks=(5,), padded=(4,))
-
-
-def test_stretches_that_differ_or_do_not_go_over_the_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"stretches=2 neither repeats blocks=\(4, 2, 2, 4\)"):
-        Shard(size=4, dim=0, blocks=(4, 2, 2, 4), stretches=2)
-    with pytest.raises(ValueError, match="nor divides the 2 pieces"):
-        Shard(size=2, dim=0, blocks=(2, 2, 2, 2), stretches=4)
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"blocks": (5,), "padded": (4,)}, r"padded=\(4,\) is shorter than blocks=\(5,\)"),
+        (
+            {"size": 4, "blocks": (4, 2, 2, 4), "stretches": 2},
+            r"stretches=2 neither repeats blocks=\(4, 2, 2, 4\)",
+        ),
+        ({"blocks": (2, 2, 2, 2), "stretches": 4}, "nor divides the 2 pieces"),
+        ({"size": 4, "blocks": (8, 10)}, "10 entries along dim 0 are not divisible by 4 ranks"),
+        ({"size": 4, "blocks": (12,), "copies": 3}, "copies=3 does not divide size=4"),
+    ],
+)
+def test_what_does_not_fit_is_refused(settings: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        Shard(**{"size": 2, "dim": 0, **settings})
 
 
 def test_a_piece_has_memory_of_its_own() -> None:
@@ -93,31 +95,14 @@ def test_a_piece_has_memory_of_its_own() -> None:
     assert whole.sum() == 0
 
 
-def test_what_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="10 entries along dim 0 are not divisible by 4 ranks"):
-        Shard(size=4, dim=0, blocks=(8, 10))
-    with pytest.raises(ValueError, match="copies=3 does not divide size=4"):
-        Shard(size=4, dim=0, blocks=(12,), copies=3)
-
-
-def test_blocks_of_another_length_than_the_tensor_are_refused() -> None:
-    with pytest.raises(AssertionError, match="length 6 of dim 0"):
-        Shard(size=2, dim=0, blocks=(4,)).local(torch.zeros(6), 0)
-
-
 def test_placing_cuts_the_parameter_in_place() -> None:
     parameter = Parameter(torch.arange(6.0))
     place(parameter, Shard(size=2, dim=0, blocks=(6,)), 1)
     assert parameter.tolist() == [3, 4, 5]
+    place(parameter, Shard(size=2, dim=0, blocks=(6,)), 1)  # a tied one
+    assert parameter.tolist() == [3, 4, 5]
     assert parameter.requires_grad
     assert placement_of(parameter) == Shard(size=2, dim=0, blocks=(6,))
-
-
-def test_a_tied_parameter_is_cut_once() -> None:
-    parameter = Parameter(torch.arange(4.0))
-    for _ in range(2):
-        place(parameter, Shard(size=2, dim=0, blocks=(4,)), 0)
-    assert parameter.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("other", [Shard(size=2, dim=1, blocks=(4,)), Shared(size=2)])

@@ -102,63 +102,37 @@ def samplers_at(epoch: int, size: int, replicas: int) -> list[ResumableSampler]:
     return found
 
 
-def test_batches_of_all_replicas_are_the_same_however_many_share_them() -> None:
-    whole = take(samplers(50, 1), 12)
-    for replicas in (2, 3, 4, 6, 12):
-        shared = take(samplers(50, replicas), 12 // replicas)
-        assert shared[:-1] == whole[:-1]
-        assert shared[-1][: len(whole[-1])] == whole[-1]
+# The place that is loaded; the epochs that are named (a number) and the passes (the epoch and first sample of each).
+PASSES: dict[str, tuple[tuple[int, int] | None, list[int | tuple[int, int]]]] = {
+    "a pass is of the named epoch or else of the next": (
+        None,
+        [(0, 0), (1, 0), 1, (1, 0), 7, (7, 0), (8, 0)],
+    ),
+    "goes on unnamed": ((2, 6), [(2, 6), (3, 0)]),
+    "naming the epoch keeps its place": ((2, 6), [0, 1, 2, 3, 2, (2, 6), (3, 0)]),
+    "naming another epoch begins it": ((2, 6), [1, (1, 0), (2, 0)]),
+    "a whole epoch is not given again": ((2, 8), [(3, 0)]),
+    "nor where it is named": ((2, 8), [2, (2, 8), (3, 0)]),
+}
 
 
-def test_a_pass_is_of_the_named_epoch_or_else_of_the_next() -> None:
+@pytest.mark.parametrize("name", PASSES)
+def test_named_epochs_and_passes_follow_the_place(name: str) -> None:
+    place, calls = PASSES[name]
     (one,) = samplers(8, 1)
-    seen = [take([one], 8)[0] for _ in range(2)]
-    one.set_epoch(1)
-    seen.append(take([one], 8)[0])
-    one.set_epoch(7)
-    seen += [take([one], 8)[0] for _ in range(2)]
-    assert seen == [order(8, epoch) for epoch in (0, 1, 1, 7, 8)]
-
-
-def loaded(epoch: int, samples: int) -> ResumableSampler:
-    (one,) = samplers(8, 1)
-    one.load_state_dict({**one.state_dict(), "epoch": epoch, "samples": samples})
-    return one
-
-
-def test_naming_the_epoch_that_was_loaded_keeps_its_place() -> None:
-    for epochs in ([], [2], [0, 1, 2], [2, 3, 2]):
-        one = loaded(2, 6)
-        for epoch in epochs:
-            one.set_epoch(epoch)
-        assert one.state_dict()["samples"] == 6
-        assert take([one], 2) == [order(8, 2)[6:]]
-        assert take([one], 8) == [order(8, 3)]
-
-
-def test_naming_another_epoch_begins_it() -> None:
-    one = loaded(2, 6)
-    one.set_epoch(1)
-    assert (one.state_dict()["epoch"], one.state_dict()["samples"]) == (1, 0)
-    assert take([one], 8) == [order(8, 1)]
-    assert take([one], 8) == [order(8, 2)]  # the place was that of a pass that never came
-
-
-def test_an_epoch_that_was_loaded_whole_is_not_given_again() -> None:
-    one = loaded(2, 8)
-    one.set_epoch(2)
-    assert take([one], 8) == []
-    assert one.state_dict()["samples"] == 8
-    assert take([one], 8) == [order(8, 3)]
-    assert take([loaded(2, 8)], 8) == [order(8, 3)]
-
-
-def test_a_loop_that_names_its_epoch_in_every_step_keeps_its_place() -> None:
-    (one,) = samplers(8, 1)
+    if place is not None:
+        one.load_state_dict({**one.state_dict(), "epoch": place[0], "samples": place[1]})
+    for call in calls:
+        if isinstance(call, int):
+            one.set_epoch(call)
+        else:
+            epoch, samples = call
+            assert (*chain.from_iterable(take([one], 2)),) == (*order(8, epoch)[samples:],)
+            assert one.position == (epoch, 8)
     dealt = one.begin(2)
     for _, position in dealt.draws:
         one.reached(position)
-        one.set_epoch(0)
+        one.set_epoch(dealt.epoch)  # in every step
         assert one.position == position
 
 

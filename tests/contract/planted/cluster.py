@@ -1,0 +1,102 @@
+"""Faults in collectives: slices over gloo, and torch's own as over NCCL."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from echelon.cluster.collectives import InFlight
+from echelon.verify.layout import Layout
+from echelon.verify.models import ModelChoice
+from echelon.verify.parity import parity
+
+from ...cluster.helpers import with_slices
+from ..mutations import Mutation
+
+LLAMA = ModelChoice(model_type="llama", num_layers=2)
+
+
+def departs(slices: bool, **layout: Any) -> str | None:
+    """ZeRO over two replicas, by slices or by torch's collectives."""
+    compared = partial(parity, LLAMA, Layout(dp=2, **layout), num_steps=2)
+    return with_slices(slices, compared).departure
+
+
+def stage_one(slices: bool) -> str | None:
+    return departs(slices, zero=1)
+
+
+def stage_two(slices: bool) -> str | None:
+    return departs(slices, zero=2)
+
+
+def overlapped(slices: bool) -> str | None:
+    return departs(slices, zero=1, overlap_allgather=True)
+
+
+def own_slice_alone(self: Any) -> None:
+    """The slices of the others arrive, and are not added."""
+    for receives in self._receives:
+        for work, _ in receives:
+            work.wait()
+    self._receives.clear()
+    self._piece = None
+
+
+def losing(make: Callable[..., None]) -> Callable[..., None]:
+    """Slices of the other rank are lost once they have arrived."""
+
+    def made(self: Any, whole: Tensor, piece: Tensor, group: Any) -> None:
+        make(self, whole, piece, group)
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        whole.chunk(group.size())[1 - group.rank()].zero_()
+
+    return made
+
+
+def not_summed(piece: Tensor, whole: Tensor, group: Any) -> InFlight[Tensor]:
+    """This rank's slice of its own buffer."""
+    piece.copy_(whole.chunk(group.size())[group.rank()])
+    return InFlight(None, piece)
+
+
+def not_gathered(whole: Tensor, piece: Tensor, group: Any) -> InFlight[Tensor]:
+    """The buffer as it was."""
+    return InFlight(None, whole)
+
+
+FAULTS = {
+    "slices of others are not added": Mutation(
+        target="echelon.cluster.gloo:ReduceScatter.add_up",
+        replacement=own_slice_alone,
+        check=stage_two,
+        args=(True,),
+        notice="^step 1: gradient of ",
+        quick=True,
+    ),
+    "slices of others are not kept": Mutation(
+        target="echelon.cluster.gloo:AllGather.__init__",
+        wrapper=losing,
+        check=overlapped,
+        args=(True,),
+        notice="^step [12]: ",
+    ),
+    "a plain reduce-scatter sums nothing": Mutation(
+        target="echelon.zero.partition:begin_reduce_scatter",
+        replacement=not_summed,
+        check=stage_one,
+        args=(False,),
+        notice="^step 1: gradient of ",
+    ),
+    "a plain all-gather gathers nothing": Mutation(
+        target="echelon.zero.partition:begin_all_gather",
+        replacement=not_gathered,
+        check=stage_one,
+        args=(False,),
+        notice="^step [12]: ",
+        quick=True,
+    ),
+}
