@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ..cluster.agree import alike, on_first_rank
+from ..cluster.agree import on_all_ranks, on_first_rank
 from .tensor_file import write_small
 
 # Ranks wait for each other for six hours, see side_group in cluster/mesh.py; clocks may differ.
@@ -89,7 +89,8 @@ def written_beside(begin: Callable[[], Path], group: dist.ProcessGroup) -> Itera
     """
     folder = on_first_rank(begin, group)
     try:
-        alike(lambda: require_seen(folder), group)
+        if not all(on_all_ranks(folder.is_dir, group)):
+            raise OSError(f"not all ranks see {folder}: save to a file system that all machines share")
         yield folder
     except BaseException:
         if group.rank() == 0:
@@ -140,18 +141,6 @@ def replace_file(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
-def require_seen(folder: Path) -> None:
-    """Refuse a folder that this rank does not see.
-
-    Raises:
-        OSError: this one does not.
-    """
-    if not folder.is_dir():
-        raise OSError(
-            f"the first rank made {folder}, which is not seen here: save to a file system that all machines share"
-        )
-
-
 def _begin(path: Path) -> Path:
     finish_placing(path)
     inside = path / _FILES
@@ -184,11 +173,7 @@ def _make_complete(path: Path, folder: Path, kind: Replaced, written: list[str])
             f"another run has saved to {path} at this moment, and what it saved stands: give each run a folder of its "
             "own"
         ) from error
-    try:
-        sync_folder(path)
-    except OSError:
-        os.rename(path / _COMPLETE, folder)
-        raise
+    sync_folder(path)
 
 
 def _remove(path: Path, names: list[str]) -> None:

@@ -6,7 +6,6 @@ was pickled. A name is `STATE/PARAMETER`, a key in a file `NAME@OFFSET`.
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +15,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import (
     DefaultSavePlanner,
+    FileSystemWriter,
     Metadata,
     SavePlan,
     SavePlanner,
-    StorageWriter,
 )
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -34,7 +33,7 @@ from ..cluster.agree import joined_errors
 from ..lazy.files import open_tensors
 from .box import Box
 from .local import LocalTensor
-from .tensor_file import Entry, FileRecord, TensorFileWriter, dtype_name, dtype_of, write_small
+from .tensor_file import Entry, Records, TensorFileWriter, dtype_name, dtype_of, write_small
 
 INDEX = "index.json"
 
@@ -67,9 +66,7 @@ class BoxedTensor(Tensor):
         return next(part.local for part in self.boxed.parts if part.box.offset == index.offset)
 
 
-def save_states(
-    states: Mapping[str, LocalTensor], folder: Path, *, group: dist.ProcessGroup
-) -> dict[str, FileRecord]:
+def save_states(states: Mapping[str, LocalTensor], folder: Path, *, group: dist.ProcessGroup) -> Records:
     """Write this rank's boxes; one that several ranks have is written once. Collective over the group.
 
     Returns:
@@ -162,29 +159,15 @@ class StateFiles:
         return found
 
 
-class _Writer(StorageWriter):
+class _Writer(FileSystemWriter):
     """One file per rank, and the index on the first."""
 
     def __init__(self, folder: Path, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.records: dict[str, FileRecord] = {}
+        super().__init__(folder)
+        self.records: Records = {}
         self._folder = folder
         self._num_ranks = group.size()
         self._file_name = f"rank-{group.rank():05}.safetensors"
-
-    def reset(self, checkpoint_id: str | PathLike | None = None) -> None:
-        """Nothing is kept between saves."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The folder is there."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As torch planned it."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As torch planned it."""
-        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file, if there is anything to write."""
@@ -224,11 +207,6 @@ class _Writer(StorageWriter):
         }
         content = json.dumps({"tensors": listing}, separators=(",", ":")).encode()
         self.records[INDEX] = write_small(self._folder / INDEX, content)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike) -> bool:
-        """Any path will do."""
-        return True
 
 
 def _write_item(name: str, local: LocalTensor, box: Box) -> WriteItem:

@@ -1,15 +1,15 @@
 """The differences between two checkpoints, whatever layouts wrote them."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .box import Box, Stored, flat_boxes
-from .inspect import Opened, nbytes
+from .inspect import Opened, Progress, nbytes
 from .tensor_file import dtype_name
 
 # Parts of a config that say nothing of the model.
@@ -17,8 +17,6 @@ PASSED_OVER = ("transformers_version", "_name_or_path")
 CHUNK = 1 << 20  # entries that are read at once: some 8 MiB for each of a few tensors in float64
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +52,7 @@ class Distance:
         return self.differing > 0 if tolerance == 0 else self.absolute > tolerance * self.magnitude
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
+class Difference(NamedTuple):
     """Something that is not the same in A and in B.
 
     Args:
@@ -71,7 +68,6 @@ class Difference:
     distance: Distance | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """Two checkpoints that are compared.
 
@@ -81,38 +77,34 @@ class Comparison:
             entry; 0: where any bit differs.
     """
 
-    a: Opened
-    b: Opened
-    tolerance: float = 0.0
-
-    @property
-    def models_alone(self) -> bool:
-        """True where one is a Hugging Face folder, which has nothing else."""
-        return self.a.manifest is None or self.b.manifest is None
-
-    @property
-    def same_ranks(self) -> bool:
-        """True where random states can be compared: those of a rank mean something only to the same rank."""
-        return self.a.random.keys() == self.b.random.keys()
+    def __init__(self, a: Opened, b: Opened, tolerance: float = 0.0) -> None:
+        self._tolerance = tolerance
+        self.notes: list[str] = []  # parts that are not compared, and why
+        self._stores: list[tuple[str, Stored | None, Stored | None]] = [("model", a.model, b.model)]
+        self._values: list[tuple[str, Any, Any]] = [("config", _config_of(a), _config_of(b))]
+        if a.manifest is None or b.manifest is None:
+            self.notes.append("a Hugging Face folder has no optimizer: models alone are compared")
+            return
+        self._stores.append(("optimizer", a.optimizer, b.optimizer))
+        for part in ("scalars", "groups"):
+            if a.optimizer is not None and b.optimizer is not None:
+                self._values.append((part, _part_of(a.groups, part), _part_of(b.groups, part)))
+        self._values.append(("training", {**a.training, "layout": None}, {**b.training, "layout": None}))
+        if a.random.keys() == b.random.keys():  # of a rank they mean something only to the same rank
+            self._values.append(("random", dict(a.random), dict(b.random)))
+        else:
+            self.notes.append("written by other ranks: their random states are not compared")
 
     @property
     def total_bytes(self) -> int:
         """Of A's tensors that are read."""
-        stores: list[tuple[Stored, Stored]] = [(self.a.model, self.b.model)]
-        if not self.models_alone and self.a.optimizer is not None and self.b.optimizer is not None:
-            stores.append((self.a.optimizer, self.b.optimizer))
         return sum(
             nbytes(a, name)
-            for a, b in stores
+            for _, a, b in self._stores
+            if a is not None and b is not None
             for name in a.names
-            if name in b.names and _same_shape(a, b, name)
+            if name in b.names and a.shape(name) == b.shape(name)
         )
-
-    def notes(self) -> list[str]:
-        """Parts that are not compared, and why."""
-        if self.models_alone:
-            return ["a Hugging Face folder has no optimizer: models alone are compared"]
-        return [] if self.same_ranks else ["written by other ranks: their random states are not compared"]
 
     def differences(self, progress: Progress) -> Iterator[Difference]:
         """All of them, as they are found.
@@ -123,116 +115,79 @@ class Comparison:
         Raises:
             ValueError, OSError: a file is damaged or missing.
         """
-        yield from self._tensors("model", self.a.model, self.b.model, progress)
-        yield from self._values("config", _model_config(self.a), _model_config(self.b))
-        if self.models_alone:
-            return
-        yield from self._optimizers(progress)
-        yield from self._values("training", _without_layout(self.a), _without_layout(self.b))
-        if self.same_ranks:
-            yield from self._values("random", self.a.random, self.b.random)
+        for part, a, b in self._stores:
+            if a is not None and b is not None:
+                yield from self._of_tensors(part, a, b, progress)
+            elif a is not b:
+                yield Difference(part, part, f"only in {'B' if a is None else 'A'}")
+        for part, left, right in self._values:
+            yield from self._of_values(part, dict(_leaves(left)), dict(_leaves(right)))
 
-    def _optimizers(self, progress: Progress) -> Iterator[Difference]:
-        a, b = self.a.optimizer, self.b.optimizer
-        if a is None or b is None:
-            if a is not b:
-                yield Difference(
-                    part="optimizer", name="optimizer", what=f"only in {'B' if a is None else 'A'}"
-                )
-            return
-        yield from self._tensors("optimizer", a, b, progress)
-        a_groups, b_groups = dict(self.a.groups), dict(self.b.groups)
-        yield from self._values("scalars", a_groups.pop("scalars", {}), b_groups.pop("scalars", {}))
-        yield from self._values("groups", a_groups, b_groups)
-
-    def _tensors(self, part: str, a: Stored, b: Stored, progress: Progress) -> Iterator[Difference]:
-        for name, only in _lonely(a.names, b.names):
-            yield Difference(part=part, name=name, what=only)
-        for name in a.names:
-            if name not in b.names:
+    def _of_tensors(self, part: str, a: Stored, b: Stored, progress: Progress) -> Iterator[Difference]:
+        for name in dict.fromkeys([*a.names, *b.names]):
+            if name not in a.names or name not in b.names:
+                yield Difference(part, name, f"only in {'A' if name in a.names else 'B'}")
                 continue
-            if not _same_shape(a, b, name):
-                what = f"shape {list(a.shape(name))} in A, {list(b.shape(name))} in B"
-                yield Difference(part=part, name=name, what=what)
+            if (shape := a.shape(name)) != b.shape(name):
+                yield Difference(part, name, f"shape {list(shape)} in A, {list(b.shape(name))} in B")
                 continue
-            distance = _distance(a, b, name, progress)
+            distance = Distance()
+            for box in chunks_of(shape):
+                distance = distance.joined(distance_between(a.read(name, box), b.read(name, box)))
+                progress(box.numel * a.dtype(name).itemsize)
             if a.dtype(name) != b.dtype(name):
                 what = f"{dtype_name(a.dtype(name))} in A, {dtype_name(b.dtype(name))} in B"
-                yield Difference(part=part, name=name, what=what, distance=distance)
-            elif distance.exceeds(self.tolerance):
-                yield Difference(part=part, name=name, what="values", distance=distance)
+                yield Difference(part, name, what, distance)
+            elif distance.exceeds(self._tolerance):
+                yield Difference(part, name, "values", distance)
 
-    def _values(self, part: str, a: Any, b: Any, name: str = "") -> Iterator[Difference]:
-        """Of plain values: mappings, sequences, tensors, and what is compared by ==."""
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            for key, only in _lonely(a, b):
-                yield Difference(part=part, name=_below(name, key), what=only)
-            for key in a:
-                if key in b:
-                    yield from self._values(part, a[key], b[key], _below(name, key))
-        elif _are_sequences(a, b) and len(a) == len(b):
-            for index, (left, right) in enumerate(zip(a, b, strict=True)):
-                yield from self._values(part, left, right, _below(name, index))
-        else:
-            yield from self._leaves(part, a, b, name)
-
-    def _leaves(self, part: str, a: Any, b: Any, name: str) -> Iterator[Difference]:
-        x, y = _as_tensor(a), _as_tensor(b)
-        if x is None or y is None or x.shape != y.shape:
-            if type(a) is not type(b) or _plainly_differ(a, b):
-                yield Difference(part=part, name=name, what=f"{_shown(a)} in A, {_shown(b)} in B")
-            return
-        distance = distance_between(x, y)
-        if distance.exceeds(self.tolerance) or x.dtype != y.dtype:
-            yield Difference(
-                part=part, name=name, what=f"{_shown(a)} in A, {_shown(b)} in B", distance=distance
-            )
+    def _of_values(self, part: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
+        for name in dict.fromkeys([*a, *b]):
+            if name not in a or name not in b:
+                yield Difference(part, name, f"only in {'A' if name in a else 'B'}")
+                continue
+            left, right = a[name], b[name]
+            x, y = _as_tensor(left), _as_tensor(right)
+            if x is not None and y is not None and x.shape == y.shape:
+                distance = distance_between(x, y)
+                differ = distance.exceeds(self._tolerance) or x.dtype != y.dtype
+            else:
+                distance = None
+                differ = type(left) is not type(right) or x is not None or left != right
+            if differ:
+                yield Difference(part, name, f"{_shown(left)} in A, {_shown(right)} in B", distance)
 
 
-def _distance(a: Stored, b: Stored, name: str, progress: Progress) -> Distance:
-    distance = Distance()
-    for box in chunks_of(a.shape(name)):
-        distance = distance.joined(distance_between(a.read(name, box), b.read(name, box)))
-        progress(box.numel * a.dtype(name).itemsize)
-    return distance
-
-
-def _lonely(a: Collection[Any], b: Collection[Any]) -> Iterator[tuple[Any, str]]:
-    yield from ((name, "only in A") for name in a if name not in b)
-    yield from ((name, "only in B") for name in b if name not in a)
-
-
-def _same_shape(a: Stored, b: Stored, name: str) -> bool:
-    return a.shape(name) == b.shape(name)
-
-
-def _model_config(opened: Opened) -> Mapping[str, Any]:
+def _config_of(opened: Opened) -> Mapping[str, Any]:
     return {name: value for name, value in (opened.config or {}).items() if name not in PASSED_OVER}
 
 
-def _without_layout(opened: Opened) -> Mapping[str, Any]:
-    return {name: value for name, value in opened.training.items() if name != "layout"}
+def _part_of(groups: Mapping[str, Any], part: str) -> Any:
+    """The scalars of an optimizer's groups file, or all the rest of it."""
+    scalars = groups.get("scalars", {})
+    return (
+        scalars if part == "scalars" else {name: each for name, each in groups.items() if name != "scalars"}
+    )
 
 
-def _below(name: str, key: object) -> str:
-    return f"{name}.{key}" if name else str(key)
-
-
-def _are_sequences(a: Any, b: Any) -> bool:
-    return all(isinstance(each, Sequence) and not isinstance(each, str | bytes) for each in (a, b))
+def _leaves(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Plain values by their path: "scheduler._last_lr.1"."""
+    if isinstance(values, Mapping):
+        pairs: Any = values.items()
+    elif isinstance(values, Sequence) and not isinstance(values, str | bytes):
+        pairs = enumerate(values)
+    else:
+        yield name, values
+        return
+    for key, value in pairs:
+        yield from _leaves(value, f"{name}.{key}" if name else str(key))
 
 
 def _as_tensor(value: Any) -> Tensor | None:
     """A number or a tensor as a tensor."""
-    if isinstance(value, Tensor):
-        return value
     if isinstance(value, float):
         return torch.tensor(value, dtype=torch.float64)
-    return None
-
-
-def _plainly_differ(a: Any, b: Any) -> bool:
-    return bool(a.shape != b.shape) if isinstance(a, Tensor) else bool(a != b)
+    return value if isinstance(value, Tensor) else None
 
 
 def _shown(value: Any) -> str:

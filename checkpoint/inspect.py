@@ -2,18 +2,16 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, initialization
+from transformers import AutoConfig
 
 from ..cluster.mesh import AXES
 from .box import Box, Stored, coverage_errors
@@ -21,7 +19,7 @@ from .dcp import INDEX, StateFiles
 from .local import TensorNames
 from .model import SAFETENSORS, TORCH
 from .optimizer import GROUPS
-from .pretrained import Weights
+from .pretrained import Weights, fitting_errors, outline_of
 from .step import MODEL, OPTIMIZER, RANDOM, TRAINING, random_file
 from .steps import MANIFEST, damage_of, manifest_of, newest_first
 from .tensor_file import dtype_name, read_values
@@ -43,7 +41,7 @@ class Opened:
         optimizer: its tensors, None where there are none.
         groups: class, groups and scalars of the optimizer; empty where there is none.
         training: scheduler, position in the data, user values, sizes of the mesh; empty for a Hugging Face folder.
-        random: the random states of every rank, by its coordinates.
+        random: the random states of every rank, by its coordinates: "pp 0, dp 1, sp 0, tp 0".
     """
 
     path: Path
@@ -90,52 +88,34 @@ def open_folder(path: Path) -> Opened:
     model = path / MODEL if is_checkpoint else path
     optimizer = path / OPTIMIZER
     has_optimizer = is_checkpoint and optimizer.is_dir()
+    random = {}
+    for file in sorted((path / RANDOM).glob("*.pt")) if is_checkpoint else ():
+        state = dict(_read_mapping(file))
+        random[", ".join(f"{axis} {rank}" for axis, rank in state.pop("coordinates", {}).items())] = state
     return Opened(
         path=path,
         manifest=manifest_of(path) if is_checkpoint else None,
         model=Weights(model),
-        config=read_config(model),
+        config=_read_json(model / "config.json") if (model / "config.json").is_file() else None,
         optimizer=StateFiles(optimizer) if has_optimizer else None,
-        groups=read_mapping(optimizer / GROUPS) if has_optimizer else {},
-        training=read_mapping(path / TRAINING) if is_checkpoint else {},
-        random={
-            _place(state): {name: each for name, each in state.items() if name != "coordinates"}
-            for state in (read_random_states(path / RANDOM) if is_checkpoint else {}).values()
-        },
+        groups=_read_mapping(optimizer / GROUPS) if has_optimizer else {},
+        training=_read_mapping(path / TRAINING) if is_checkpoint else {},
+        random=random,
     )
 
 
-def _place(state: Mapping[str, Any]) -> str:
-    """A rank by its place on every axis: "pp 0, dp 1, sp 0, tp 0"."""
-    return ", ".join(f"{axis} {rank}" for axis, rank in state.get("coordinates", {}).items())
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        return _mapping(json.loads(path.read_bytes()), path)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON, it is damaged: {error}") from error
 
 
-def read_config(folder: Path) -> Mapping[str, Any] | None:
-    """The model's config, None where there is none.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    path = folder / "config.json"
-    return read_json(path) if path.is_file() else None
+def _read_mapping(path: Path) -> Mapping[str, Any]:
+    return _mapping(read_values(path), path)
 
 
-def read_random_states(folder: Path) -> dict[str, Mapping[str, Any]]:
-    """The random states of every rank, by the name of its file.
-
-    Raises:
-        ValueError: a file is damaged; names it.
-    """
-    return {path.name: read_mapping(path) for path in sorted(folder.glob("*.pt"))}
-
-
-def read_mapping(path: Path) -> Mapping[str, Any]:
-    """Plain values by name.
-
-    Raises:
-        ValueError: they cannot be read; names the file.
-    """
-    found = read_values(path)
+def _mapping(found: Any, path: Path) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
         raise ValueError(f"{path} has a {type(found).__name__}, and no values by name: it is damaged")
     return found
@@ -144,21 +124,6 @@ def read_mapping(path: Path) -> Mapping[str, Any]:
 def nbytes(stored: Stored, name: str) -> int:
     """Bytes of a whole tensor."""
     return Box.whole(stored.shape(name)).numel * stored.dtype(name).itemsize
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The values of a JSON file, by name.
-
-    Raises:
-        ValueError: it cannot be read as that; names it.
-    """
-    try:
-        found = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON, it is damaged: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} has a {type(found).__name__}, and no values by name: it is damaged")
-    return found
 
 
 def summarize(opened: Opened) -> dict[str, Any]:
@@ -174,6 +139,10 @@ def summarize(opened: Opened) -> dict[str, Any]:
     manifest, training = opened.manifest or {}, opened.training
     extra = opened.groups.get("extra", {})
     files = sorted(path for path in opened.path.rglob("*") if path.is_file())
+    parts: dict[str, list[tuple[Stored, str]]] = {MODEL: []}
+    for stored, name, _ in _tensors(opened):
+        kind = MODEL if stored is opened.model else name.partition("/")[0]
+        parts.setdefault(kind, []).append((stored, name))
     return {
         "path": str(opened.path),
         "step": manifest.get("step"),
@@ -183,7 +152,7 @@ def summarize(opened: Opened) -> dict[str, Any]:
         "files": [
             {"path": str(path.relative_to(opened.path)), "bytes": path.stat().st_size} for path in files
         ],
-        "parts": list(_parts(opened)),
+        "parts": [_part(kind, tensors) for kind, tensors in parts.items()],
         "optimizer": opened.groups.get("optimizer"),
         "groups": [
             {"options": group["options"], "parameters": len(group["parameters"])}
@@ -198,28 +167,33 @@ def summarize(opened: Opened) -> dict[str, Any]:
     }
 
 
+def _part(kind: str, tensors: Collection[tuple[Stored, str]]) -> dict[str, Any]:
+    dtypes: Counter[str] = Counter()
+    for stored, name in tensors:
+        dtypes[dtype_name(stored.dtype(name))] += nbytes(stored, name)
+    entries = sum(Box.whole(stored.shape(name)).numel for stored, name in tensors)
+    sizes = {"tensors": len(tensors), "entries": entries, "bytes": dtypes.total()}
+    return {"name": kind, **sizes, "dtypes": dict(dtypes)}
+
+
 def list_tensors(opened: Opened, pattern: str = "*") -> Iterator[dict[str, Any]]:
     """Yield name, shape, dtype and files of the tensors whose name fits a pattern of the shell.
 
     Those of the optimizer are called STATE/PARAMETER.
     """
-    places = {name: [str(path.relative_to(opened.path))] for name, path in opened.model.paths.items()}
-    yield from _lines(opened.model, places, pattern)
-    if (states := opened.optimizer) is not None:
-        files = {name: [f"{OPTIMIZER}/{box.file}" for box in boxes] for name, boxes in states.boxes.items()}
-        yield from _lines(states, files, pattern)
-
-
-def _lines(stored: Stored, files: Mapping[str, Sequence[str]], pattern: str) -> Iterator[dict[str, Any]]:
-    for name in stored.names:
+    for stored, name, files in _tensors(opened):
         if fnmatchcase(name, pattern):
             shape, dtype = list(stored.shape(name)), dtype_name(stored.dtype(name))
-            yield {
-                "name": name,
-                "shape": shape,
-                "dtype": dtype,
-                "files": list(dict.fromkeys(files[name])),
-            }
+            yield {"name": name, "shape": shape, "dtype": dtype, "files": list(dict.fromkeys(files))}
+
+
+def _tensors(opened: Opened) -> Iterator[tuple[Stored, str, list[str]]]:
+    """All tensors with their files."""
+    for name, path in opened.model.paths.items():
+        yield opened.model, name, [str(path.relative_to(opened.path))]
+    if (states := opened.optimizer) is not None:
+        for name in states.names:
+            yield states, name, [f"{OPTIMIZER}/{box.file}" for box in states.boxes[name]]
 
 
 def plain(value: Any) -> Any:
@@ -233,31 +207,7 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | None) else repr(value)
 
 
-def _parts(opened: Opened) -> Iterator[dict[str, Any]]:
-    """Tensors of one kind: those of the model, and of each state of the optimizer."""
-    yield _part(MODEL, opened.model, opened.model.names)
-    if (states := opened.optimizer) is not None:
-        kinds: dict[str, list[str]] = {}
-        for name in states.names:
-            kinds.setdefault(name.partition("/")[0], []).append(name)
-        yield from (_part(kind, states, names) for kind, names in kinds.items())
-
-
-def _part(part: str, stored: Stored, names: Collection[str]) -> dict[str, Any]:
-    dtypes: Counter[str] = Counter()
-    for name in names:
-        dtypes[dtype_name(stored.dtype(name))] += nbytes(stored, name)
-    return {
-        "name": part,
-        "tensors": len(names),
-        "entries": sum(Box.whole(stored.shape(name)).numel for name in names),
-        "bytes": dtypes.total(),
-        "dtypes": dict(dtypes),
-    }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Findings:
+class Findings(NamedTuple):
     """Damage and notes of a folder.
 
     Args:
@@ -269,39 +219,31 @@ class Findings:
     notes: tuple[str, ...]
 
 
-def examine_checkpoint(folder: Path, *, progress: Progress) -> Findings:
-    """Read every byte of a checkpoint, and compare its files with each other.
+def examine(folder: Path, *, progress: Progress) -> Findings:
+    """Compare the files of a folder with each other, once every byte of a checkpoint was read; others have no hashes.
 
     Args:
+        folder: of `find_folder`.
         progress: gets the bytes of every file that was read.
     """
+    if not (folder / MANIFEST).is_file():
+        notes = [f"without {MANIFEST} there are no hashes to compare"]
+        return Findings(tuple(_errors_of(lambda: _model_errors(folder, notes), folder)), tuple(notes))
     try:
         manifest = manifest_of(folder)
     except ValueError as error:
-        return Findings(errors=(str(error),), notes=())
-    errors, notes = [], [f"{name} is not in the manifest" for name in _unlisted(folder, manifest["files"])]
+        return Findings((str(error),), ())
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    notes = [f"{name} is not in the manifest" for name in sorted(found - {*manifest["files"], MANIFEST})]
+    errors = []
     for name, record in manifest["files"].items():
         errors += damage_of(folder, name, record)
         progress(record.bytes)
-    findings = _consistency(folder, manifest["step"])
-    return Findings(errors=tuple(dict.fromkeys([*errors, *findings.errors])), notes=(*notes, *findings.notes))
-
-
-def examine_pretrained(folder: Path) -> Findings:
-    """Compare the files of a Hugging Face folder with each other; there are no hashes."""
-    notes = [f"without {MANIFEST} there are no hashes to compare"]
-    errors = _errors_of(lambda: _model_errors(folder, notes), folder)
-    return Findings(errors=tuple(errors), notes=tuple(notes))
-
-
-def _consistency(folder: Path, step: int) -> Findings:
-    """Errors of files that can be read and do not fit together; one that cannot be read is an error too."""
-    notes: list[str] = []
-    errors = _errors_of(lambda: _model_errors(folder / MODEL, notes), folder / MODEL)
+    errors += _errors_of(lambda: _model_errors(folder / MODEL, notes), folder / MODEL)
     if (folder / OPTIMIZER).is_dir():
         errors += _errors_of(lambda: _optimizer_errors(folder), folder / OPTIMIZER)
-    errors += _errors_of(lambda: _training_errors(folder, step), folder / TRAINING)
-    return Findings(errors=tuple(errors), notes=tuple(notes))
+    errors += _errors_of(lambda: _training_errors(folder, manifest["step"]), folder / TRAINING)
+    return Findings(tuple(dict.fromkeys(errors)), tuple(notes))
 
 
 def _errors_of(check: Callable[[], Iterable[str]], path: Path) -> list[str]:
@@ -314,143 +256,79 @@ def _errors_of(check: Callable[[], Iterable[str]], path: Path) -> list[str]:
         return [f"{path} lacks what it should have, or has it in another form: {error!r}"]
 
 
-def _unlisted(folder: Path, listed: Collection[str]) -> list[str]:
-    found = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    return sorted(set(found) - {*listed, MANIFEST})
-
-
 def _model_errors(folder: Path, notes: list[str]) -> Iterator[str]:
     """Errors of a model's files, index and config; what cannot be compared is noted."""
-    model, config = Weights(folder), read_config(folder)
-    yield from _index_errors(folder, model)
-    if config is None:
+    model, path = Weights(folder), folder / "config.json"
+    indices = (folder / each.listing for each in (SAFETENSORS, TORCH) if not (folder / each.one).is_file())
+    if (index := next(filter(Path.is_file, indices), None)) is not None:
+        listed = _read_json(index)["weight_map"]
+        for name in sorted({*listed, *model.names}):
+            found = model.paths[name].name if name in model.names else "no file"
+            if listed.get(name) != found:
+                yield f"{index} has {name} in {listed.get(name, 'no file')}, and it is in {found}"
+    if not path.is_file():
         notes.append(f"{folder} has no config.json to compare the weights with")
         return
-    name = next(iter(config.get("architectures") or ()), None)
-    if (model_class := getattr(transformers, str(name), None)) is None:
-        notes.append(f"{folder / 'config.json'} is of no class of transformers ({name}): not compared")
+    class_name = next(iter(_read_json(path).get("architectures") or ()), None)
+    if (model_class := getattr(transformers, str(class_name), None)) is None:
+        notes.append(f"{path} is of no class of transformers ({class_name}): not compared")
         return
-    yield from _class_errors(folder, model, model_class, notes)
-
-
-def _index_errors(folder: Path, model: Weights) -> list[str]:
-    """Errors of an index that does not fit the files."""
-    index = next(
-        (folder / each.listing for each in (SAFETENSORS, TORCH) if (folder / each.listing).is_file()), None
-    )
-    if index is None or any((folder / each.one).is_file() for each in (SAFETENSORS, TORCH)):
-        return []
-    listing = read_json(index)
-    listed, metadata = listing["weight_map"], listing.get("metadata") or {}
-    errors = [
-        f"{index} lacks {name}, which is in {model.paths[name].name}"
-        for name in model.names
-        if name not in listed
-    ]
-    for name, file in listed.items():
-        if name not in model.names or model.paths[name].name != file:
-            errors.append(f"{index} has {name} in {file}, where it is not")
-    total = sum(nbytes(model, name) for name in model.names)
-    has_size = index.name == SAFETENSORS.listing and "total_size" in metadata  # others count tied ones once
-    if has_size and metadata["total_size"] != total:
-        errors.append(f"{index} speaks of {metadata['total_size']} bytes of tensors, and there are {total}")
-    return errors
-
-
-def _class_errors(folder: Path, model: Weights, model_class: Any, notes: list[str]) -> Iterator[str]:
-    """Errors of names and shapes that are not those of the model that the config makes."""
-    path, class_name = folder / "config.json", model_class.__name__
-    safely = getattr(initialization, "meta_device_safe_creation_ops", nullcontext)  # since 5.1
     try:
-        with torch.device("meta"), safely():
-            built = model_class(AutoConfig.from_pretrained(folder))
+        built = outline_of(model_class, AutoConfig.from_pretrained(folder))
     except Exception as error:  # a class may raise anything, and for want of a package too
         notes.append(f"{path} makes no {class_name} without memory, so it is not compared: {error!r}")
         return
-    shapes = {name: tuple(tensor.shape) for name, tensor in built.state_dict().items()}
     names = TensorNames.of(built)
-    for name in shapes.keys() & model.names:
-        if model.shape(name) != shapes[name]:
-            where = model.paths[name]
-            yield f"{name} has shape {model.shape(name)} in {where}, and {shapes[name]} by {path}"
+    shapes = {names.first[name]: tuple(each.shape) for name, each in built.state_dict().items()}
     unknown = [name for name in model.names if name not in names.first]
     if unknown:  # adapters, other heads, names of the hub: transformers may well know what to do with them
         notes.append(f"{len(unknown)} tensors are none of a {class_name}'s: {unknown[0]}, …")
-        return
-    there = {names.first[name] for name in model.names}
-    missing = [name for name in names.needed if name not in there]
-    yield from (f"{folder} lacks {name}, which a {class_name} has" for name in missing)
+    errors = fitting_errors(shapes, model, names, strict=not unknown)
+    yield from (f"{folder} does not fit its config.json: {error}" for error in errors)
 
 
-def _optimizer_errors(folder: Path) -> list[str]:
-    states = StateFiles(folder / OPTIMIZER)
-    groups = read_mapping(folder / OPTIMIZER / GROUPS)
-    return [*_state_errors(states), *_group_errors(folder, states, groups)]
-
-
-def _state_errors(states: StateFiles) -> Iterator[str]:
-    """Errors of an index that does not fit the files, and of boxes that do not make up a tensor."""
-    index = states.folder / INDEX
-    indexed: dict[str, set[str]] = {}
-    for name in states.names:
-        boxes = [stored.box for stored in states.boxes[name]]
-        num_dims = len(states.shape(name))
-        if any((len(box.offset), len(box.size)) != (num_dims, num_dims) for box in boxes):
-            yield f"{index}: {name} has boxes of other dimensions than {states.shape(name)}"
-            continue
-        for error in coverage_errors(states.shape(name), boxes):
-            yield f"{index}: {name}: {error}"
-        for stored in states.boxes[name]:
-            indexed.setdefault(stored.file, set()).add(stored.key)
-            if wrong := _key_error(states, name, stored.file, stored.key, stored.box.size):
-                yield f"{index}: {name}: {wrong}"
-    for file, keys in indexed.items():
-        if (states.folder / file).is_file():
-            extra = sorted(set(states.file(file)) - keys)
-            yield from (f"{states.folder / file} has {key}, which is not in {index}" for key in extra)
-
-
-def _key_error(states: StateFiles, name: str, file_name: str, key: str, size: tuple[int, ...]) -> str | None:
-    if not (states.folder / file_name).is_file():
-        return f"{file_name} is missing"
-    file = states.file(file_name)
-    if key not in file:
-        return f"{file_name} has no {key}"
-    found, dtype = file[key], states.dtype(name)
-    if (tuple(found.shape), found.dtype) != (size, dtype):
-        is_, must = f"{dtype_name(found.dtype)} {tuple(found.shape)}", f"{dtype_name(dtype)} {size}"
-        return f"{key} in {file_name} is {is_}, and not {must}"
-    return None
-
-
-def _group_errors(folder: Path, states: StateFiles, groups: Mapping[str, Any]) -> Iterator[str]:
-    """Errors of parameters that are not in one group, or not in the model."""
-    path = folder / OPTIMIZER / GROUPS
-    grouped = [name for group in groups["groups"] for name in group["parameters"]]
-    yield from (f"{path} has {name} in several groups" for name in _repeated(grouped))
-    owners = {name.partition("/")[2] for name in states.names} | groups["scalars"].keys()
-    yield from (f"{path} has no group for {name}" for name in sorted(owners - set(grouped)))
-    model: Stored = Weights(folder / MODEL)
-    yield from (
-        f"{path} names {name}, which is not in the model" for name in grouped if name not in model.names
+def _optimizer_errors(folder: Path) -> Iterator[str]:
+    """Errors of an index that does not fit the files, boxes that do not make up a tensor, and groups."""
+    states, index, path = (
+        StateFiles(folder / OPTIMIZER),
+        folder / OPTIMIZER / INDEX,
+        folder / OPTIMIZER / GROUPS,
     )
+    for name in states.names:
+        shape, dtype, boxes = (
+            states.shape(name),
+            states.dtype(name),
+            [each.box for each in states.boxes[name]],
+        )
+        if any((len(box.offset), len(box.size)) != (len(shape), len(shape)) for box in boxes):
+            yield f"{index}: {name} has boxes of other dimensions than {shape}"
+            continue
+        yield from (f"{index}: {name}: {error}" for error in coverage_errors(shape, boxes))
+        for stored in states.boxes[name]:
+            found = states.file(stored.file).get(stored.key)
+            if found is None or (tuple(found.shape), found.dtype) != (stored.box.size, dtype):
+                must = f"{dtype_name(dtype)} {stored.box.size}"
+                yield f"{index}: {name}: {stored.file} has no {stored.key} that is {must}"
+    groups = _read_mapping(path)
+    grouped = Counter(name for group in groups["groups"] for name in group["parameters"])
+    yield from (f"{path} has {name} in several groups" for name, count in grouped.items() if count > 1)
+    owners = {name.partition("/")[2] for name in states.names} | groups["scalars"].keys()
+    yield from (f"{path} has no group for {name}" for name in sorted(owners - grouped.keys()))
+    known = Weights(folder / MODEL).names
+    yield from (f"{path} names {name}, which is not in the model" for name in grouped if name not in known)
 
 
 def _training_errors(folder: Path, step: int) -> Iterator[str]:
     path = folder / TRAINING
-    training = read_mapping(path)
+    training = _read_mapping(path)
     if training.get("step") != step:
         yield f"{path} is of step {training.get('step')}, and {MANIFEST} of step {step}"
     sizes = training["layout"]["sizes"]
     ranks = product(*(range(sizes[axis]) for axis in AXES))
     expected = {random_file(rank): dict(zip(AXES, place, strict=True)) for rank, place in enumerate(ranks)}
-    found = {name: state.get("coordinates") for name, state in read_random_states(folder / RANDOM).items()}
-    for name in sorted(expected.keys() | found.keys()):
-        if name not in found:
-            yield f"{folder / RANDOM / name} is missing: {len(expected)} ranks wrote the checkpoint"
-        elif found[name] != expected.get(name):
-            yield f"{folder / RANDOM / name} is of the rank {found[name]}, by {path} of {expected.get(name)}"
-
-
-def _repeated(names: Sequence[str]) -> list[str]:
-    return [name for name, count in Counter(names).items() if count > 1]
+    for name in sorted(expected.keys() | {each.name for each in (folder / RANDOM).glob("*.pt")}):
+        file = folder / RANDOM / name
+        if not file.is_file():
+            yield f"{file} is missing: {len(expected)} ranks wrote the checkpoint"
+        elif (found := _read_mapping(file).get("coordinates")) != expected.get(name):
+            yield f"{file} is of the rank {found}, by {path} of {expected.get(name)}"

@@ -183,15 +183,15 @@ def known_to(model: nn.Module, stored: Mapping[str, Tensor], path: Path) -> dict
 
     if not isinstance(model, PreTrainedModel):
         return _tied(dict(stored), model, path)
-    outline = outline_of(model)
+    outline = outline_of(type(model), model.config)
     found, unknown = _renamed(stored, outline, path)
     ignored = _ignored(outline)
     unknown = {name: tensor for name, tensor in unknown.items() if not ignored(name)}
     return _tied(found, outline, path) | unknown
 
 
-def outline_of(model: Any) -> Any:
-    """A model of transformers as its config says, whole, on the meta device; draws nothing at random.
+def outline_of(model_class: Any, config: Any) -> Any:
+    """A model of transformers as a config says, whole, on the meta device; draws nothing at random.
 
     Raises:
         ValueError: its class cannot be built from its config alone.
@@ -201,12 +201,12 @@ def outline_of(model: Any) -> Any:
     safely = getattr(initialization, "meta_device_safe_creation_ops", nullcontext)  # since 5.1
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"), safely():
-            outline = type(model)(copy.deepcopy(model.config))
+            outline = model_class(copy.deepcopy(config))
             outline.tie_weights()  # transformers 5.0 ties nothing on the meta device by itself
             return outline
     except TypeError as error:
         raise ValueError(
-            f"{type(model).__name__} cannot be built from its config alone ({error}), which shows how its weights are "
+            f"{model_class.__name__} cannot be built from its config alone ({error}), which shows how its weights are "
             "named: let it take a config"
         ) from error
 
@@ -326,17 +326,28 @@ def fit(
     Raises:
         ValueError: tensors are missing, extra or of another shape; lists all of them, on every rank.
     """
+    shapes = {name: each.shape for name, each in local.items()}
+    raise_of_all(
+        fitting_errors(shapes, stored, names, strict=strict), f"{what} does not fit this model", group
+    )
+    places = _places(stored, names)
+    return lambda: alike(lambda: read_into(local, stored, places), group)
+
+
+def fitting_errors(
+    shapes: Mapping[str, tuple[int, ...]], stored: Stored, names: TensorNames, *, strict: bool
+) -> list[str]:
+    """Errors of stored tensors of other shapes than these, by the first names, and of names; see `fit`."""
     places = _places(stored, names)
     errors = [
-        f"{name} has shape {stored.shape(places[name])} in the file and {each.shape} in the model"
-        for name, each in local.items()
-        if name in places and tuple(stored.shape(places[name])) != each.shape
+        f"{name} has shape {stored.shape(places[name])} in the file and {shape} in the model"
+        for name, shape in shapes.items()
+        if name in places and tuple(stored.shape(places[name])) != shape
     ]
     if strict:
         errors += [f"{name} is missing" for name in names.needed if name not in places]
         errors += [f"{name} is not in the model" for name in stored.names if name not in names.first]
-    raise_of_all(errors, f"{what} does not fit this model", group)
-    return lambda: alike(lambda: read_into(local, stored, places), group)
+    return errors
 
 
 def raise_of_all(errors: list[str], what: str, group: dist.ProcessGroup) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..cluster.agree import alike, on_all_ranks, on_first_rank
+from ..cluster.agree import alike, batch_hash, on_all_ranks, on_first_rank
 from ..cluster.errors import raise_errors
 from ..cluster.mesh import AXES, ParallelMesh
 from .background import Keep
@@ -33,7 +33,7 @@ from .steps import (
     step_path,
     steps_in,
 )
-from .tensor_file import Records, Write, digest_of, read_values, saved_bytes, torch_bytes, write_small
+from .tensor_file import Records, Write, read_values, saved_bytes, torch_bytes, write_small
 
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
 TRAINING = "training.pt"
@@ -130,13 +130,13 @@ def _training_bytes(values: Mapping[str, Any], group: dist.ProcessGroup) -> byte
         ValueError: there are values that cannot be saved, or "user" differs, which would be lost; on every rank.
     """
 
-    def checked() -> tuple[bytes, str | None]:
+    def checked() -> tuple[bytes, int | None]:
         for name, value in values.items():
             try:
                 saved_bytes(value)
             except ValueError as error:
                 raise ValueError(f"`{name}` cannot be saved: {error}") from error
-        return torch_bytes(values), None if values["user"] is None else digest_of(values["user"])
+        return torch_bytes(values), None if values["user"] is None else batch_hash(values["user"])
 
     content, user = alike(checked, group)
     users = on_all_ranks(lambda: user, group)

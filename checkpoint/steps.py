@@ -13,11 +13,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import xxhash
 
@@ -81,7 +80,7 @@ def commit_step(folder: Path, directory: Path, step: int, records: Mapping[str, 
         "echelon": _version(),
         "step": step,
         "algorithm": ALGORITHM,
-        "left_behind": [seal for path in later_steps(directory, step) if (seal := _lineage(path).seal)],
+        "left_behind": [seal for path in later_steps(directory, step) if (seal := _lineage(path)[0])],
         "files": {name: _listed(record) for name, record in sorted(records.items())},
     }
     write_small(folder / MANIFEST, _sealed(manifest))
@@ -96,7 +95,6 @@ def commit_step(folder: Path, directory: Path, step: int, records: Mapping[str, 
 
 def _name_step(folder: Path, final: Path) -> Path:
     """Give a step its name, and return the place of the one that had it."""
-    directory = final.parent
     replaced = unfinished(final, _REPLACED)
     if final.exists():
         if replaced.exists():
@@ -104,18 +102,11 @@ def _name_step(folder: Path, final: Path) -> Path:
         os.rename(final, replaced)
     try:
         os.rename(folder, final)
-        sync_folder(directory)
     except OSError:
-        with suppress(OSError):  # what a disk refuses here too is put right by the next load or save
-            _take_back(folder, final)
-            _recover(directory)
+        _recover(final.parent)
         raise
+    sync_folder(final.parent)
     return replaced
-
-
-def _take_back(folder: Path, final: Path) -> None:
-    if not folder.exists():
-        os.rename(final, folder)
 
 
 def recover(directory: Path) -> None:
@@ -180,23 +171,17 @@ def newest_first(directory: Path) -> list[Path]:
     """The folders of steps, the highest number first, but last those that were left behind; see [Note: left behind]."""
     steps = steps_in(directory)
     lineages = {path: _lineage(path) for path in steps}
-    left = {seal for each in lineages.values() for seal in each.left_behind}
-    return sorted(steps, key=lambda path: lineages[path].seal in left)
+    left = {seal for _, behind in lineages.values() for seal in behind}
+    return sorted(steps, key=lambda path: lineages[path][0] in left)
 
 
-class _Lineage(NamedTuple):
+def _lineage(path: Path) -> tuple[str | None, Sequence[str]]:
     """A step's own seal, None where its manifest cannot be read, and those of the later steps that it left behind."""
-
-    seal: str | None
-    left_behind: tuple[str, ...]
-
-
-def _lineage(path: Path) -> _Lineage:
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
-        return _Lineage(str(manifest["seal"]), tuple(manifest.get("left_behind", ())))
+        return str(manifest["seal"]), manifest.get("left_behind", ())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return _Lineage(None, ())
+        return None, ()
 
 
 def _number(path: Path) -> int:

@@ -311,25 +311,6 @@ def _unsafe(error: Exception) -> str:
     return found[1] if found else f"{type(error).__name__}: {text}"
 
 
-def digest_of(values: Any) -> str:
-    """A hash of plain values and tensors: the same of equal ones, also where they were made by two processes."""
-    return xxhash.xxh3_128(repr(_comparable(values)).encode()).hexdigest()
-
-
-def _comparable(values: Any) -> Any:
-    """Values with an equal `repr` where they are equal: that of tensors is cut, and orders are chance."""
-    if isinstance(values, Tensor):
-        content = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return values.dtype, tuple(values.shape), xxhash.xxh3_128(content).hexdigest()
-    if isinstance(values, Mapping):
-        return {"of": sorted((repr(key), _comparable(value)) for key, value in values.items())}
-    if isinstance(values, set | frozenset):
-        return {"of": sorted(map(repr, values))}
-    if isinstance(values, list | tuple):
-        return [_comparable(each) for each in values]
-    return values
-
-
 def torch_bytes(values: Any) -> bytes:
     """Values that are known to be plain, in torch's own format."""
     buffer = io.BytesIO()

@@ -92,7 +92,7 @@ def diff(
         comparison = Comparison(a=first, b=second, tolerance=tolerance)
         with progress_bar(comparison.total_bytes, "comparing") as progress:
             differences = list(comparison.differences(progress))
-    for note in comparison.notes():
+    for note in comparison.notes:
         typer.echo(note, err=True)
     if differences:
         headings = ("in", "name", "what", ">largest |a − b|", ">of max(|a|, |b|)", ">entries")
@@ -167,14 +167,11 @@ def chosen_folder(path: Path) -> Path:
 
 def examined(folder: Path) -> "Findings":
     """All damage of a checkpoint, after every byte was read."""
-    from ..checkpoint.inspect import examine_checkpoint, examine_pretrained
-    from ..checkpoint.steps import MANIFEST
+    from ..checkpoint.inspect import examine
 
-    if not (folder / MANIFEST).is_file():
-        return examine_pretrained(folder)
     total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     with progress_bar(total, "reading") as progress:
-        return examine_checkpoint(folder, progress=progress)
+        return examine(folder, progress=progress)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from echelon.checkpoint.inspect import Findings, examine_checkpoint, examine_pretrained
+from echelon.checkpoint.inspect import Findings, examine
 from echelon.checkpoint.steps import commit_step, manifest_of
 
 from .failures import flip_every_file
@@ -19,7 +19,7 @@ HEAD = "lm_head.weight"
 
 
 def examined(folder: Path) -> Findings:
-    return examine_checkpoint(folder, progress=lambda _: None)
+    return examine(folder, progress=lambda _: None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -32,7 +32,7 @@ def test_a_sound_checkpoint_has_no_faults(tmp_path: Path, dtype: torch.dtype) ->
 
 def test_progress_is_told_of_every_file(tmp_path: Path) -> None:
     folder, read = Handmade.of(small_config()).write(tmp_path), []
-    examine_checkpoint(folder, progress=read.append)
+    examine(folder, progress=read.append)
     sizes = (
         path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"
     )
@@ -234,10 +234,10 @@ def test_another_step_and_missing_random_states_are_told(tmp_path: Path) -> None
 
 def test_a_hugging_face_folder_is_examined_without_hashes(tmp_path: Path) -> None:
     LlamaForCausalLM(small_config()).save_pretrained(tmp_path, max_shard_size="8KB")
-    findings = examine_pretrained(tmp_path)
+    findings = examine(tmp_path, progress=lambda _: None)
     assert findings == Findings(errors=(), notes=("without manifest.json there are no hashes to compare",))
     first = min(tmp_path.glob("*.safetensors"))
     write_tensors(first, {"nonesuch": torch.zeros(1)})
     assert f"{tmp_path / 'model.safetensors.index.json'} lacks nonesuch, which is in {first.name}" in (
-        examine_pretrained(tmp_path).errors
+        examine(tmp_path, progress=lambda _: None).errors
     )

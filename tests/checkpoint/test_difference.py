@@ -33,7 +33,7 @@ def test_checkpoints_of_other_layouts_with_equal_tensors_are_equal(tmp_path: Pat
     made.layout = {"pp": 1, "dp": 1, "sp": 1, "tp": 1}
     b = made.write(tmp_path / "b")
     assert found(a, b) == []
-    assert Comparison(a=open_folder(a), b=open_folder(b)).notes() == [
+    assert Comparison(a=open_folder(a), b=open_folder(b)).notes == [
         "written by other ranks: their random states are not compared"
     ]
 
@@ -178,7 +178,7 @@ def test_of_hugging_face_folders_models_alone_are_compared(tmp_path: Path) -> No
     b = made.write(tmp_path / "b")
     for left, right in ((a, b / "model"), (a / "model", b), (a / "model", b / "model")):
         assert [each.name for each in found(left, right)] == [HEAD]
-        notes = Comparison(a=open_folder(left), b=open_folder(right)).notes()
+        notes = Comparison(a=open_folder(left), b=open_folder(right)).notes
         assert notes == ["a Hugging Face folder has no optimizer: models alone are compared"]
 
 

@@ -17,7 +17,7 @@ import re, sys, threading, time
 from pathlib import Path
 
 import torch
-from echelon.checkpoint.inspect import examine_checkpoint
+from echelon.checkpoint.inspect import examine
 from echelon.checkpoint.difference import Comparison
 from echelon.checkpoint.inspect import open_folder
 
@@ -25,7 +25,7 @@ def anonymous():
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
 opened = open_folder(Path(sys.argv[1]))
-examine_checkpoint(opened.path, progress=lambda _: None)  # imports, allocators
+examine(opened.path, progress=lambda _: None)  # imports, allocators
 before, peak, done = anonymous(), 0, False
 
 def watch():

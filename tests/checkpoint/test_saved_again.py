@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from echelon.checkpoint.difference import Comparison
-from echelon.checkpoint.inspect import Findings, examine_checkpoint, open_folder
+from echelon.checkpoint.inspect import Findings, examine, open_folder
 
 from ..pool import Pool
 from . import runs
@@ -42,7 +42,7 @@ def test_a_checkpoint_saved_again_under_another_layout_is_equal_to_the_bit(
     pool.run(loading, save_again, tmp_path / "a", tmp_path / "b", loader, config)
     for directory in ("a", "b"):
         folder = tmp_path / directory / STEP
-        assert examine_checkpoint(folder, progress=lambda _: None) == Findings(errors=(), notes=())
+        assert examine(folder, progress=lambda _: None) == Findings(errors=(), notes=())
     a, b = (open_folder(tmp_path / directory / STEP) for directory in ("a", "b"))
     assert a.training["layout"] != b.training["layout"]
     assert list(Comparison(a=a, b=b).differences(lambda _: None)) == []

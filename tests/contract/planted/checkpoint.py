@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.checkpoint.dcp import StateFiles
-from echelon.checkpoint.inspect import examine_checkpoint, find_folder
+from echelon.checkpoint.inspect import examine, find_folder
 from echelon.checkpoint.local import LocalTensor, Part
 from echelon.checkpoint.steps import recover
 from echelon.verify.resume import contents_of, differing
@@ -82,7 +82,7 @@ def flipped() -> str | None:
     with tempfile.TemporaryDirectory() as directory:
         folder = Handmade.of(small_config()).write(Path(directory))
         for path, _ in flip_every_file(folder, 2):
-            if not examine_checkpoint(folder, progress=lambda _: None).errors:
+            if not examine(folder, progress=lambda _: None).errors:
                 return f"{path.name} is called sound"
     return None
 
@@ -109,7 +109,7 @@ def replaced() -> str | None:
                     return None if len(calls) > 30 else f"{len(calls)} calls alone"
             recover(place)
             try:
-                errors = examine_checkpoint(find_folder(place), progress=lambda _: None).errors
+                errors = examine(find_folder(place), progress=lambda _: None).errors
             except ValueError as error:
                 errors = (str(error),)
             if errors:
