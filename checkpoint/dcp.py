@@ -32,38 +32,10 @@ from torch.futures import Future
 from ..cluster.agree import joined_errors
 from ..lazy.files import open_tensors
 from .box import Box
-from .local import LocalTensor
+from .local import LocalTensor, Part
 from .tensor_file import Entry, Records, TensorFileWriter, dtype_name, dtype_of, write_small
 
 INDEX = "index.json"
-
-
-class BoxedTensor(Tensor):
-    """A whole tensor of which this rank has some boxes, for DCP alone."""
-
-    boxed: LocalTensor
-
-    @staticmethod
-    def __new__(cls, boxed: LocalTensor) -> "BoxedTensor":
-        """Without memory of its own."""
-        self: BoxedTensor = Tensor._make_wrapper_subclass(cls, boxed.shape, dtype=boxed.dtype)
-        self.boxed = boxed
-        return self
-
-    def __init__(self, boxed: LocalTensor) -> None:
-        pass
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        raise AssertionError(f"{function} was called with a tensor that only stands for the boxes of ranks")
-
-    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        return [_write_item(name, self.boxed, part.box) for part in self.boxed.parts if self.boxed.counts]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return next(part.local for part in self.boxed.parts if part.box.offset == index.offset)
 
 
 def save_states(states: Mapping[str, LocalTensor], folder: Path, *, group: dist.ProcessGroup) -> Records:
@@ -76,10 +48,8 @@ def save_states(states: Mapping[str, LocalTensor], folder: Path, *, group: dist.
         OSError, ValueError, AgreedError: it failed on some rank; on all of them.
     """
     writer = _Writer(folder, group)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    boxed = {name: BoxedTensor(each) for name, each in states.items()}
     try:
-        dcp.save(boxed, storage_writer=writer, planner=planner, process_group=group)
+        dcp.save({}, storage_writer=writer, planner=_Planner(states), process_group=group)
     except dcp.CheckpointException as error:  # what torch gathered from all ranks
         raise joined_errors({rank: each for rank, (each, _) in error.failures.items()}) from error
     return writer.records
@@ -159,6 +129,37 @@ class StateFiles:
         return found
 
 
+class _Planner(DefaultSavePlanner):
+    """DCP's planner, for tensors of which this rank has boxes."""
+
+    def __init__(self, states: Mapping[str, LocalTensor]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._parts: dict[MetadataIndex, Tensor] = {}
+        self._items: list[WriteItem] = []
+        for name, each in states.items():
+            for part in each.parts if each.counts else ():
+                self._add(name, each, part)
+
+    def _add(self, name: str, local: LocalTensor, part: Part) -> None:
+        data = TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=torch.Size(part.box.offset), sizes=torch.Size(part.box.size)),
+            properties=TensorProperties(dtype=local.dtype),
+            size=torch.Size(local.shape),
+        )
+        index = MetadataIndex(name, torch.Size(part.box.offset))
+        self._parts[index] = part.local
+        self._items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+
+    def create_local_plan(self) -> SavePlan:
+        """This rank's boxes."""
+        self.plan = SavePlan(self._items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """The memory of a box."""
+        return self._parts[write_item.index]
+
+
 class _Writer(FileSystemWriter):
     """One file per rank, and the index on the first."""
 
@@ -171,9 +172,15 @@ class _Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file, if there is anything to write."""
-        items = {_key(item.index): item for item in plan.items}
-        entries = [_entry(key, item) for key, item in items.items()]
-        results = []
+        results, items = (
+            [],
+            {f"{i.index.fqn}@{','.join(map(str, i.index.offset or ()))}": i for i in plan.items},
+        )
+        entries = [
+            Entry(key, tuple(item.tensor_data.chunk.sizes), item.tensor_data.properties.dtype)
+            for key, item in items.items()
+            if item.tensor_data is not None  # which all have
+        ]
         if entries:
             writer = TensorFileWriter(self._folder / self._file_name, entries)
             try:
@@ -207,27 +214,6 @@ class _Writer(FileSystemWriter):
         }
         content = json.dumps({"tensors": listing}, separators=(",", ":")).encode()
         self.records[INDEX] = write_small(self._folder / INDEX, content)
-
-
-def _write_item(name: str, local: LocalTensor, box: Box) -> WriteItem:
-    chunk = ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=torch.Size(box.size))
-    return WriteItem(
-        index=MetadataIndex(name, torch.Size(box.offset)),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=chunk, properties=TensorProperties(dtype=local.dtype), size=torch.Size(local.shape)
-        ),
-    )
-
-
-def _key(index: MetadataIndex) -> str:
-    assert index.offset is not None
-    return f"{index.fqn}@{','.join(map(str, index.offset))}"
-
-
-def _entry(key: str, item: WriteItem) -> Entry:
-    assert item.tensor_data is not None
-    return Entry(key, tuple(item.tensor_data.chunk.sizes), item.tensor_data.properties.dtype)
 
 
 def _listed(name: str, stored: Any, places: Mapping[MetadataIndex, Sequence[str]]) -> dict[str, Any]:

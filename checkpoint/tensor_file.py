@@ -2,10 +2,6 @@
 
 safetensors is https://huggingface.co/docs/safetensors: a length, a JSON header, and the tensors end to end. They are
 read by lazy/files.py.
-
-[Note: writing early] Linux keeps what is written in memory until it is asked to bring it to the disk, and then the
-writer waits while its core is idle. So it is asked every few MiB, and the disk works while the next tensors are
-hashed and written. By itself that call means that these pages need not be kept afterwards.
 """
 
 import io
@@ -24,7 +20,6 @@ from torch import Tensor
 ALGORITHM = "xxh3_128"
 _CHUNK = 2**24
 _METADATA = "__metadata__"  # of a header, beside tensors
-_EARLY_BYTES = 2**25
 
 # The formats of safetensors.
 _NAMES = {
@@ -98,7 +93,6 @@ class TensorFileWriter:
         self._size = len(header) + sum(entry.nbytes for entry in entries)
         self._file = open(path, "wb")  # noqa: SIM115 (closed by `finish` or `abandon`)
         self._file.write(header)
-        self._written, self._on_its_way = len(header), 0
 
     def write(self, tensor: Tensor) -> None:
         """Write the next one of `order`.
@@ -112,9 +106,6 @@ class TensorFileWriter:
         content = bytes_of(tensor)
         self._hashes[entry.name] = xxhash.xxh3_128(content).hexdigest()
         self._file.write(content)
-        self._written += entry.nbytes
-        if self._written - self._on_its_way >= _EARLY_BYTES:
-            self._write_early()
 
     def finish(self) -> FileRecord:
         """Have all on the disk."""
@@ -124,14 +115,6 @@ class TensorFileWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         return FileRecord(bytes=self._size, header=self._header_hash, tensors=self._hashes)
-
-    def _write_early(self) -> None:
-        """Let the disk begin; see [Note: writing early]."""
-        self._file.flush()
-        if hasattr(os, "posix_fadvise"):
-            length = self._written - self._on_its_way
-            os.posix_fadvise(self._file.fileno(), self._on_its_way, length, os.POSIX_FADV_DONTNEED)
-        self._on_its_way = self._written
 
     def abandon(self) -> None:
         """Close it as it is."""
