@@ -1,6 +1,5 @@
 """Small runs that are saved under one layout and go on under another, on the ranks of a pool."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from echelon import Booster, HybridParallelPlugin
-from echelon.verify.models import ModelChoice
 from echelon.verify.parity import make_optimizer
 
 
@@ -101,44 +99,6 @@ class Run:
                     whole[tuple(slice(a, a + b) for a, b in zip(offset, size, strict=True))] = content
         assert not any(bool(each.isnan().any()) for each in found.values())
         return found
-
-
-def save_at_three(
-    directory: Path, plugin: dict[str, Any], config: dict[str, Any], **save: Any
-) -> dict[str, Any]:
-    """Three steps, a checkpoint, three more; the losses of the latter and what was saved."""
-    run = Run(config_of(**config), **plugin)
-    for number in range(3):
-        run.step(number)
-    saved = run.whole()
-    handle = run.booster.save_checkpoint(directory, 3, **run.everything, user={"note": "x"}, **save)
-    losses = [run.step(number) for number in range(3, 6)]
-    handle.wait()
-    return {"saved": saved, "losses": losses, "end": run.whole(), "rate": run.scheduler.get_last_lr()}
-
-
-def go_on(directory: Path, plugin: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Three more steps from the newest checkpoint, and what was loaded."""
-    run = Run(config_of(**config), seed=7, **plugin)
-    resumed = run.booster.load_checkpoint(directory, **run.everything)
-    assert resumed is not None and (resumed.step, resumed.user) == (3, {"note": "x"})
-    loaded = run.whole()
-    losses = [run.step(number) for number in range(3, 6)]
-    return {"saved": loaded, "losses": losses, "end": run.whole(), "rate": run.scheduler.get_last_lr()}
-
-
-MIXTRAL = ModelChoice(model_type="mixtral")
-
-
-def save_mixtral(path: Path) -> Tensor:
-    """Save a model with experts under tensor parallelism; its logits."""
-    booster = Booster(plugin=HybridParallelPlugin(tp_size=2, precision="fp32"))
-    model = booster.boost(MIXTRAL.build(seed=3))[0].eval()
-    is_folder = path.suffix == ""
-    booster.save_model(model, path, shard=is_folder, size_per_shard=0.01)
-    with torch.no_grad():
-        logits = model(torch.arange(12).view(1, 12)).logits
-    return logits.gather() if hasattr(logits, "gather") and hasattr(logits, "local") else logits
 
 
 TINY = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 16}

@@ -1,195 +1,133 @@
 """Calls that cannot be done, or that ranks do not make alike, are one error on every rank; nothing is written."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaForCausalLM
 
+from echelon.checkpoint.step import choose_step
+from echelon.checkpoint.steps import begin_step, commit_step
+from echelon.cluster.agree import AgreedError, alike, on_all_ranks
+
+from ..examples.scripts import EXAMPLES, load
 from ..pool import Pool
+from .failures import logged
+from .handmade import Handmade, small_config
 from .runs import SHARD, Run, small_run
 
-Call = Callable[[Run, Path], Any]
+LOADING = "echelon.checkpoint.step"
+NOBODY = 65534
 
-# What the first rank does, what the others do, and what is reported of each.
-DIFFERENT: dict[str, tuple[Call, Call, str, str]] = {
-    "save or load": (
-        lambda run, place: run.booster.save_model(run.model, place / "m"),
-        lambda run, place: run.booster.load_model(run.model, place / "m"),
-        "the call is save_model on rank(s) [0]",
-        "and load_model on rank(s) [1]",
-    ),
-    "path": (
-        lambda run, place: run.booster.save_model(run.model, place / "a"),
-        lambda run, place: run.booster.save_model(run.model, place / "b"),
-        "/a'",
-        "/b'",
-    ),
-    "shard": (
-        lambda run, place: run.booster.save_model(run.model, place / "a", shard=True),
-        lambda run, place: run.booster.save_model(run.model, place / "a"),
-        "shard is True on rank(s) [0]",
-        "False on rank(s) [1]",
-    ),
-    "size": (
-        lambda run, place: run.booster.save_model(run.model, place / "a", shard=True, size_per_shard=1),
-        lambda run, place: run.booster.save_model(run.model, place / "a", shard=True, size_per_shard=2),
-        "size_per_shard is 1 on",
-        "2 on rank(s) [1]",
-    ),
-    "use_async": (
-        lambda run, place: run.booster.save_optimizer(run.optimizer, place / "o", use_async=True),
-        lambda run, place: run.booster.save_optimizer(run.optimizer, place / "o"),
-        "use_async is True",
-        "False on rank(s) [1]",
-    ),
-    "step": (
-        lambda run, place: run.booster.save_checkpoint(place, 0, **run.everything),
-        lambda run, place: run.booster.save_checkpoint(place, 1, **run.everything),
-        "step is 0",
-        "1 on rank(s) [1]",
-    ),
-    "parts": (
-        lambda run, place: run.booster.save_checkpoint(place, 0, **run.everything),
-        lambda run, place: run.booster.save_checkpoint(place, 0, model=run.model),
-        "optimizer is 'AdamW' on rank(s) [0] and None on",
-        "lr_scheduler is 'LambdaLR' on rank(s) [0] and None on",
-    ),
-    "keep_last": (
-        lambda run, place: run.booster.save_checkpoint(place, 0, **run.everything, keep_last=1),
-        lambda run, place: run.booster.save_checkpoint(place, 0, **run.everything),
-        "keep_last is 1",
-        "None on rank(s) [1]",
-    ),
-    "resume": (
-        lambda run, place: run.booster.load_checkpoint(place, **run.everything, resume=3),
-        lambda run, place: run.booster.load_checkpoint(place, **run.everything),
-        "resume is 3",
-        "'auto' on rank(s) [1]",
-    ),
-    "faults of one rank": (
-        lambda run, place: run.booster.save_model(run.model, place / "m", size_per_shard=0),
-        lambda run, place: run.booster.save_model(run.model, place / "m"),
-        "size_per_shard=0 must be a number of MiB, above 0",
-        "(rank 0)",
-    ),
-    "user": (
-        lambda run, place: run.booster.save_checkpoint(place, 0, **run.everything, user={"seen": 1}),
-        lambda run, place: run.booster.save_checkpoint(place, 0, **run.everything, user={"seen": 2}),
-        "`user` is saved once, and rank 1 gave other values than rank 0",
-        "or None on all but the first",
-    ),
-    "user of another rank alone": (
-        lambda run, place: run.booster.save_checkpoint(place, 0, **run.everything),
-        lambda run, place: run.booster.save_checkpoint(place, 0, **run.everything, user=[2]),
-        "`user` is saved once, and rank 1 gave other values than rank 0",
-        "or None on all but the first",
-    ),
+# What each call is given of a run; paths in a call stand below a folder of the test.
+PARTS = {
+    "save_model": ("model",),
+    "load_model": ("model",),
+    "save_optimizer": ("optimizer",),
+    "load_optimizer": ("optimizer",),
+    "save_lr_scheduler": ("lr_scheduler",),
+    "load_lr_scheduler": ("lr_scheduler",),
+    "save_checkpoint": ("model", "optimizer", "lr_scheduler"),
+    "load_checkpoint": ("model", "optimizer", "lr_scheduler"),
 }
+MODEL, OTHER, D = {"checkpoint": "m"}, {"checkpoint": "o"}, {"directory": ""}
+USER = "`user` is saved once, and rank 1 gave other values than rank 0: give the same on every rank, or None on all but"
+# A call, what the second rank gives otherwise, and what is reported on both; "call" is another call.
+DIFFERENT: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "call": ("save_model", MODEL, {"call": "load_model"}, "the call is save_model on rank(s) [0] and load_model on"),
+    "path": ("save_model", MODEL, OTHER, "/m' on rank(s) [0] and "),
+    "value": ("save_model", MODEL | {"shard": True}, {"size_per_shard": 2}, "size_per_shard is 1024 on rank(s) [0] and 2"),
+    "parts": ("save_checkpoint", D | {"step": 0}, {"optimizer": None}, "optimizer is 'AdamW' on rank(s) [0] and None"),
+    "resume": ("load_checkpoint", D | {"resume": 3}, {"resume": "auto"}, "resume is 3 on rank(s) [0] and 'auto' on"),
+    "errors": ("save_model", MODEL, {"size_per_shard": 0}, "size_per_shard=0 must be a number of MiB, above 0 (rank 1"),
+    "user": ("save_checkpoint", D | {"step": 0, "user": {"seen": 1}}, {"user": {"seen": 2}}, USER),
+    "user of one": ("save_checkpoint", D | {"step": 0}, {"user": [2]}, USER),
+}  # fmt: skip
 NO_PATH = "must be a path, a text that is not empty or a pathlib.Path: give one"
-# What cannot be done, and what is told.
-IMPOSSIBLE: dict[str, tuple[Call, str]] = {
-    "no path for a model": (
-        lambda run, place: run.booster.save_model(run.model, ""),
-        f"checkpoint='' {NO_PATH}",
-    ),
-    "a model from nowhere": (lambda run, place: run.booster.load_model(run.model, None), f"=None {NO_PATH}"),
-    "a number for a folder": (
-        lambda run, place: run.booster.load_checkpoint(3, **run.everything),
-        f"directory=3 {NO_PATH}",
-    ),
-    "a prefix that is a folder": (
-        lambda run, place: run.booster.save_model(run.model, place / "m", shard=True, prefix="a/b"),
-        "prefix='a/b' must be letters, digits",
-    ),
-    "a prefix of one file": (
-        lambda run, place: run.booster.save_model(run.model, place / "m", prefix="ema"),
-        "prefix='ema' is for the files of a folder: give shard=True",
-    ),
-    "pieces of a model": (
-        lambda run, place: run.booster.save_model(run.model, place / "m", gather_dtensor=False),
-        "gather_dtensor=False is not offered, since files hold whole tensors",
-    ),
-    "an optimizer in one file": (
-        lambda run, place: run.booster.save_optimizer(run.optimizer, place / "o", shard=False),
-        "shard=False: an optimizer is saved as a folder",
-    ),
-    "an optimizer to nowhere": (
-        lambda run, place: run.booster.save_optimizer(run.optimizer, None),
-        f"checkpoint=None {NO_PATH}",
-    ),
-    "an optimizer from a number": (
-        lambda run, place: run.booster.load_optimizer(run.optimizer, 0),
-        f"checkpoint=0 {NO_PATH}",
-    ),
-    "no scheduler and no path": (
-        lambda run, place: run.booster.save_lr_scheduler(5, ""),
-        f"lr_scheduler is 5, which has no state_dict and load_state_dict: give the scheduler that booster.boost "
-        f"returned; checkpoint='' {NO_PATH}",
-    ),
-    "a scheduler that is none": (
-        lambda run, place: run.booster.load_lr_scheduler(None, place / "s.pt"),
-        "lr_scheduler is None, which has no state_dict",
-    ),
-    "a step with parts that are none": (
-        lambda run, place: run.booster.save_checkpoint(
-            place, -1, model=run.model, lr_scheduler=place, dataloader=[1], keep_last=0
-        ),
-        "step=-1 must be a whole number, at least 0; lr_scheduler is a PosixPath, which has no state_dict and "
-        "load_state_dict: give the scheduler that booster.boost returned; dataloader is a list, which has",
-    ),
-    "a step that is a word": (
-        lambda run, place: run.booster.save_checkpoint(place, "x", model=run.model, keep_last=True),
-        "step='x' must be a whole number, at least 0; keep_last=True must be a whole number, at least 1, or None to",
-    ),
-    "keep_last below": (
-        lambda run, place: run.booster.save_checkpoint(place, 1, model=run.model, keep_last=-1),
-        "keep_last=-1 must be a whole number",
-    ),
-    "a step to go on from": (
-        lambda run, place: run.booster.load_checkpoint(place, **run.everything, resume="newest"),
-        "resume='newest' must be",
-    ),
-    "user values that run code": (
-        lambda run, place: run.booster.save_checkpoint(place, 1, model=run.model, user={"a": lambda: 3}),
-        "`user` cannot be saved: a checkpoint holds plain values and tensors alone",
-    ),
-}
+PLAIN = "cannot be saved: a checkpoint holds plain values and tensors alone"
+NO_PART = "which has no state_dict and load_state_dict"
+# A call that cannot be done, and what is reported.
+IMPOSSIBLE: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("save_model", {"checkpoint": ""}, f"checkpoint='' {NO_PATH}"),
+    ("load_model", {"checkpoint": None}, f"checkpoint=None {NO_PATH}"),
+    ("load_checkpoint", {"directory": 3}, f"directory=3 {NO_PATH}"),
+    ("save_model", MODEL | {"shard": True, "prefix": "a/b"}, "prefix='a/b' must be letters, digits"),
+    ("save_model", MODEL | {"prefix": "ema"}, "prefix='ema' is for the files of a folder: give shard=True"),
+    ("save_model", MODEL | {"gather_dtensor": False}, "gather_dtensor=False is not offered, since files hold whole"),
+    ("save_optimizer", OTHER | {"shard": False}, "shard=False: an optimizer is saved as a folder"),
+    ("load_optimizer", {"checkpoint": 0}, f"checkpoint=0 {NO_PATH}"),
+    ("save_lr_scheduler", {"checkpoint": "", "lr_scheduler": 5}, f"lr_scheduler is 5, {NO_PART}: give the scheduler"),
+    ("save_lr_scheduler", {"checkpoint": "", "lr_scheduler": 5}, f"checkpoint='' {NO_PATH}"),
+    ("load_lr_scheduler", MODEL | {"lr_scheduler": None}, f"lr_scheduler is None, {NO_PART}"),
+    ("save_checkpoint", D | {"step": -1}, "step=-1 must be a whole number, at least 0"),
+    ("save_checkpoint", D | {"step": "x"}, "step='x' must be a whole number, at least 0"),
+    ("save_checkpoint", D | {"step": 1, "keep_last": True}, "keep_last=True must be a whole number, at least 1, or"),
+    ("save_checkpoint", D | {"step": 1, "dataloader": [1]}, f"dataloader is a list, {NO_PART}: it does not know"),
+    ("load_checkpoint", D | {"resume": "newest"}, "resume='newest' must be"),
+    ("save_checkpoint", D | {"step": 1, "user": {"a": print}}, f"`user` {PLAIN}"),
+    ("save_checkpoint", D | {"step": 1, "user": Path("x")}, "This is none: pathlib"),
+)  # fmt: skip
 
 
-def tried(call: Call, run: Run, place: Path) -> str:
-    with pytest.raises(ValueError) as caught:
-        call(run, place)
-    return str(caught.value)
+def make(run: Run, place: Path, name: str, options: dict[str, Any]) -> Any:
+    given = {part: run.everything[part] for part in PARTS[name]} | options
+    for key in {"checkpoint", "directory"} & given.keys():
+        if isinstance(given[key], str) and (given[key] or key == "directory"):
+            given[key] = place / given[key]
+    return getattr(run.booster, name)(**given)
 
 
 def try_all(place: Path) -> dict[str, str]:
     run = small_run()
     run.booster.plugin.mesh.side_group()
-    told = {name: tried(row[min(dist.get_rank(), 1)], run, place) for name, row in DIFFERENT.items()}
-    told |= {name: tried(call, run, place) for name, (call, _) in IMPOSSIBLE.items()}
+    calls = {f"{number}": row[:2] for number, row in enumerate(IMPOSSIBLE)}
+    for key, (name, options, change, _) in DIFFERENT.items():
+        other = dict(options | (change if dist.get_rank() else {}))
+        calls[key] = other.pop("call", name), other
+    found = {}
+    for key, (name, options) in calls.items():
+        with pytest.raises(ValueError) as caught:
+            make(run, place, name, options)
+        found[key] = str(caught.value)
     dist.barrier()
     assert list(place.iterdir()) == []
     user = {"seen": 1} if dist.get_rank() == 0 else None
     run.booster.save_checkpoint(place, 3, **run.everything, user=user).wait()
     resumed = run.booster.load_checkpoint(str(place), **run.everything)
     assert resumed is not None and resumed.user == {"seen": 1}
-    return told
+    return found
 
 
-def test_calls_that_cannot_be_done_or_differ_are_told_on_every_rank(pool: Pool, tmp_path: Path) -> None:
-    told, other = pool.run(2, try_all, tmp_path)
-    assert told == other
-    for name, (*_, first, second) in DIFFERENT.items():
-        assert first in told[name] and second in told[name], f"{name}: {told[name]}"
-    for name in ("step", "path", "resume", "parts"):
-        assert "every rank has to make the same call" in told[name]
-    for name, (_, expected) in IMPOSSIBLE.items():
-        one_line = told[name].replace("\n- ", "; ")
-        assert expected in one_line, f"{name}: {told[name]}"
+def test_calls_that_cannot_be_done_or_differ_are_reported_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    found, other = pool.run(2, try_all, tmp_path)
+    assert found == other
+    for key, (*_, expected) in DIFFERENT.items():
+        assert expected in found[key], f"{key}: {found[key]}"
+    for number, (name, options, expected) in enumerate(IMPOSSIBLE):
+        assert expected in found[f"{number}"], f"{name}({options}): {found[f'{number}']}"
+    assert "weights_only" not in str(found)
+
+
+def fail_on_the_last(kind: type[Exception]) -> list[int]:
+    def work() -> int:
+        if dist.get_rank() == 1:
+            raise kind("the disk is full")
+        return dist.get_rank()
+
+    assert on_all_ranks(dist.get_rank, dist.group.WORLD) == [0, 1]
+    return alike(work, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("kind", (OSError, FileNotFoundError, ValueError, KeyError))
+def test_work_that_fails_on_one_rank_fails_on_all(pool: Pool, kind: type[Exception]) -> None:
+    for error in pool.run_failing(2, fail_on_the_last, kind):
+        assert type(error) is (AgreedError if kind is KeyError else kind)
+        assert "the disk is full" in str(error) and "(rank 1)" in str(error)
 
 
 def save_with_prefixes(place: Path) -> None:
@@ -197,21 +135,123 @@ def save_with_prefixes(place: Path) -> None:
     wholes = []
     for number, prefix in enumerate((None, "ema", "ema")):
         run.step(number)
-        run.booster.save_model(
-            run.model, place, shard=True, size_per_shard=SHARD, prefix=prefix, gather_dtensor=True
-        )
+        run.booster.save_model(run.model, place, shard=True, size_per_shard=SHARD, prefix=prefix)
         wholes.append(run.whole())
     for name, expected in (("", wholes[0]), ("ema.model.safetensors.index.json", wholes[2])):
         run.booster.load_model(run.model, place / name)
         found = run.whole()
         assert all(torch.equal(found[each], expected[each]) for each in found if "/" not in each)
-    run.booster.save_optimizer(run.optimizer, place / "o", shard=True)
 
 
 def test_a_prefix_names_the_files_of_a_model_beside_others(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, save_with_prefixes, tmp_path)
     names = {path.name for path in tmp_path.glob("*model*")}
-    assert {name.removeprefix("ema.") for name in names if name.startswith("ema.")} == {
-        name for name in names if not name.startswith("ema.")
-    }
-    assert not LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)[1]["missing_keys"]
+    with_prefix = {name for name in names if name.startswith("ema.")}
+    assert {name.removeprefix("ema.") for name in with_prefix} == names - with_prefix
+
+
+# Which step is gone on from, of those that are there.
+
+
+def choose(directory: Path) -> dict[str, Any]:
+    """What is chosen, or refused, and what is logged, of folders of several kinds."""
+    group = dist.group.WORLD
+    assert group is not None
+    found: dict[str, Any] = {}
+    step = directory / "damaged" / "step-00000003"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text("{}")
+    (directory / "file").touch()
+    with logged(LOADING) as lines:
+        for name in ("none", "damaged/.."):
+            assert choose_step(directory / name, "auto", group) is None
+    found["none"] = lines
+    for key, path, resume in (
+        ("of a step", step, "auto"),
+        ("a number of a step", step, 3),
+        ("above", directory, None),
+        ("a file", directory / "file", "auto"),
+        ("damaged", step, None),
+        ("must", directory / "none", "must"),
+        ("another", directory / "damaged", 4),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError)) as error:
+            choose_step(path, resume, group)  # type: ignore[arg-type]
+        found[key] = str(error.value)
+    for save, wish in ((6, "auto"), (12, 6), (9, "auto"), (None, 12), (None, 9)):
+        runs = directory / "runs"
+        if save is not None:
+            commit_step(begin_step(runs, save), runs, save, {})
+        with logged(LOADING) as lines:
+            path = choose_step(runs, wish, group)  # type: ignore[arg-type]
+        assert path is not None
+        found[f"{save} {wish}"] = (path.name, "".join(lines))
+    return found
+
+
+def test_the_step_that_is_gone_on_from_is_the_newest_and_others_are_named(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(1, choose, tmp_path)[0]
+    for line, why in zip(found["none"], ("which does not exist", "which has no folder step-…"), strict=True):
+        assert line.startswith("no checkpoint in ") and f"{why}: the run begins anew" in line
+    for key in ("of a step", "a number of a step"):
+        assert (
+            f"step-00000003 is the folder of a step: give {tmp_path / 'damaged'}, that of all" in found[key]
+        )
+    assert "is refused" in found["above"] and "Remove" not in found["above"]
+    assert "file is a file: give a folder" in found["a file"]
+    assert "cannot be read, it is damaged" in found["damaged"] and "Remove" not in found["damaged"]
+    assert f"no checkpoint in {tmp_path / 'none'}" in found["must"] and 'or resume="auto"' in found["must"]
+    assert "beside it there are step-00000003" in found["another"]
+    assert (found["6 auto"], found["None 12"]) == (("step-00000006", ""), ("step-00000012", ""))
+    behind = "which leaves later steps behind: step-00000012. They stay"
+    for key, number in (("12 6", 6), ("9 auto", 9), ("None 9", 9)):
+        assert found[key][0] == f"step-0000000{number}" and behind in found[key][1]
+
+
+@contextmanager
+def denied(path: Path) -> Iterator[None]:
+    """For the block this process may not look into a folder, whoever runs it: root becomes a user that may not."""
+    user, mode = os.geteuid(), path.stat().st_mode
+    path.chmod(0o700 if user == 0 else 0)
+    if user == 0:
+        os.setresuid(NOBODY, NOBODY, 0)
+    try:
+        yield
+    finally:
+        if user == 0:
+            os.setresuid(0, 0, 0)
+        path.chmod(mode)
+
+
+def chosen(directory: Path, step: Path) -> list[str]:
+    """The errors where the last rank may not read a step, and where it does not see it."""
+    group, is_last = dist.group.WORLD, dist.get_rank() == dist.get_world_size() - 1
+    assert group is not None
+    found = []
+    not_read = mock.patch(f"{LOADING}.manifest_of", side_effect=PermissionError(13, "not for you"))
+    not_seen = mock.patch.object(Path, "is_dir", lambda path: path != step)
+    for harm in (not_read, not_seen):
+        with harm if is_last else mock.MagicMock(), pytest.raises(OSError) as error:
+            # Only of the ranks together is it so: the first one has found the step.
+            choose_step(directory, "auto", group)
+        found.append(str(error.value))
+    return found
+
+
+def test_a_step_that_a_rank_may_not_read_or_does_not_see_is_no_damage(pool: Pool, tmp_path: Path) -> None:
+    made = Handmade.of(small_config())
+    for made.step in (1, 2):
+        newer = made.write(tmp_path)
+    for not_read, not_seen in pool.run(2, chosen, tmp_path, newer):
+        assert "not for you" in not_read and "step-00000002, which may be sound" in not_read
+        assert not_read.endswith("(rank 1)") and "Remove" not in not_read
+        assert not_seen.startswith(f"{newer} is not seen here: load from a file system that all machines")
+
+
+def test_examples_refuse_folders_that_they_may_not_look_into(tmp_path: Path) -> None:
+    saving = load(EXAMPLES / "saving.py")
+    for path in (tmp_path, tmp_path / "below" / "it"):
+        arguments = mock.Mock(save_dir=path, save_model=path, resume=None, save_every=1, keep_last=None)
+        with denied(tmp_path):
+            errors = saving.saving_faults(arguments)
+        assert [error.partition(" ")[0] for error in errors] == ["--save_dir", "--save_model"]

@@ -1,26 +1,37 @@
-"""What cannot be saved or gone on from is refused in words that help, before anything has changed."""
+"""What cannot be saved or gone on from is refused before anything changed, and what comes later ends no run."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import Sampler
+from transformers import GPT2Config, GPT2DoubleHeadsModel
 
+from echelon import Booster, HybridParallelPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from echelon.checkpoint.dcp import _Writer
-from echelon.checkpoint.model import write_model_file
-from echelon.checkpoint.step import choose_step, scheduler_errors
-from echelon.checkpoint.steps import begin_step, commit_step
-from echelon.checkpoint.tensor_file import saved_bytes
+from echelon.checkpoint.step import scheduler_errors
+from echelon.verify.models import ModelChoice
+from echelon.verify.parity import make_optimizer
 
+from ..plugins.training import Numbers, hybrid, share
 from ..pool import Pool
+from .failures import logged
 from .runs import small_run
 
-MAKERS: dict[str, Any] = {
+LLAMA = ModelChoice(model_type="llama", num_layers=2)
+PLUGINS: dict[str, Callable[[], Any]] = {
+    "hybrid": lambda: HybridParallelPlugin(precision="fp32"),
+    "ddp": TorchDDPPlugin,
+    "fsdp": TorchFSDPPlugin,
+}
+SCHEDULERS: dict[str, Any] = {
     "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=4),
     "step": lambda optimizer: StepLR(optimizer, 2),
     "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 0.5**step),
@@ -28,111 +39,140 @@ MAKERS: dict[str, Any] = {
 }
 
 
-def optimizer() -> torch.optim.Optimizer:
-    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+def test_a_scheduler_takes_the_state_of_its_own_kind_alone() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    states = {name: make(optimizer).state_dict() for name, make in SCHEDULERS.items()}
+    states |= {"weights": {"a.weight": torch.zeros(2)}, "a tensor": torch.zeros(2)}
+    for name, make in SCHEDULERS.items():
+        found = {each: scheduler_errors(make(optimizer), state, "FILE") for each, state in states.items()}
+        assert [each for each, errors in found.items() if not errors] == [name]
+        assert all(
+            error.startswith("FILE is no state of a ") for errors in found.values() for error in errors
+        )
 
 
-@pytest.mark.parametrize("saved", MAKERS)
-@pytest.mark.parametrize("loading", MAKERS)
-def test_a_scheduler_takes_the_state_of_its_own_kind_alone(saved: str, loading: str) -> None:
-    state = MAKERS[saved](optimizer()).state_dict()
-    faults = scheduler_errors(MAKERS[loading](optimizer()), state, "FILE")
-    assert bool(faults) == (saved != loading)
-    assert all(each.startswith("FILE is no state of a ") for each in faults)
+def double_heads() -> GPT2DoubleHeadsModel:
+    """A model whose class changes its config into one that its own constructor refuses."""
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 101, "eos_token_id": 1, "bos_token_id": 1}
+    return GPT2DoubleHeadsModel(GPT2Config(**sizes, problem_type="single_label_classification"))
 
 
-def test_weights_are_no_state_of_a_scheduler() -> None:
-    scheduler = ExponentialLR(optimizer(), 0.9)
-    (fault,) = scheduler_errors(scheduler, {"a.weight": torch.zeros(2)}, "FILE")
-    assert fault.startswith("FILE is no state of a ExponentialLR: it lacks ") and "gamma" in fault
-    assert scheduler_errors(scheduler, torch.zeros(2), "FILE")
+def save_a_config_as_it_is(folder: Path, kind: str) -> None:
+    booster = Booster(plugin=PLUGINS[kind]())
+    model = double_heads()
+    model, optimizer, *_ = booster.boost(model, make_optimizer(model))  # type: ignore[assignment]
+    booster.save_model(model, folder / "model", shard=True)
+    booster.save_checkpoint(folder, 1, model=model, optimizer=optimizer).wait()
+    resumed = booster.load_checkpoint(folder, model=model, optimizer=optimizer)
+    assert resumed is not None and resumed.step == 1
 
 
-@pytest.mark.parametrize(("value", "told"), ((Path("x"), "pathlib"), (lambda: 3, "lambda")))
-def test_what_is_no_plain_value_is_named(value: Any, told: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"plain values and tensors alone: .* This is none: .*{told}"
-    ) as error:
-        saved_bytes({"a": value})
-    assert "weights_only" not in str(error.value)
+@pytest.mark.parametrize("kind", PLUGINS)
+def test_a_config_is_written_as_it_is(pool: Pool, tmp_path: Path, kind: str) -> None:
+    double_heads().save_pretrained(tmp_path / "plain")
+    pool.run(2, save_a_config_as_it_is, tmp_path, kind)
+    for folder in (tmp_path / "model", tmp_path / "step-00000001" / "model"):
+        for name in ("config.json", "generation_config.json"):
+            plain, saved = (json.loads((each / name).read_text()) for each in (tmp_path / "plain", folder))
+            assert saved == plain, name
 
 
-def choices(directory: Path) -> list[str]:
-    group = dist.group.WORLD
-    assert group is not None
-    step = directory / "step-00000003"
-    step.mkdir()
-    (step / "manifest.json").write_text("{}")
-    (directory / "file").touch()
-    told = []
-    for path, resume in (
-        (step, "auto"),
-        (step, 3),
-        (directory, None),
-        (directory / "file", "auto"),
-        (step, None),
-    ):
-        with pytest.raises(ValueError) as error:
-            choose_step(path, resume, group)  # type: ignore[arg-type]
-        told.append(str(error.value))
-    with pytest.raises(OSError) as folder:
-        write_model_file(None, step, group)  # type: ignore[arg-type]  # before a file is looked at
-    return [*told, str(folder.value)]
+class Remembering(nn.Module):
+    def get_extra_state(self) -> Any:
+        return {"calls": 3}
 
 
-def test_folders_of_another_kind_are_refused_in_words_that_help(pool: Pool, tmp_path: Path) -> None:
-    auto, number, above, file, damaged, model = pool.run(1, choices, tmp_path)[0]
-    for told in (auto, number):
-        assert f"step-00000003 is the folder of a step: give {tmp_path}, that of all of them" in told
-    assert "is refused" in above and "Remove" not in above
-    assert "file is a file: give a folder" in file
-    assert "cannot be read, it is damaged" in damaged and "Remove" not in damaged
-    assert "shard=True" in model
+class Stubborn(LambdaLR):
+    def state_dict(self) -> dict[str, Any]:
+        return {"rule": self.lr_lambdas[0]}
 
 
-def go_back(directory: Path) -> list[tuple[str, list[str]]]:
-    """What is chosen by each wish, and what is told."""
-    group = dist.group.WORLD
-    assert group is not None
+def refusals(kind: str) -> list[str]:
+    """Why models, optimizers and schedulers are not boosted of which no checkpoint could be written."""
     found = []
-    for save, wish in ((6, "auto"), (12, 6), (9, "auto"), (None, 12), (None, 9)):
-        if save is not None:
-            commit_step(begin_step(directory, save), directory, save, {})
-        with mock.patch("echelon.checkpoint.step._logger.warning") as warned:
-            path = choose_step(directory, wish, group)  # type: ignore[arg-type]
-        assert path is not None
-        found.append((path.name, [call.args[0] % call.args[1:] for call in warned.call_args_list]))
+    for memory in (Remembering(), nn.Module()):
+        model: Any = LLAMA.build()
+        model.config.table = torch.zeros(2)
+        model.generation_config.rule = print
+        model.model.memory = memory
+        model.model.register_buffer("phases", torch.zeros(2, dtype=torch.complex128))
+        optimizer = torch.optim.SGD([{"params": model.parameters(), "rule": lambda: 1}], lr=0.1)
+        scheduler = Stubborn(optimizer, lambda step: 1)
+        with pytest.raises(ValueError) as error:
+            Booster(plugin=PLUGINS[kind]()).boost(model, optimizer, lr_scheduler=scheduler)
+        found.append(str(error.value))
     return found
 
 
-def test_going_on_from_an_earlier_step_leaves_later_ones_behind_and_says_so(
-    pool: Pool, tmp_path: Path
-) -> None:
-    (first, back, auto, last, again) = pool.run(1, go_back, tmp_path)[0]
-    assert first == ("step-00000006", []) and last == ("step-00000012", [])
-    assert (
-        back[0] == "step-00000006"
-        and "which leaves later steps behind: step-00000012. They stay" in back[1][0]
-    )
-    assert auto[0] == "step-00000009", "the step that was saved since is the one to go on from"
-    assert "leaves later steps behind: step-00000012. They stay" in auto[1][0]
-    assert again[0] == "step-00000009" and "leaves later steps behind: step-00000012" in again[1][0]
+@pytest.mark.parametrize("kind", PLUGINS)
+def test_what_no_checkpoint_can_hold_is_refused_at_boost(pool: Pool, kind: str) -> None:
+    ((first, second),) = pool.run(1, refusals, kind)
+    for needle in (
+        "the model's config cannot be written as JSON",
+        "the model's generation_config cannot be written as JSON",
+        "model.memory._extra_state cannot be saved or loaded: a model's files hold parameters and buffers alone. Make",
+        "the option 'rule' of a parameter group cannot be saved",
+        "the state of the Stubborn cannot be saved",
+    ):
+        assert needle in first
+    assert "phases is torch.complex128, which safetensors files cannot hold" in second
 
 
-def write_alone(folder: Path) -> None:
+def spoil_a_config(folder: Path) -> tuple[str, list[str], int]:
+    """A config that is changed in training into what cannot be written; the run and its older step go on."""
+    booster = hybrid()
+    model: Any
+    plain: Any = LLAMA.build()
+    model, optimizer, *_ = booster.boost(plain, make_optimizer(plain))
+    parts = {"model": model, "optimizer": optimizer}
+    booster.save_checkpoint(folder, 1, **parts).wait()
+    model.unwrap().config.table = torch.zeros(2)
+    with logged("echelon.checkpoint.background") as lines:
+        save = booster.save_checkpoint(folder, 2, **parts)
+    del model.unwrap().config.table
+    resumed = booster.load_checkpoint(folder, **parts, resume="must")
+    assert resumed is not None
+    with pytest.raises(OSError, match="is a folder: give the name of a file, or shard=True"):
+        booster.save_model(model, folder)
+    return str(save.failure), lines, resumed.step
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_no_run(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(2, spoil_a_config, tmp_path)
+    assert "Tensor is not JSON serializable" in first[0] and first[0] == second[0]
+    assert "saving to" in first[1][0] and second[1] == []
+    assert first[2] == second[2] == 1
+
+
+class Backwards(Sampler[int]):
+    """Without a state."""
+
+    def __init__(self, dataset: Any, *_: Any, **__: Any) -> None:
+        self._indices = range(len(dataset))
+
+    def __iter__(self) -> Any:
+        return reversed(self._indices)
+
+
+def begin_with_a_loader_without_a_position(folder: Path) -> None:
+    booster = hybrid()
+    boosted, *_ = booster.boost(LLAMA.build())
+    loader = booster.plugin.prepare_dataloader(Numbers(), 4, distributed_sampler_cls=Backwards)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the position in the data of a Backwards is not known"):
+        booster.load_checkpoint(folder, model=boosted, dataloader=loader)
+
+
+def write_an_index_alone(folder: Path) -> None:
     group = dist.group.WORLD
     assert group is not None
+    folder.mkdir(exist_ok=True)
     with pytest.raises(ValueError, match="the process group was destroyed before"):
         _Writer(folder, group).finish(Metadata({}), [[]])  # of this rank alone
     _Writer(folder, group).finish(Metadata({}), [[], []])
 
 
-def test_an_index_of_some_ranks_alone_is_never_written(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, write_alone, tmp_path)
-
-
 def load_with_a_hole(folder: Path) -> None:
-    """An index in which of each state a box is missing."""
+    """Of an index in which of each state a box is missing: states that are not stored are no zeros."""
     run = small_run()
     run.step(0)
     run.booster.save_optimizer(run.optimizer, folder)
@@ -146,23 +186,45 @@ def load_with_a_hole(folder: Path) -> None:
     dist.barrier()
     with pytest.raises(ValueError, match=r"exp_avg/\S+: \d+ of its \d+ entries are nowhere"):
         run.booster.load_optimizer(run.optimizer, folder)
-    after = run.whole()
-    assert all(torch.equal(each, after[name]) for name, each in before.items())
+    assert all(torch.equal(each, before[name]) for name, each in run.whole().items())
 
 
-def test_states_that_are_not_stored_are_no_zeros(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, load_with_a_hole, tmp_path / "optimizer")
+def go_on_with_factored_states(folder: Path) -> None:
+    """States of another shape than their parameter's are saved where every rank has them whole."""
+    found: list[list[dict[str, Any]]] = []
+    for resumes in (False, True):
+        booster = Booster(plugin=TorchDDPPlugin())
+        plain = LLAMA.build()
+        model: Any
+        model, optimizer, *_ = booster.boost(plain, torch.optim.Adafactor(plain.parameters(), lr=0.1))
+        assert optimizer is not None
+        parts = {"model": model, "optimizer": optimizer}
+        for step in range(2 if resumes else 0, 3):
+            if step == 2 and resumes:
+                booster.load_checkpoint(folder, **parts, resume="must")
+            elif step == 2:
+                booster.save_checkpoint(folder, 2, **parts).wait()
+            booster.backward(model(**next(share(booster, LLAMA, step))).loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([dict(optimizer.state[each], weight=each) for each in model.parameters()])
+    assert {"row_var", "col_var"} <= found[0][0].keys()
+    for one, other in zip(*found, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def train_after_loading_for_inference(directory: Path) -> bool:
-    run = small_run()
-    run.step(0)
-    run.booster.save_checkpoint(directory, 1, **run.everything).wait()
-    before = run.step(1)
-    with torch.inference_mode():
-        run.booster.load_checkpoint(directory, **run.everything)
-    return run.step(1) == before
-
-
-def test_what_was_loaded_for_inference_can_be_trained(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(2, train_after_loading_for_inference, tmp_path) == [True, True]
+@pytest.mark.parametrize(
+    "check",
+    [
+        begin_with_a_loader_without_a_position,
+        write_an_index_alone,
+        load_with_a_hole,
+        go_on_with_factored_states,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_states_are_refused_or_gone_on_from_whole(
+    pool: Pool, tmp_path: Path, check: Callable[[Path], None]
+) -> None:
+    pool.run(2, check, tmp_path / "folder")

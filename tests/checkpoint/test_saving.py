@@ -1,26 +1,36 @@
-"""Saves go on beside training, one after the other, keep what went wrong, and write from copies."""
+"""Saves go on beside training, hold the moment they were asked for, and depend on nothing around them."""
 
 import logging
+import os
+import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
 
+from echelon import Booster, HybridParallelPlugin
 from echelon.checkpoint.background import Copies, Saver
+from echelon.checkpoint.model import describing
+from echelon.verify.models import ModelChoice
+
+from ..pool import Pool
+from .failures import at_every_write
+from .handmade import small_config
+from .runs import SHARD, Run, config_of, small_run
 
 PATH = Path("somewhere")
+MIXTRAL = ModelChoice(model_type="mixtral")
 
 
 def full() -> None:
     raise OSError("no space left")
-
-
-@pytest.fixture(autouse=True)
-def _first_rank() -> object:
-    with patch("torch.distributed.get_rank", return_value=0):
-        yield
 
 
 def test_a_save_begins_when_the_one_before_has_ended() -> None:
@@ -37,24 +47,20 @@ def test_a_save_begins_when_the_one_before_has_ended() -> None:
     assert order == ["first", "second"] and first.done
 
 
-def test_a_failure_beside_training_is_told_and_kept(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.ERROR):
-        save = Saver().run(full, PATH, use_async=True)
+def test_a_failure_is_reported_and_kept_where_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    saver = Saver()
+    with patch("torch.distributed.get_rank", return_value=0), caplog.at_level(logging.ERROR):
+        save = saver.run(full, PATH, use_async=True)
         with pytest.raises(OSError, match="no space left"):
             save.wait()
-    assert isinstance(save.failure, OSError)
-    assert "saving to somewhere failed: no space left" in caplog.text
+        assert isinstance(saver.run(full, PATH, is_reporting=True).failure, OSError)
+        assert saver.run(lambda: None, PATH, is_reporting=True).failure is None
+        with pytest.raises(OSError):
+            saver.run(full, PATH)
+    assert caplog.text.count("saving to somewhere failed: no space left") == 2
 
 
-def test_a_full_disk_ends_neither_training_nor_the_next_save(caplog: pytest.LogCaptureFixture) -> None:
-    saver = Saver()
-    assert isinstance(saver.run(full, PATH, is_reporting=True).failure, OSError)
-    assert saver.run(lambda: None, PATH, is_reporting=True).failure is None
-    with pytest.raises(OSError):
-        saver.run(full, PATH)
-
-
-def tensors(seed: int) -> list[torch.Tensor]:
+def tensors(seed: int) -> list[Tensor]:
     drawn = torch.Generator().manual_seed(seed)
     return [
         torch.randn(5, 3, generator=drawn),
@@ -80,3 +86,208 @@ def test_copies_stay_as_they_were_and_their_memory_is_used_again() -> None:
             assert torch.equal(found, expected) and found.is_contiguous() and found.dtype == expected.dtype
         sizes.append(sum(chunk.nbytes for chunk in copies._chunks))
     assert sizes[0] == sizes[1] == sizes[2] > 2**26
+
+
+def rates_of(run: Run) -> list[float]:
+    return [float(group["lr"]) for group in run.optimizer.param_groups]
+
+
+def save_two_beside_training(directory: Path) -> None:
+    """Nothing is written before training went on; the second save has to wait for the first one's copies."""
+    run = small_run()
+    for group in run.optimizer.param_groups:
+        group["lr"] = torch.tensor(group["lr"])  # which its scheduler changes in place
+    may_write = threading.Event()
+    saved, rates, saves = [], [], []
+    options: dict[str, Any] = {"size_per_shard": SHARD, "use_async": True}
+    with at_every_write(directory, lambda number, what: may_write.wait(30) and None):
+        for step in (1, 2):
+            run.step(step)
+            saved.append(run.whole())
+            rates.append(rates_of(run))
+            saves.append(run.booster.save_checkpoint(directory, step, **run.everything, **options))
+            run.step(10 + step)
+            if step == 1:
+                assert not saves[0].done
+                threading.Timer(0.2, may_write.set).start()
+        for save in saves:
+            save.wait()
+    for step, whole in enumerate(saved, start=1):
+        dist.barrier()
+        run.booster.load_checkpoint(directory, **run.everything, resume=step)
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in run.whole().items()), step
+        assert rates_of(run) == rates[step - 1]
+    assert rates[0] != rates[1]
+    assert not torch.equal(saved[0]["model.norm.weight"], saved[1]["model.norm.weight"])
+
+
+def save_and_go_elsewhere(place: Path) -> None:
+    run, home = small_run(), os.getcwd()
+    run.step(0)
+    try:
+        saves = []
+        for save in (
+            lambda: run.booster.save_checkpoint("steps", 1, **run.everything, use_async=True),
+            lambda: run.booster.save_model(run.model, "model", shard=True, use_async=True),
+            lambda: run.booster.save_optimizer(run.optimizer, "optimizer", use_async=True),
+        ):
+            os.chdir(place)
+            saves.append(save())
+            os.chdir(home)
+            saves[-1].wait()
+    finally:
+        os.chdir(home)
+    assert sorted(os.listdir(place)) == ["model", "optimizer", "steps"]
+    assert [save.path.parent for save in saves] == [place] * 3
+
+
+def save_and_load_on_another_default_device(place: Path) -> None:
+    """Meta, on which nothing can be kept, for the GPU that scripts set."""
+    run = small_run()
+    run.step(0)
+    before = run.whole()
+    torch.set_default_device("meta")
+    try:
+        for use_async in (False, True):
+            run.booster.save_checkpoint(place, 1, **run.everything, use_async=use_async).wait()
+        run.booster.save_model(run.model, place / "m.bin", use_safetensors=False)
+        for weight in run.model.parameters():
+            weight.detach().zero_()
+        run.booster.load_checkpoint(place, **run.everything)
+        run.booster.load_model(run.model, place / "m.bin")
+    finally:
+        torch.set_default_device(None)
+    assert all(torch.equal(each, before[name]) for name, each in run.whole().items())
+
+
+def save_two_models_at_once(place: Path) -> None:
+    """Two boosters of a process, whose saves run beside each other."""
+    runs = {"a": small_run(seed=1), "b": small_run(seed=2)}
+    wholes = {name: run.whole() for name, run in runs.items()}
+    options: dict[str, Any] = {"shard": True, "use_async": True, "size_per_shard": SHARD}
+    for number in range(8):
+        saves = [
+            run.booster.save_model(run.model, place / "m", prefix=name, **options)
+            for name, run in runs.items()
+        ]
+        saves += [
+            run.booster.save_checkpoint(place / name, number, model=run.model, use_async=True)
+            for name, run in runs.items()
+        ]
+        for save in saves:
+            save.wait()
+    for name, run in runs.items():
+        for path in (f"m/{name}.model.safetensors.index.json", f"{name}/step-00000007/model"):
+            run.booster.load_model(run.model, place / path)
+            found = {key: each for key, each in run.whole().items() if "/" not in key}
+            assert all(torch.equal(each, wholes[name][key]) for key, each in found.items())
+    dist.barrier()
+    assert [name for name in os.listdir(place / "m") if name.startswith(".")] == []
+    names = {path.name for path in (place / "m").glob("*model*")}
+    assert {name.removeprefix("a.") for name in names} >= {name[2:] for name in names if name[0] == "b"}
+
+
+def save_beside_a_moved_step(place: Path) -> None:
+    """Of a step that was moved the link alone is removed."""
+    run = small_run()
+    run.booster.save_checkpoint(place / "c", 1, **run.everything)
+    if dist.get_rank() == 0:
+        (place / "c" / "step-00000001").rename(place / "moved")
+        (place / "c" / "step-00000001").symlink_to(place / "moved")
+    run.booster.save_checkpoint(place / "c", 2, **run.everything, keep_last=1)
+    assert os.listdir(place / "c") == ["step-00000002"]
+    assert (place / "moved" / "manifest.json").exists()
+
+
+def save_without_room_for_temporary_files(place: Path) -> None:
+    run = small_run()
+    run.step(0)
+    before = run.whole()
+    with patch.object(tempfile, "tempdir", str(place / "none")):
+        with pytest.raises(OSError):
+            tempfile.mkdtemp()
+        run.booster.save_checkpoint(place, 1, **run.everything).wait()
+        run.booster.save_model(run.model, place / "m", shard=True)
+        run.step(1)
+        run.booster.load_model(run.model, place / "m")
+    assert torch.equal(run.whole()["model.norm.weight"], before["model.norm.weight"])
+    for folder in (place / "m", place / "step-00000001" / "model"):
+        names = {path.name for path in folder.iterdir()}
+        assert names == {"config.json", "generation_config.json", "model.safetensors"}
+        LlamaForCausalLM.from_pretrained(folder)
+
+
+def train_after_loading_for_inference(directory: Path) -> None:
+    run = small_run()
+    run.step(0)
+    run.booster.save_checkpoint(directory, 1, **run.everything).wait()
+    before = run.step(1)
+    with torch.inference_mode():
+        run.booster.load_checkpoint(directory, **run.everything)
+    assert run.step(1) == before
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        save_two_beside_training,
+        save_and_go_elsewhere,
+        save_and_load_on_another_default_device,
+        save_two_models_at_once,
+        save_beside_a_moved_step,
+        save_without_room_for_temporary_files,
+        train_after_loading_for_inference,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_saving_and_loading_depend_on_nothing_around(
+    pool: Pool, tmp_path: Path, check: Callable[[Path], None]
+) -> None:
+    pool.run(2, check, tmp_path)
+
+
+def test_settings_of_generation_that_contradict_each_other_end_no_run(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(small_config())
+    model.generation_config.temperature = 0.5  # without sampling: transformers would refuse to save it
+    describe = describing(model)
+    assert describe is not None
+    describe(torch.bfloat16, tmp_path)
+    read = GenerationConfig.from_pretrained(tmp_path)
+    assert (read.temperature, read.eos_token_id) == (0.5, 2)
+
+
+def save_a_step(directory: Path) -> dict[str, Tensor]:
+    run = Run(config_of(), tp_size=2, pp_size=2, precision="bf16")
+    run.step(0)
+    run.booster.save_checkpoint(directory, 3, **run.everything).wait()
+    return run.whole()
+
+
+def test_from_pretrained_reads_what_was_saved(pool: Pool, tmp_path: Path) -> None:
+    saved = pool.run(4, save_a_step, tmp_path)[0]
+    folder = tmp_path / "step-00000003" / "model"
+    model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.dtype is torch.bfloat16
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.named_parameters())
+
+
+def save_mixtral(path: Path) -> Tensor:
+    """Save a model with experts under tensor parallelism; its logits."""
+    booster = Booster(plugin=HybridParallelPlugin(tp_size=2, precision="fp32"))
+    model = booster.boost(MIXTRAL.build(seed=3))[0].eval()
+    booster.save_model(model, path, shard=path.suffix == "", size_per_shard=0.01)
+    with torch.no_grad():
+        logits = model(torch.arange(12).view(1, 12)).logits
+    return logits.gather() if hasattr(logits, "gather") and hasattr(logits, "local") else logits
+
+
+@pytest.mark.parametrize("shard", (False, True))
+def test_experts_saved_by_parts_are_read_by_from_pretrained(pool: Pool, tmp_path: Path, shard: bool) -> None:
+    path = tmp_path / "model" if shard else tmp_path / "model" / "model.safetensors"
+    logits = pool.run(2, save_mixtral, path)[0]
+    if not shard:
+        MIXTRAL.config().save_pretrained(path.parent)
+    model, found = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.allclose(model.eval()(torch.arange(12).view(1, 12)).logits, logits, atol=1e-5)
