@@ -41,7 +41,7 @@ USER = "`user` is saved once, and rank 1 gave other values than rank 0: give the
 DIFFERENT: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "call": ("save_model", MODEL, {"call": "load_model"}, "the call is save_model on rank(s) [0] and load_model on"),
     "path": ("save_model", MODEL, OTHER, "/m' on rank(s) [0] and "),
-    "value": ("save_model", MODEL | {"shard": True}, {"size_per_shard": 2}, "size_per_shard is 1024 on rank(s) [0] and 2"),
+    "value": ("save_model", MODEL | {"shard": True}, {"size_per_shard": 2}, "size_per_shard is 1024 on rank(s) [0]"),
     "parts": ("save_checkpoint", D | {"step": 0}, {"optimizer": None}, "optimizer is 'AdamW' on rank(s) [0] and None"),
     "resume": ("load_checkpoint", D | {"resume": 3}, {"resume": "auto"}, "resume is 3 on rank(s) [0] and 'auto' on"),
     "errors": ("save_model", MODEL, {"size_per_shard": 0}, "size_per_shard=0 must be a number of MiB, above 0 (rank 1"),
