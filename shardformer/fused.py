@@ -63,37 +63,46 @@ class FusedKernels:
             device: where the model will compute.
             dtype: in which format; None is not known.
         """
-        found = []
-        if self.flash_attention and self.xformers:
-            found.append(
-                "enable_flash_attention=True and enable_xformers=True both choose the attention: ask for one of them"
-            )
-        if self.flash_attention and flash_kernel(device) == FLASH_ATTENTION_2:
-            if find_spec("flash_attn") is None:
-                found.append(
-                    "enable_flash_attention=True needs the package flash-attn on CUDA: install it "
-                    "(pip install flash-attn --no-build-isolation), or leave this out; transformers then takes "
-                    "torch's own fused attention"
-                )
-            if dtype is not None and dtype not in FLASH_ATTN_DTYPES:
-                found.append(
-                    "enable_flash_attention=True: flash-attn computes in 16 bits alone: use precision='bf16' or "
-                    "'fp16', or leave it out; transformers then takes torch's own fused attention"
-                )
-        if self.xformers:
-            if find_spec("xformers") is None:
-                found.append(
-                    "enable_xformers=True needs the package xformers: install it (pip install xformers), or leave this "
-                    "out"
-                )
-            if device.type not in XFORMERS_DEVICES:
-                found.append(
-                    f"enable_xformers=True: xFormers computes on {', '.join(XFORMERS_DEVICES)} and not on "
-                    f"{device.type}: use enable_flash_attention=True, which is torch's fused attention there"
-                )
-        if self.jit:
-            found += _compiler_errors(device)
-        return found
+        is_flash_attn = self.flash_attention and flash_kernel(device) == FLASH_ATTENTION_2
+        compilers = filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++"))
+        devices = ", ".join(XFORMERS_DEVICES)
+        sdpa = "leave it out: transformers then takes torch's own fused attention"
+        rows = (
+            (
+                self.flash_attention and self.xformers,
+                "enable_flash_attention=True and enable_xformers=True both choose the attention: ask for one of them",
+            ),
+            (
+                is_flash_attn and find_spec("flash_attn") is None,
+                "enable_flash_attention=True needs the package flash-attn on CUDA: install it "
+                f"(pip install flash-attn --no-build-isolation), or {sdpa}",
+            ),
+            (
+                is_flash_attn and dtype is not None and dtype not in FLASH_ATTN_DTYPES,
+                "enable_flash_attention=True: flash-attn computes in 16 bits alone: use precision='bf16' or 'fp16', or "
+                f"{sdpa}",
+            ),
+            (
+                self.xformers and find_spec("xformers") is None,
+                "enable_xformers=True needs the package xformers: install it (pip install xformers), or leave it out",
+            ),
+            (
+                self.xformers and device.type not in XFORMERS_DEVICES,
+                f"enable_xformers=True: xFormers computes on {devices} and not on {device.type}: use "
+                "enable_flash_attention=True, which is torch's fused attention there",
+            ),
+            (
+                self.jit and device.type == "cuda" and find_spec("triton") is None,
+                "enable_jit_fused=True needs the package triton on CUDA: install it (pip install triton), or leave it "
+                "out",
+            ),
+            (
+                self.jit and device.type == "cpu" and not any(map(shutil.which, compilers)),
+                "enable_jit_fused=True needs a C++ compiler on the CPU: install g++, name another one in the "
+                "environment variable CXX, or leave it out",
+            ),
+        )
+        return [message for is_wrong, message in rows if is_wrong]
 
     def model_errors(self, model: nn.Module, device: torch.device) -> list[str]:
         """Why a model cannot use the attention that was asked for. No communication."""
@@ -136,20 +145,6 @@ class FusedKernels:
         if not dist.is_initialized() or dist.get_rank() == 0:
             for line in lines:
                 _LOG.warning(line)
-
-
-def _compiler_errors(device: torch.device) -> list[str]:
-    if device.type == "cuda" and find_spec("triton") is None:
-        return [
-            "enable_jit_fused=True needs the package triton on CUDA: install it (pip install triton), or leave this out"
-        ]
-    compilers = filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++"))
-    if device.type == "cpu" and not any(map(shutil.which, compilers)):
-        return [
-            "enable_jit_fused=True needs a C++ compiler on the CPU: install g++, name another one in the environment "
-            "variable CXX, or leave this out"
-        ]
-    return []
 
 
 def switch_errors(given: Mapping[str, Any]) -> list[str]:

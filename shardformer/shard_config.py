@@ -75,8 +75,8 @@ class ShardConfig:
         if wrong := self._type_errors():
             raise ValueError("\n".join(wrong))
         errors = [*self._axis_errors(), *self._switch_errors()]
-        errors += [] if errors else self._sequence_errors()
-        if errors:
+        tp_size, sp_size = self._size("tensor_parallel"), self.sequence_parallel_size
+        if errors := errors or self.sequence.faults(tp_size=tp_size, sp_size=sp_size):
             raise ValueError("\n".join(errors))
         gathers = self.parallel_output is False if self.gather_output is None else self.gather_output
         resolved = {
@@ -163,56 +163,50 @@ class ShardConfig:
         given = vars(self)
         groups = {name: each for name, each in given.items() if name.endswith("_group") and each is not None}
         switches = {name: each for name, each in given.items() if isinstance(type(self).__dict__[name], bool)}
-        outputs = {
+        switches |= {
             name: given[name] for name in ("parallel_output", "gather_output") if given[name] is not None
         }
-        multiple = self.make_vocab_size_divisible_by
-        is_whole = isinstance(multiple, int) and not isinstance(multiple, bool)
+        sizes = {f"{axis}_size": given[f"{axis}_size"] for axis in _AXES}
+        numbers = {name: size for name, size in sizes.items() if size is not None}
+        numbers["make_vocab_size_divisible_by"] = self.make_vocab_size_divisible_by
         return [
             *(
                 f"{name}={group!r} must be a process group that this rank is in, as dist.new_group returns, or None"
                 for name, group in groups.items()
                 if not callable(getattr(group, "size", None))
             ),
-            *switch_errors(switches | outputs),
-            *([] if is_whole else [f"make_vocab_size_divisible_by={multiple!r} must be a whole number"]),
+            *switch_errors(switches),
+            *(
+                f"{name}={number!r} must be a whole number of at least 1"
+                for name, number in numbers.items()
+                if isinstance(number, bool) or not isinstance(number, int) or number < 1
+            ),
         ]
 
     def _axis_errors(self) -> list[str]:
-        """Errors of sizes and groups."""
-        given = {axis: getattr(self, f"{axis}_size") for axis in _AXES}
-        found = [
-            f"{axis}_size={size!r} must be a whole number of at least 1, or None for what the group says"
-            for axis, size in given.items()
-            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1)
-        ]
-        if found:
-            return found
-        if len(common := self._common_ranks()) > 1:
-            found.append(
-                f"tensor_parallel_process_group and data_parallel_process_group have the ranks {sorted(common)} in "
-                "common, and a rank's pieces would be averaged with others: two axes share this rank alone"
-            )
+        """Errors of sizes and groups that do not fit each other."""
+        groups = {axis: self._group(axis) for axis in _AXES}
+        found = []
+        if all(groups.values()):
+            ranks = (set(dist.get_process_group_ranks(group)) for group in groups.values())
+            if len(common := set.intersection(*ranks)) > 1:
+                found.append(
+                    f"tensor_parallel_process_group and data_parallel_process_group have the ranks {sorted(common)} in "
+                    "common, and a rank's pieces would be averaged with others: two axes share this rank alone"
+                )
         for axis, other in (_AXES, _AXES[::-1]):
-            size, group = given[axis], self._group(axis)
+            size, group = getattr(self, f"{axis}_size"), groups[axis]
             if size is not None and group is not None and group.size() != size:
                 found.append(
                     f"{axis}_size={size} is not the size of {axis}_process_group, which has {group.size()} ranks: "
                     "leave the size out, or give a group of as many"
                 )
-            if group is None and (size or 1) > 1 and self._group(other) is not None:
+            if group is None and (size or 1) > 1 and groups[other] is not None:
                 found.append(
                     f"{axis}_size={size} needs a group beside the {other}_process_group: give {axis}_process_group "
                     "too, or sizes alone and call ShardFormer.init_distributed()"
                 )
         return found
-
-    def _common_ranks(self) -> list[int]:
-        """The ranks that are in the groups of both axes."""
-        groups = [group for axis in _AXES if (group := self._group(axis)) is not None]
-        if len(groups) < len(_AXES):
-            return []
-        return sorted(set.intersection(*(set(dist.get_process_group_ranks(group)) for group in groups)))
 
     @property
     def sequence_parallel_size(self) -> int:
@@ -220,37 +214,25 @@ class ShardConfig:
         group = self.sequence_parallel_process_group
         return 1 if group is None else group.size()
 
-    def _sequence_errors(self) -> list[str]:
-        """Errors of sequence parallelism."""
-        return self.sequence.faults(
-            tp_size=self._size("tensor_parallel"), sp_size=self.sequence_parallel_size
-        )
-
     def _switch_errors(self) -> list[str]:
-        """Options that contradict each other, and numbers out of their range."""
-        found = []
-        if self.make_vocab_size_divisible_by < 1:
-            found.append(
-                f"make_vocab_size_divisible_by={self.make_vocab_size_divisible_by} must be at least 1"
-            )
-        if not self.enable_tensor_parallelism and self.tensor_parallel_size not in (None, 1):
-            found.append(
-                f"tensor_parallel_size={self.tensor_parallel_size} asks for what enable_tensor_parallelism=False turns "
-                "off: leave one of them out"
-            )
-        if (
-            None not in (self.gather_output, self.parallel_output)
-            and self.parallel_output == self.gather_output
-        ):
-            found.append(
-                f"parallel_output={self.parallel_output} and gather_output={self.gather_output} contradict each "
-                "other, since one leaves logits split and the other gathers them: give one of them"
-            )
-        if self.num_stages > 1 and (
-            self.data_parallel_process_group is not None or self.data_parallel_size not in (None, 1)
-        ):
-            found.append(
+        """Options that contradict each other."""
+        gathers, parallel, tensor = self.gather_output, self.parallel_output, self.tensor_parallel_size
+        has_data = self.data_parallel_process_group is not None or self.data_parallel_size not in (None, 1)
+        rows = (
+            (
+                not self.enable_tensor_parallelism and tensor not in (None, 1),
+                f"tensor_parallel_size={tensor} asks for what enable_tensor_parallelism=False turns off: leave one of "
+                "them out",
+            ),
+            (
+                gathers is not None and parallel == gathers,
+                f"parallel_output={parallel} and gather_output={gathers} contradict each other, since one leaves "
+                "logits split and the other gathers them: give one of them",
+            ),
+            (
+                self.num_stages > 1 and has_data,
                 f"a data axis beside a pipeline of {self.num_stages} stages: no gradients are averaged there without a "
-                "booster, use HybridParallelPlugin"
-            )
-        return found
+                "booster, use HybridParallelPlugin",
+            ),
+        )
+        return [message for is_wrong, message in rows if is_wrong]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..cluster.mesh import divisors
 from ..pipeline.plan import StagePlan
 from ..pipeline.stand_ins import StandIn
 from .layer_split import LayerSplit, cut_arguments, require_divisible, setting
@@ -57,14 +58,23 @@ class TablePolicy(Policy):
         super().set_model(model)
         self._common_input = CommonInput()
         self.table = table_as_installed(self._newest, model, self._from_model)
-        self._parts = {}
-        tables = self._part_tables()
-        if unknown := [self._unknown(path) for path, table in tables.items() if table is None]:
-            raise ValueError("\n".join(unknown))
-        for path, table in tables.items():
-            assert table is not None
+        tables, self._parts = {self._from_model(path): table for path, table in self.table.parts.items()}, {}
+        errors = []
+        for path in present(model, tables):
+            part: Any = model.get_submodule(path)
+            table = tables[path] or table_for(part.config.model_type)
+            if table is None:
+                errors.append(
+                    f"no table says how to split {path} of this {type(model).__name__} "
+                    f"(model_type={part.config.model_type!r}): write one and register it for this model type, or use "
+                    "tp_size=1 and pp_size=1"
+                )
+                continue
             self._parts[path] = TablePolicy(table)
-            self._parts[path].set_model(model.get_submodule(path))
+            if not errors:
+                self._parts[path].set_model(part)
+        if errors:
+            raise ValueError("\n".join(errors))
 
     def set_shard_config(self, shard_config: ShardConfig) -> None:
         """Give the policy, and those of the parts, what is asked for."""
@@ -259,25 +269,6 @@ class TablePolicy(Policy):
             )
         return held
 
-    def _part_tables(self) -> dict[str, Table | None]:
-        """The table of each part that this class of model has, by its path; None where there is none."""
-        parts = {self._from_model(path): table for path, table in self.table.parts.items()}
-        return {
-            path: parts[path] or table_for(self._config_of(path).model_type)
-            for path in present(self.model, parts)
-        }
-
-    def _config_of(self, path: str) -> Any:
-        part: Any = self.model.get_submodule(path)
-        return part.config
-
-    def _unknown(self, path: str) -> str:
-        return (
-            f"no table says how to split {path} of this {type(self.model).__name__} "
-            f"(model_type={self._config_of(path).model_type!r}): write one and register it for this model type, or use "
-            "tp_size=1 and pp_size=1"
-        )
-
     def _tensor_errors(self) -> list[str]:
         """The table's own reasons, and those of the parts."""
         parts = [f"{path}: {error}" for path, part in self._parts.items() for error in part._tensor_errors()]
@@ -356,8 +347,7 @@ def _with_arity(plan: StagePlan, model: nn.Module, from_model: Callable[[str], s
     return replace(plan, arity=1 if is_tuple else plan.arity, encoder=encoder)
 
 
-_GROUPED = "grouped_mm"  # transformers' name for it
-_ROW = 16  # rows are multiples of so many bytes
+_ROW = 16  # bytes, of which rows are multiples in torch's grouped product
 
 
 def expert_width_errors(model: nn.Module, *, tp_size: int, dtype: torch.dtype) -> list[str]:
@@ -368,31 +358,22 @@ def expert_width_errors(model: nn.Module, *, tp_size: int, dtype: torch.dtype) -
         tp_size: over so many ranks.
         dtype: in which they are computed.
     """
-    paths: dict[int, list[str]] = {}  # by width
+    found: dict[int, str] = {}  # by width
     for path, module in model.named_modules():
-        if (width := _grouped_width(module)) is not None:
-            paths.setdefault(width, []).append(path)
-    found = []
-    for width, names in paths.items():
-        if width % tp_size or _is_taken(width // tp_size, dtype):
+        config: Any = getattr(module, "config", None)
+        weight, is_transposed = getattr(module, "down_proj", None), getattr(module, "is_transposed", None)
+        is_grouped = getattr(config, "_experts_implementation", None) == "grouped_mm"
+        if not is_grouped or is_transposed is None or not isinstance(weight, Tensor):
             continue
-        sizes = [size for size in range(1, tp_size) if width % size == 0 and _is_taken(width // size, dtype)]
-        others = f"use tp_size={' or '.join(map(str, sizes))}, or call" if sizes else "call"
-        found.append(
-            f"tp_size={tp_size} leaves {width // tp_size} of the {width} columns of {names[0]} to a rank, and torch's "
-            f"grouped product takes rows of a multiple of {_ROW} bytes: {others} "
-            "model.set_experts_implementation('eager') before boost"
-        )
-    return found
-
-
-def _is_taken(width: int, dtype: torch.dtype) -> bool:
-    return width * dtype.itemsize % _ROW == 0
-
-
-def _grouped_width(module: nn.Module) -> int | None:
-    """The inner width of experts that are computed by the grouped product; None for other modules."""
-    config: Any = getattr(module, "config", None)
-    weight, is_transposed = getattr(module, "down_proj", None), getattr(module, "is_transposed", None)
-    is_grouped = getattr(config, "_experts_implementation", None) == _GROUPED and is_transposed is not None
-    return weight.shape[1 if is_transposed else 2] if is_grouped and isinstance(weight, Tensor) else None
+        width = weight.shape[1 if is_transposed else 2]
+        sizes = [size for size in divisors(width) if width // size * dtype.itemsize % _ROW == 0]
+        if width % tp_size == 0 and tp_size not in sizes:
+            smaller = [str(size) for size in sizes if size < tp_size]
+            found.setdefault(
+                width,
+                f"tp_size={tp_size} leaves {width // tp_size} of the {width} columns of {path} to a rank, and torch's "
+                f"grouped product takes rows of a multiple of {_ROW} bytes: "
+                + (f"use tp_size={' or '.join(smaller)}, or call " if smaller else "call ")
+                + "model.set_experts_implementation('eager') before boost",
+            )
+    return list(found.values())

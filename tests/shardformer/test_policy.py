@@ -252,11 +252,6 @@ def test_a_policy_without_a_plan_that_fits_cuts_nothing(policy: type[Policy], me
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-def test_padding_to_a_multiple_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="make_vocab_size_divisible_by=0 must be at least 1"):
-        ShardConfig(make_vocab_size_divisible_by=0)
-
-
 def test_without_a_group_nothing_is_split() -> None:
     model = build("LlamaForCausalLM")
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}

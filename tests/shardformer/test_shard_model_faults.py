@@ -189,6 +189,7 @@ PAIR: Any = Group(2)
     ("settings", "told"),
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be a whole number of at least 1"),
+        ({"make_vocab_size_divisible_by": 0}, "make_vocab_size_divisible_by=0 must be a whole number of at"),
         ({"data_parallel_size": "2"}, "data_parallel_size='2' must be a whole number of at least 1"),
         (
             {"tensor_parallel_process_group": PAIR, "tensor_parallel_size": 4},
@@ -211,8 +212,8 @@ PAIR: Any = Group(2)
             "parallel_output=True and gather_output=True contradict each other",
         ),
         (
-            {"gather_output": False, "parallel_output": False, "make_vocab_size_divisible_by": 0},
-            "must be at least 1\nparallel_output=False and gather_output=False contradict each other",
+            {"gather_output": False, "parallel_output": False},
+            "parallel_output=False and gather_output=False contradict each other",
         ),
     ],
 )

@@ -12,6 +12,7 @@ from echelon.shardformer.sharder import split_errors
 
 from ...shardformer.compare import build
 from ...shardformer.test_refusals import ROWS, departure
+from ...shardformer.test_shard_model import QWEN3, train
 from ..mutations import Mutation
 
 SPLIT = "echelon.shardformer.layer_split"
@@ -40,6 +41,10 @@ def sharing_configs(own: Callable[..., Any]) -> Callable[..., Any]:
 def refused(name: str) -> str | None:
     """Return the departure from a row of refusals; None where the model is refused as the row says."""
     return departure(ROWS[name])
+
+
+def one(*args: Any) -> int:
+    return 1
 
 
 def unchanged() -> str | None:
@@ -77,6 +82,20 @@ FAULTS = {
     ),
     "the copy has the model's parameters": Mutation(
         target="echelon.shardformer.sharder:_meta_tensor", replacement=as_it_is, check=unchanged, num_ranks=1
+    ),
+    "parts of gradients are not summed without a booster": Mutation(
+        target="echelon.shardformer.gradients:_num_parts",
+        replacement=one,
+        check=train,
+        args=("Qwen3ForCausalLM", 2, 1, QWEN3, "sizes"),
+        notice="^step 1: gradient of ",
+    ),
+    "replicas do not average without a booster": Mutation(
+        target="echelon.shardformer.gradients:DataAverage._average",
+        replacement=nothing,
+        check=train,
+        args=("LlamaForCausalLM", 1, 2, {}, "sizes"),
+        notice="^step 1: gradient of ",
     ),
     "the copy has the model's hooks": Mutation(
         target="echelon.shardformer.sharder:_own_value",
