@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -110,14 +109,3 @@ def test_errors_that_modules_have_in_common_are_reported_once_with_the_first_pat
         "language_model.layers.0 (and 2 more like it): too long",
         "no layers",
     ]
-
-
-def test_a_tensor_of_its_own_kind_is_refused_by_its_name() -> None:
-    class Quantized(nn.Parameter):
-        pass
-
-    model: Any = build("LlamaForCausalLM")
-    up = model.model.layers[0].mlp.up_proj
-    up.weight = Quantized(torch.zeros_like(up.weight))
-    (found,) = split_errors(model, policy_for(model), tp_size=2)
-    assert "has a weight of Quantized in torch.float32, which cannot be cut" in found
