@@ -1,13 +1,15 @@
 """Every model type that has a table with a stand-in of the package flash-attn, in layouts beside one process.
 
 The stand-in has the package's signatures and computes in float32 too, so that it is compared as closely as all else.
-Some rows are quick, the others are `slow`. In one process it is tests/shardformer/test_flash_attn.py.
+Some rows are quick, the others are `slow`.
 """
 
 import pytest
 from transformers import CONFIG_MAPPING
 
 from echelon.shardformer import model_types
+from echelon.shardformer.layers.attention import FLASH_ATTENTION_2, SDPA, attention_errors
+from echelon.verify.batch import make_batch
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 from echelon.verify.parity import parity
@@ -45,8 +47,10 @@ GROUPED = {"num_key_value_heads": 2}
 PADDED_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48, "head_dim": 8}
 
 
-def with_settings(model_type: str, **settings: object) -> EagerChoice:
-    return EagerChoice(model_type=model_type, settings=tuple(settings.items()))
+def with_settings(
+    model_type: str, *, base: type[ModelChoice] = EagerChoice, **settings: object
+) -> ModelChoice:
+    return base(model_type=model_type, settings=tuple(settings.items()))
 
 
 def rows() -> list[object]:
@@ -109,3 +113,35 @@ def train_with_flash_attn(choice: ModelChoice, layout: Layout) -> tuple[str | No
     """What departs, and how often this rank called the package before one process had its turn."""
     with installed_flash_attn() as called:
         return parity(choice, layout).departure, len(called)
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        (ModelChoice(model_type="bart"), "takes the padding of the states for that of the decoder's tokens"),
+        (ModelChoice(model_type="gemma3"), "the tokens of an image see those behind them"),
+        (ModelChoice(model_type="falcon", settings=(("alibi", True),)), "adds slopes of the heads"),
+        (ModelChoice(model_type="gpt_neo"), "has layers that see the last tokens alone"),
+    ],
+    ids=["encoder and decoder", "image tokens", "slopes", "windows"],
+)
+def test_a_model_whose_mask_would_be_lost_is_refused(choice: ModelChoice, words: str) -> None:
+    model = choice.build_on_meta()
+    found = attention_errors(model, FLASH_ATTENTION_2, "enable_flash_attention")
+    assert any(words in fault and "leave enable_flash_attention out" in fault for fault in found)
+    assert not any(words in fault for fault in attention_errors(model, SDPA, "enable_flash_attention"))
+
+
+@pytest.mark.parametrize("model_type", ["bart", "gemma3", "gpt_neo"])
+def test_its_mask_is_lost_in_one_process(model_type: str) -> None:
+    """When this fails transformers has mended it, and the model need not be refused."""
+    batch = make_batch(ModelChoice(model_type=model_type), num_samples=3, seed=1)
+    with installed_flash_attn():
+        expected, found = (
+            with_settings(model_type, attn_implementation=kernel, base=ModelChoice)
+            .build()
+            .eval()(**batch)
+            .loss
+            for kernel in ("eager", FLASH_ATTENTION_2)
+        )
+    assert abs((found - expected).item()) > 1e-5

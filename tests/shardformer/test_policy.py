@@ -1,12 +1,10 @@
-"""A policy written by hand, for a model that is not of transformers, and what is told of its mistakes."""
+"""A policy written by hand, cut into stages, and refusals of its mistakes. Split over ranks it is tests/docs."""
 
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.pipeline.plan import StagePlan
@@ -20,8 +18,7 @@ from echelon.shardformer import (
 )
 from echelon.shardformer.layers import Linear1D_Col, Linear1D_Row
 
-from ..pool import Pool
-from .compare import build, numbers, require_same_gradients
+from .compare import numbers
 from .test_stages import manager_alone
 
 WIDTH = 8
@@ -121,26 +118,6 @@ def by_hand(model: Tower) -> Tower:
     return model
 
 
-def train_tower() -> None:
-    whole = by_hand(Tower())
-    config = ShardConfig(tensor_parallel_process_group=dist.group.WORLD)
-    model, shared = ShardFormer(config).optimize(Tower(), TowerPolicy())
-    assert shared == []
-    assert type(model) is TunedTower
-    assert model.num_blocks() == 3
-    x = numbers(4, 5)
-    expected, found = whole(x), model(x)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    expected.square().sum().backward()
-    found.square().sum().backward()
-    require_same_gradients(model, whole)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_model_of_any_kind_is_split_as_its_policy_says(pool: Pool, ranks: int) -> None:
-    pool.run(ranks, train_tower)
-
-
 def test_a_model_of_any_kind_is_cut_as_its_policy_says() -> None:
     whole, x = by_hand(Tower()), numbers(4, 5)
     expected = whole(x)
@@ -222,6 +199,11 @@ def test_a_class_that_another_stage_holds_is_not_missing() -> None:
     ShardFormer(ShardConfig(pipeline_stage_manager=manager)).optimize(model, Policy_())
 
 
+class Former(TowerPolicy):
+    def faults(self, **sizes: int) -> list[str]:
+        return []
+
+
 class Plain(TowerPolicy):
     def stage_plan(self) -> None:  # type: ignore[override]
         return None
@@ -235,6 +217,7 @@ class Elsewhere(TowerPolicy):
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
+        (Former, r"Former has a method faults\(\): call it config_errors\(\), without arguments"),
         (Plain, "Plain has no stage_plan, so pp_size must be 1"),
         (
             Elsewhere,
@@ -250,15 +233,3 @@ def test_a_policy_without_a_plan_that_fits_cuts_nothing(policy: type[Policy], me
         ShardFormer(ShardConfig(pipeline_stage_manager=manager)).optimize(model, policy())
     after = model.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-
-
-def test_without_a_group_nothing_is_split() -> None:
-    model = build("LlamaForCausalLM")
-    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    uses: list[Callable[[], ShardConfig]] = [
-        ShardConfig,
-        lambda: ShardConfig(tensor_parallel_process_group=None, enable_tensor_parallelism=False),
-    ]
-    for config in uses:
-        ShardFormer(config()).optimize(model)
-        assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())

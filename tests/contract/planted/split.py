@@ -47,6 +47,16 @@ def one(*args: Any) -> int:
     return 1
 
 
+def in_parts() -> str | None:
+    """Return what departs where two ranks hold different pieces."""
+    return train("Qwen3ForCausalLM", 2, 1, QWEN3, "sizes")
+
+
+def in_replicas() -> str | None:
+    """Return what departs where two ranks hold equal pieces."""
+    return train("LlamaForCausalLM", 1, 2, {}, "sizes")
+
+
 def unchanged() -> str | None:
     """Return the first tensor, hook or setting that a dry run changed."""
     model = build("LlamaForCausalLM")
@@ -86,15 +96,13 @@ FAULTS = {
     "parts of gradients are not summed without a booster": Mutation(
         target="echelon.shardformer.gradients:_num_parts",
         replacement=one,
-        check=train,
-        args=("Qwen3ForCausalLM", 2, 1, QWEN3, "sizes"),
+        check=in_parts,
         notice="^step 1: gradient of ",
     ),
     "replicas do not average without a booster": Mutation(
         target="echelon.shardformer.gradients:DataAverage._average",
         replacement=nothing,
-        check=train,
-        args=("LlamaForCausalLM", 1, 2, {}, "sizes"),
+        check=in_replicas,
         notice="^step 1: gradient of ",
     ),
     "the copy has the model's hooks": Mutation(
