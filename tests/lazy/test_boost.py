@@ -1,7 +1,8 @@
-"""Lazily built models under every plugin: trained as eager ones, compared between ranks, never whole where split."""
+"""Lazily built models under every plugin: sharded and trained as eager ones, compared between ranks, never whole."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,25 +17,26 @@ from echelon import (
     HybridParallelPlugin,
     LazyInitContext,
     LowLevelZeroPlugin,
-    ParallelMesh,
-    ShardConfig,
-    ShardFormer,
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
 from echelon.lazy.tensor import LazyTensor
-from echelon.pipeline.stage_manager import PipelineStageManager
+from echelon.plugins.hybrid_model import HybridParallelModule
 from echelon.verify.batch import make_batch
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 from echelon.verify.parity import parity
 
+from ..contract.matrix_rows import DERIVED
+from ..matrix import FeatureCase
 from ..pool import Pool
-from .compare import differences
+from .compare import built_in_both_ways, differences
+from .test_models import FOLDERS, WITH_TABLE, build
 
-CHOICE = ModelChoice(model_type="llama")
+LLAMA = ModelChoice(model_type="llama")
 PLUGINS: dict[str, Callable[[], Any]] = {
-    "hybrid": lambda: HybridParallelPlugin(tp_size=2, precision="bf16"),
+    "tp in bf16": lambda: HybridParallelPlugin(tp_size=2, precision="bf16"),
+    "pp in fp16": lambda: HybridParallelPlugin(pp_size=2, num_microbatches=2, precision="fp16"),
     "zero": lambda: LowLevelZeroPlugin(stage=2, precision="fp32"),
     "ddp": TorchDDPPlugin,
     "fsdp": TorchFSDPPlugin,
@@ -68,49 +70,137 @@ def test_a_lazily_built_model_trains_as_one_process_does(
     assert pool.run(layout.world_size, parity, choice, layout)[0].departure is None
 
 
-def trained(choice: ModelChoice, plugin: Any) -> tuple[nn.Module, float]:
-    """A model after a step, and its loss."""
-    model = choice.build(3)
-    booster = Booster(plugin=plugin)
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.1))
-    assert optimizer is not None
-    batch = make_batch(choice, num_samples=2, seed=dist.get_rank() if plugin.dp_size > 1 else 0)
-    loss = model(**batch).loss
-    booster.backward(loss, optimizer)
-    optimizer.step()
-    return model.unwrap(), loss.item()
-
-
-def trained_in_both_ways(plugin: str) -> list[str]:
-    lazy, lazy_loss = trained(LazyChoice(model_type="llama"), PLUGINS[plugin]())
-    eager, eager_loss = trained(CHOICE, PLUGINS[plugin]())
-    for model in (lazy, eager):
-        for module in model.modules():  # DTensors have no bits of their own
-            for name, parameter in module._parameters.items():
-                if hasattr(parameter, "to_local"):
-                    module._parameters[name] = nn.Parameter(parameter.to_local())
-    return differences(lazy, eager) + ([] if lazy_loss == eager_loss else [f"{lazy_loss}, not {eager_loss}"])
-
-
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_a_lazily_built_model_trains_under_a_plugin_as_an_eager_one(pool: Pool, plugin: str) -> None:
-    assert pool.run(2, trained_in_both_ways, plugin) == [[], []]
-
-
-def boost_what_differs(seed_of_rank: list[int], lazy_ranks: list[int], plugin: str) -> None:
-    kind = LazyChoice if dist.get_rank() in lazy_ranks else ModelChoice
-    model = kind(model_type="llama").build(seed_of_rank[dist.get_rank()])
-    Booster(plugin=PLUGINS[plugin]()).boost(model, torch.optim.AdamW(model.parameters()))
+def sharded_in_both_ways(model_type: str) -> list[str]:
+    """In what this rank's part of a lazily built model differs from that of an eager one."""
+    boosted = []
+    for model in built_in_both_ways(lambda: build(model_type))[:2]:
+        assert isinstance(model, nn.Module)
+        plugin = HybridParallelPlugin(tp_size=2, pp_size=2, precision="fp32", num_microbatches=2)
+        boosted.append(Booster(plugin=plugin).boost(model, torch.optim.AdamW(model.parameters()))[0])
+    lazy, eager = boosted
+    assert isinstance(eager, HybridParallelModule) and isinstance(lazy, HybridParallelModule)
+    left = [name for name, tensor in lazy.tensors().items() if isinstance(tensor, LazyTensor)]
+    own, others = lazy.local_parameters, eager.local_parameters
+    return [
+        *differences(lazy.module, eager.module),
+        *left,
+        *(n for n in others if vars(others[n]) != vars(own[n])),
+    ]
 
 
 @pytest.mark.parametrize(
-    ("seeds", "lazy_ranks", "plugin"),
-    [([0, 1], [0, 1], "hybrid"), ([0, 1], [0, 1], "fsdp"), ([0, 0], [1], "hybrid")],
+    "case",
+    [
+        pytest.param(
+            FeatureCase(model_type=name, feature="lazy initialization"),
+            id=name,
+            marks=() if name == "llama" else pytest.mark.slow,
+        )
+        for name in (*WITH_TABLE, *DERIVED)
+    ],
 )
-def test_ranks_that_built_lazily_from_other_seeds_are_told(
-    pool: Pool, seeds: list[int], lazy_ranks: list[int], plugin: str
+def test_a_lazily_built_model_is_sharded_as_an_eager_one(pool: Pool, case: FeatureCase) -> None:
+    assert pool.run(4, sharded_in_both_ways, case.model_type) == [[]] * 4
+
+
+def test_the_matrix_has_a_row_for_each_type() -> None:
+    assert len(WITH_TABLE) > 45 and len(DERIVED) > 20
+
+
+def stepped(model: nn.Module, plugin: str) -> nn.Module:
+    """A boosted model, unwrapped, after a step of training where it is in this process alone."""
+    booster = Booster(plugin=PLUGINS[plugin]())
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    assert optimizer is not None
+    if plugin != "pp in fp16" and getattr(model.config, "model_type", None) == "llama":  # type: ignore[union-attr]
+        batch = make_batch(LLAMA, num_samples=2, seed=dist.get_rank() if booster.plugin.dp_size > 1 else 0)
+        booster.backward(boosted(**batch).loss, optimizer)
+        optimizer.step()
+    inner: nn.Module = boosted.unwrap()
+    for module in inner.modules():  # DTensors have no bits of their own
+        for name, parameter in module._parameters.items():
+            if hasattr(parameter, "to_local"):
+                module._parameters[name] = nn.Parameter(parameter.to_local())
+    return inner
+
+
+def stepped_in_both_ways(name: str | None, path: Path, plugin: str) -> list[str]:
+    make = (lambda: LLAMA.build(3)) if name is None else (lambda: FOLDERS[name].load(path))
+    torch.manual_seed(2)
+    eager = stepped(make(), plugin)
+    torch.manual_seed(2)
+    with LazyInitContext():
+        lazy = make()
+    assert all(isinstance(each, LazyTensor) for each in lazy.parameters())
+    return differences(stepped(lazy, plugin), eager)
+
+
+@pytest.mark.parametrize(
+    ("name", "plugin"),
+    [
+        (None, "tp in bf16"),
+        (None, "zero"),
+        (None, "ddp"),
+        (None, "fsdp"),
+        ("llama", "tp in bf16"),
+        *(
+            pytest.param(name, plugin, marks=pytest.mark.slow)
+            for name, plugin in (
+                ("llama in bf16", "pp in fp16"),
+                ("llama", "zero"),
+                ("llama", "ddp"),
+                ("llama from bf16", "fsdp"),
+                ("gpt2", "tp in bf16"),
+                ("gpt2 of torch", "pp in fp16"),
+                ("bert with a new head", "tp in bf16"),
+                ("mixtral", "tp in bf16"),
+                ("mixtral in bf16", "pp in fp16"),
+                ("t5", "tp in bf16"),
+                ("t5", "pp in fp16"),
+            )
+        ),
+    ],
+)
+def test_a_model_built_or_read_lazily_is_boosted_and_trained_as_an_eager_one(
+    pool: Pool, tmp_path: Path, name: str | None, plugin: str
 ) -> None:
-    errors = pool.run_failing(2, boost_what_differs, seeds, lazy_ranks, plugin)
+    if name is not None:
+        FOLDERS[name].save(tmp_path)
+    assert pool.run(2, stepped_in_both_ways, name, tmp_path, plugin) == [[], []]
+
+
+def boost_what_differs(makers: list[ModelChoice | Path], seeds: list[int], plugin: str) -> None:
+    make, seed = makers[dist.get_rank()], seeds[dist.get_rank()]
+    if isinstance(make, Path):
+        with LazyInitContext():
+            model: nn.Module = AutoModelForCausalLM.from_pretrained(make)
+    else:
+        model = make.build(seed)
+    Booster(plugin=PLUGINS[plugin]()).boost(model, torch.optim.AdamW(model.parameters()))
+
+
+LAZY = LazyChoice(model_type="llama")
+
+
+@pytest.mark.parametrize(
+    ("makers", "seeds", "plugin"),
+    [
+        ((LAZY, LAZY), (0, 1), "tp in bf16"),
+        ((LAZY, LAZY), (0, 1), "fsdp"),
+        ((LLAMA, LAZY), (0, 0), "tp in bf16"),
+        (("copy", "other"), (0, 0), "tp in bf16"),
+    ],
+)
+def test_ranks_that_built_or_read_other_models_lazily_are_named(
+    pool: Pool, tmp_path: Path, makers: Any, seeds: tuple[int, int], plugin: str
+) -> None:
+    if "copy" in makers:
+        paths = [tmp_path / name for name in ("one", "copy", "other")]
+        for path, seed in zip(paths, (3, 3, 4), strict=True):
+            LLAMA.build(seed).save_pretrained(path)
+        pool.run(2, boost_what_differs, paths[:2], seeds, plugin)
+        makers = paths[1:]
+    errors = pool.run_failing(2, boost_what_differs, makers, seeds, plugin)
     assert [type(error) for error in errors] == [ValueError] * 2
     assert all("the model of rank(s) [1] differs from that of rank 0" in str(error) for error in errors)
 
@@ -118,61 +208,72 @@ def test_ranks_that_built_lazily_from_other_seeds_are_told(
 def most_bytes(action: Callable[[], Any]) -> tuple[int, int, Any]:
     """By how many bytes of the CPU's memory an action rises at most, and in the end; and what it returns.
 
-    Every allocation and release of torch is counted.
+    Every allocation and release of torch is counted; pages of mapped files are not.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found:
         result = action()
     events = [each for each in found.profiler.kineto_results.events() if each.name() == "[memory]"]
-    held = most = 0
+    present = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most, held, result
+        present += event.nbytes()
+        most = max(most, present)
+    return most, present, result
 
 
-def memory_of_building() -> list[tuple[str, bool]]:
-    """Bounds of what building and splitting a model takes, and whether each is kept."""
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=2048,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-    )
-    mesh = ParallelMesh(pp=2, tp=2)
-    former = ShardFormer(
-        ShardConfig(
-            tensor_parallel_process_group=mesh.group("tp"), pipeline_stage_manager=PipelineStageManager(mesh)
-        )
-    )
+CONFIG = {
+    "vocab_size": 2048,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
 
-    def build() -> nn.Module:
+
+def memory_of_boosting(path: Path | None) -> list[tuple[str, bool]]:
+    """Bounds of what building or reading a model takes, and materializing it; and whether each is kept."""
+    import echelon.plugins.hybrid_model as hybrid
+
+    original, taken = hybrid.materialize, list[tuple[int, int]]()
+
+    def counted(model: nn.Module) -> nn.Module:
+        *found, made = most_bytes(lambda: original(model))
+        taken.append((found[0], found[1]))
+        return made
+
+    def make() -> nn.Module:
         with LazyInitContext():
-            return AutoModelForCausalLM.from_config(config)
+            if path is not None:
+                return AutoModelForCausalLM.from_pretrained(path)
+            return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **CONFIG))
 
-    built, left, model = most_bytes(build)
+    built, left, model = most_bytes(make)
     whole = sum(each.numel() * 4 for each in model.parameters())
     largest = max(each.numel() * 4 for each in model.parameters())
-    optimizer = torch.optim.AdamW(model.parameters())
-    split, kept, (model, _) = most_bytes(lambda: former.optimize(model))
+    plugin = HybridParallelPlugin(pp_size=2, tp_size=2, precision="fp32", num_microbatches=2)
+    hybrid.materialize = counted
+    try:
+        model, *_ = Booster(plugin=plugin).boost(model, torch.optim.AdamW(model.parameters()))
+    finally:
+        hybrid.materialize = original
     share = sum(each.numel() * 4 for each in model.parameters())
-    assert optimizer.param_groups
-    assert not any(isinstance(each, LazyTensor) for each in model.parameters())
+    ((most, kept),) = taken
     spare = 2**19  # states of the generator and other small things
+    drawn = largest if path is None else 0
     return [
-        (f"{built} in building, {largest} the largest", largest <= built < largest + spare),
+        (f"{built} in building, {drawn} the largest drawn", drawn <= built < drawn + spare),
         (f"{left} left of building", left < spare),
         (f"{share} is a quarter of {whole}", 0.24 < share / whole < 0.27),
         (f"{kept} kept, {share} share", abs(kept - share) < spare),
-        (
-            f"{split} in splitting, {share} share, {largest} the largest",
-            split < share + 1.6 * largest + spare,
-        ),
+        (f"{most} in materializing, {share} share", most < share + 1.6 * largest + spare),
     ]
 
 
-def test_no_rank_holds_more_than_its_share_and_about_one_whole_tensor(pool: Pool) -> None:
-    found = pool.run(4, memory_of_building)
-    assert [told for bounds in found for told, is_kept in bounds if not is_kept] == []
+@pytest.mark.parametrize("is_read", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_no_rank_has_more_than_its_share_and_about_one_whole_tensor(
+    pool: Pool, tmp_path: Path, is_read: bool
+) -> None:
+    if is_read:
+        AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **CONFIG)).save_pretrained(tmp_path)
+    found = pool.run(4, memory_of_boosting, tmp_path if is_read else None)
+    assert [each for bounds in found for each, is_kept in bounds if not is_kept] == []

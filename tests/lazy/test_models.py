@@ -1,134 +1,222 @@
-"""Models of every type with a table, and of derived ones, built lazily beside the same built as ever: equal to the bit.
+"""Models that are built or read from files lazily, beside the same as ever: equal to the bit.
 
-`test_a_lazily_built_model_is_split_as_an_eager_one` shows for each type that it can be built lazily: under tp2·pp2 all
-ranks' parts are then equal. Quick are a type of each table in one process, and a few on four ranks.
+BUILDS is the table: a name, and how a model is made. Rows of FOLDERS are saved first, and read by `from_pretrained`.
 """
 
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaForCausalLM,
+    modeling_utils,
+)
 
-from echelon import Booster, HybridParallelPlugin, LazyInitContext
+from echelon import LazyInitContext
 from echelon.lazy import materialize
 from echelon.lazy.tensor import LazyTensor
-from echelon.plugins.hybrid_model import HybridParallelModule
 from echelon.shardformer import model_types, table_for
-from echelon.verify.models import ModelChoice, heads_of
+from echelon.verify.models import HEADS, ModelChoice, heads_of
 
 from ..contract.matrix_rows import DERIVED
-from ..matrix import FeatureCase
 from ..models.chatglm import register_chatglm
 from ..models.small_timm import VisionTransformer
-from ..pool import Pool
 from .compare import built_in_both_ways, differences
 
+SEVERAL_FILES = 20_000  # bytes in each
 WITH_TABLE = (*model_types(), "timm")
-QUICK = ("llama",)
 
 
-def build(model_type: str, head: str | None = None, *, tied: bool = False, seed: int = 3) -> nn.Module:
+def build(model_type: str, head: str | None = None, *, tied: bool = False) -> nn.Module:
     """A small model of any type, of the usual head where none is given."""
     if model_type == "timm":
-        torch.manual_seed(seed)
+        torch.manual_seed(3)
         return VisionTransformer()
     if model_type == "chatglm":
         register_chatglm()
-    return ModelChoice(model_type=model_type, head=head, tied=tied).build(seed)
+    return ModelChoice(model_type=model_type, head=head, tied=tied).build(3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folder:
+    """A folder that is read: which model is saved there, how, and as what it is loaded."""
+
+    choice: ModelChoice
+    head: str | None = None
+    dtype: torch.dtype = torch.float32
+    is_torch: bool = False
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        model = self.choice.build(3).to(self.dtype)
+        model.save_pretrained(path, max_shard_size=SEVERAL_FILES)
+        if self.is_torch:  # as older releases saved them: one file with all names
+            for file in path.glob("*.safetensors*"):
+                file.unlink()
+            torch.save(model.state_dict(), path / "pytorch_model.bin")
+
+    def load(self, path: Path) -> nn.Module:
+        kind: Any = getattr(transformers, HEADS[self.head or self.choice.head_name] or "")
+        model: nn.Module = kind.from_pretrained(path, **self.arguments)
+        return model
+
+
+def of(model_type: str, tied: bool = False, **settings: Any) -> Folder:
+    return Folder(choice=ModelChoice(model_type=model_type, tied=tied), **settings)
+
+
+BERT = ModelChoice(model_type="bert", head="masked")
+FOLDERS = {
+    "llama": of("llama"),
+    "llama without its head": of("llama", head="base"),
+    "llama from bf16": of("llama", dtype=torch.bfloat16),
+    "llama in bf16": of("llama", tied=True, arguments={"dtype": torch.bfloat16}),
+    "llama from bf16 in fp32": of("llama", dtype=torch.bfloat16, arguments={"dtype": "float32"}),
+    "gpt2": of("gpt2", tied=True),
+    "gpt2 of torch": of("gpt2", tied=True, is_torch=True),
+    "bert with a new head": Folder(choice=BERT, head="classification", arguments={"num_labels": 5}),
+    "mixtral": of("mixtral"),
+    "mixtral in bf16": of("mixtral", arguments={"dtype": torch.bfloat16}),
+    "t5": of("t5", tied=True),
+    # Some of its layers stay in float32.
+    "t5 in fp16": of("t5", tied=True, arguments={"dtype": torch.float16}),
+    "vit": of("vit"),
+}
+
+
+def both_tied(path: Path, change: float) -> Callable[[], nn.Module]:
+    """Both copies of a tied weight are there; which are tied then is for the release of transformers to say."""
+    of("llama", tied=True).choice.build(3).save_pretrained(path)
+    state = load_file(path / "model.safetensors")
+    state["lm_head.weight"] = state["model.embed_tokens.weight"] + change
+    save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+    return lambda: AutoModelForCausalLM.from_pretrained(path)
+
+
+def of_another_size(path: Path) -> Callable[[], nn.Module]:
+    of("llama").choice.build(3).save_pretrained(path)
+    config = AutoConfig.from_pretrained(path)
+    config.vocab_size += 3
+    with pytest.raises(RuntimeError, match="mismatch"), LazyInitContext():
+        LlamaForCausalLM.from_pretrained(path, config=config)
+    return lambda: LlamaForCausalLM.from_pretrained(path, config=config, ignore_mismatched_sizes=True)
+
+
+def two_new_heads(path: Path) -> Callable[[], nn.Module]:
+    BERT.build(3).save_pretrained(path)
+    load = AutoModelForSequenceClassification.from_pretrained
+    return lambda: nn.ModuleList([load(path, num_labels=number) for number in (5, 4)])
+
+
+def folder_of(path: Path, name: str) -> Callable[[], nn.Module]:
+    FOLDERS[name].save(path)
+    return lambda: FOLDERS[name].load(path)
 
 
 def one_of_each_table() -> list[str]:
-    """The model types of the first test, each the first of its table."""
     names = model_types()
     tables = [table_for(name) for name in names]
     return [name for index, name in enumerate(names) if tables.index(tables[index]) == index]
 
 
-def heads(model_type: str) -> list[str | None]:
-    """The heads of a type, each class once."""
-    if model_type not in CONFIG_MAPPING:
-        return [None]
-    return list({kind: head for head, kind in heads_of(model_type).items()}.values())
+# How a model is made, from a folder for its files.
+BUILDS: dict[str, Callable[[Path], Callable[[], nn.Module]]] = {
+    **{name: (lambda _, name=name: partial(build, name)) for name in (*one_of_each_table(), "timm")},  # type: ignore[misc]
+    **{f"{name} from files": partial(folder_of, name=name) for name in FOLDERS},
+    "both copies of a tied weight": partial(both_tied, change=0.0),
+    "both copies, which differ": partial(both_tied, change=1.0),
+    "of another size": of_another_size,
+    "two new heads": two_new_heads,
+}
 
 
-@pytest.mark.parametrize("model_type", [*one_of_each_table(), "timm"])
-def test_a_lazily_built_model_is_the_eager_one(model_type: str) -> None:
-    lazy, eager, *drawn = built_in_both_ways(lambda: build(model_type))
+def require_equal(make: Callable[[], nn.Module]) -> nn.Module:
+    """The lazily built model, materialized."""
+    lazy, eager, drawn, expected = built_in_both_ways(make)
+    assert torch.equal(drawn, expected)
     assert differences(materialize(lazy), eager) == []
-    assert torch.equal(*drawn)
+    assert lazy.training == eager.training
+    assert repr(getattr(lazy, "config", None)) == repr(getattr(eager, "config", None))
+    return lazy
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_lazily_built_model_is_the_eager_one(tmp_path: Path, name: str) -> None:
+    require_equal(BUILDS[name](tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", [*WITH_TABLE, *DERIVED])
 def test_a_lazily_built_model_of_any_head_is_the_eager_one(model_type: str) -> None:
-    for head in heads(model_type):
+    kinds = heads_of(model_type) if model_type in CONFIG_MAPPING else {}
+    for head in {kind: head for head, kind in kinds.items()}.values() or [None]:
         for tied in (False, True):
-            lazy, eager, *drawn = built_in_both_ways(lambda: build(model_type, head, tied=tied))  # noqa: B023
-            assert (head, tied, differences(materialize(lazy), eager)) == (head, tied, [])
-            assert torch.equal(*drawn)
-
-
-def split_in_both_ways(model_type: str, tp_size: int, pp_size: int) -> list[str]:
-    """In what this rank's part of a lazily built model differs from that of an eager one."""
-    boosted = []
-    for is_lazy in (False, True):
-        model = built_in_both_ways(lambda: build(model_type))[not is_lazy]
-        plugin = HybridParallelPlugin(
-            tp_size=tp_size, pp_size=pp_size, precision="fp32", num_microbatches=2 if pp_size > 1 else None
-        )
-        boosted.append(Booster(plugin=plugin).boost(model, torch.optim.AdamW(model.parameters()))[0])
-    eager, lazy = boosted
-    assert isinstance(eager, HybridParallelModule) and isinstance(lazy, HybridParallelModule)
-    left = [name for name, tensor in lazy.tensors().items() if isinstance(tensor, LazyTensor)]
-    placed = [
-        name
-        for name in eager.local_parameters
-        if vars(eager.local_parameters[name]) != vars(lazy.local_parameters[name])
-    ]
-    return [*differences(lazy.module, eager.module), *left, *placed]
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            FeatureCase(model_type=name, feature="lazy initialization"),
-            id=name,
-            marks=() if name in QUICK else pytest.mark.slow,
-        )
-        for name in (*WITH_TABLE, *DERIVED)
-    ],
-)
-def test_a_lazily_built_model_is_split_as_an_eager_one(pool: Pool, case: FeatureCase) -> None:
-    assert pool.run(4, split_in_both_ways, case.model_type, 2, 2) == [[]] * 4
-
-
-def test_the_matrix_has_a_row_for_each_type() -> None:
-    assert len(WITH_TABLE) > 45 and len(DERIVED) > 20
+            require_equal(partial(build, model_type, head, tied=tied))
 
 
 def test_a_model_is_built_as_its_users_build_it_and_generates() -> None:
     config = ModelChoice(model_type="llama").config()
-    torch.manual_seed(0)
-    with LazyInitContext():
-        model = AutoModelForCausalLM.from_config(config)
+    lazy, eager, *_ = built_in_both_ways(lambda: AutoModelForCausalLM.from_config(config))
     ids = torch.tensor([[1, 5, 7]])
-    found = materialize(model).eval().generate(ids, max_new_tokens=4, do_sample=False)
-    torch.manual_seed(0)
-    expected = (
-        AutoModelForCausalLM.from_config(config).eval().generate(ids, max_new_tokens=4, do_sample=False)
+    found, expected = (
+        model.eval().generate(ids, max_new_tokens=4, do_sample=False)  # type: ignore[operator]
+        for model in (materialize(lazy), eager)
     )
     assert torch.equal(found, expected)
 
 
-def test_a_checkpoint_that_is_read_inside_of_the_block_is_real(tmp_path: Path) -> None:
-    saved = build("bert", "base")
-    saved.save_pretrained(tmp_path)
-    torch.manual_seed(7)
-    expected = heads_of("bert")["classification"].from_pretrained(tmp_path)
-    torch.manual_seed(7)
+def test_the_hubs_own_format_of_experts_is_what_was_read(tmp_path: Path) -> None:
+    FOLDERS["mixtral"].save(tmp_path)
+    names = [name for file in tmp_path.glob("*.safetensors") for name in load_file(file)]
+    assert any(".experts.1.w3." in name for name in names) and not any("gate_up" in name for name in names)
+
+
+def patched() -> list[str]:
+    return [
+        name
+        for name in ("safe_open", "load_state_dict")
+        if getattr(modeling_utils, name).__module__.startswith("echelon")
+    ]
+
+
+def test_what_is_exchanged_is_put_back_and_is_of_this_thread_alone(tmp_path: Path) -> None:
+    of("llama").choice.build(3).save_pretrained(tmp_path)
+    found: list[Any] = []
     with LazyInitContext():
-        found = heads_of("bert")["classification"].from_pretrained(tmp_path)
-    assert differences(materialize(found), expected) == []
+        with LazyInitContext():
+            assert patched() == ["safe_open", "load_state_dict"]
+        assert patched() == ["safe_open", "load_state_dict"]
+        thread = threading.Thread(target=lambda: found.append(AutoModelForCausalLM.from_pretrained(tmp_path)))
+        thread.start()
+        thread.join()
+    with pytest.raises(OSError, match="nowhere"), LazyInitContext():
+        AutoModelForCausalLM.from_pretrained(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="default device"), torch.device("meta"), LazyInitContext():
+        pass
+    assert patched() == []
+    for model in (found[0], AutoModelForCausalLM.from_pretrained(tmp_path)):
+        assert not any(isinstance(each, LazyTensor) for each in model.parameters())
+
+
+@pytest.mark.parametrize("is_torch", [False, True])
+def test_quantized_folders_are_refused(tmp_path: Path, is_torch: bool) -> None:
+    of("llama", is_torch=is_torch).save(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    content = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "awq"}}
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"quantized \(awq\)"), LazyInitContext():
+        AutoModelForCausalLM.from_pretrained(tmp_path, config=config)

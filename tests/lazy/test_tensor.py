@@ -1,19 +1,23 @@
-"""What is recorded of a model that is built lazily, and making it real: small modules that do all kinds of things."""
+"""What is recorded of lazily built modules and of tensors of files, and materializing it."""
 
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import Parameter, init
 
 from echelon import LazyInitContext
+from echelon.cluster.placement import Shard
 from echelon.lazy import materialize
-from echelon.lazy.replay import fingerprint
-from echelon.lazy.tensor import LazyTensor, content_of
+from echelon.lazy.files import open_tensors
+from echelon.lazy.replay import borrow, fingerprint, make
+from echelon.lazy.tensor import LazyTensor, content_of, lazily, real
 
 from .compare import built_in_both_ways, differences
 
@@ -216,17 +220,14 @@ def test_values_that_are_overwritten_are_forgotten() -> None:
         linear = nn.Linear(8, 8)
         init.normal_(linear.weight)
     value = content_of(linear.weight).value
-    assert value.before is None and "normal_" in str(value.call.function)
+    assert value.before is None and value.call is not None and "normal_" in str(value.call.function)
 
 
-def test_integers_and_what_is_computed_from_them_are_real_at_once() -> None:
+def test_what_is_not_built_lazily_is_left_as_it_is() -> None:
     with LazyInitContext():
         positions = torch.arange(4, dtype=torch.float32)
         frequencies = 1.0 / 10000 ** (positions / 4)
     assert type(positions) is type(frequencies) is Tensor and frequencies.tolist()[0] == 1
-
-
-def test_a_model_that_was_not_built_lazily_is_left_as_it_is() -> None:
     model = nn.Linear(2, 2)
     weight, numbers = model.weight, model.weight.tolist()
     assert materialize(model).weight is weight and weight.tolist() == numbers
@@ -239,29 +240,66 @@ def test_verbose_reports_the_materialized_tensors(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == "1 lazily built tensors were materialized: 2.0 MiB\n"
 
 
-@pytest.mark.parametrize(
-    ("call", "told"),
-    [
-        (lambda weight: weight.resize_(7, 3), r"aten.resize_.default on a tensor of shape \(3, 4\)"),
-        (lambda weight: torch._foreach_zero_([weight]), "aten._foreach_zero_.default"),
-        (lambda weight: torch.sin(torch.ones(3, 4), out=weight), "aten.sin.out"),
-    ],
-)
-def test_a_call_that_cannot_be_recorded_is_told(call: Callable[[Tensor], object], told: str) -> None:
-    with LazyInitContext(), torch.no_grad():
-        weight = torch.empty(3, 4)
-        with pytest.raises(
-            ValueError, match=f"cannot record {told}.*: build the model without LazyInitContext"
-        ):
-            call(weight)
+def sources() -> list[Tensor]:
+    return [torch.arange(number, number + 48, dtype=torch.float32).view(4, 6, 2) for number in (0, 100, 200)]
 
 
-def test_a_call_that_fails_is_told_with_the_parameter() -> None:
+OF_FILES: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "a slice": lambda given: given[0][1:3, ::2, 1].clone(),
+    "experts": lambda given: torch.cat([torch.stack(given), torch.stack(given[::-1])], 2)[
+        2:, 1:3, 5:8
+    ].clone(),
+    "turned and kept so": lambda given: (
+        given[0].transpose(0, 1).clone()[2:4, 1:].transpose(0, 1).contiguous()
+    ),
+    "padded": lambda given: torch.nn.functional.pad(given[0], (1, 2, 0, 3, 2, 1), value=7.0)[
+        1:4, 5:8
+    ].clone(),
+    "expanded": lambda given: given[0].to(torch.float64)[1].expand(3, 6, 2)[:, 1:3].clone(),
+    "written over": lambda given: torch.cat(given[:2])[:5].clone().copy_(given[2][:1].repeat(5, 1, 1)),
+    "of two formats": lambda given: torch.cat([given[0], given[1].bfloat16()])[5:].clone(),
+    "of none": lambda given: torch.cat(given)[3:3].clone(),
+    "its bits": lambda given: given[0].to(torch.float64).view(torch.int64)[1:, 2:4].clone(),
+    "shards": lambda given: Shard(size=2, dim=1, blocks=(4, 8), padded=(4, 10)).local(
+        torch.cat(given[:2], 1), 1
+    ),
+    "twice": lambda given: (lambda one: torch.cat([one[1:2], one[3:], one[1:2]]))(given[0].exp()),
+    "a copy of a copy": lambda given: given[0].clone().clone().add_(1),
+}
+
+
+@pytest.mark.parametrize("name", OF_FILES)
+def test_what_is_recorded_of_tensors_of_files_is_replayed_to_the_bit(name: str) -> None:
+    given, before = sources(), sources()
+    found = OF_FILES[name]([lazily(each) for each in given])
+    assert isinstance(found, LazyTensor)
+    expected = OF_FILES[name](sources())
+    assert torch.equal(real(found), expected) and real(found).dtype == expected.dtype
+    assert all(torch.equal(each, other) for each, other in zip(given, before, strict=True))
+
+
+def test_files_are_neither_written_to_nor_needed_once_a_tensor_is_materialized(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.arange(6.0)}, path)
+    content, stored = path.read_bytes(), open_tensors(path)["weight"]
+    value = content_of(lazily(stored)).value
+    assert borrow(value).data_ptr() == stored.data_ptr() != make(value).data_ptr()
+    model = nn.Module()
+    model.weight, model.changed = Parameter(lazily(stored)), Parameter(lazily(stored))
+    with torch.no_grad():
+        model.changed.add_(1)
+    materialize(model)
+    assert path.read_bytes() == content
+    path.write_bytes(bytes(len(content)))
+    assert model.weight.tolist() == [0, 1, 2, 3, 4, 5] and model.changed.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_call_that_fails_is_named_with_the_parameter() -> None:
     with LazyInitContext():
         model = nn.Sequential(nn.Linear(3, 2))
         model[0].weight.data.copy_(torch.ones(5, 5))
     with pytest.raises(
-        RuntimeError, match=r"^0.weight could not be materialized: aten.copy_.default could not be run"
+        RuntimeError, match=r"^0.weight could not be materialized: aten.copy_.default could not"
     ):
         materialize(model)
 
@@ -271,49 +309,68 @@ def test_all_errors_are_raised_at_once_and_nothing_is_made() -> None:
         model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     model[0].weight.register_hook(print)
     model[1] = nn.Linear(2, 2, device="meta")
-    with pytest.raises(
-        ValueError, match=r"(?s)3 errors:.*0.weight has hooks.*1.weight is on the meta device.*1.bias is on"
-    ):
+    expected = r"(?s)3 errors:.*0.weight has hooks.*1.weight is on the meta device.*1.bias is on"
+    with pytest.raises(ValueError, match=expected):
         materialize(model)
     assert isinstance(model[0].bias, LazyTensor)
 
 
-def test_a_view_that_somebody_holds_is_told() -> None:
+def within(call: Callable[[nn.Linear], object]) -> None:
     with LazyInitContext():
-        model = nn.Linear(3, 2)
-    held = model.weight[0]
-    with pytest.raises(
-        RuntimeError, match=r"^weight could not be materialized, since something besides its module"
-    ):
-        materialize(model)
-    assert held.shape == (3,)
+        call(nn.Linear(4, 3))
 
 
-def test_a_tensor_that_holds_nothing_is_told() -> None:
+def after(call: Callable[[nn.Linear], object]) -> None:
     with LazyInitContext():
-        model = nn.Linear(3, 2)
-        with pytest.raises(ValueError, match="one on the meta device, which holds nothing"):
-            model.weight.data.copy_(torch.empty(2, 3, device="meta"))
+        model = nn.Linear(4, 3)
+    call(model)
 
 
-def test_the_block_is_refused_where_another_device_is_the_default() -> None:
-    with (
-        torch.device("meta"),
-        pytest.raises(ValueError, match="default device is meta: leave out"),
-        LazyInitContext(),
-    ):
+def hold_a_view(model: nn.Linear) -> None:
+    row = model.weight[0]
+    materialize(model)
+    raise AssertionError(row)
+
+
+def on_another_device(_: nn.Linear) -> None:
+    with torch.device("meta"), LazyInitContext():
         pass
 
 
-def test_a_model_is_made_real_after_the_block() -> None:
-    with LazyInitContext():
-        model = nn.Linear(3, 2)
-        with pytest.raises(RuntimeError, match="after the block of LazyInitContext"):
-            materialize(model)
-
-
-def test_a_lazy_tensor_is_not_saved() -> None:
-    with LazyInitContext():
-        model = nn.Linear(3, 2)
-    with pytest.raises(TypeError, match="holds no numbers to save"):
-        pickle.dumps(model.weight)
+@pytest.mark.parametrize(
+    ("where", "call", "kind", "needle"),
+    [
+        (
+            within,
+            lambda model: model.weight.data.resize_(7, 3),
+            ValueError,
+            r"aten.resize_.default on a tensor of sh",
+        ),
+        (
+            within,
+            lambda model: torch._foreach_zero_([model.weight.data]),
+            ValueError,
+            "aten._foreach_zero_.default",
+        ),
+        (
+            within,
+            lambda model: model.weight.data.copy_(torch.empty(3, 4, device="meta")),
+            ValueError,
+            "one on the meta device, which holds nothing",
+        ),
+        (within, materialize, RuntimeError, "after the block of LazyInitContext"),
+        (
+            after,
+            hold_a_view,
+            RuntimeError,
+            "^weight could not be materialized, since something besides its module",
+        ),
+        (after, lambda model: pickle.dumps(model.weight), TypeError, "holds no numbers to save"),
+        (after, on_another_device, ValueError, "default device is meta: leave out"),
+    ],
+)
+def test_what_cannot_be_recorded_or_materialized_is_refused(
+    where: Callable, call: Callable, kind: type[Exception], needle: str
+) -> None:
+    with pytest.raises(kind, match=needle):
+        where(call)
