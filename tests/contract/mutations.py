@@ -1,26 +1,21 @@
 """Planted faults as data: each row breaks one thing, and a check of the public behaviour must notice it.
 
-The rows stand in `planted/`, a file per package of echelon; test_mutations.py runs them. To add one, write what takes
-the original's place as a function at the top level of the file (the worker pool pickles it) and a row in its FAULTS:
-
-    def unsummed(sums: Tensor, group: ProcessGroup) -> Tensor:
-        return sums
+The rows stand in `planted/`, a file per package of echelon; test_mutations.py runs them. To add one, write a row:
 
     FAULTS = {
-        "label logits are not summed": Mutation(
-            target="echelon.shardformer.layers.loss:all_reduce",
-            replacement=unsummed,
-            row=(ModelChoice(model_type="llama"), Layout(tp=2)),
+        "label logits are not summed": fault(
+            "shardformer.layers.loss:all_reduce", lambda sums, group: sums, LLAMA, Layout(tp=2)
         ),
     }
 
-`target` is resolved when the row runs, and a quick test without processes resolves all of them: who renames or removes
-a target changes its row. A fault that needs the original is a `wrapper`: it is called with the original, and returns
-what takes its place. A fault in a model's table is `in_table("t5", change)` with a function from Table to Table.
+The target, a path below echelon, is resolved when the row runs, and a quick test without processes resolves all of
+them: who renames or removes a target changes its row. `returning(value)` takes the place of a function that then
+returns that; `around(wrap)` is for a fault that needs the original: `wrap(original)` takes its place.
+`in_table("t5", change)` is one in a model's table, with a function from Table to Table.
 
-A check that is no row of parity is any `check` that the workers can import: called with `args` on `num_ranks` ranks, it
-fails, or returns what departs, and returns None without the fault. `notice` is a pattern that must be found in
-what departs, or in "TypeName: message" of the error. `quick=True` belongs to a few rows; `make test-all` runs the rest.
+A check that is no row of parity is any `check`: called with `args` on `num_ranks` ranks, it fails, or returns what
+departs, and returns None without the fault. `notice` is a pattern that must be found in what departs, or in
+"TypeName: message" of the error. `quick=True` belongs to a few rows; `make test-all` runs the rest.
 """
 
 import importlib
@@ -28,8 +23,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -39,32 +33,43 @@ from echelon.verify.models import ModelChoice
 from echelon.verify.parity import parity
 
 PLAIN = Training()
-AS_IT_IS = object()  # in the place of a replacement that was not given
-TABLES = "echelon.shardformer.tables.table:_TABLES"
+TABLES = "shardformer.tables.table:_TABLES"
+IN_A_STEP = r"^step \d+: "
+
+
+@dataclass(frozen=True)
+class around:  # reads as a verb
+    """A change that needs the original."""
+
+    wrap: Callable[[Any], Any]
+
+
+def returning(value: Any) -> Callable[..., Any]:
+    """A function of any arguments that returns a value."""
+    return lambda *args, **kwargs: value
+
+
+def in_table(model_type: str, change: Callable[[Table], Table]) -> around:
+    """A change of the table of a model type."""
+
+    def changed(tables: Mapping[str, Table]) -> dict[str, Table]:
+        return {**tables, model_type: change(tables[model_type])}
+
+    return around(changed)
+
+
+def without(**fields: Any) -> Callable[[Any], Any]:
+    """A change of a dataclass."""
+    return lambda given: replace(given, **fields)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mutation:
-    """One planted fault and the check that must notice it.
-
-    Args:
-        target: what is broken, as "package.module:attribute.attribute".
-        replacement: what takes its place.
-        wrapper: called with the original, returns what takes its place; instead of `replacement`.
-        row: a model and a layout whose parity must depart.
-        training: what the steps of the row go through.
-        num_steps: how many of them there are.
-        check: instead of a row, a function that must fail or return what departs; None without the fault.
-        args: positional arguments of `check`.
-        num_ranks: how many processes run `check`.
-        notice: a pattern found in what departs, or in the error.
-        quick: part of `make test`.
-    """
+    """One planted fault and the check that must notice it; see `fault`."""
 
     target: str
-    replacement: Any = AS_IT_IS
-    wrapper: Callable[[Any], Any] | None = None
-    row: tuple[ModelChoice, Layout] | None = None
+    change: Any
+    row: tuple[ModelChoice, Layout] | None
     training: Training = PLAIN
     num_steps: int = 1
     check: Callable[..., str | None] | None = None
@@ -72,12 +77,6 @@ class Mutation:
     num_ranks: int = 2
     notice: str = ""
     quick: bool = False
-
-    def __post_init__(self) -> None:
-        if (self.replacement is AS_IT_IS) == (self.wrapper is None):
-            raise ValueError("give either a replacement or a wrapper")
-        if (self.row is None) == (self.check is None):
-            raise ValueError("give either a row of parity or a check")
 
     @property
     def world_size(self) -> int:
@@ -95,7 +94,7 @@ class Mutation:
         Raises:
             LookupError: there is no such target.
         """
-        module, _, path = self.target.partition(":")
+        module, _, path = f"echelon.{self.target}".partition(":")
         *owners, name = path.split(".")
         try:
             owner = importlib.import_module(module)
@@ -112,7 +111,7 @@ class Mutation:
         owner, name = self.resolve()
         static = inspect.getattr_static(owner, name)
         original = getattr(owner, name)
-        broken = self.replacement if self.wrapper is None else self.wrapper(original)
+        broken = self.change.wrap(original) if isinstance(self.change, around) else self.change
         if inspect.isclass(owner) and isinstance(static, staticmethod | classmethod):
             broken = staticmethod(broken)
         with patch.object(owner, name, broken):
@@ -130,23 +129,22 @@ class Mutation:
         return re.search(self.notice, found) is not None
 
 
-def found_with(mutation: Mutation) -> str | None:
-    """Run a check with its fault, on one rank of the pool."""
-    with mutation.planted():
-        return mutation.run()
+def fault(
+    target: str,
+    change: Any,
+    choice: ModelChoice | str | None = None,
+    layout: Layout | None = None,
+    **further: Any,
+) -> Mutation:
+    """A planted fault.
 
-
-def found_without(mutation: Mutation) -> str | None:
-    """Run a check as the code is, on one rank of the pool."""
-    return mutation.run()
-
-
-def in_table(model_type: str, change: Callable[[Table], Table]) -> dict[str, Any]:
-    """Arguments of a Mutation that changes the table of a model type."""
-    return dict(target=TABLES, wrapper=partial(_with_change, model_type=model_type, change=change))
-
-
-def _with_change(
-    tables: Mapping[str, Table], *, model_type: str, change: Callable[[Table], Table]
-) -> dict[str, Table]:
-    return {**tables, model_type: change(tables[model_type])}
+    Args:
+        target: the broken part, as "package.module:attribute.attribute" below echelon.
+        change: takes its place.
+        choice, layout: a model (or its type) and a layout whose parity must depart; or give `check` and `args`.
+        further: of the check (`training`, `num_steps`, `num_ranks`), `notice` and `quick`.
+    """
+    if choice is None or layout is None:
+        return Mutation(target=target, change=change, row=None, **further)
+    choice = ModelChoice(model_type=choice) if isinstance(choice, str) else choice
+    return Mutation(target=target, change=change, row=(choice, layout), **{"notice": IN_A_STEP, **further})

@@ -1,12 +1,14 @@
-"""Planted faults by package: every file here has some. What a row is, and how to add one: ../mutations.py."""
+"""Planted faults by package: every file here has some. How to add one: ../mutations.py."""
 
 from importlib import import_module
 from pkgutil import iter_modules
 
 from ..mutations import Mutation
 
-FAULTS: dict[str, Mutation] = {
-    f"{found.name}: {name}": fault
-    for found in iter_modules(__path__)
-    for name, fault in import_module(f"{__name__}.{found.name}").FAULTS.items()
-}
+
+def planted(file: str) -> dict[str, Mutation]:
+    """The faults of a file by their names, which begin with the file's."""
+    return {f"{file}: {name}": found for name, found in import_module(f"{__name__}.{file}").FAULTS.items()}
+
+
+FAULTS = {name: found for file in iter_modules(__path__) for name, found in planted(file.name).items()}

@@ -21,7 +21,7 @@ from echelon.verify.resume import contents_of, differing
 from ...checkpoint.failures import at_every_write, flip_every_file
 from ...checkpoint.handmade import Handmade, small_config
 from ...checkpoint.runs import TINY, Run, config_of, small_run
-from ..mutations import Mutation
+from ..mutations import around, fault, returning
 
 
 class Killed(BaseException):
@@ -116,14 +116,6 @@ def replaced() -> str | None:
                 return f"killed at {what}: {errors}"
 
 
-def do_nothing(*args: object) -> None:
-    return None
-
-
-def no_damage(*args: object) -> list[str]:
-    return []
-
-
 def without_counts(state: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """AdamW begins anew to correct the bias of its averages."""
 
@@ -192,75 +184,55 @@ def remove_first(folder: Path, final: Path) -> Path:
 
 
 FAULTS = {
-    "weights are not read": Mutation(
-        target="echelon.checkpoint.pretrained:read_into",
-        replacement=do_nothing,
-        check=resumed,
-        notice="loaded.*model.norm.weight",
+    "weights are not read": fault(
+        "checkpoint.pretrained:read_into", returning(None), check=resumed, notice="loaded.*model.norm.weight"
     ),
-    "states of the optimizer are not read": Mutation(
-        target="echelon.checkpoint.optimizer:read_into",
-        replacement=do_nothing,
-        check=resumed,
-        notice="loaded.*exp_avg",
-        quick=True,
+    "states of the optimizer are not read": fault(
+        "checkpoint.optimizer:read_into", returning(None), check=resumed, notice="loaded.*exp_avg", quick=True
     ),
-    "counts of steps are lost": Mutation(
-        target="echelon.checkpoint.optimizer:_torch_state",
-        wrapper=without_counts,
-        check=resumed,
-        notice="stepped",
+    "counts of steps are lost": fault(
+        "checkpoint.optimizer:_torch_state", around(without_counts), check=resumed, notice="stepped"
     ),
-    "random states are not restored": Mutation(
-        target="echelon.checkpoint.step:_restore_random",
-        replacement=do_nothing,
-        check=resumed,
-        notice="random numbers",
+    "random states are not restored": fault(
+        "checkpoint.step:_restore_random", returning(None), check=resumed, notice="random numbers"
     ),
-    "options are not loaded": Mutation(
-        target="echelon.checkpoint.optimizer:_torch_state",
-        wrapper=without_options,
+    "options are not loaded": fault(
+        "checkpoint.optimizer:_torch_state",
+        around(without_options),
         check=resumed_under_zero,
         args=("fp32",),
         notice="loaded.*group 0",
     ),
-    "a box is off by one row": Mutation(
-        target="echelon.plugins.state:local_slice",
-        wrapper=shifted,
-        check=resumed_under_zero,
-        args=("fp32",),
+    "a box is off by one row": fault(
+        "plugins.state:local_slice", around(shifted), check=resumed_under_zero, args=("fp32",)
     ),
-    "a state is left at zero": Mutation(
-        target="echelon.checkpoint.optimizer:read_into",
-        wrapper=without_one_state,
+    "a state is left at zero": fault(
+        "checkpoint.optimizer:read_into",
+        around(without_one_state),
         check=resumed_under_zero,
         args=("fp32",),
         notice="loaded.*exp_avg_sq/",
     ),
-    "masters are not loaded": Mutation(
-        target="echelon.checkpoint.optimizer:read_into",
-        wrapper=without_masters,
+    "masters are not loaded": fault(
+        "checkpoint.optimizer:read_into",
+        around(without_masters),
         check=resumed_under_zero,
         args=("bf16",),
         notice="loaded.*master/",
     ),
-    "the loss scale is not restored": Mutation(
-        target="echelon.zero.precision:DynamicScaler.load_state_dict",
-        replacement=do_nothing,
+    "the loss scale is not restored": fault(
+        "zero.precision:DynamicScaler.load_state_dict",
+        returning(None),
         check=resumed_under_zero,
         args=("fp16",),
         notice="loss scaler",
     ),
-    "a flipped bit is not seen": Mutation(
-        target="echelon.checkpoint.inspect:damage_of",
-        replacement=no_damage,
-        check=flipped,
-        num_ranks=1,
-        notice="called sound",
+    "a flipped bit is not seen": fault(
+        "checkpoint.inspect:damage_of", returning([]), check=flipped, num_ranks=1, notice="called sound"
     ),
-    "a step goes before another has its name": Mutation(
-        target="echelon.checkpoint.steps:_name_step",
-        replacement=remove_first,
+    "a step goes before another has its name": fault(
+        "checkpoint.steps:_name_step",
+        remove_first,
         check=replaced,
         num_ranks=1,
         notice="killed at",

@@ -12,7 +12,7 @@ from echelon.verify.models import ModelChoice
 from echelon.verify.parity import parity
 
 from ...cluster.helpers import with_slices
-from ..mutations import Mutation
+from ..mutations import around, fault
 
 LLAMA = ModelChoice(model_type="llama", num_layers=2)
 
@@ -69,31 +69,31 @@ def not_gathered(whole: Tensor, piece: Tensor, group: Any) -> InFlight[Tensor]:
 
 
 FAULTS = {
-    "slices of others are not added": Mutation(
-        target="echelon.cluster.gloo:ReduceScatter.add_up",
-        replacement=own_slice_alone,
+    "slices of others are not added": fault(
+        "cluster.gloo:ReduceScatter.add_up",
+        own_slice_alone,
         check=stage_two,
         args=(True,),
         notice="^step 1: gradient of ",
         quick=True,
     ),
-    "slices of others are not kept": Mutation(
-        target="echelon.cluster.gloo:AllGather.__init__",
-        wrapper=losing,
+    "slices of others are not kept": fault(
+        "cluster.gloo:AllGather.__init__",
+        around(losing),
         check=overlapped,
         args=(True,),
         notice="^step [12]: ",
     ),
-    "a plain reduce-scatter sums nothing": Mutation(
-        target="echelon.zero.partition:begin_reduce_scatter",
-        replacement=not_summed,
+    "a plain reduce-scatter sums nothing": fault(
+        "zero.partition:begin_reduce_scatter",
+        not_summed,
         check=stage_one,
         args=(False,),
         notice="^step 1: gradient of ",
     ),
-    "a plain all-gather gathers nothing": Mutation(
-        target="echelon.zero.partition:begin_all_gather",
-        replacement=not_gathered,
+    "a plain all-gather gathers nothing": fault(
+        "zero.partition:begin_all_gather",
+        not_gathered,
         check=stage_one,
         args=(False,),
         notice="^step [12]: ",

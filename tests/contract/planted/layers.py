@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.cluster.collectives import all_reduce, gather_from, gather_to
-from echelon.cluster.placement import Shard, place
+from echelon.cluster.placement import place
 from echelon.shardformer.layers import Linear1D_Col, linear
 from echelon.shardformer.tables.heads import Cut, Heads
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 
 from ...shardformer.compare import batch_for, build, require_same_training
-from ..mutations import Mutation
+from ..mutations import around, fault, returning
 
-LAYERS = "echelon.shardformer.layers"
+LAYERS = "shardformer.layers"
 TP2, TP4 = Layout(tp=2), Layout(tp=4)
 LLAMA, BLOOM, T5 = (ModelChoice(model_type=name, num_layers=2) for name in ("llama", "bloom", "t5"))
 MIXTRAL, QWEN3, WHISPER, SAM = (
@@ -37,27 +37,14 @@ SIX_HEADS = ModelChoice(
 )
 
 
-def same(x: Any, *_: object) -> Any:
+def same(x: Any, *_: object, **__: object) -> Any:
+    """What is given: a sum that is not made, a layer that is not replaced."""
     return x
-
-
-def native(module: nn.Module, *_: object, **settings: object) -> nn.Module:
-    """The layer is not replaced."""
-    return module
-
-
-def unscaled(module: nn.Module) -> None:
-    return None
 
 
 def without_second_row(sums_2N: Tensor, group: dist.ProcessGroup) -> Tensor:
     """A sum that forgets the row of the label's logit."""
     return torch.stack([all_reduce(sums_2N[0], group), sums_2N[1]])
-
-
-def on_the_first_rank(parameter: nn.Parameter, placement: Shard, rank: int) -> None:
-    """Every rank gets the first one's heads."""
-    place(parameter, placement, 0)
 
 
 def first_heads(x: Tensor, dim: int, num_heads: int, held: Sequence[int]) -> Tensor:
@@ -95,10 +82,6 @@ def attending_with_the_first_head(
     return first
 
 
-def over_all_ranks(cut: Callable[..., Cut]) -> Callable[..., Cut]:
-    return lambda *given: replace(cut(*given), stretches=1)
-
-
 def keeping_padded_heads(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
     def keep_all(self: Any, x: Tensor) -> Tensor:
         self._is_real = None
@@ -126,11 +109,6 @@ def without_entry_in_vision(region: Callable[..., nn.Module]) -> Callable[..., n
     return made
 
 
-def own_part(x: Tensor, group: Any, dim: int) -> Tensor:
-    """A slice whose backward leaves zeros where the other ranks' slices were."""
-    return x.chunk(group.size(), dim)[group.rank()].contiguous()
-
-
 def compare_layers() -> None:
     """Compare a Llama split over the world with the whole one, layer classes alone: no plugin, no optimizer."""
     model = build("LlamaForCausalLM", num_key_value_heads=2, tie_word_embeddings=False)
@@ -143,136 +121,75 @@ REGION = f"{LAYERS}.region:Region.from_native_module"
 PARTIAL = f"{LAYERS}.region:PartialGradient.from_native_module"
 
 FAULTS = {
-    "gradients at a region's entry are not summed": Mutation(
-        target=ENTRY, replacement=same, row=(LLAMA, TP2), notice=r"^step 1: gradient of ", quick=True
+    "gradients at a region's entry are not summed": fault(ENTRY, same, LLAMA, TP2, quick=True),
+    "the comparison of layers sees no entry": fault(
+        ENTRY, same, check=compare_layers, notice="is not that of rank|departs"
     ),
-    "the comparison of layers sees no entry": Mutation(
-        target=ENTRY, replacement=same, check=compare_layers, notice="is not that of rank|departs"
+    "shared layers have no entry": fault(ENTRY, same, "albert", TP2),
+    "a column that is a region has no entry": fault(
+        ENTRY, same, ModelChoice(model_type="opt", num_layers=2), TP2
     ),
-    "shared layers have no entry": Mutation(
-        target=ENTRY, replacement=same, row=(ModelChoice(model_type="albert"), TP2), notice=r"^step 1: "
+    "experts have no entry": fault(ENTRY, same, MIXTRAL, TP2),
+    "outputs of a row layer are not summed": fault(SUMS, same, LLAMA, TP2),
+    "outputs of the embedding are not summed": fault(f"{LAYERS}.embedding:reduce_from", same, LLAMA, TP2),
+    "logits of the labels are not summed": fault(f"{LAYERS}.loss:all_reduce", without_second_row, LLAMA, TP2),
+    "the embedding's scale is lost": fault(f"{LAYERS}.embedding:scale_of", returning(None), "gemma2", TP2),
+    "position biases are those of the first rank's heads": fault(
+        f"{LAYERS}.region:place", lambda parameter, placement, rank: place(parameter, placement, 0), T5, TP2
     ),
-    "a column that is a region has no entry": Mutation(
-        target=ENTRY,
-        replacement=same,
-        row=(ModelChoice(model_type="opt", num_layers=2), TP2),
-        notice=r"^step 1: ",
-    ),
-    "experts have no entry": Mutation(target=ENTRY, replacement=same, row=(MIXTRAL, TP2)),
-    "outputs of a row layer are not summed": Mutation(
-        target=SUMS, replacement=same, row=(LLAMA, TP2), notice=r"^step 1: loss"
-    ),
-    "outputs of the embedding are not summed": Mutation(
-        target=f"{LAYERS}.embedding:reduce_from", replacement=same, row=(LLAMA, TP2), notice=r"^step 1: loss"
-    ),
-    "logits of the labels are not summed": Mutation(
-        target=f"{LAYERS}.loss:all_reduce",
-        replacement=without_second_row,
-        row=(LLAMA, TP2),
-        notice=r"^step 1: loss",
-    ),
-    "the embedding's scale is lost": Mutation(
-        target=f"{LAYERS}.embedding:scale_of",
-        replacement=unscaled,
-        row=(ModelChoice(model_type="gemma2"), TP2),
-    ),
-    "position biases are those of the first rank's heads": Mutation(
-        target=f"{LAYERS}.region:place", replacement=on_the_first_rank, row=(T5, TP2), notice=r"^step 1: "
-    ),
-    "position biases stay whole": Mutation(
-        target=f"{LAYERS}.region:SplitParameter.from_native_module",
-        replacement=native,
-        row=(T5, TP2),
+    "position biases stay whole": fault(
+        f"{LAYERS}.region:SplitParameter.from_native_module",
+        same,
+        T5,
+        TP2,
         notice="RuntimeError: .*size of tensor",
     ),
-    "slopes are those of other heads": Mutation(
-        target=f"{LAYERS}.region:own_heads", replacement=first_heads, row=(BLOOM, TP2), notice=r"^step 1: "
+    "slopes are those of other heads": fault(f"{LAYERS}.region:own_heads", first_heads, BLOOM, TP2),
+    "slopes are those of other samples": fault(f"{LAYERS}.region:own_heads", outermost_heads, BLOOM, TP2),
+    "gradients of shared keys lack the other ranks'": fault(
+        f"{LAYERS}.linear:gather_to", gather_from, ModelChoice(model_type="falcon", num_layers=2), TP2
     ),
-    "slopes are those of other samples": Mutation(
-        target=f"{LAYERS}.region:own_heads",
-        replacement=outermost_heads,
-        row=(BLOOM, TP2),
-        notice=r"^step 1: ",
+    "every rank attends with the first key-value head": fault(
+        f"{LAYERS}.linear:SharedKeyValueLinear1D_Col.forward",
+        around(attending_with_the_first_head),
+        ModelChoice(model_type="phi3", num_layers=2, settings=(("num_key_value_heads", 2),)),
+        TP4,
     ),
-    "gradients of shared keys lack the other ranks'": Mutation(
-        target=f"{LAYERS}.linear:gather_to",
-        replacement=gather_from,
-        row=(ModelChoice(model_type="falcon", num_layers=2), TP2),
-        notice=r"^step 1: ",
-    ),
-    "every rank attends with the first key-value head": Mutation(
-        target=f"{LAYERS}.linear:SharedKeyValueLinear1D_Col.forward",
-        wrapper=attending_with_the_first_head,
-        row=(ModelChoice(model_type="phi3", num_layers=2, settings=(("num_key_value_heads", 2),)), TP4),
-        notice=r"^step 1: ",
-    ),
-    "groups of heads are cut over all ranks": Mutation(
-        target="echelon.shardformer.tables.heads:Heads.fused_cut",
-        wrapper=over_all_ranks,
-        row=(
-            ModelChoice(
-                model_type="falcon",
-                num_layers=2,
-                settings=(("new_decoder_architecture", True), ("num_kv_heads", 2)),
-            ),
-            TP4,
+    "groups of heads are cut over all ranks": fault(
+        "shardformer.tables.heads:Heads.fused_cut",
+        around(lambda cut: lambda *given: replace(cut(*given), stretches=1)),
+        ModelChoice(
+            model_type="falcon",
+            num_layers=2,
+            settings=(("new_decoder_architecture", True), ("num_kv_heads", 2)),
         ),
+        TP4,
         notice="is invalid for input of size",
     ),
-    "padded heads learn": Mutation(
-        target=f"{LAYERS}.linear:Linear1D_Row.forward",
-        wrapper=keeping_padded_heads,
-        row=(SIX_HEADS, TP4),
-        notice=r"^step 1: ",
+    "padded heads learn": fault(
+        f"{LAYERS}.linear:Linear1D_Row.forward", around(keeping_padded_heads), SIX_HEADS, TP4
     ),
-    "heads are padded behind all instead of behind each group": Mutation(
-        target="echelon.shardformer.tables.heads:Heads.query_cut",
-        replacement=padded_at_the_end,
-        row=(SIX_HEADS, TP4),
-        notice=r"^step 1: ",
+    "heads are padded behind all instead of behind each group": fault(
+        "shardformer.tables.heads:Heads.query_cut", padded_at_the_end, SIX_HEADS, TP4
     ),
-    "experts are not summed": Mutation(
-        target=f"{LAYERS}.region:reduce_from", replacement=same, row=(MIXTRAL, TP2)
+    "experts are not summed": fault(f"{LAYERS}.region:reduce_from", same, MIXTRAL, TP2),
+    "experts of latent attention's model are not summed": fault(
+        f"{LAYERS}.region:reduce_from", same, "deepseek_v3", TP2
     ),
-    "experts of latent attention's model are not summed": Mutation(
-        target=f"{LAYERS}.region:reduce_from",
-        replacement=same,
-        row=(ModelChoice(model_type="deepseek_v3"), TP2),
+    "partial gradients of latent attention are not summed": fault(PARTIAL, same, "deepseek_v3", TP2),
+    "partial gradients of norms of heads are not summed": fault(PARTIAL, same, QWEN3, TP2),
+    "partial gradients of relative positions are not summed": fault(PARTIAL, same, SAM, TP2),
+    "the mean of squares is a rank's own": fault(f"{LAYERS}.norm:reduce_from", same, "olmo2", TP2),
+    "the gradient of a mean of squares is a rank's own": fault(f"{LAYERS}.norm:copy_to", same, "olmo2", TP2),
+    "the gradient of a slice is a rank's own": fault(
+        f"{LAYERS}.linear:scatter_to",
+        lambda x, group, dim: x.chunk(group.size(), dim)[group.rank()].contiguous(),
+        "olmo3",
+        TP2,
     ),
-    "partial gradients of latent attention are not summed": Mutation(
-        target=PARTIAL, replacement=native, row=(ModelChoice(model_type="deepseek_v3"), TP2)
+    "single layers of Whisper have no entry": fault(
+        REGION, around(without_entry_at_single_layers), WHISPER, TP2
     ),
-    "partial gradients of norms of heads are not summed": Mutation(
-        target=PARTIAL, replacement=native, row=(QWEN3, TP2)
-    ),
-    "partial gradients of relative positions are not summed": Mutation(
-        target=PARTIAL, replacement=native, row=(SAM, TP2), notice=r"^step 1: (gradient|copy) of "
-    ),
-    "the mean of squares is a rank's own": Mutation(
-        target=f"{LAYERS}.norm:reduce_from", replacement=same, row=(ModelChoice(model_type="olmo2"), TP2)
-    ),
-    "the gradient of a mean of squares is a rank's own": Mutation(
-        target=f"{LAYERS}.norm:copy_to", replacement=same, row=(ModelChoice(model_type="olmo2"), TP2)
-    ),
-    "the gradient of a slice is a rank's own": Mutation(
-        target=f"{LAYERS}.linear:scatter_to", replacement=own_part, row=(ModelChoice(model_type="olmo3"), TP2)
-    ),
-    "single layers of Whisper have no entry": Mutation(
-        target=REGION,
-        wrapper=without_entry_at_single_layers,
-        row=(WHISPER, TP2),
-        notice=r"^step 1: (gradient|copy) of ",
-    ),
-    "single layers of SAM have no entry": Mutation(
-        target=REGION,
-        wrapper=without_entry_at_single_layers,
-        row=(SAM, TP2),
-        notice=r"^step 1: (gradient|copy) of ",
-    ),
-    "the vision model has no entry": Mutation(
-        target=REGION,
-        wrapper=without_entry_in_vision,
-        row=(ModelChoice(model_type="gemma3"), TP2),
-        notice=r"^step 1: (gradient|copy) of ",
-    ),
+    "single layers of SAM have no entry": fault(REGION, around(without_entry_at_single_layers), SAM, TP2),
+    "the vision model has no entry": fault(REGION, around(without_entry_in_vision), "gemma3", TP2),
 }

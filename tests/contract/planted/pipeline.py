@@ -5,44 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 
-from ..mutations import Mutation
+from ..mutations import around, fault, returning
 
 PP2 = Layout(pp=2)
-
-
-def only_the_first(layers_of: Callable[..., list[int]]) -> Callable[..., list[int]]:
-    def first(self: Any, model: nn.Module, name: str) -> list[int]:
-        return layers_of(self, model, name)[:1]
-
-    return first
-
-
-def what_arrived_last(self: Any, *args: object, **kwargs: object) -> object:
-    return self.inbox.take()[-1]
-
-
-def no_group(self: Any, ranks: object) -> None:
-    return None
-
-
-def with_entries_like_layers(after: Callable[..., Any]) -> Callable[..., Any]:
-    def unreckoned(self: Any, **before: Any) -> Any:
-        return replace(after(self, **before), are_entries_reckoned=False)
-
-    return unreckoned
-
-
-def do_nothing(self: object, *args: object) -> None:
-    return None
-
-
-def nothing(*args: object) -> list[object]:
-    return []
 
 
 def detached_inputs(self: Any, stage: int, microbatch: int) -> tuple[Tensor, ...]:
@@ -57,69 +27,58 @@ def of_the_first_tensor_alone(send: Callable[..., None]) -> Callable[..., None]:
     return sent
 
 
-LAYERS_OF = "echelon.pipeline.plan:StagePlan.layers_of"
-TIES = "echelon.pipeline.stage_manager:PipelineStageManager.tie_group"
+LAYERS_OF = "pipeline.plan:StagePlan.layers_of"
+TIES = "pipeline.stage_manager:PipelineStageManager.tie_group"
 
 FAULTS = {
-    "a tie is forgotten": Mutation(
-        target=TIES,
-        replacement=no_group,
-        row=(ModelChoice(model_type="gpt2", tied=True), PP2),
-        notice=r"^step 1: gradient of ",
-        quick=True,
+    "a tie is forgotten": fault(
+        TIES, returning(None), ModelChoice(model_type="gpt2", tied=True), PP2, quick=True
     ),
-    "what all stages of a vision model hold is not summed": Mutation(
-        target=TIES,
-        replacement=no_group,
-        row=(ModelChoice(model_type="sam"), PP2),
-        notice=r"^step 1: (gradient|copy) of ",
+    "what all stages of a vision model hold is not summed": fault(TIES, returning(None), "sam", PP2),
+    "shared layers count on one stage alone": fault(
+        LAYERS_OF, around(lambda layers_of: lambda *args: layers_of(*args)[:1]), "albert", PP2
     ),
-    "shared layers count on one stage alone": Mutation(
-        target=LAYERS_OF, wrapper=only_the_first, row=(ModelChoice(model_type="albert"), PP2)
+    "shared biases count on one stage alone": fault(
+        LAYERS_OF,
+        around(lambda layers_of: lambda *args: layers_of(*args)[:1]),
+        ModelChoice(model_type="beit", head="masked_image"),
+        PP2,
     ),
-    "shared biases count on one stage alone": Mutation(
-        target=LAYERS_OF,
-        wrapper=only_the_first,
-        row=(ModelChoice(model_type="beit", head="masked_image"), PP2),
+    "collected layers return what arrived last": fault(
+        "pipeline.stand_ins:Recalled.forward",
+        lambda self, *_, **__: self.inbox.take()[-1],
+        ModelChoice(model_type="beit", head="segmentation"),
+        PP2,
     ),
-    "collected layers return what arrived last": Mutation(
-        target="echelon.pipeline.stand_ins:Recalled.forward",
-        replacement=what_arrived_last,
-        row=(ModelChoice(model_type="beit", head="segmentation"), PP2),
-    ),
-    "what runs before the layers is taken for one of their shape": Mutation(
-        target="echelon.pipeline.plan:StagePlan.after",
-        wrapper=with_entries_like_layers,
-        row=(ModelChoice(model_type="gemma3"), PP2),
+    "what runs before the layers is taken for one of their shape": fault(
+        "pipeline.plan:StagePlan.after",
+        around(
+            lambda after: lambda self, **before: replace(after(self, **before), are_entries_reckoned=False)
+        ),
+        "gemma3",
+        PP2,
         notice="normalized_shape",
     ),
-    "deferred weight gradients are forgotten": Mutation(
-        target="echelon.pipeline.runner:WeightGradients.compute",
-        replacement=do_nothing,
-        row=(ModelChoice(model_type="llama"), Layout(pp=2, schedule="zbh1")),
-        notice=r"^step 1: (gradient|norm) ",
+    "deferred weight gradients are forgotten": fault(
+        "pipeline.runner:WeightGradients.compute",
+        returning(None),
+        "llama",
+        Layout(pp=2, schedule="zbh1"),
         quick=True,
     ),
-    "a stage's inputs have no graph": Mutation(
-        target="echelon.pipeline.runner:ScheduleRun._take_inputs",
-        replacement=detached_inputs,
-        row=(ModelChoice(model_type="llama"), PP2),
-        notice=r"^step 1: (gradient|norm) ",
+    "a stage's inputs have no graph": fault(
+        "pipeline.runner:ScheduleRun._take_inputs", detached_inputs, "llama", PP2
     ),
-    "the encoder's output has no gradient from later stages": Mutation(
-        target="echelon.pipeline.transport:Transport.send_gradients",
-        wrapper=of_the_first_tensor_alone,
-        row=(ModelChoice(model_type="t5"), Layout(pp=2, schedule="interleaved", chunks=2)),
-        notice=r"^step 1: (gradient|norm) ",
+    "the encoder's output has no gradient from later stages": fault(
+        "pipeline.transport:Transport.send_gradients",
+        around(of_the_first_tensor_alone),
+        "t5",
+        Layout(pp=2, schedule="interleaved", chunks=2),
     ),
-    "the position bias is not borrowed": Mutation(
-        target="echelon.pipeline.stage:_borrow",
-        replacement=nothing,
-        row=(ModelChoice(model_type="t5"), Layout(pp=2, schedule="interleaved", chunks=2)),
+    "the position bias is not borrowed": fault(
+        "pipeline.stage:_borrow", returning([]), "t5", Layout(pp=2, schedule="interleaved", chunks=2)
     ),
-    "stages of one rank do not exchange their stand-ins": Mutation(
-        target="echelon.pipeline.stage:_Casting.seats",
-        replacement=nothing,
-        row=(ModelChoice(model_type="llama"), Layout(pp=2, schedule="zbv")),
+    "stages of one rank do not exchange their stand-ins": fault(
+        "pipeline.stage:_Casting.seats", returning([]), "llama", Layout(pp=2, schedule="zbv")
     ),
 }

@@ -2,12 +2,8 @@
 
 from typing import Any
 
-from ..mutations import Mutation
+from ..mutations import fault, returning
 from ..test_features import SCRIPTS
-
-
-def nothing_noted(optimizer: Any, factor: float) -> None:
-    return None
 
 
 def always_first(self: Any) -> tuple[int, int]:
@@ -16,14 +12,12 @@ def always_first(self: Any) -> tuple[int, int]:
 
 
 FAULTS = {
-    "a loss over the global batch is not corrected": Mutation(
-        target="echelon.plugins.engine:_note_factor",
-        replacement=nothing_noted,
+    "a loss over the global batch is not corrected": fault(
+        "plugins.engine:_note_factor",
+        returning(None),
         check=SCRIPTS["a loss exact over the global batch"].departure,
     ),
-    "every replica trains on the first one's samples": Mutation(
-        target="echelon.plugins.base:Plugin.data_rank",
-        replacement=property(always_first),
-        check=SCRIPTS["LowLevelZeroPlugin"].departure,
+    "every replica trains on the first one's samples": fault(
+        "plugins.base:Plugin.data_rank", property(always_first), check=SCRIPTS["LowLevelZeroPlugin"].departure
     ),
 }

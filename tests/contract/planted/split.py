@@ -13,17 +13,10 @@ from echelon.shardformer.sharder import split_errors
 from ...shardformer.compare import build
 from ...shardformer.test_refusals import ROWS, departure
 from ...shardformer.test_shard_model import QWEN3, train
-from ..mutations import Mutation
+from ..mutations import Mutation, around, fault, returning
 
-SPLIT = "echelon.shardformer.layer_split"
-
-
-def nothing(*args: Any, **kwargs: Any) -> None:
-    """Enforce nothing."""
-
-
-def no_errors(*args: Any) -> list[str]:
-    return []
+SPLIT = "shardformer.layer_split"
+NO_ERRORS, NOTHING = returning([]), returning(None)
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
@@ -43,8 +36,14 @@ def refused(name: str) -> str | None:
     return departure(ROWS[name])
 
 
-def one(*args: Any) -> int:
-    return 1
+def unchanged() -> str | None:
+    """Return the first tensor, hook or setting that a dry run changed."""
+    model = build("LlamaForCausalLM")
+    before = _state(model)
+    sequence = SequenceParallelism(mode="ring_attn")
+    split_errors(model, policy_for(model), tp_size=2, sp_size=2, sequence=sequence)
+    after = _state(model)
+    return next((name for name, each in before.items() if after[name] != each), None)
 
 
 def in_parts() -> str | None:
@@ -57,66 +56,54 @@ def in_replicas() -> str | None:
     return train("LlamaForCausalLM", 1, 2, {}, "sizes")
 
 
-def unchanged() -> str | None:
-    """Return the first tensor, hook or setting that a dry run changed."""
-    model = build("LlamaForCausalLM")
-    before = _state(model)
-    sequence = SequenceParallelism(mode="ring_attn")
-    split_errors(model, policy_for(model), tp_size=2, sp_size=2, sequence=sequence)
-    after = _state(model)
-    return next((name for name, each in before.items() if after[name] != each), None)
-
-
 def _state(model: nn.Module) -> dict[str, Any]:
     hooks = {path: len(module._forward_pre_hooks) for path, module in model.named_modules()}
     shapes = {name: each.shape for name, each in model.named_parameters()}
     return {**shapes, **hooks, "attention": model.config._attn_implementation}
 
 
-def _row(target: str, name: str, replacement: Any = no_errors, *, quick: bool = False) -> Mutation:
-    return Mutation(
-        target=target, replacement=replacement, check=refused, args=(name,), num_ranks=1, quick=quick
-    )
+def unenforced(target: str, name: str, change: Any = NO_ERRORS, *, quick: bool = False) -> Mutation:
+    """A constraint that nobody enforces, and the row of refusals that must see it."""
+    return fault(target, change, check=refused, args=(name,), num_ranks=1, quick=quick)
 
 
 FAULTS = {
-    "ties are not looked for": _row(
-        "echelon.shardformer.sharder:_report_ties", "a second head", nothing, quick=True
+    "ties are not looked for": unenforced(
+        "shardformer.sharder:_report_ties", "a second head", NOTHING, quick=True
     ),
-    "whole parameters among split ones are let be": _row(f"{SPLIT}:LayerSplit._unnamed", "whole among split"),
-    "names that match nothing are passed over": _row(f"{SPLIT}:LayerSplit._missing", "a module is missing"),
-    "inputs are not looked at": _row(f"{SPLIT}:LayerSplit._require_input", "another second input", nothing),
-    "counts need not be divisible": _row(f"{SPLIT}:require_divisible", "heads of a part", nothing),
-    "kinds of tensors are not told apart": _row(
-        "echelon.shardformer.sharder:_meta_tensor", "a special tensor", nn.Parameter
+    "whole parameters among split ones are let be": unenforced(
+        f"{SPLIT}:LayerSplit._unnamed", "whole among split"
     ),
-    "the copy has the model's parameters": Mutation(
-        target="echelon.shardformer.sharder:_meta_tensor", replacement=as_it_is, check=unchanged, num_ranks=1
+    "names that match nothing are passed over": unenforced(
+        f"{SPLIT}:LayerSplit._missing", "a module is missing"
     ),
-    "parts of gradients are not summed without a booster": Mutation(
-        target="echelon.shardformer.gradients:_num_parts",
-        replacement=one,
-        check=in_parts,
-        notice="^step 1: gradient of ",
+    "inputs are not looked at": unenforced(
+        f"{SPLIT}:LayerSplit._require_input", "another second input", NOTHING
     ),
-    "replicas do not average without a booster": Mutation(
-        target="echelon.shardformer.gradients:DataAverage._average",
-        replacement=nothing,
-        check=in_replicas,
-        notice="^step 1: gradient of ",
+    "counts need not be divisible": unenforced(f"{SPLIT}:require_divisible", "heads of a part", NOTHING),
+    "kinds of tensors are not told apart": unenforced(
+        "shardformer.sharder:_meta_tensor", "a special tensor", nn.Parameter
     ),
-    "the copy has the model's hooks": Mutation(
-        target="echelon.shardformer.sharder:_own_value",
-        replacement=shared,
-        check=unchanged,
-        num_ranks=1,
-        quick=True,
+    "the copy has the model's parameters": fault(
+        "shardformer.sharder:_meta_tensor", as_it_is, check=unchanged, num_ranks=1
     ),
-    "the copy has the model's configs": Mutation(
-        target="echelon.shardformer.sharder:_own_value",
-        wrapper=sharing_configs,
+    "the copy has the model's hooks": fault(
+        "shardformer.sharder:_own_value", shared, check=unchanged, num_ranks=1, quick=True
+    ),
+    "the copy has the model's configs": fault(
+        "shardformer.sharder:_own_value",
+        around(sharing_configs),
         check=unchanged,
         num_ranks=1,
         notice="attention",
+    ),
+    "parts of gradients are not summed without a booster": fault(
+        "shardformer.gradients:_num_parts", returning(1), check=in_parts, notice="^step 1: gradient of "
+    ),
+    "replicas do not average without a booster": fault(
+        "shardformer.gradients:DataAverage._average",
+        NOTHING,
+        check=in_replicas,
+        notice="^step 1: gradient of ",
     ),
 }

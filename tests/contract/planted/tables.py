@@ -7,14 +7,10 @@ from echelon.shardformer.tables.table import Table
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 
-from ..mutations import Mutation, in_table
+from ..mutations import TABLES, fault, in_table, without
 
 TP2 = Layout(tp=2)
 PHI3 = ModelChoice(model_type="phi3", num_layers=2, settings=(("num_key_value_heads", 2),))
-
-
-def whole_instead_of_partial(table: Table) -> Table:
-    return replace(table, partial=(), whole=table.partial)
 
 
 def heads_in_another_order(table: Table) -> Table:
@@ -25,10 +21,6 @@ def gate_and_up_in_one_block(table: Table) -> Table:
     return replace(table, fused={**table.fused, "mlp.gate_up_proj": 1})
 
 
-def nothing_fused(table: Table) -> Table:
-    return replace(table, fused={})
-
-
 def without_second_inputs(table: Table) -> Table:
     """A second input's part of a gradient is left as each rank has it."""
     parts = {path: part and without_second_inputs(part) for path, part in table.parts.items()}
@@ -36,34 +28,27 @@ def without_second_inputs(table: Table) -> Table:
 
 
 FAULTS = {
-    "gradients of the encoder's states are not summed": Mutation(
-        **in_table("t5", without_second_inputs),
-        row=(ModelChoice(model_type="t5", num_layers=2), TP2),
-        notice=r"^step 1: gradient of ",
+    "gradients of the encoder's states are not summed": fault(
+        TABLES, in_table("t5", without_second_inputs), ModelChoice(model_type="t5", num_layers=2), TP2
     ),
-    "gradients of the sound's states are not summed": Mutation(
-        **in_table("whisper", without_second_inputs),
-        row=(ModelChoice(model_type="whisper"), TP2),
-        notice=r"^step 1: (gradient|copy) of ",
+    "gradients of the sound's states are not summed": fault(
+        TABLES, in_table("whisper", without_second_inputs), "whisper", TP2
     ),
-    "gradients of the image's states are not summed": Mutation(
-        **in_table("blip-2", without_second_inputs),
-        row=(ModelChoice(model_type="blip-2"), TP2),
-        notice=r"^step 1: (gradient|copy) of ",
+    "gradients of the image's states are not summed": fault(
+        TABLES, in_table("blip-2", without_second_inputs), "blip-2", TP2
     ),
-    "the router's weights are no input": Mutation(
-        **in_table("mixtral", without_second_inputs), row=(ModelChoice(model_type="mixtral"), TP2)
+    "the router's weights are no input": fault(
+        TABLES, in_table("mixtral", without_second_inputs), "mixtral", TP2
     ),
-    "gate and up of experts are cut as one": Mutation(
-        **in_table("mixtral", nothing_fused), row=(ModelChoice(model_type="mixtral"), TP2)
+    "gate and up of experts are cut as one": fault(
+        TABLES, in_table("mixtral", without(fused={})), "mixtral", TP2
     ),
-    "gate and up are cut as one": Mutation(
-        **in_table("phi3", gate_and_up_in_one_block), row=(PHI3, TP2), notice=r"^step 1: "
-    ),
-    "heads are cut in another order": Mutation(
-        **in_table("phi3", heads_in_another_order), row=(PHI3, TP2), notice=r"^step 1: "
-    ),
-    "partial gradients are taken for whole ones": Mutation(
-        **in_table("swinv2", whole_instead_of_partial), row=(ModelChoice(model_type="swinv2"), TP2)
+    "gate and up are cut as one": fault(TABLES, in_table("phi3", gate_and_up_in_one_block), PHI3, TP2),
+    "heads are cut in another order": fault(TABLES, in_table("phi3", heads_in_another_order), PHI3, TP2),
+    "partial gradients are taken for whole ones": fault(
+        TABLES,
+        in_table("swinv2", lambda table: replace(table, partial=(), whole=table.partial)),
+        "swinv2",
+        TP2,
     ),
 }

@@ -11,7 +11,7 @@ from echelon.verify.layout import Layout, Training
 from echelon.verify.models import ModelChoice
 
 from ..models import UNUSED, Occasional
-from ..mutations import Mutation
+from ..mutations import around, fault, returning
 
 LLAMA = ModelChoice(model_type="llama", num_layers=2)
 OCCASIONAL = Occasional(model_type="llama", num_layers=1)
@@ -24,14 +24,6 @@ def last_gradient_scaled(reduce: Callable[[Any], None]) -> Callable[[Any], None]
         self.buckets[-1].own_gradients.data[-1] *= 1.001  # so that it is not noticed as a write
 
     return scaled
-
-
-def do_nothing(self: object, *args: object) -> None:
-    return None
-
-
-def always(number: object) -> bool:
-    return True
 
 
 def every_gradient_present(update: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -77,21 +69,6 @@ def summed_over_the_weight_axis(begin: Callable[..., Any]) -> Callable[..., Any]
     return begun
 
 
-def twice(call: Callable[..., None]) -> Callable[..., None]:
-    def called(*args: Any) -> None:
-        call(*args)
-        call(*args)
-
-    return called
-
-
-def counted_on_every_rank(manage: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    def managed(*args: Any, **kwargs: Any) -> list[Any]:
-        return [replace(each, counts=True) for each in manage(*args, **kwargs)]
-
-    return managed
-
-
 def kept_after_the_step(drop: Callable[..., None]) -> Callable[..., None]:
     """Slices keep their gradients, to which the next backward adds."""
 
@@ -119,137 +96,116 @@ def only_the_slice(gather: Callable[..., Any]) -> Callable[..., Any]:
     return gathered
 
 
-def unclipped(norm: float, max_norm: float) -> float:
-    return 1.0
-
-
-OPTIMIZER = "echelon.zero.optimizer:ShardedOptimizer"
-BUCKET = "echelon.zero.bucket:Bucket"
+OPTIMIZER = "zero.optimizer:ShardedOptimizer"
+BUCKET = "zero.bucket:Bucket"
+ZERO1, ZERO2 = Layout(dp=2, zero=1), Layout(dp=2, zero=2)
 
 FAULTS = {
-    "one gradient is scaled": Mutation(
-        target=f"{OPTIMIZER}._reduce",
-        wrapper=last_gradient_scaled,
-        row=(ModelChoice(model_type="bert", head="classification"), Layout(pp=2)),
-        notice=r"^step 1: gradient of ",
+    "one gradient is scaled": fault(
+        f"{OPTIMIZER}._reduce",
+        around(last_gradient_scaled),
+        ModelChoice(model_type="bert", head="classification"),
+        Layout(pp=2),
     ),
-    "replicas are not averaged": Mutation(
-        target="echelon.zero.partition:Partition.average_",
-        replacement=do_nothing,
-        row=(LLAMA, Layout(dp=2, zero=1)),
-        notice=r"^step 1: gradient of ",
-        quick=True,
+    "replicas are not averaged": fault(
+        "zero.partition:Partition.average_", returning(None), LLAMA, ZERO1, quick=True
     ),
-    "an overflow is not noticed": Mutation(
-        target="echelon.zero.optimizer:isfinite",
-        replacement=always,
-        row=(OCCASIONAL, Layout(dp=2, zero=1)),
+    "an overflow is not noticed": fault(
+        "zero.optimizer:isfinite",
+        returning(True),
+        OCCASIONAL,
+        ZERO1,
         training=OVERFLOW,
         num_steps=3,
         notice=r"^step 2: weight of ",
     ),
-    "the loss scale does not shrink": Mutation(
-        target="echelon.zero.precision:DynamicScaler._shrink",
-        replacement=do_nothing,
-        row=(OCCASIONAL, Layout(dp=2, zero=1, precision="fp16")),
+    "the loss scale does not shrink": fault(
+        "zero.precision:DynamicScaler._shrink",
+        returning(None),
+        OCCASIONAL,
+        Layout(dp=2, zero=1, precision="fp16"),
         training=OVERFLOW,
         num_steps=3,
         notice=r"^step 3: loss scale is off by 128",
     ),
-    "parameters without a gradient are stepped": Mutation(
-        target=f"{OPTIMIZER}._update_own_slices",
-        wrapper=every_gradient_present,
-        row=(OCCASIONAL, Layout(dp=2, zero=2)),
+    "parameters without a gradient are stepped": fault(
+        f"{OPTIMIZER}._update_own_slices",
+        around(every_gradient_present),
+        OCCASIONAL,
+        ZERO2,
         num_steps=3,
         notice=rf"^step 2: weight of {UNUSED} ",
     ),
-    "a replicated weight departs on one rank": Mutation(
-        target=f"{OPTIMIZER}.step",
-        wrapper=one_rank_departing,
-        row=(replace(OCCASIONAL), Layout(tp=2)),
+    "a replicated weight departs on one rank": fault(
+        f"{OPTIMIZER}.step",
+        around(one_rank_departing),
+        replace(OCCASIONAL),
+        Layout(tp=2),
         notice=r"^step 1: copy of model.norm.weight ",
     ),
-    "a bucket is averaged before its last gradient": Mutation(
-        target="echelon.zero.reducer:Reducer.note",
-        wrapper=launched_at_the_first,
-        row=(LLAMA, Layout(dp=2, zero=1)),
+    "a bucket is averaged before its last gradient": fault(
+        "zero.reducer:Reducer.note",
+        around(launched_at_the_first),
+        LLAMA,
+        ZERO1,
         notice="adds to gradients that are being averaged|^step 1: gradient of ",
     ),
-    "tied gradients are summed twice": Mutation(
-        target="echelon.zero.reducer:_sum_over_groups",
-        wrapper=twice,
-        row=(ModelChoice(model_type="gpt2", tied=True), Layout(pp=2)),
-        notice=r"^step 1: gradient of ",
+    "tied gradients are summed twice": fault(
+        "zero.reducer:_sum_over_groups",
+        around(lambda call: lambda *args: (call(*args), call(*args))),
+        ModelChoice(model_type="gpt2", tied=True),
+        Layout(pp=2),
     ),
-    "replicated parameters count on every rank in the norm": Mutation(
-        target="echelon.plugins.hybrid_model:managed_parameters",
-        wrapper=counted_on_every_rank,
-        row=(LLAMA, Layout(tp=2, max_norm=0.1)),
-        notice=r"^step 1: (norm|weight of )",
+    "replicated parameters count on every rank in the norm": fault(
+        "plugins.hybrid_model:managed_parameters",
+        around(lambda manage: lambda *a, **k: [replace(each, counts=True) for each in manage(*a, **k)]),
+        LLAMA,
+        Layout(tp=2, max_norm=0.1),
     ),
-    "masters do not reach the parameters": Mutation(
-        target=f"{BUCKET}.round_masters",
-        replacement=do_nothing,
-        row=(LLAMA, Layout(dp=2, zero=1, precision="bf16")),
-        num_steps=2,
-        notice=r"^step [12]: ",
+    "masters do not reach the parameters": fault(
+        f"{BUCKET}.round_masters", returning(None), LLAMA, Layout(dp=2, zero=1, precision="bf16"), num_steps=2
     ),
-    "offloaded masters do not come back": Mutation(
-        target=f"{BUCKET}.round_masters",
-        replacement=do_nothing,
-        row=(LLAMA, Layout(dp=2, zero=1, options=("cpu_offload",))),
-        num_steps=2,
-        notice=r"^step [12]: ",
-    ),
-    "offloaded gradients are those of the step before": Mutation(
-        target=f"{BUCKET}.send_gradients",
-        replacement=do_nothing,
-        row=(LLAMA, Layout(dp=2, zero=1, options=("cpu_offload",))),
-        notice=r"^step 1: weight of ",
-    ),
-    "updated parameters are not gathered": Mutation(
-        target="echelon.zero.partition:Partition.gather_",
-        wrapper=only_the_slice,
-        row=(LLAMA, Layout(dp=2, zero=1)),
-        num_steps=2,
-        notice=r"^step [12]: ",
-    ),
-    "nobody waits for parameters in flight": Mutation(
-        target="echelon.zero.publish:Arrival.wait",
-        replacement=do_nothing,
-        row=(LLAMA, Layout(dp=2, zero=1, overlap_allgather=True)),
+    "offloaded masters do not come back": fault(
+        f"{BUCKET}.round_masters",
+        returning(None),
+        LLAMA,
+        Layout(dp=2, zero=1, options=("cpu_offload",)),
         num_steps=2,
     ),
-    "gradients stay after zero_grad": Mutation(
-        target=f"{BUCKET}.drop",
-        wrapper=kept_after_the_step,
-        row=(LLAMA, Layout(dp=2, zero=2)),
+    "offloaded gradients are those of the step before": fault(
+        f"{BUCKET}.send_gradients", returning(None), LLAMA, Layout(dp=2, zero=1, options=("cpu_offload",))
+    ),
+    "updated parameters are not gathered": fault(
+        "zero.partition:Partition.gather_", around(only_the_slice), LLAMA, ZERO1, num_steps=2
+    ),
+    "nobody waits for parameters in flight": fault(
+        "zero.publish:Arrival.wait",
+        returning(None),
+        LLAMA,
+        Layout(dp=2, zero=1, overlap_allgather=True),
+        num_steps=2,
+    ),
+    "gradients stay after zero_grad": fault(
+        f"{BUCKET}.drop",
+        around(kept_after_the_step),
+        LLAMA,
+        ZERO2,
         num_steps=2,
         notice=r"^step 2: gradient of ",
     ),
-    "gradients of a skipped step stay": Mutation(
-        target=f"{BUCKET}.drop",
-        wrapper=kept_after_the_step,
-        row=(OCCASIONAL, Layout(dp=2, zero=2)),
-        training=OVERFLOW,
-        num_steps=3,
-        notice=r"^step [23]: ",
+    "gradients of a skipped step stay": fault(
+        f"{BUCKET}.drop", around(kept_after_the_step), OCCASIONAL, ZERO2, training=OVERFLOW, num_steps=3
     ),
-    "parameters over the weight axis are averaged over all ranks": Mutation(
-        target="echelon.zero.partition:ManagedParameter.sharded_over",
-        replacement=None,
-        row=(LLAMA, Layout(dp=2, zero=1, wp=2)),
+    "parameters over the weight axis are averaged over all ranks": fault(
+        "zero.partition:ManagedParameter.sharded_over", None, LLAMA, Layout(dp=2, zero=1, wp=2)
     ),
-    "gradients of sharded weights are not averaged over the weight axis": Mutation(
-        target="echelon.shardformer.layers.weight_sharding:WeightPool.begin_mean",
-        wrapper=summed_over_the_weight_axis,
-        row=(LLAMA, Layout(dp=2, zero=1, wp=2)),
-        notice=r"^step 1: gradient of ",
+    "gradients of sharded weights are not averaged over the weight axis": fault(
+        "shardformer.layers.weight_sharding:WeightPool.begin_mean",
+        around(summed_over_the_weight_axis),
+        LLAMA,
+        Layout(dp=2, zero=1, wp=2),
     ),
-    "gradients are not clipped": Mutation(
-        target="echelon.zero.clipping:clip_coefficient",
-        replacement=unclipped,
-        row=(LLAMA, Layout(dp=2, zero=1, max_norm=0.1)),
-        notice=r"^step 1: weight of ",
+    "gradients are not clipped": fault(
+        "zero.clipping:clip_coefficient", returning(1.0), LLAMA, Layout(dp=2, zero=1, max_norm=0.1)
     ),
 }
