@@ -9,6 +9,8 @@ from stepped import OneBatch
 from torch import Tensor
 from workload import Workload
 
+from echelon.zero.bucket import ShardedGradient
+
 
 class DataParallel(OneBatch):
     """Replicas of a model, sharded or not, over all ranks of the run; each has its samples of the batch."""
@@ -26,7 +28,12 @@ class DataParallel(OneBatch):
         parameters = [*self._model.parameters(), *(each for group in groups for each in group["params"])]
         return {
             "parameters": parameters,
-            "gradients": [each.grad for each in parameters if each.grad is not None],
+            "gradients": [
+                each.grad
+                for each in parameters
+                # At stage 2 a placeholder stands for a gradient of which the ranks have slices.
+                if each.grad is not None and not isinstance(each.grad, ShardedGradient)
+            ],
             "states": list(_tensors_in(self._states().values())),
         }
 

@@ -46,7 +46,7 @@ def measure_held(contenders: Sequence[Holder]) -> dict[str, dict[str, int]]:
 def held_bytes(tensors: Iterable[Tensor]) -> int:
     """The memory behind some tensors, shared memory once; of a DTensor what is on this rank."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    storages = [tensor.untyped_storage() for tensor in local if not tensor.is_meta]  # that holds nothing
+    storages = [tensor.untyped_storage() for tensor in local]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
