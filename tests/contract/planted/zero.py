@@ -184,6 +184,7 @@ FAULTS = {
         LLAMA,
         Layout(dp=2, zero=1, overlap_allgather=True),
         num_steps=2,
+        notice="^step|'weight' must be 2-D",
     ),
     "gradients stay after zero_grad": fault(
         f"{BUCKET}.drop",
