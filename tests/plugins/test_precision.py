@@ -1,14 +1,12 @@
 """The precision of a run that names none, and the line that says it."""
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from echelon import Booster
-from echelon.verify.batch import make_batch
 from echelon.zero.precision import default_precision
 
 from ..pool import Pool
@@ -72,25 +70,3 @@ def refuse_unknown() -> None:
     for kind in PLUGINS:
         with pytest.raises(ValueError, match=r"precision='fp8'.*use one of '?fp32'?, '?bf16'?, '?fp16'?"):
             made(kind, "fp8")
-
-
-def test_a_checkpoint_of_another_precision_loads_into_the_default(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, load_another_precision, tmp_path)
-
-
-def load_another_precision(folder: Path) -> None:
-    for kind in PLUGINS:
-        losses = []
-        for precision in ("fp16", None):
-            booster = made(kind, precision)
-            model, optimizer = boosted(booster, SMALL, sgd)
-            if precision:
-                booster.backward(model(**make_batch(SMALL, num_samples=2, seed=0)).loss, optimizer)
-                optimizer.step()
-                optimizer.zero_grad()
-                booster.save_checkpoint(folder / kind, 1, model=model, optimizer=optimizer)
-            else:
-                booster.load_checkpoint(folder / kind, model=model, optimizer=optimizer)
-            with torch.no_grad():
-                losses.append(model(**make_batch(SMALL, num_samples=2, seed=1)).loss.item())
-        assert losses[0] == pytest.approx(losses[1], rel=2e-3), kind
