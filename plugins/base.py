@@ -54,7 +54,6 @@ class Plugin(ABC):
     def precision(self) -> str:
         """The precision in which layers compute: "fp32", "bf16" or "fp16"."""
 
-    @abstractmethod
     def configure(
         self,
         model: nn.Module,
@@ -63,7 +62,18 @@ class Plugin(ABC):
         dataloader: DataLoader | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> Boosted:
-        """Wrap what is given, in the same order. Collective over the world."""
+        """Wrap model and optimizer; the others are returned as they are. Collective over the world.
+
+        Every rank gives an equal model. One that was built lazily is materialized. See `Booster.boost`.
+
+        Raises:
+            ValueError: model or optimizer cannot be wrapped; all reasons at once.
+        """
+        return *self._wrap(model, optimizer), criterion, dataloader, lr_scheduler
+
+    @abstractmethod
+    def _wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+        """Wrap model and optimizer. Collective over the world."""
 
     @abstractmethod
     def backward(self, loss: torch.Tensor, optimizer: Optimizer) -> None:

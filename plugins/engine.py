@@ -101,7 +101,8 @@ class PipelineEngine:
         self, module: nn.Module, config: HybridConfig, mesh: ParallelMesh, placement: Sequence[int]
     ) -> None:
         self._module, self._stages = module, local_stages(module)
-        self._mesh, self._config, self._last_rank = mesh, config, placement[-1]
+        self._mesh, self._last_rank = mesh, placement[-1]
+        self._config, self._cutting = config, config.cutting
         self.random = ForwardRandom(mesh)
         self.agreement = StepAgreement(mesh, config.check_every)
         self._weight_gradients = defer_weight_gradients(module) if config.splits_backward else None
@@ -149,7 +150,7 @@ class PipelineEngine:
         )
         batch, drawn = self._next_batch(data_iter, own)
         wanted = _Wanted(*map(max, self._wanted, own))
-        microbatches = split(self.to_compute(batch), **self._config.cutting)
+        microbatches = split(self.to_compute(batch), **self._cutting)
         follows_weighted = optimizer is not None and isinstance(optimizer.gradient_factor, Tensor)
         if trains and not follows_weighted:
             self._first_weight = self._mean_samples
@@ -211,8 +212,7 @@ class PipelineEngine:
                 f"the schedule for {num_microbatches} microbatches on pipeline rank(s) {differing} differs from that "
                 "on the first: pp_style must give every rank the same lists, which hold all ranks' actions"
             )
-        self._schedules[key] = schedule
-        return schedule
+        return self._schedules.setdefault(key, schedule)
 
     def _accumulating(self, optimizer: ShardedOptimizer) -> Callable[[Action, bool], AbstractContextManager]:
         """The context of each backward. Replicas that run different numbers of them meet in the last alone."""
@@ -290,7 +290,7 @@ class PipelineEngine:
         return numbers[0]
 
     def _num_microbatches(self, samples: int) -> int:
-        return len(microbatch_lengths(samples, **self._config.cutting))
+        return len(microbatch_lengths(samples, **self._cutting))
 
     def _note_replicas(self, *, are_equal: bool) -> None:
         """Log once where all replicas were given equal batches in each of the first steps: no error, data may be so."""

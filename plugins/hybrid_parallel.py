@@ -3,7 +3,7 @@
 Each of them lives in its own package; here stands only how they meet. See docs/design.md, "The way of a batch".
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from ..checkpoint.local import LocalModel
 from ..checkpoint.optimizer import Trained
@@ -31,7 +29,7 @@ from ..shardformer.recompute import PipelineGradientCheckpointConfig
 from ..shardformer.sequence.config import double_ring
 from ..shardformer.tables.table import Table
 from ..zero.optimizer import ShardedOptimizer
-from .base import Boosted, Plugin, Returned, own_arguments, require_process_group
+from .base import Plugin, Returned, own_arguments, require_process_group
 from .colossalai import HYBRID, unavailable_errors
 from .engine import PipelineLoss
 from .hybrid_config import HybridConfig
@@ -244,19 +242,7 @@ class HybridParallelPlugin(Plugin):
         """The precision of weights and activations."""
         return self.config.precision
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable | None = None,
-        dataloader: DataLoader | None = None,
-        lr_scheduler: LRScheduler | None = None,
-    ) -> Boosted:
-        """Split the model, wrap the optimizer; criterion, dataloader and scheduler are returned as they are.
-
-        Collective over the world; every rank gives an equal model. One that was built lazily is materialized once
-        it is split. See `Booster.boost`.
-        """
+    def _wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         boosted = boost(
             model,
             optimizer,
@@ -265,7 +251,7 @@ class HybridParallelPlugin(Plugin):
             stage_manager=self.stage_manager,
             rings=self.rings,
         )
-        return boosted, boosted.optimizer, criterion, dataloader, lr_scheduler
+        return boosted, boosted.optimizer
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
         """Compute gradients of a loss from `model(**batch)`, for pp_size=1.

@@ -1,7 +1,7 @@
 """Data parallelism by torch's own wrappers: the base class, and TorchDDPPlugin by DistributedDataParallel."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from ..checkpoint.local import Adapter, LocalModel
 from ..checkpoint.optimizer import Trained
@@ -25,7 +23,7 @@ from ..lazy import materialize
 from ..shardformer.layers.batch_norm import own_batch_norms
 from ..shardformer.refusals import mark_taken
 from ..zero.precision import DTYPES, default_precision
-from .base import Boosted, BoostedModule, Plugin, model_errors, own_arguments, require_process_group
+from .base import BoostedModule, Plugin, model_errors, own_arguments, require_process_group
 from .colossalai import DDP, unavailable_errors
 from .lora import unwrapped
 from .scaled_optimizer import ScaledOptimizer
@@ -69,21 +67,7 @@ class TorchPlugin(Plugin):
         """The precision in which layers compute."""
         return self._precision
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable | None = None,
-        dataloader: DataLoader | None = None,
-        lr_scheduler: LRScheduler | None = None,
-    ) -> Boosted:
-        """Wrap model and optimizer; the others are returned as they are. Collective over the world.
-
-        A lazily built model is materialized whole.
-
-        Raises:
-            ValueError: model or optimizer cannot be wrapped; all reasons at once.
-        """
+    def _wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         raise_errors(model_errors(model))
         model, adapters = unwrapped(model)
         raise_errors(self._errors(model, optimizer))
@@ -99,7 +83,7 @@ class TorchPlugin(Plugin):
             wrapped.group = self.mesh.new_group_of_all()
             wrapped.after_step = statistics.average
             boosted.leave_alone(statistics.names)
-        return boosted, wrapped, criterion, dataloader, lr_scheduler
+        return boosted, wrapped
 
     def _errors(self, model: nn.Module, optimizer: Optimizer | None) -> list[str]:
         """List reasons why this model and optimizer cannot be wrapped."""
