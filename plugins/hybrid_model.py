@@ -213,6 +213,7 @@ def connect_optimizer(boosted: "HybridParallelModule", statistics: RunningStatis
             _refuse_backward(boosted.module)
         return
     optimizer.agreement = boosted.engine.agreement
+    optimizer.reducer.check_every = boosted.config.check_every
     optimizer.after_step = statistics.average
     if boosted.config.overlap_allgather:
         optimizer.publisher.overlap_with_forward(boosted.module)

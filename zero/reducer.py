@@ -27,7 +27,7 @@ from torch.nn import Parameter
 
 from ..cluster.agree import gather_integers
 from ..cluster.hooks import has_foreign_hooks, has_foreign_last_hooks, own
-from ..cluster.step_agreement import is_compared
+from ..cluster.step_agreement import CHECK_EVERY, is_compared
 from .bucket import Bucket, GradientState, Slot
 from .partition import ManagedParameter
 from .precision import DynamicScaler
@@ -96,7 +96,7 @@ class Reducer:
         self._max_in_flight = 1 if overlap else 0  # at stage 2, while another bucket gets its gradients
         self._backward = _Backward.FOREIGN
         self._is_held_back = False
-        self._num_steps = 0
+        self.check_every, self._num_steps = CHECK_EVERY, 0
         # Of the backward that is running: buckets to be launched, and their parameters whose gradients are to come.
         self._awaited: dict[Bucket, set[Parameter]] = {}
         self._in_flight: deque[Bucket] = deque()
@@ -292,13 +292,15 @@ class Reducer:
         self.writes.require_kept(reduced=True)
 
     def require_same_call(self, call: str) -> None:
-        """Compare the calls of all ranks of the data axis, in the first steps and every 100th. All-gather between CPUs.
+        """Compare the calls of all ranks of the data axis, in the first steps and every `check_every`-th.
+
+        All-gather between CPUs.
 
         Raises:
             RuntimeError: ranks are in different calls, or some forgot what others hold; on every rank.
         """
         is_step = call == "step()"
-        is_due = is_compared(self._num_steps)
+        is_due = is_compared(self._num_steps, self.check_every)
         self._num_steps += is_step
         if self._group.size() == 1 or not is_due:
             return

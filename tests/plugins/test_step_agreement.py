@@ -43,7 +43,7 @@ def test_a_warm_step_gathers_less_than_one_that_compares(pool: Pool, sizes: dict
     steps = pool.run(2, calls_of_steps, {**sizes, "check_every": 5}, 7)[0]
     gathers = [sum(calls for (_, kind), calls in step.items() if "all_gather" in kind) for step in steps]
     assert steps[3] == steps[4] == steps[6]
-    assert min(gathers[0], gathers[1], gathers[2], gathers[5]) > gathers[3], steps
+    assert gathers[0] >= gathers[1] == gathers[2] == gathers[5] > gathers[3], steps
 
 
 def depart(what: str, sizes: dict[str, Any]) -> tuple[str, bool]:
