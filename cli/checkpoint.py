@@ -4,7 +4,7 @@ torch is imported inside functions: help is answered without it.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
@@ -45,12 +45,11 @@ def inspect(
     """
     from ..checkpoint.inspect import list_tensors, open_folder, plain, summarize
 
-    errors = folder_errors(directory)
-    if pattern is not None and not tensors:
-        errors.append(f"{pattern!r} is a pattern of names: give --tensors too")
-    refuse("checkpoint inspect", errors)
+    is_pattern_alone = pattern is not None and not tensors
+    errors = [f"{pattern!r} is a pattern of names: give --tensors too"] * is_pattern_alone
+    (folder,) = found_folders("inspect", directory, errors=errors)
     with reported("inspect"):
-        opened = open_folder(chosen_folder(directory))
+        opened = open_folder(folder)
         summary = summarize(opened)
     listing = list_tensors(opened, pattern or "*") if tensors else iter(())
     if as_json:
@@ -83,12 +82,11 @@ def diff(
     from ..checkpoint.difference import Comparison
     from ..checkpoint.inspect import open_folder
 
-    errors = [*folder_errors(a), *folder_errors(b)]
-    if not (isfinite(tolerance) and tolerance >= 0):
-        errors.append(f"tolerance={tolerance} must be a number from 0 on")
-    refuse("checkpoint diff", errors)
+    is_wrong = not (isfinite(tolerance) and tolerance >= 0)
+    errors = [f"tolerance={tolerance} must be a number from 0 on"] * is_wrong
+    folders = found_folders("diff", a, b, errors=errors)
     with reported("diff"):
-        first, second = (open_folder(chosen_folder(path)) for path in (a, b))
+        first, second = map(open_folder, folders)
         comparison = Comparison(a=first, b=second, tolerance=tolerance)
         with progress_bar(comparison.total_bytes, "comparing") as progress:
             differences = list(comparison.differences(progress))
@@ -113,8 +111,7 @@ def verify(directory: Folder) -> None:
     Of a Hugging Face folder the index and the config are compared with the files. Exit status: 0 sound, 1 damaged
     (each file and tensor is named), 2 bad arguments.
     """
-    refuse("checkpoint verify", folder_errors(directory))
-    folder = chosen_folder(directory)
+    (folder,) = found_folders("verify", directory)
     with reported("verify"):  # a file that cannot be read may be sound
         findings = examined(folder)
     for note in findings.notes:
@@ -144,25 +141,21 @@ for _name in REMOVED:
     checkpoint.command(_name, hidden=True, context_settings={"ignore_unknown_options": True})(removed)
 
 
-def folder_errors(path: Path) -> list[str]:
-    """The reason why there is nothing to open, if there is one."""
+def found_folders(command: str, *paths: Path, errors: Sequence[str] = ()) -> list[Path]:
+    """The folders that paths mean, named on stderr where they are others; ends with all errors where one is missing."""
     from ..checkpoint.inspect import find_folder
 
-    try:
-        find_folder(path)
-    except (ValueError, OSError) as error:
-        return [str(error)]
-    return []
-
-
-def chosen_folder(path: Path) -> Path:
-    """The folder that a path means, named on stderr where it is not the path itself."""
-    from ..checkpoint.inspect import find_folder
-
-    folder = find_folder(path)
-    if folder != path:
-        typer.echo(f"{path}: the newest complete step is {folder.name}", err=True)
-    return folder
+    found, errors = [], list(errors)
+    for path in paths:
+        try:
+            found.append(folder := find_folder(path))
+        except (ValueError, OSError) as error:
+            errors.append(str(error))
+            continue
+        if folder != path:
+            typer.echo(f"{path}: the newest complete step is {folder.name}", err=True)
+    refuse(f"checkpoint {command}", errors)
+    return found
 
 
 def examined(folder: Path) -> "Findings":

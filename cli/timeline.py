@@ -126,13 +126,17 @@ def timeline(
     """
     pipeline = Pipeline(style=schedule, num_ranks=pp, num_microbatches=microbatches, num_chunks=chunks)
     given = [name for name in context.params if _is_given(context, name)]
-    errors = [*pipeline.errors(), *costs_errors(costs), *out_errors(out)]
+    errors = [*pipeline.errors(), *out_errors(out)]
+    try:
+        stage_costs = parse_costs(costs)
+    except ValueError as error:
+        errors.append(str(error))
     if not measured:
         errors += [
             f"--{name} is for measuring: give --measure too" for name in FOR_MEASURING if name in given
         ]
         refuse("timeline", errors)
-        simulation = pipeline.simulate(parse_costs(costs).per_chunk(pipeline.stages_per_rank))
+        simulation = pipeline.simulate(stage_costs.per_chunk(pipeline.stages_per_rank))
         finish([Panel(title=str(pipeline), timeline=simulation)], out, unit="units of cost")
         return
     if "costs" in given:
@@ -159,7 +163,10 @@ def finish(panels: Sequence[Panel], out: Path, *, unit: str) -> None:
     try:
         save_timelines(panels, out, unit=unit)
     except OSError as error:
-        typer.echo(f"echelon timeline: {unwritable(out, error.strerror)}", err=True)
+        typer.echo(
+            f"echelon timeline: out={str(out)!r} cannot be written ({error.strerror}): give the name of another file",
+            err=True,
+        )
         raise typer.Exit(1) from None
     typer.echo(f"drawn to {out}")
 
@@ -183,15 +190,6 @@ def parse_costs(text: str) -> Costs:
     )
 
 
-def costs_errors(text: str) -> list[str]:
-    """The error of costs that cannot be read, if there is one."""
-    try:
-        parse_costs(text)
-    except ValueError as error:
-        return [str(error)]
-    return []
-
-
 def out_errors(out: Path) -> list[str]:
     """All reasons why nothing can be drawn to this file."""
     errors = []
@@ -201,18 +199,11 @@ def out_errors(out: Path) -> list[str]:
         errors.append(f"out={str(out)!r} is a folder: give the name of a file")
     if not out.parent.is_dir():
         errors.append(f"out={str(out)!r}: there is no folder {str(out.parent)!r}, make it first")
-    elif not os.access(out if out.exists() else out.parent, os.W_OK):
-        errors.append(unwritable(out, "Permission denied"))
     try:
         require_matplotlib()
     except ImportError as error:
         errors.append(str(error))
     return errors
-
-
-def unwritable(out: Path, reason: str | None) -> str:
-    """The error of a file that cannot be drawn to."""
-    return f"out={str(out)!r} cannot be written ({reason}): give the name of another file"
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

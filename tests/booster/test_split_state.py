@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 from transformers import LlamaForCausalLM
 
@@ -73,6 +73,8 @@ def refusals(layout: str, folder: Path) -> dict[str, str]:
     }
     if layout != "fsdp":  # torch's own class of it is not to be pickled
         found["torch.save of the inner"] = refused(lambda: torch.save(inner, io.BytesIO()))
+    if layout == "stages":
+        found["a copy"] = refused(copy.deepcopy(inner).state_dict)
     booster.save_model(model, folder / "saved", shard=True)
     booster.save_checkpoint(folder / "steps", 1, model=model, optimizer=optimizer).wait()
     booster.load_checkpoint(folder / "steps", model=model, optimizer=optimizer)
@@ -99,31 +101,35 @@ def test_a_part_of_a_model_is_not_written_for_the_whole(pool: Pool, tmp_path: Pa
     }
 
 
-def parts_that_are_whole(layout: str, path: str) -> bool:
+# By layout and submodule: whether each rank has it whole.
+PARTS = {
+    ("tensor", "model.norm"): [True, True],
+    ("stages", "model.layers.0.mlp"): [True, False],
+    ("stages", "lm_head"): [False, True],
+    ("weights", "model.norm"): [True, True],
+}
+
+
+def parts_that_are_whole() -> list[bool]:
     """True where a part has the state that it has in the whole model; False where it has none."""
-    part = boosted(SPLIT[layout][0](), LLAMA)[0].unwrap().get_submodule(path)
-    try:
-        state = part.state_dict()
-    except RuntimeError:
-        return False
-    expected = LLAMA.build().get_submodule(path).state_dict()
-    assert state.keys() == expected.keys()
-    return all(torch.equal(state[name], expected[name]) for name in expected)
+    found = []
+    for layout, path in PARTS:
+        part = boosted(SPLIT[layout][0](), LLAMA)[0].unwrap().get_submodule(path)
+        expected = LLAMA.build().get_submodule(path).state_dict()
+        try:
+            state = part.state_dict()
+        except RuntimeError:
+            found.append(False)
+            continue
+        found.append(
+            state.keys() == expected.keys()
+            and all(torch.equal(state[each], expected[each]) for each in state)
+        )
+    return found
 
 
-@pytest.mark.parametrize(
-    ("layout", "path", "ranks"),
-    [
-        ("tensor", "model.norm", [True, True]),
-        ("stages", "model.layers.0.mlp", [True, False]),
-        ("stages", "lm_head", [False, True]),
-        ("weights", "model.norm", [True, True]),
-    ],
-)
-def test_a_part_that_a_rank_has_whole_has_a_state(
-    pool: Pool, layout: str, path: str, ranks: list[bool]
-) -> None:
-    assert pool.run(2, parts_that_are_whole, layout, path) == ranks
+def test_a_part_that_a_rank_has_whole_has_a_state(pool: Pool) -> None:
+    assert [list(each) for each in zip(*pool.run(2, parts_that_are_whole), strict=True)] == [*PARTS.values()]
 
 
 def split_alone(folder: Path) -> dict[str, str]:
@@ -143,35 +149,24 @@ def test_a_part_of_a_model_without_a_booster_is_not_written_either(pool: Pool, t
         assert {call: text for call, text in found.items() if "SplitCheckpoints" not in text} == {}
 
 
-def adapters_of_a_part(folder: Path) -> str:
-    peft_model = adapters.LLAMA.build_peft()
-    booster = hybrid(tp_size=2)
-    booster.boost(peft_model, adapters.optimizer_of(peft_model.parameters()))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return refused(lambda: peft_model.save_pretrained(str(folder)))
+def adapters_written(folder: Path) -> list[str]:
+    """What peft says of a model in parts, and the booster of a whole one."""
+    found = []
+    for sizes in ({"tp_size": 2}, {"zero_stage": 1}):
+        peft_model = adapters.LLAMA.build_peft()
+        model, *_ = hybrid(**sizes).boost(peft_model, adapters.optimizer_of(peft_model.parameters()))
+        writer = peft_model if "tp_size" in sizes else model
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found.append(refused(lambda writer=writer: writer.save_pretrained(str(folder))))
+    return found
 
 
-def test_adapters_of_a_part_of_a_model_are_not_written_by_peft(pool: Pool, tmp_path: Path) -> None:
-    for text in pool.run(2, adapters_of_a_part, tmp_path):
-        assert "booster.save_lora_as_pretrained" in text
-    assert not any(tmp_path.glob("*.safetensors"))
-
-
-def save_pretrained_with_adapters(folder: Path) -> str:
-    peft_model = adapters.LLAMA.build_peft()
-    booster = hybrid(zero_stage=1)
-    model, *_ = booster.boost(peft_model, adapters.optimizer_of(peft_model.parameters()))
-    return refused(lambda: model.save_pretrained(folder))
-
-
-def test_a_whole_model_with_adapters_is_not_written_under_names_that_nobody_reads(
-    pool: Pool, tmp_path: Path
-) -> None:
-    """Its layers are "q_proj.base_layer" then, and from_pretrained would draw "q_proj" anew."""
-    for message in pool.run(2, save_pretrained_with_adapters, tmp_path):
-        assert "booster.save_lora_as_pretrained(model, folder)" in message
-    assert not list(tmp_path.iterdir())
+def test_adapters_are_not_written_under_names_that_nobody_reads(pool: Pool, tmp_path: Path) -> None:
+    """Layers are "q_proj.base_layer" then, and from_pretrained would draw "q_proj" anew."""
+    for messages in pool.run(2, adapters_written, tmp_path):
+        assert all("booster.save_lora_as_pretrained" in message for message in messages)
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 def whole_states(layout: str, folder: Path) -> dict[str, dict[str, Tensor]]:
@@ -198,13 +193,3 @@ def test_a_model_that_a_rank_has_whole_has_a_state(pool: Pool, tmp_path: Path, l
     for kind, state in states.items():
         assert state.keys() == expected.keys(), kind
         assert all(torch.equal(state[name], expected[name]) for name in expected), kind
-
-
-def copies() -> tuple[str, nn.Module]:
-    model, _ = boosted(hybrid(pp_size=2), LLAMA)
-    return refused(lambda: copy.deepcopy(model)), refused(copy.deepcopy(model.unwrap()).state_dict)
-
-
-def test_a_copy_of_a_part_is_a_part(pool: Pool) -> None:
-    for of_boosted, of_inner in pool.run(2, copies):
-        assert "booster.save_model" in of_boosted and "booster.save_model" in of_inner

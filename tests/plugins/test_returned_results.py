@@ -51,19 +51,8 @@ def use_a_loss() -> None:
     assert f"{loss:.4f}" == f"{number:.4f}" and float(loss) == loss.tolist() == number
     assert repr(loss) == str(loss) == repr(torch.tensor(number))
     assert loss.numpy() == number and loss.double().numpy() == number
-    plain = (
-        loss + 1,
-        2 * loss,
-        loss.clone(),
-        loss.detach(),
-        loss.cpu() * 1,
-        torch.stack([loss, loss]),
-        loss.float() / 2,
-    )
+    plain = (loss + 1, 2 * loss, loss.clone(), loss.detach(), torch.stack([loss, loss]), loss.float() / 2)
     assert {type(each) for each in plain} == {torch.Tensor}
-    total = torch.zeros(())
-    total += loss
-    assert total == loss and loss < number + 1 and bool(loss)
     buffer = io.BytesIO()
     torch.save({"loss": loss}, buffer)
     buffer.seek(0)
@@ -74,8 +63,6 @@ def use_a_loss() -> None:
         copy.copy(loss),
     ]
     assert [(type(each), each.item()) for each in copies] == [(torch.Tensor, number)] * 4
-    torch.testing.assert_close(loss, torch.tensor(number))
-    assert max([loss, loss]) is loss and len({loss}) == 1
 
 
 @pytest.mark.parametrize("sizes", [{"pp_size": 2, "tp_size": 2}, {"pp_size": 2, "pp_style": "zbv"}], ids=str)
