@@ -12,7 +12,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from ..pool import Pool
-from .scripts import EXAMPLES, records_of, run_here
+from .scripts import EXAMPLES, records_of, run, run_here
 
 # Of a record, what a clock and the machine say.
 _MEASURED = ("_per_second", "peak_memory_bytes", "peak_memory_of")
@@ -41,14 +41,6 @@ def reported_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def reported_alone(outcomes: list[tuple[int, str]], *, status: int) -> str:
-    """What the first rank says, where all have this status and the others say nothing."""
-    (found, reported), *others = outcomes
-    assert found == status, reported[-4000:]
-    assert others == [(status, "")] * len(others)
-    return reported
-
-
 class Trial:
     """Runs of one script in one folder.
 
@@ -63,15 +55,9 @@ class Trial:
         saved = ("--save_dir", str(self.checkpoints), "--resume", "auto", "--metrics", str(self.metrics))
         self.words = (*words, *saved)
 
-    def run(self, num_processes: int, *words: str) -> str:
-        """What the first rank says; the others say nothing. The run ends as it should."""
-        outcomes = self.pool.run(num_processes, run_here, self.script, *self.words, *words, timeout=280)
-        return reported_alone(outcomes, status=0)
-
-    def refusal(self, num_processes: int, *words: str) -> str:
-        """What the first rank says, where the run is refused."""
-        outcomes = self.pool.run(num_processes, run_here, self.script, *self.words, *words, timeout=280)
-        return reported_alone(outcomes, status=2)
+    def run(self, num_processes: int, *words: str, status: int = 0) -> str:
+        """What the first rank says; the others say nothing. The run ends as it should, or is refused with status 2."""
+        return run(self.pool, self.script, *self.words, *words, processes=num_processes, status=status)
 
     def records(self) -> list[dict[str, Any]]:
         """What is in the metrics file, see `reported_of`."""

@@ -5,7 +5,6 @@ import importlib.util
 import io
 import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -38,33 +37,18 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def start(script: Path, *arguments: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    """The script, ended, under python or torchrun."""
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    return subprocess.run(
-        [*launcher, str(script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        check=False,
-    )
+def run(pool: Pool, script: Path, *arguments: str, processes: int = 1, status: int = 0) -> str:
+    """What the first rank says, errors too, where all end with this status and the others say nothing."""
+    outcomes = pool.run(processes, run_here, script, *arguments, timeout=TIMEOUT_SECONDS)
+    return reported_alone(outcomes, status=status)
 
 
-def run(script: Path, *arguments: str, processes: int = 1, status: int = 0) -> str:
-    """What the script prints; its progress bar is beside that, on the error stream."""
-    done = start(script, *arguments, processes=processes)
-    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
-
-
-def refusal(script: Path, *arguments: str) -> str:
-    """What the script says on the error stream when it ends with status 2."""
-    done = start(script, *arguments)
-    assert done.returncode == 2, done.stderr[-4000:]
-    assert "Traceback" not in done.stderr
-    return done.stderr
+def reported_alone(outcomes: list[tuple[int, str]], *, status: int) -> str:
+    """What the first rank says, where all have this status and the others say nothing."""
+    (found, reported), *others = outcomes
+    assert found == status, reported[-4000:]
+    assert others == [(status, "")] * len(others)
+    return reported
 
 
 def run_here(script: Path, *arguments: str) -> tuple[int, str]:
@@ -109,8 +93,5 @@ def trained(
     pool: Pool, script: Path, log: Path, num_processes: int, *arguments: str
 ) -> tuple[list[dict], dict[str, float]]:
     """The records of a fine-tuning, and the figures of its last line; the first rank alone speaks."""
-    (status, printed), *others = pool.run(
-        num_processes, run_here, script, *arguments, "--metrics", str(log), timeout=TIMEOUT_SECONDS
-    )
-    assert (status, others) == (0, [(0, "")] * (num_processes - 1)), printed[-2000:]
+    printed = run(pool, script, *arguments, "--metrics", str(log), processes=num_processes)
     return records_of(log), figures_of(printed)

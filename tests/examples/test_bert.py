@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from ..pool import Pool
 from .scripts import EXAMPLES, load, records_of, run
 
 EXAMPLE = EXAMPLES / "language" / "bert"
@@ -75,11 +76,13 @@ def test_a_missing_folder_and_a_hub_that_cannot_be_reached_say_what_to_give(
 
 
 @pytest.mark.slow
-def test_the_first_20_losses_of_tp2_pp2_are_those_of_one_process(tmp_path: Path) -> None:
+def test_the_first_20_losses_of_tp2_pp2_are_those_of_one_process(pool: Pool, tmp_path: Path) -> None:
     common = ("--precision", "fp32", "--dropout", "0", "--epochs", "1", "--max_steps", "20")
     whole, split = tmp_path / "whole.jsonl", tmp_path / "split.jsonl"
-    run(SCRIPT, *common, "--log_losses", str(whole))
-    output = run(SCRIPT, *common, "--log_losses", str(split), "--plugin", "hybrid_parallel", processes=4)
+    run(pool, SCRIPT, *common, "--log_losses", str(whole))
+    output = run(
+        pool, SCRIPT, *common, "--log_losses", str(split), "--plugin", "hybrid_parallel", processes=4
+    )
     assert "f1=" in output.strip().splitlines()[-1]
     expected, found = ([record["loss"] for record in records_of(path)] for path in (whole, split))
     assert len(found) == 20
@@ -93,15 +96,15 @@ def test_the_first_20_losses_of_tp2_pp2_are_those_of_one_process(tmp_path: Path)
         *(pytest.param(each, marks=pytest.mark.slow) for each in ("torch_ddp_fp16", "low_level_zero")),
     ],
 )
-def test_every_other_plugin_runs_and_misses_a_target_with_status_1(plugin: str) -> None:
+def test_every_other_plugin_runs_and_misses_a_target_with_status_1(pool: Pool, plugin: str) -> None:
     output = run(
-        SCRIPT, "--plugin", plugin, "--epochs", "1", "--max_steps", "2", "--target_f1", "1.01", status=1
+        pool, SCRIPT, "--plugin", plugin, "--epochs", "1", "--max_steps", "2", "--target_f1", "1.01", status=1
     )
     assert "is below the target 1.01" in output
     assert "seconds=" in output.strip().splitlines()[-1]
 
 
-def test_a_pretrained_directory_and_mrpc_files_train(tmp_path: Path) -> None:
+def test_a_pretrained_directory_and_mrpc_files_train(pool: Pool, tmp_path: Path) -> None:
     rows = [f"{number % 2}\t1\t2\tthe cat {number} sat\tthe cat {number} sat down" for number in range(12)]
     for name in ("train.tsv", "test.tsv"):
         (tmp_path / name).write_text("\n".join(["\t".join(data.HEADER), *rows]), encoding="utf-8")
@@ -117,5 +120,5 @@ def test_a_pretrained_directory_and_mrpc_files_train(tmp_path: Path) -> None:
     transformers.BertForMaskedLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     arguments = ("--data_dir", str(tmp_path), "--model_name_or_path", str(folder))
-    output = run(SCRIPT, *arguments, "--epochs", "1", "--batch_size", "4", "--num_microbatches", "2")
+    output = run(pool, SCRIPT, *arguments, "--epochs", "1", "--batch_size", "4", "--num_microbatches", "2")
     assert "f1=" in output.strip().splitlines()[-1]

@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..pool import Pool
-from .resuming import Trial, reported_alone, signalled_here
-from .scripts import EXAMPLES, load, records_of, run, run_here
+from .resuming import Trial, signalled_here
+from .scripts import EXAMPLES, load, records_of, reported_alone, run, run_here
 
 PRETRAIN = EXAMPLES / "language" / "llama" / "pretrain.py"
 saving = load(EXAMPLES / "saving.py")
@@ -83,11 +83,11 @@ def test_a_run_that_had_ended_says_so_and_another_one_is_refused(make: Make, tmp
     assert f"the run had ended after step 1/1: {trial.checkpoints / 'step-00000001'}" in again
     assert again.splitlines()[-1].rpartition(" ")[0] == first.splitlines()[-1].rpartition(" ")[0]
     assert trial.metrics.read_text() == expected
-    reported = trial.refusal(1, "--steps", "1", "--lr", "1", "--weight_decay", "0.5", "--max_norm", "3")
+    reported = trial.run(1, "--steps", "1", "--lr", "1", "--weight_decay", "0.5", "--max_norm", "3", status=2)
     for fault in ("--lr is 1.0 here, and ", "was saved with 0.003: give", "--weight_decay is 0.5 here"):
         assert reported.count(fault) == 1, reported
     assert trial.metrics.read_text() == expected
-    assert "there is no checkpoint" in trial.refusal(1, "--steps", "1", "--resume", "2")
+    assert "there is no checkpoint" in trial.run(1, "--steps", "1", "--resume", "2", status=2)
     read = AutoModelForCausalLM.from_pretrained(model)
     ids = AutoTokenizer.from_pretrained(model)("7 sheep", return_tensors="pt").input_ids
     assert torch.isfinite(read(ids, labels=ids).loss)
@@ -213,7 +213,9 @@ def children_of(process: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", (signal.SIGTERM, signal.SIGKILL))
-def test_torchrun_is_stopped_and_started_again(texts: Path, tmp_path: Path, stopped: signal.Signals) -> None:
+def test_torchrun_is_stopped_and_started_again(
+    pool: Pool, texts: Path, tmp_path: Path, stopped: signal.Signals
+) -> None:
     """A scheduler's signal, Ctrl-C, or a lost machine, on real processes."""
     checkpoints, log = tmp_path / "checkpoints", tmp_path / "metrics.jsonl"
     words = (
@@ -243,6 +245,6 @@ def test_torchrun_is_stopped_and_started_again(texts: Path, tmp_path: Path, stop
     saved = max(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-*"))
     assert saved % 20 == 0 if stopped == signal.SIGKILL else saved >= 50
     assert ("which is saved in" in rest) == (stopped != signal.SIGKILL)
-    again = run(PRETRAIN, *words, "--tp_size", "1", "--pp_size", "2", processes=2)
+    again = run(pool, PRETRAIN, *words, "--tp_size", "1", "--pp_size", "2", processes=2)
     assert f"going on after step {saved}/120" in again
     assert [record["step"] for record in records_of(log)] == list(range(1, 121))

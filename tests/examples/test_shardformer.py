@@ -1,21 +1,17 @@
 """The Shardformer example: its words, its refusals, and that a layout's losses and norms are those of one process."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from .scripts import load, refusal, run
+from ..pool import Pool
+from .scripts import load, records_of, run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "shardformer"
 SCRIPT = EXAMPLE / "finetune.py"
 data = load(EXAMPLE / "data.py")
-
-
-def records_of(path: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_words_are_different_and_follow_the_seed() -> None:
@@ -33,10 +29,10 @@ def test_a_sample_is_word_and_answer_with_labels_for_the_answer_alone() -> None:
 
 
 @pytest.mark.slow
-def test_it_learns_the_cipher_without_a_booster_and_answers_by_generation(tmp_path: Path) -> None:
+def test_it_learns_the_cipher_without_a_booster_and_answers_by_generation(pool: Pool, tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     words = ("--steps", "80", "--target_accuracy", "0.9", "--log_losses", str(log))
-    output = run(SCRIPT, *words, processes=2)
+    output = run(pool, SCRIPT, *words, processes=2)
     assert re.search(r"^[a-z]{6} -> [a-z]{6}$", output, flags=re.M)
     assert re.search(r"^accuracy=\S+ loss=\S+ seconds=\S+$", output.strip().splitlines()[-1])
     records = records_of(log)
@@ -55,13 +51,13 @@ def test_it_learns_the_cipher_without_a_booster_and_answers_by_generation(tmp_pa
     ],
 )
 def test_losses_and_norms_are_those_of_one_process(
-    tmp_path: Path, processes: int, words: tuple[str, ...]
+    pool: Pool, tmp_path: Path, processes: int, words: tuple[str, ...]
 ) -> None:
     alone, together = tmp_path / "alone.jsonl", tmp_path / "together.jsonl"
     common = ("--steps", "12", "--key_value_heads", "1", *words[:2])
     heads = words[2:] if "--key_value_heads" in words else ()
-    run(SCRIPT, *common, *heads, "--log_losses", str(alone))
-    run(SCRIPT, *common, *words, "--log_losses", str(together), processes=processes)
+    run(pool, SCRIPT, *common, *heads, "--log_losses", str(alone))
+    run(pool, SCRIPT, *common, *words, "--log_losses", str(together), processes=processes)
     expected, found = records_of(alone), records_of(together)
     assert len(found) == 12
     for key in ("loss", "norm"):
@@ -69,8 +65,8 @@ def test_losses_and_norms_are_those_of_one_process(
         assert [one[key] for one in found] == pytest.approx([one[key] for one in expected], rel=1e-3)
 
 
-def test_all_bad_arguments_are_reported_at_once() -> None:
-    reported = refusal(SCRIPT, "--tp_size", "2", "--key_value_heads", "3", "--length", "2")
+def test_all_bad_arguments_are_reported_at_once(pool: Pool) -> None:
+    reported = run(pool, SCRIPT, "--tp_size", "2", "--key_value_heads", "3", "--length", "2", status=2)
     for fault in (
         "--tp_size 2 does not divide the 1 processes",
         "--key_value_heads 3 does not divide 4 heads",
