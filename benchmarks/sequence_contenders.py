@@ -28,8 +28,7 @@ def layouts(num_ranks: int) -> dict[str, dict[str, Any]]:
         "echelon split_gather, overlap": gathers | {"enable_sequence_overlap": True},
         "echelon split_gather, regather": gathers | {"enable_sequence_regather": True},
         "echelon all_to_all": by_heads,
-        "echelon all_to_all, weights": by_heads
-        | {"wp_size": num_ranks, "wp_overlap": True, "wp_memory_pool": True},
+        "echelon all_to_all, weights": by_heads | {"wp_size": num_ranks, "wp_overlap": True},
         RING: on_sequence_axis | {"sequence_parallelism_mode": "ring_attn"},
     }
 

@@ -8,19 +8,9 @@ class BufferPool:
     """Flat buffers as long as the longest that was reserved.
 
     On CUDA a buffer may be given back as soon as its last use is in the current stream: so is its next.
-
-    Args:
-        reuse: keep what is given back; without it every loan is new memory, just as long as it was asked for.
-
-    Attributes:
-        num_made: buffers that were made.
-        num_lent: buffers that are lent now.
     """
 
-    def __init__(self, *, reuse: bool = True) -> None:
-        self.num_made = 0
-        self.num_lent = 0
-        self._reuse = reuse
+    def __init__(self) -> None:
         self._length = 0
         self._made: dict[int, Tensor] = {}  # by address
         self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -31,22 +21,16 @@ class BufferPool:
 
     def take(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Lend so many elements, of any value."""
-        self.num_lent += 1
         if free := self._free.get((dtype, device)):
             return free.pop()[:length]
-        self.num_made += 1
-        longest = max(length, self._length) if self._reuse else length
         with torch.inference_mode(False):  # it is lent in training too
-            made = torch.empty(longest, dtype=dtype, device=device)
-        if self._reuse:
-            self._made[made.data_ptr()] = made
+            made = torch.empty(max(length, self._length), dtype=dtype, device=device)
+        self._made[made.data_ptr()] = made
         return made[:length]
 
     def give_back(self, lent: Tensor) -> None:
         """Take back what was lent."""
-        self.num_lent -= 1
-        if self._reuse:
-            self._free.setdefault((lent.dtype, lent.device), []).append(self._made[lent.data_ptr()])
+        self._free.setdefault((lent.dtype, lent.device), []).append(self._made[lent.data_ptr()])
 
     @property
     def nbytes(self) -> int:

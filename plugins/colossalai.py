@@ -35,6 +35,9 @@ HYBRID = {
         _NONE, "leave it out with 'zbv', and give a schedule of your own as pp_style"
     ),
     "enable_metadata_cache": Unavailable((True, False), ""),
+    "wp_memory_pool": Unavailable(
+        (True, False), ""
+    ),  # Echelon's own, before torch's allocator was left to it
     "dp_outside": Unavailable(_OFF, "leave it out; ranks are ordered as pp, dp, sp, tp"),
 }
 ZERO = {

@@ -59,7 +59,6 @@ class HybridConfig:
     enable_sequence_regather: bool = False
     wp_size: int = 1
     wp_overlap: bool = True
-    wp_memory_pool: bool = True
     parallel_output: bool = True
     make_vocab_size_divisible_by: int = 64
     initial_scale: float = 2**16

@@ -158,7 +158,6 @@ def shard_weights(
         weights,
         mesh.group("weight"),
         overlap=config.wp_overlap,
-        memory_pool=config.wp_memory_pool,
         gradient_dtype=config.wire_dtype,
     )
 

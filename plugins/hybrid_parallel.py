@@ -118,7 +118,6 @@ class HybridParallelPlugin(Plugin):
         wp_size: neighbours on the data axis (dp and sp together) over which the weights of linear layers are
             sharded; they gather them layer by layer (InternEvo's isp, arXiv:2401.09149).
         wp_overlap: gather the next layer's weights while one computes.
-        wp_memory_pool: gather into the same few buffers again and again.
         parallel_output: leave logits sharded over the vocabulary after training calls with labels (see
             `VocabParallelLogits`); the loss is computed from sharded logits in any case.
         make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times tp_size.
@@ -179,7 +178,6 @@ class HybridParallelPlugin(Plugin):
         enable_sequence_regather: bool = False,
         wp_size: int = 1,
         wp_overlap: bool = True,
-        wp_memory_pool: bool = True,
         parallel_output: bool = True,
         make_vocab_size_divisible_by: int = 64,
         initial_scale: float = 2**16,

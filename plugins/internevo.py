@@ -67,7 +67,7 @@ KEYS = {
     "parallel.sequence_parallel": Key("a bool"),
     "parallel.weight.size": Key("a whole number"),
     "parallel.weight.overlap": Key("a bool"),
-    "parallel.weight.memory_pool": Key("a bool"),
+    "parallel.weight.memory_pool": Key("a bool"),  # torch's allocator keeps buffers either way
     "parallel.pipeline.size": Key("a whole number"),
     "parallel.pipeline.mode": Key("a str"),
     "parallel.pipeline.interleaved_overlap": Key("a bool"),
@@ -296,8 +296,7 @@ def _layout(given: _Given) -> dict[str, Any]:
             why = f"needs tensor=dict(mode='isp'), and the mode is {mode!r}: use 1, or that mode"
             given.refuse("parallel.weight.size", wp_size, why)
         found["wp_size"] = wp_size
-        for name in ("overlap", "memory_pool"):  # InternEvo's defaults, which may not be the plugin's
-            found[f"wp_{name}"] = given(f"parallel.weight.{name}", False)
+        found["wp_overlap"] = given("parallel.weight.overlap", False)  # InternEvo's default, not the plugin's
     # `zero1` counts ranks that hold the same weights, and the plugin all neighbours among whom those are.
     zero_size = given("parallel.zero1.size", -1)
     zero_size = -1 if zero_size <= 0 else 1 if zero_size == 1 else zero_size * wp_size

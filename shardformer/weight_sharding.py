@@ -98,7 +98,6 @@ def apply_weight_sharding(
     group: dist.ProcessGroup,
     *,
     overlap: bool = True,
-    memory_pool: bool = True,
     gradient_dtype: torch.dtype = torch.float32,
 ) -> WeightPool:
     """Put a `ShardedLinear` in the place of each linear layer inside these layers. Communicates nothing.
@@ -110,12 +109,12 @@ def apply_weight_sharding(
         model: of this rank.
         layers: of the whole model; those that this rank does not hold are left alone.
         group: the weight axis, `mesh.group("weight")`.
-        overlap, memory_pool, gradient_dtype: see `WeightPool`.
+        overlap, gradient_dtype: see `WeightPool`.
 
     Returns:
         The pool that gathers for all of them.
     """
-    pool = WeightPool(group, overlap=overlap, memory_pool=memory_pool, gradient_dtype=gradient_dtype)
+    pool = WeightPool(group, overlap=overlap, gradient_dtype=gradient_dtype)
     for module in _linear_layers(model, layers).values():
         made = ShardedLinear(module, group, native_class=type(module), pool=pool)
         places = [

@@ -6,16 +6,13 @@ computes, and freed after use; the mean of a gradient travels while the layer be
 [Note: order of transfers] All ranks of the group use the same layers in the same order, forward and backward, so they
 begin the same transfers in the same order: a prefetch depends on previous uses alone. On CUDA nothing waits on the
 host. A transfer begins behind what the current stream was given, and the stream waits for it where its result is used;
-so a buffer may be lent again as soon as its last use was given to the stream.
+so its memory is torch's to use again as soon as its last use was given to the stream.
 """
 
 # B batch, S sequence, N all of them together, I input features, O output features
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -27,16 +24,13 @@ from torch.nn import Parameter
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from ...cluster.buffers import BufferPool
-from ...cluster.collectives import Handle, InFlight, begin_all_gather, begin_reduce_scatter
+from ...cluster.collectives import InFlight, begin_all_gather, begin_reduce_scatter
 from ...cluster.placement import Shard, place, placement_of
 from ...pipeline.weight_gradients import DeferredGradient, WeightGradients
 from .parallel_module import ParallelModule, require_native
 from .weight_gradient import LaterProduct, weight_gradient
 
 KINDS: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)
-# The means of gradients that may be in flight: that of a layer while the next one computes its own.
-_MAX_MEANS = 2
 
 
 class ShardedLinear(ParallelModule):
@@ -74,7 +68,6 @@ class ShardedLinear(ParallelModule):
         shard = Shard(size=size, dim=0, blocks=(rows,), padded=(-(-rows // size) * size,), axis="weight")
         place(self.weight, shard, process_group.rank())
         self.pool = WeightPool(process_group) if pool is None else pool
-        self.pool.buffers.reserve(self.weight.numel() * size)
         self.train(native.training)
 
     def forward(self, x_BSI: Tensor) -> Tensor:
@@ -203,28 +196,12 @@ class PrefetchOrder:
         self._last = use
 
 
-@dataclass(kw_only=True, eq=False)
-class _Transfer:
-    """A weight that is gathered into a buffer, or a mean of gradients that leaves one.
+class _Gathered(NamedTuple):
+    """The whole weight of a layer, in flight, and the state of its shard when it was sent."""
 
-    Args:
-        buffer: lent by the pool.
-        result: the whole weight without padding, or this rank's shard of the mean.
-        handle: of the communication; None once it has ended.
-        layer, state: of a weight, and its shard's state when it was sent.
-    """
-
-    buffer: Tensor
-    result: Tensor
-    handle: Handle | None
-    layer: ShardedLinear | None = None
-    state: tuple[int, int] | None = None
-
-    def wait(self) -> None:
-        """Have the result."""
-        if self.handle is not None:
-            self.handle.wait()
-            self.handle = None
+    layer: ShardedLinear
+    state: tuple[int, int]
+    weight: InFlight[Tensor]
 
 
 class WeightPool:
@@ -234,11 +211,7 @@ class WeightPool:
         group: the weight axis.
         overlap: prefetch the weight of the next layer while one computes, and let a gradient's mean travel while the
             layer before computes its own; without it every layer waits for both.
-        memory_pool: keep buffers and use them again; two for weights and two for gradients are enough.
         gradient_dtype: the format in which gradients are averaged.
-
-    Attributes:
-        buffers: memory of whole weights and gradients.
     """
 
     def __init__(
@@ -246,20 +219,14 @@ class WeightPool:
         group: dist.ProcessGroup,
         *,
         overlap: bool = True,
-        memory_pool: bool = True,
         gradient_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.group = group
-        self.buffers = BufferPool(reuse=memory_pool)
         self._overlap = overlap
         self._gradient_dtype = gradient_dtype
         self._order = PrefetchOrder()
-        self._prefetched: _Transfer | None = None
-        self._means: deque[_Transfer] = deque()
-        self._later: tuple[tuple[Any, ...] | None, LaterProduct | None] = (
-            None,
-            None,
-        )  # of which layer, in which state
+        self._prefetched: _Gathered | None = None
+        self._later: tuple[Any, ...] = ()  # a layer, its state, and where its gradient may wait
 
     @contextmanager
     def whole(self, layer: ShardedLinear, *, for_backward: bool) -> Iterator[Tensor]:
@@ -273,17 +240,18 @@ class WeightPool:
         """
         use = _use(layer, for_backward)
         self._order.note(use)
-        gathering = self._taken(layer)
+        gathered, self._prefetched = self._prefetched, None
+        if gathered is not None and gathered[:2] != (layer, _state(layer.weight)):
+            gathered.weight.wait()  # before its memory is free
+            gathered = None
+        gathered = gathered or self._begin(layer)
+        weight = gathered.weight.wait()
         following = self._order.after(use) if self._overlap else None
-        if following is not None and following.layer is not layer:
+        if following is not None and following.layer is layer:
+            self._prefetched = gathered._replace(weight=InFlight(None, weight))
+        elif following is not None:
             self._prefetched = self._begin(following.layer)
-        try:
-            yield gathering.result
-        finally:
-            if following is not None and following.layer is layer:
-                self._prefetched = gathering
-            else:
-                self.buffers.give_back(gathering.buffer)
+        yield weight
 
     def begin_mean(self, gradient: Tensor) -> InFlight[Tensor]:
         """Begin to average a weight's gradient over the group: this rank's shard.
@@ -294,69 +262,31 @@ class WeightPool:
         Args:
             gradient: (rows, …), whole, of this rank's batch.
         """
-        while len(self._means) >= _MAX_MEANS:
-            self._finish(self._means[0])
         size, rows = self.group.size(), gradient.shape[0]
-        local_rows = -(-rows // size)
-        shard = gradient.new_empty((local_rows, *gradient.shape[1:]), dtype=self._gradient_dtype)
-        buffer = self.buffers.take(shard.numel() * size, shard.dtype, shard.device)
-        padded = buffer.view(local_rows * size, *gradient.shape[1:])
+        shard = gradient.new_empty((-(-rows // size), *gradient.shape[1:]), dtype=self._gradient_dtype)
+        padded = shard.new_zeros((len(shard) * size, *shard.shape[1:]))
         padded[:rows].copy_(gradient).mul_(1 / size)  # in the format of the mean, which may be the wider one
-        padded[rows:].zero_()
-        handle = begin_reduce_scatter(shard.view(-1), buffer, self.group)
-        mean = _Transfer(buffer=buffer, result=shard, handle=handle)
-        self._means.append(mean)
-
-        def finish(shard: Tensor) -> Tensor:
-            self._finish(mean)
-            return shard
-
-        return InFlight(None, shard, finish)
+        return InFlight(begin_reduce_scatter(shard.view(-1), padded.view(-1), self.group), shard)
 
     def later_gradient(self, layer: ShardedLinear) -> LaterProduct | None:
         """Where a layer's gradient may wait until the backward of the layer before it is done; None for nowhere.
 
         Called in each forward, before the layer's own node of the graph is made; prepares the same for the next.
         """
-        key, made = self._later
-        self._later = None, None
+        made, self._later = self._later, ()
         following = self._order.after(_use(layer, for_backward=False))
         if self._overlap and following is not None and torch.is_grad_enabled() and not _in_backward():
             weight = following.layer.weight
             if weight.requires_grad and weight.is_leaf:
-                self._later = (following.layer, *_state(weight)), LaterProduct(weight)
-        return made if key == (layer, *_state(layer.weight)) else None
+                self._later = following.layer, _state(weight), LaterProduct(weight)
+        return made[2] if made[:2] == (layer, _state(layer.weight)) else None
 
-    def _taken(self, layer: ShardedLinear) -> _Transfer:
-        """The weight of a layer, there: the prefetched one, if it is that and still the same."""
-        found, self._prefetched = self._prefetched, None
-        if found is not None and (found.layer is not layer or found.state != _state(layer.weight)):
-            found.wait()
-            self.buffers.give_back(found.buffer)
-            found = None
-        found = found or self._begin(layer)
-        found.wait()
-        return found
-
-    def _begin(self, layer: ShardedLinear) -> _Transfer:
+    def _begin(self, layer: ShardedLinear) -> _Gathered:
         shard, placement = layer.weight.detach(), placement_of(layer.weight)
         assert isinstance(placement, Shard)
-        shape = (shard.shape[0] * placement.size, *shard.shape[1:])
-        buffer = self.buffers.take(prod(shape), shard.dtype, shard.device)
-        return _Transfer(
-            buffer=buffer,
-            result=buffer.view(shape)[: placement.blocks[0]],
-            handle=begin_all_gather(buffer, shard.reshape(-1), self.group),
-            layer=layer,
-            state=_state(layer.weight),
-        )
-
-    def _finish(self, mean: _Transfer) -> None:
-        """Have a mean. Once more does nothing."""
-        if mean in self._means:
-            self._means.remove(mean)
-            mean.wait()
-            self.buffers.give_back(mean.buffer)
+        whole = shard.new_empty((shard.shape[0] * placement.size, *shard.shape[1:]))
+        handle = begin_all_gather(whole.view(-1), shard.reshape(-1), self.group)
+        return _Gathered(layer, _state(layer.weight), InFlight(handle, whole[: placement.blocks[0]]))
 
 
 def _use(layer: ShardedLinear, for_backward: bool) -> Use:

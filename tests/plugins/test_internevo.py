@@ -28,7 +28,6 @@ ISP = {
     "sequence_parallelism_mode": "all_to_all",
     "wp_size": 4,
     "wp_overlap": True,
-    "wp_memory_pool": True,
     "zero_stage": 1,
     "zero_size": 32,  # neighbours: every fourth of them holds the same weights, and 8 do in all
 }
