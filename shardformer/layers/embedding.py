@@ -15,7 +15,14 @@ from ...cluster.collectives import gather_from, reduce_from
 from ...cluster.placement import Shard, place, placement_of
 from ...pipeline.weight_gradients import Owner
 from .linear import ProductLayer, enter
-from .parallel_module import ParallelModule, native_errors, require_all, require_native, take_hooks
+from .parallel_module import (
+    ParallelModule,
+    native_errors,
+    require_all,
+    require_native,
+    require_none,
+    take_hooks,
+)
 from .weight_gradient import embedding, needs_all_uses
 
 _SCALE = "embed_scale"
@@ -57,14 +64,11 @@ def vocab_range(shard: Shard, rank: int) -> VocabRange:
 
 def embedding_errors(native: nn.Embedding) -> list[str]:
     """Why an embedding cannot be split by its entries and look up the same; empty when it can."""
-    found = native_errors(native, *_kinds(native))
+    kinds = (nn.Embedding, type(native)) if is_scaled(native) else (nn.Embedding,)
+    found = native_errors(native, *kinds)
     if needs_all_uses(native):
         found.append("has max_norm, scale_grad_by_freq or sparse gradients, which need all of a row's uses")
     return found
-
-
-def _kinds(native: nn.Embedding) -> tuple[type[nn.Module], ...]:
-    return (nn.Embedding, type(native)) if is_scaled(native) else (nn.Embedding,)
 
 
 class VocabParallelEmbedding1D(ParallelModule):
@@ -73,8 +77,8 @@ class VocabParallelEmbedding1D(ParallelModule):
     One that multiplies with a scale goes on doing so.
 
     Raises:
-        ValueError: the native embedding renormalizes (max_norm) or scales gradients by frequency, both of
-            which need all of a row's uses.
+        TypeError: the native embedding renormalizes (max_norm) or scales gradients by frequency, both of
+            which need all of a row's uses; or it does more than an embedding.
     """
 
     gradient_owner: Owner | None = None  # see [Note: gradients of rows]
@@ -86,9 +90,7 @@ class VocabParallelEmbedding1D(ParallelModule):
         *,
         make_vocab_size_divisible_by: int = 64,
     ) -> None:
-        require_native(native, *_kinds(native))
-        if errors := embedding_errors(native):
-            raise ValueError(f"this embedding {errors[0]}")
+        require_none(native, embedding_errors(native))
         super().__init__()
         self.group = process_group
         self.num_embeddings = native.num_embeddings

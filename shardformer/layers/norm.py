@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from ...cluster.collectives import copy_to, reduce_from
 from ...cluster.placement import place
-from .parallel_module import ParallelModule, shard_of
+from .parallel_module import ParallelModule, require_none, shard_of
 
 # Under what name classes of transformers and torch keep what they add to the mean of squares.
 _EPSILONS = ("variance_epsilon", "eps")
@@ -50,8 +50,7 @@ class SplitRMSNorm(ParallelModule):
     """
 
     def __init__(self, native: nn.Module, process_group: dist.ProcessGroup, **cut: Any) -> None:
-        if errors := norm_errors(native):
-            raise TypeError(f"this {type(native).__name__} {errors[0]}")
+        require_none(native, norm_errors(native))
         super().__init__()
         self.group = process_group
         self.epsilon = epsilon_of(native)

@@ -146,7 +146,12 @@ def take_hooks(parallel: nn.Module, native: nn.Embedding) -> None:
 
 def require_native(module: nn.Module, *kinds: type[nn.Module]) -> None:
     """Raise TypeError where `native_errors` finds any."""
-    if errors := native_errors(module, *kinds):
+    require_none(module, native_errors(module, *kinds))
+
+
+def require_none(module: nn.Module, errors: list[str]) -> None:
+    """Raise TypeError where there are errors of a native module."""
+    if errors:
         raise TypeError(f"this {type(module).__name__} {'; it '.join(errors)}")
 
 
