@@ -6,8 +6,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
-from weakref import ref
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,19 +23,6 @@ from .split_gather import RegionSequence, enter_beside, leave, row_product
 from .weight_gradient import LaterProduct, Regather, linear
 
 
-class _Kept(NamedTuple):
-    """The part of a region's input that is kept for backward, and the gathered tensor that it stands for."""
-
-    whole: ref[Tensor]
-    version: int
-    part: Tensor
-    again: Regather
-
-    def is_of(self, x: Tensor) -> bool:
-        """Return True for the gathered tensor, unchanged; the region's code may hand a layer another one."""
-        return self.whole() is x and self.version == x._version
-
-
 class _NextCall:
     """Deferrals that a region's entry hands to a layer for its next call; no nn.Module, whose attributes cost time."""
 
@@ -44,7 +30,7 @@ class _NextCall:
 
     def __init__(self) -> None:
         self.later: LaterProduct | None = None
-        self.kept: _Kept | None = None
+        self.kept: tuple[Tensor, Regather] | None = None  # a part of the input, in its place
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_NextCall":
         return _NextCall()
@@ -84,7 +70,7 @@ class ProductLayer(ParallelModule):
             store=self.weight_gradients,
             owner=self.gradient_owner,
             later=later,
-            kept=(kept.part, kept.again) if kept is not None and kept.is_of(x) else None,
+            kept=kept if kept is not None and kept[1].is_of(x) else None,
         )
 
 
@@ -118,8 +104,8 @@ def enter(
     if sequence.regathers:
         part, axis = xs[0].detach(), sequence.axis
         by_sample = part if part.ndim > 2 else part.unflatten(0, (-1, axis.part_length))
-        again = Regather(partial(sequence.begin_whole, length=axis.length), overlap=sequence.overlap)
-        kept = _Kept(ref(first), first._version, by_sample, again)
+        begin = partial(sequence.begin_whole, length=axis.length)
+        kept = by_sample, Regather(first, begin, overlap=sequence.overlap)
         for layer in layers:
             layer.next_call.kept = kept
     return [first, *others]

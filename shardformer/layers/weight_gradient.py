@@ -14,6 +14,7 @@ Here only those rows are added. Each is summed over the microbatch first, as aut
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -34,15 +35,21 @@ class Regather:
     """Gathers a layer's input again, of which forward kept a part, once for all layers that multiply with it.
 
     Args:
+        whole: the input.
         begin: begins to gather, from the part that was kept. One all-gather.
         overlap: begin where the first of the layers is reached in backward.
     """
 
-    def __init__(self, begin: Callable[[Tensor], InFlight[Tensor]], *, overlap: bool) -> None:
+    def __init__(self, whole: Tensor, begin: Callable[[Tensor], InFlight[Tensor]], *, overlap: bool) -> None:
+        self._of, self._version = ref(whole), whole._version
         self._begin, self._overlap = begin, overlap
         self._num_users = self._num_asked = 0
         self._in_flight: InFlight[Tensor] | None = None
         self._whole_NI: Tensor | None = None
+
+    def is_of(self, x: Tensor) -> bool:
+        """Return True for the input, unchanged; the region's code may hand a layer another one."""
+        return self._of() is x and self._version == x._version
 
     def use(self) -> None:
         """Count one more layer that will ask for it."""

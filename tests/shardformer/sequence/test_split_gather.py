@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from echelon.cluster import collectives
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.traffic import Traffic
-from echelon.shardformer.layers.linear import _Kept
 from echelon.shardformer.layers.sequence_axis import CommonRandom, PartRandom
+from echelon.shardformer.layers.weight_gradient import Regather
 
 from ...pool import Pool
 from ..compare import build, pieces, require_equal_on_ranks, require_same_training, split, text
@@ -47,7 +47,7 @@ def written(layer: nn.Module) -> None:
 
 
 def change_what_entered(is_stale: bool) -> None:
-    with patch.object(_Kept, "is_of", (lambda self, x: True) if is_stale else _Kept.is_of):
+    with patch.object(Regather, "is_of", (lambda self, x: True) if is_stale else Regather.is_of):
         for change in (doubled, written):
             model = build("LlamaForCausalLM")
             copied = split(deepcopy(model), **REGATHER)
