@@ -169,7 +169,7 @@ class HybridConfig:
             *found,
             *(message for is_wrong, message in self._rules() if is_wrong),
             *self.fused.errors(default_device(), dtype),
-            *self.sequence.faults(tp_size=self.tp_size, sp_size=self.sp),
+            *self.sequence.errors(tp_size=self.tp_size, sp_size=self.sp),
             *policy_errors("custom_policy", self.custom_policy),
             *(self._stage_errors() if self.pp_size >= 1 else ()),
             *precision_errors(**self.precision_settings),

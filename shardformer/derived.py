@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from ..pipeline.plan import StagePlan, is_within
 from .layer_split import widths
 from .layers.embedding import embedding_errors
-from .layers.forward_code import exit_fault, own_names, returns_tuple, takes_named_inputs, tensor_inputs
+from .layers.forward_code import exit_error, own_names, returns_tuple, takes_named_inputs, tensor_inputs
 from .tables.table import RegionDropout, Table, active_regions, has_submodule, is_any_within, present
 
 # Packed: two projections of equal length side by side.
@@ -258,7 +258,7 @@ def _region_errors(layer: nn.Module, path: str, table: Table) -> list[str]:
         return [*found, f"{path} has split outputs, and {rows or 'no layer'} to end them: {_ADVICE}"]
     others = [name for name, _ in module.named_children() if f"{path}.{name}" != rows[0]]
     others = [name for name in others if any(True for _ in module.get_submodule(name).parameters())]
-    error = exit_fault(
+    error = exit_error(
         module, rows[0].rpartition(".")[2], [*others, *dict(module.named_parameters(recurse=False))]
     )
     return [*found, *([f"{path}: {error}: {_ADVICE}"] if error else [])]

@@ -76,7 +76,7 @@ class ShardConfig:
             raise ValueError("\n".join(wrong))
         errors = [*self._axis_errors(), *self._switch_errors()]
         tp_size, sp_size = self._size("tensor_parallel"), self.sequence_parallel_size
-        if errors := errors or self.sequence.faults(tp_size=tp_size, sp_size=sp_size):
+        if errors := errors or self.sequence.errors(tp_size=tp_size, sp_size=sp_size):
             raise ValueError("\n".join(errors))
         gathers = self.parallel_output is False if self.gather_output is None else self.gather_output
         resolved = {

@@ -193,7 +193,7 @@ def _fixed_classes(part: PreTrainedModel) -> list[Mapping[str, type[nn.Module]]]
 
 def _part_errors(part: PreTrainedModel, kernel: str, option: str) -> list[str]:
     words, _ = _KERNELS[kernel]
-    found = [_choice_fault(part, kernel, option)]
+    found = [_choice_error(part, kernel, option)]
     caps = [
         f"{name}={value}"
         for name, value in vars(part.config).items()
@@ -232,7 +232,7 @@ def _lost_mask(part: PreTrainedModel) -> str | None:
     return None
 
 
-def _choice_fault(part: PreTrainedModel, kernel: str, option: str) -> str | None:
+def _choice_error(part: PreTrainedModel, kernel: str, option: str) -> str | None:
     """Why transformers cannot set this kernel for a part."""
     words, flag = _KERNELS[kernel]
     if flag is not None and not getattr(part, flag):
@@ -241,9 +241,9 @@ def _choice_fault(part: PreTrainedModel, kernel: str, option: str) -> str | None
             "computes attention with its own code"
         )
     for classes in _fixed_classes(part):
-        held = {type(module) for module in part.modules()} & set(classes.values())
-        if held and classes.get(kernel) not in held:
-            names = ", ".join(sorted(each.__name__ for each in held))
+        present = {type(module) for module in part.modules()} & set(classes.values())
+        if present and classes.get(kernel) not in present:
+            names = ", ".join(sorted(each.__name__ for each in present))
             can_be_built = f"build it with attn_implementation={kernel!r}, or " if kernel in classes else ""
             return f"chose {names} when it was built, which is not {words}: {can_be_built}leave {option} out"
     if part.config._attn_implementation != kernel and not part._can_set_attn_implementation():

@@ -32,7 +32,7 @@ _BY_POSITION_OF = ("torch.nn.modules.activation", "transformers.activations")
 _CHECKED = ("OPTDecoderLayer",)
 
 
-def exit_fault(module: nn.Module, name: str, others: Collection[str]) -> str | None:
+def exit_error(module: nn.Module, name: str, others: Collection[str]) -> str | None:
     """Why what `self.name` returns may not be all that a module's forward returns; None where it is.
 
     A tensor-parallel region ends with such a sub-module: nothing may be added to its result or multiplied with
@@ -73,7 +73,7 @@ def scales_alone(model: nn.Module, head: str) -> bool:
     head, _, path = head.partition(".")
     outer = model.get_submodule(head) if path else model
     for name in filter(None, path.split(".")):
-        if exit_fault(outer, name, [own for own, _ in outer.named_parameters(recurse=False)]) is not None:
+        if exit_error(outer, name, [own for own, _ in outer.named_parameters(recurse=False)]) is not None:
             return False
         outer = outer.get_submodule(name)
     statements = _statements(model)

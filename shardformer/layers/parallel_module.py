@@ -155,10 +155,10 @@ def require_none(module: nn.Module, errors: list[str]) -> None:
         raise TypeError(f"this {type(module).__name__} {'; it '.join(errors)}")
 
 
-def require_all(is_valid: Tensor, tell: Callable[[], str]) -> None:
+def require_all(is_valid: Tensor, message: Callable[[], str]) -> None:
     """Raise ValueError unless all are valid; on an accelerator a device-side assertion, as torch's own look-ups."""
     if is_valid.device.type == "cpu":
         if not bool(is_valid.all()):
-            raise ValueError(tell())
+            raise ValueError(message())
     elif not is_valid.is_meta:
         torch._assert_async(is_valid.all())  # looking at the result here would wait for the device

@@ -104,14 +104,14 @@ def _entry_layers(module: nn.Module) -> list[ProductLayer]:
     ]
 
 
-def own_heads(x: Tensor, dim: int, num_heads: int, held: Sequence[int]) -> Tensor:
+def own_heads(x: Tensor, dim: int, num_heads: int, local: Sequence[int]) -> Tensor:
     """The entries of some heads.
 
     Args:
         x: along `dim` one entry per head, or so many for each sample; a length of 1 is for all heads.
         dim: the dimension.
         num_heads: how many heads there are, on all ranks of the group.
-        held: those that are wanted.
+        local: those that are wanted.
 
     Raises:
         ValueError: another number of entries.
@@ -123,7 +123,7 @@ def own_heads(x: Tensor, dim: int, num_heads: int, held: Sequence[int]) -> Tenso
             f"an input of shape {tuple(x.shape)} should have entries for {num_heads} heads along dim {dim}"
         )
     by_head = x.unflatten(dim, (-1, num_heads))
-    return torch.stack([by_head.select(dim + 1, head) for head in held], dim + 1).flatten(dim, dim + 1)
+    return torch.stack([by_head.select(dim + 1, head) for head in local], dim + 1).flatten(dim, dim + 1)
 
 
 class RegionExit:

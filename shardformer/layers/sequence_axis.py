@@ -190,11 +190,11 @@ def of_all_ranks(gradient: Tensor, axis: SequenceAxis) -> Tensor:
 
 def draws(layer: nn.Module) -> bool:
     """Return True where a layer may draw random numbers in training."""
-    held: list[Any] = [vars(module) for module in layer.modules()]
-    held += [vars(own["config"]) for own in held if hasattr(own.get("config"), "__dict__")]
+    settings: list[Any] = [vars(module) for module in layer.modules()]
+    settings += [vars(own["config"]) for own in settings if hasattr(own.get("config"), "__dict__")]
     return any(
         isinstance(value, float) and value > 0
-        for own in held
+        for own in settings
         for name, value in (*own.items(), ("dropout", own.get("p")))
         if any(part in name for part in _CHANCES)
     )

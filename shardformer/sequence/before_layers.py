@@ -117,10 +117,10 @@ def compute_parts_before_layers(model: nn.Module, plan: StagePlan) -> None:
     """
     paths = plan.layer_paths(model)
     layers = [model.get_submodule(path) for path in paths]
-    held = next((layer for layer in layers if axis_of(layer) is not None), None)
-    if held is None:
+    local = next((layer for layer in layers if axis_of(layer) is not None), None)
+    if local is None:
         return
-    axis = axis_of(held)
+    axis = axis_of(local)
     assert axis is not None
     for name, module in model.named_modules():
         is_entry = plan.entry == (name,) and _looks_up(module)

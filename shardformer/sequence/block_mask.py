@@ -92,36 +92,23 @@ class BlockMask(Mask):
         self._batch_size, self._device, self._takes_numbers = batch_size, device, takes_numbers
         self.is_plain = self._padding_BS is None and function in _PLAIN
         self._levels = levels and not self.is_plain
-        self._levelled: dict[range, tuple[Tensor, bool]] = {}  # with whether there are any
+        self._levelled: dict[range, Tensor | None] = {}
 
     def levelled(self, queries: range) -> Tensor | None:
         """Queries that see no key and get the mean of all values, (B, 1, Q); None where there are none."""
-        if not self._levels:
-            return None
-        if queries not in self._levelled:
+        if self._levels and queries not in self._levelled:
             blind = self._blind(queries)
-            self._levelled[queries] = blind, bool(blind.any())
-        blind, is_any = self._levelled[queries]
-        return blind if is_any else None
+            self._levelled[queries] = blind if bool(blind.any()) else None
+        return self._levelled.get(queries)
 
     def _look(self, queries: range, keys: range) -> Seen:
         plain = _PLAIN[self._function](queries, keys) if self._function in _PLAIN else Seen.SOME
         if plain is Seen.NOTHING or (plain is not Seen.SOME and self._padding_BS is None):
             return plain
         seen = self._tensor(queries, keys)
-        asked = [seen.any(), seen.all()]
-        if is_new := self._levels and queries not in self._levelled:  # in the same wait for a GPU
-            blind = self._blind(queries)
-            asked.append(blind.any())
-        some, every, *others = torch.stack(asked).tolist()
-        if is_new:
-            self._levelled[queries] = blind, others[0]
-        if (
-            some
-            and not every
-            and queries == keys
-            and bool((seen == seen.new_ones(seen.shape[-2:]).tril()).all())
-        ):
+        triangle = seen == seen.new_ones(seen.shape[-2:]).tril()
+        some, every, is_triangle = torch.stack([seen.any(), seen.all(), triangle.all()]).tolist()
+        if is_triangle and not every and queries == keys:
             return Seen.TRIANGLE
         return Seen.ALL if every else Seen.SOME if some else Seen.NOTHING
 

@@ -48,7 +48,7 @@ def shard_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> 
     """
     if errors := _errors(model, plan, split):
         raise ValueError("\n".join(errors))
-    is_data, held = split.settings.is_on_sequence_axis, list[nn.Module]()
+    is_data, local = split.settings.is_on_sequence_axis, list[nn.Module]()
     for stack in plan.stacks(model):
         layers = [model.get_submodule(path) for path in stack.paths]
         is_zigzag = split.settings.mode == RING and any(map(_is_causal, layers))
@@ -59,7 +59,7 @@ def shard_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> 
         for layer in layers:
             if not isinstance(layer, StandIn):
                 boundary.note(layer)
-                held.append(layer)
+                local.append(layer)
         if not isinstance(layers[-1], StandIn):
             boundary.leave(layers[-1])
     if is_data:
@@ -71,7 +71,7 @@ def shard_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> 
             model.register_forward_pre_hook(forgo, with_kwargs=True)
             model.register_forward_hook(lambda module, args, outputs: drop_cache(outputs))
     model.register_forward_pre_hook(_refuse_collecting, with_kwargs=True)
-    model.register_forward_pre_hook(lambda module, args: remember_lengths(held))
+    model.register_forward_pre_hook(lambda module, args: remember_lengths(local))
 
 
 def reckoning(plan: StagePlan) -> StagePlan:
@@ -85,7 +85,7 @@ def _errors(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> list[str
     kind, option = type(model).__name__, f"sequence_parallelism_mode={split.settings.mode!r}"
     reasons = {
         f"the layers of {kind} work on windows of an image, and no sequence goes through all of them": plan.between,
-        f"the layers of {kind} run several times each, and nothing tells the first run from the others": plan.applied,
+        f"the layers of {kind} run several times each, and the first run is like the others": plan.applied,
         f"{kind} reads the outputs of all layers, which are parts": plan.collects(model),
     }
     found = [

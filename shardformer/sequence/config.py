@@ -74,7 +74,7 @@ class SequenceParallelism:
         """True where sequences are sharded over an axis of their own."""
         return self.mode in SEQUENCE_MODES
 
-    def faults(self, *, tp_size: int, sp_size: int) -> list[str]:
+    def errors(self, *, tp_size: int, sp_size: int) -> list[str]:
         """All that is wrong with it over axes of these sizes, each with what would work."""
         if self.misuse:
             return [self.misuse]
@@ -92,7 +92,7 @@ class SequenceParallelism:
             return [f"{option} must be one of {', '.join(map(repr, MODES))}"]
         is_number = isinstance(inner, int) and not isinstance(inner, bool) and inner >= 1
         is_tensor, is_ring = self.is_on_tensor_axis, self.mode == "ring_attn"
-        errors = [
+        rows = [
             (
                 is_tensor and tp_size == 1,
                 f"{option} shards sequences over the tensor axis, and tp_size is 1: use 2 or more, or another mode",
@@ -113,14 +113,14 @@ class SequenceParallelism:
             ),
         ]
         for name, value in switches.items():
-            errors += [
+            rows += [
                 (not isinstance(value, bool), f"{name}={value!r} must be True or False"),
                 (
                     bool(value) and not is_tensor,
                     f"{name}=True with {option}, which gathers nothing: leave it out",
                 ),
             ]
-        return [error for holds, error in errors if holds]
+        return [error for holds, error in rows if holds]
 
 
 WHOLE = SequenceParallelism()

@@ -44,7 +44,7 @@ def ring_attention(
     Forward each rank sends 2·B·S·M·D elements P−1 times, P the size of the axis; backward as many, and as many in
     float32, the gradients. Queries that see nothing get 0 and give no gradient, or what `Mask.levelled` says. Where
     it takes a mask as a tensor, or scores because no fused kernel fits, those of 1,024 queries and 1,024 keys are
-    held at a time.
+    in memory at a time.
 
     Args:
         q_BNSD, k_BMSD, v_BMSD: this rank's parts; M divides N. Values may be of another width.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.shardformer.layers.forward_code import exit_fault, returns_tuple, scales_alone, tensor_inputs
+from echelon.shardformer.layers.forward_code import exit_error, returns_tuple, scales_alone, tensor_inputs
 
 
 class Attention(nn.Module):
@@ -53,7 +53,7 @@ class Twice(nn.Module):
 
 
 def test_a_result_that_is_returned_alone_is_told_from_one_that_is_not() -> None:
-    assert exit_fault(Attention(), "o_proj", ["q_proj", "q_norm"]) is None
+    assert exit_error(Attention(), "o_proj", ["q_proj", "q_norm"]) is None
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,9 @@ def test_a_result_that_is_returned_alone_is_told_from_one_that_is_not() -> None:
     ],
 )
 def test_what_follows_a_result_is_seen(kind: type[nn.Module], reason: str) -> None:
-    fault = exit_fault(kind(), "o_proj", ["norm"])
-    assert fault is not None
-    assert reason in fault
+    error = exit_error(kind(), "o_proj", ["norm"])
+    assert error is not None
+    assert reason in error
 
 
 class Capped(nn.Module):

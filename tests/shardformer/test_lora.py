@@ -88,7 +88,7 @@ def test_adapters_drop_alike_where_their_input_is_whole(pool: Pool, function: An
     pool.run(2, function)
 
 
-def faults(model: nn.Module) -> str:
+def errors_of(model: nn.Module) -> str:
     return "\n".join(split_errors(model, policy_for(model), tp_size=2))
 
 
@@ -99,7 +99,7 @@ def merged() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "reasons"),
     [
         (
             lambda: adapted(lora={"target_modules": ["lm_head", "q_proj"]}),
@@ -131,9 +131,9 @@ def merged() -> Any:
     ],
     ids=["head", "embedding", "dora", "saved", "experts", "merged"],
 )
-def test_what_is_not_split_is_refused(make: Any, told: list[str]) -> None:
-    found = faults(make())
-    for each in told:
+def test_what_is_not_split_is_refused(make: Any, reasons: list[str]) -> None:
+    found = errors_of(make())
+    for each in reasons:
         assert each in found, found
 
 

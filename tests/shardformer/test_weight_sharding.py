@@ -213,7 +213,7 @@ def test_weights_are_gathered_one_layer_ahead_and_gradients_waited_for_one_layer
 
 
 def count() -> tuple[dict[Any, Any], int]:
-    """The traffic of a step on the weight axis, and the elements of all weights that are shared out."""
+    """The traffic of a step on the weight axis, and the elements of all weights that are sharded."""
     mesh = ParallelMesh(wp=dist.get_world_size())
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), nn.Linear(64, 8))
@@ -252,18 +252,18 @@ def test_weights_are_not_sharded_over_two_axes() -> None:
     assert error.startswith("wp_size=3 with tp_size=2: ")
 
 
-def test_models_without_plain_linear_layers_are_told() -> None:
+def test_models_without_plain_linear_layers_are_refused() -> None:
     class Own(nn.Linear):
         pass
 
     model = nn.Sequential(Own(2, 2), nn.LayerNorm(2))
-    (fault,) = weight_model_errors(model, [model[0]])
-    assert "there are none in its 1 layers (of Own)" in fault
+    (error,) = weight_model_errors(model, [model[0]])
+    assert "there are none in its 1 layers (of Own)" in error
     model = make_model()
     assert weight_model_errors(model, list(model)) == []
     model[0].linear.register_forward_hook(lambda *_: None)
-    (fault,) = weight_model_errors(model, list(model))
-    assert fault.startswith("0.linear has hooks")
+    (error,) = weight_model_errors(model, list(model))
+    assert error.startswith("0.linear has hooks")
 
 
 def split_tied() -> None:

@@ -47,13 +47,13 @@ def without_second_row(sums_2N: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.stack([all_reduce(sums_2N[0], group), sums_2N[1]])
 
 
-def first_heads(x: Tensor, dim: int, num_heads: int, held: Sequence[int]) -> Tensor:
-    return x.unflatten(dim, (-1, num_heads)).narrow(dim + 1, 0, len(held)).flatten(dim, dim + 1)
+def first_heads(x: Tensor, dim: int, num_heads: int, local: Sequence[int]) -> Tensor:
+    return x.unflatten(dim, (-1, num_heads)).narrow(dim + 1, 0, len(local)).flatten(dim, dim + 1)
 
 
-def outermost_heads(x: Tensor, dim: int, num_heads: int, held: Sequence[int]) -> Tensor:
+def outermost_heads(x: Tensor, dim: int, num_heads: int, local: Sequence[int]) -> Tensor:
     """The first dimension is taken for heads alone, and not for heads within samples."""
-    return x.chunk(num_heads // len(held), dim)[held[0] // len(held)]
+    return x.chunk(num_heads // len(local), dim)[local[0] // len(local)]
 
 
 class _First:
