@@ -63,7 +63,7 @@ def internevo_file(folder: Path) -> Path:
 
 def test_internevos_configuration_becomes_arguments(tmp_path: Path) -> None:
     assert plugin_arguments(internevo_file(tmp_path)) == {
-        **dict(tp_size=1, pp_size=1, sp_size=2, wp_size=4, wp_overlap=True, wp_memory_pool=True),
+        **dict(tp_size=1, pp_size=1, sp_size=2, wp_size=4, wp_overlap=True),
         **dict(enable_sequence_parallelism=True, sequence_parallelism_mode="all_to_all"),
         **dict(
             zero_stage=1, zero_size=-1, num_microbatches=2, precision="fp32", enable_flash_attention=False
