@@ -9,8 +9,8 @@ and nothing communicates.
 import copy
 import itertools
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from ..cluster.placement import Placement, Shard, placement_of
+from ..cluster.placement import Shard, placement_of
 from ..lazy.tensor import LazyTensor
 from ..pipeline.stage import cut_stages, local_stages, remember_stages
 from ..pipeline.stage_manager import PipelineStageManager
@@ -52,30 +52,13 @@ class StandInGroup:
         return self.num_ranks
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParallelPlan:
-    """Result of a dry run: what becomes of a model.
-
-    Args:
-        modules: the classes of modules that are replaced, by path.
-        placements: how parameters are sharded over the tensor axis, by name; all others are replicated.
-        shapes: of this rank's piece of each parameter, by name, those of all stages.
-        bounds: where the layers of each pipeline stage begin and those of the last one stop; empty for one stage.
-    """
-
-    modules: Mapping[str, str]
-    placements: Mapping[str, Placement]
-    shapes: Mapping[str, torch.Size]
-    bounds: tuple[int, ...]
-
-
-def plan_parallelism(model: nn.Module, policy: Policy, config: ShardConfig) -> ParallelPlan:
-    """Split a copy of a model on the meta device, and return what became of it. Communicates nothing.
+def plan_parallelism(model: nn.Module, policy: Policy, config: ShardConfig) -> nn.Module:
+    """Split a copy of a model on the meta device, as this rank's model is split, and return it. Communicates nothing.
 
     Args:
         model: a whole one, perhaps without memory; it stays as it is.
         policy: what is done to it.
-        config: what is asked for; without groups, as the first rank is split.
+        config: what is asked for; of groups only rank and size are read.
 
     Raises:
         ValueError: the model cannot be split so; all reasons at once.
@@ -94,14 +77,7 @@ def plan_parallelism(model: nn.Module, policy: Policy, config: ShardConfig) -> P
         errors.add("", error)
     split = _split_dry(model, policy, config, errors)
     errors.raise_any()
-    modules = split.named_modules()
-    placements = {name: placement_of(each) for name, each in split.named_parameters()}
-    return ParallelPlan(
-        modules={path: type(each).__name__ for path, each in modules if isinstance(each, ParallelModule)},
-        placements={name: each for name, each in placements.items() if each is not None},
-        shapes={name: each.shape for name, each in split.named_parameters()},
-        bounds=tuple(policy.stage_bounds()) if config.num_stages > 1 else (),
-    )
+    return split
 
 
 def split_errors(
@@ -141,9 +117,6 @@ class ModelSharder:
         policy: what is done to it.
         shard_config: what is asked for.
 
-    Attributes:
-        plan: what becomes of the model.
-
     Raises:
         ValueError: the policy cannot do what is asked; all reasons at once, before anything is changed.
     """
@@ -152,7 +125,7 @@ class ModelSharder:
         self.model = model
         self.policy = policy
         self.shard_config = shard_config
-        self.plan = plan_parallelism(model, policy, shard_config)
+        plan_parallelism(model, policy, shard_config)
         self._last_layer: str | None = None
         self._classes: set[type[nn.Module]] = set()
 
@@ -220,36 +193,20 @@ class ModelSharder:
 
 def _split_dry(model: nn.Module, policy: Policy, config: ShardConfig, errors: Errors) -> nn.Module:
     """A copy of a whole model on the meta device, split but not cut into stages; see [Note: dry run]."""
-    dry_policy, dry_config = copy.copy(policy), _without_groups(config)
-    split = _meta_copy(model)
+    dry_policy, split = copy.copy(policy), _meta_copy(model)
     with errors.at():
         dry_policy.set_model(split)
-        dry_policy.set_shard_config(dry_config)
+        dry_policy.set_shard_config(config)
         dry_policy.errors = errors
         split = dry_policy.preprocess()
         classes = _replace_class(split, dry_policy)
         if not errors.messages():
             with errors.at():
-                _shard_sequences(split, dry_policy, dry_config)
-        marked = _apply_policy(split, dry_policy, dry_config.active_group, classes, errors)
+                _shard_sequences(split, dry_policy, config)
+        marked = _apply_policy(split, dry_policy, config.active_group, classes, errors)
         _report_ties(split, marked, errors)
         split = dry_policy.postprocess()
     return split
-
-
-def _without_groups(config: ShardConfig) -> ShardConfig:
-    """The same config with stand-ins for the groups that layers ask for rank and size."""
-    tensor: Any = config.tensor_parallel_process_group
-    if tensor is not None:
-        tensor = StandInGroup(tensor.rank(), tensor.size())
-    elif config.tensor_parallel_size > 1:
-        tensor = StandInGroup(0, config.tensor_parallel_size)
-    return replace(
-        config,
-        tensor_parallel_process_group=tensor,
-        data_parallel_process_group=None,
-        data_parallel_size=None,  # type: ignore[arg-type]  # a number once constructed
-    )
 
 
 def _meta_copy(model: nn.Module) -> nn.Module:

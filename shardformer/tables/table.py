@@ -4,7 +4,7 @@ All paths but those of embeddings, heads and `stage` are seen from one layer. A 
 error, unless the table says that it may.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,80 +172,50 @@ class Table:
         return tuple(dict.fromkeys((*self.regions, *linear, *inside, *owners)))
 
     def _errors(self) -> list[str]:
-        return [
-            *self._region_errors(),
-            *self._subset_errors(),
-            *self._bias_errors(),
-            *self._optional_errors(),
-            *self._part_errors(),
-        ]
-
-    def _region_errors(self) -> list[str]:
-        """Names that lie inside a region and must not, or the other way round."""
-        inside = (
-            (kind, name)
-            for kind in ("column", "split", "partial", "norms", "whole")
-            for name in getattr(self, kind)
+        """Names in the wrong place, without their counterpart, or that stand for nothing."""
+        columns, subsets = (
+            (*self.column, *self.split),
+            dict[str, tuple[Iterable[str], str, Collection[str]]](),
         )
-        found = [
-            f"{kind} {name!r} lies in none of the regions {list(self.regions)}: its input's gradient would be a part "
-            "on each rank"
-            for kind, name in inside
-            if self.region_of(name) is None
-        ]
-        found += [
-            f"{kind} {name!r} lies in the region {self.region_of(name)!r}, whose activations are split"
-            for kind in ("gathered", "scattered")
-            for name in getattr(self, kind)
-            if self.region_of(name) is not None
-        ]
-        found += [
-            f"region {name!r} is in row: such a layer ends a region, and its input is split already"
-            for name in self.regions
-            if name in self.row
-        ]
-        return found
-
-    def _subset_errors(self) -> list[str]:
-        """Names that another entry of the table must name too, and does not."""
-        subsets = {
-            "fused": (self.fused, "column and split", (*self.column, *self.split)),
-            "key_value": (
-                self.key_value,
-                "column, split and norms",
-                (*self.column, *self.split, *self.norms),
+        subsets["fused"] = (self.fused, "column and split", columns)
+        subsets["key_value"] = (self.key_value, "column, split and norms", (*columns, *self.norms))
+        for kind in ("attention", "joined", "second_input", "by_head", "dropout"):
+            subsets[kind] = (getattr(self, kind), "regions", self.regions)
+        subsets["row of attention"] = (self.attention.values(), "row", self.row)
+        subsets["row of dropout"] = ([each.row for each in self.dropout.values()], "row", self.row)
+        subsets["layer of joined"] = (sum(self.joined.values(), ()), "column", self.column)
+        subsets["divisors"] = (self.divisors, "divide", self.divide)
+        return [
+            *(
+                f"{kind} {name!r} lies in none of the regions {list(self.regions)}: its input's gradient would be a "
+                "part on each rank"
+                for kind in ("column", "split", "partial", "norms", "whole")
+                for name in getattr(self, kind)
+                if self.region_of(name) is None
             ),
-            "attention": (self.attention, "regions", self.regions),
-            "row of attention": (self.attention.values(), "row", self.row),
-            "joined": (self.joined, "regions", self.regions),
-            "layer of joined": (sum(self.joined.values(), ()), "column", self.column),
-            "divisors": (self.divisors, "divide", self.divide),
-            "second_input": (self.second_input, "regions", self.regions),
-            "by_head": (self.by_head, "regions", self.regions),
-            "dropout": (self.dropout, "regions", self.regions),
-            "row of dropout": ([dropout.row for dropout in self.dropout.values()], "row", self.row),
-        }
-        return [
-            f"{kind} {name!r} is not in {of} {list(allowed)}"
-            for kind, (names, of, allowed) in subsets.items()
-            for name in names
-            if name not in allowed
-        ]
-
-    def _bias_errors(self) -> list[str]:
-        """Values per head in the wrong place."""
-        return [
-            f"biases {name!r} lies in the region {self.region_of(name)!r}: put it in split"
-            for name in self.biases
-            if self.region_of(name) is not None
-        ]
-
-    def _optional_errors(self) -> list[str]:
-        """Optional names that stand for nothing."""
-        return [
-            f"optional {path!r} is no module or parameter that the table names, and none of those lies below it"
-            for path in self.optional
-            if not any(is_within(name, path) for name in (*self.modules, *self.split))
+            *(
+                f"{kind} {name!r} lies in the region {self.region_of(name)!r}, whose activations are split"
+                for kind in ("gathered", "scattered", "biases")
+                for name in getattr(self, kind)
+                if self.region_of(name) is not None
+            ),
+            *(
+                f"region {name!r} is in row: such a layer ends a region, and its input is split already"
+                for name in self.regions
+                if name in self.row
+            ),
+            *(
+                f"{kind} {name!r} is not in {of} {list(allowed)}"
+                for kind, (names, of, allowed) in subsets.items()
+                for name in names
+                if name not in allowed
+            ),
+            *(
+                f"optional {path!r} is no module or parameter that the table names, and none of those lies below it"
+                for path in self.optional
+                if not any(is_within(name, path) for name in (*self.modules, *self.split))
+            ),
+            *self._part_errors(),
         ]
 
     def _part_errors(self) -> list[str]:
