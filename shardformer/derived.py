@@ -189,9 +189,9 @@ def _sorted(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Module]
     stack, errors = f"{plain.stage.layers}.*.", list[str]()
     fields: dict[str, list[str]] = {}
     split, fused = dict[str, int](), dict[str, int]()
-    held: dict[str, nn.Module | Parameter] = {}
+    parts: dict[str, nn.Module | Parameter] = {}
     for layer in layers:
-        held |= {**dict(layer.named_modules()), **dict(layer.named_parameters())}
+        parts |= {**dict(layer.named_modules()), **dict(layer.named_parameters())}
     for path, style in splits.items():
         if style in _IGNORED:
             continue
@@ -200,8 +200,8 @@ def _sorted(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Module]
                 errors.append(f"transformers' plan splits {path} ({style!r}), which is no layer")
             continue
         pattern = re.compile(r"\d+".join(map(re.escape, path.removeprefix(stack).split("*"))))
-        for name in filter(pattern.fullmatch, held):
-            thing, (dim, least) = held[name], _OF_PARAMETERS.get(style, (0, 0))
+        for name in filter(pattern.fullmatch, parts):
+            thing, (dim, least) = parts[name], _OF_PARAMETERS.get(style, (0, 0))
             if isinstance(thing, Parameter) and dim and thing.ndim >= least:
                 split[name] = max(thing.ndim + dim, 0)
             elif isinstance(thing, nn.Module) and style in _OF_MODULES:

@@ -176,11 +176,11 @@ class Policy(ABC):
         if plan is None or manager is None:
             return [self.model]
         bounds = self.stage_bounds()
-        held = {layer for stage in manager.stages for layer in range(bounds[stage], bounds[stage + 1])}
+        local = {layer for stage in manager.stages for layer in range(bounds[stage], bounds[stage + 1])}
         paths: list[str] = []
         for stack in plan.stacks(self.model):
-            paths += stack.plan.before if stack.first in held else ()
-            paths += [path for layer, path in enumerate(stack.paths, stack.first) if layer in held]
+            paths += stack.plan.before if stack.first in local else ()
+            paths += [path for layer, path in enumerate(stack.paths, stack.first) if layer in local]
         return [self.model.get_submodule(path) for path in dict.fromkeys(paths)]
 
     def get_shared_params(self) -> list[dict[int, Tensor]]:
@@ -192,4 +192,4 @@ class Policy(ABC):
         stages: dict[Tensor, set[int]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             stages.setdefault(parameter, set()).update(plan.stages_of(self.model, name, bounds))
-        return [dict.fromkeys(sorted(held), tensor) for tensor, held in stages.items() if len(held) > 1]
+        return [dict.fromkeys(sorted(local), tensor) for tensor, local in stages.items() if len(local) > 1]

@@ -363,14 +363,14 @@ def _report_ties(model: nn.Module, marked: set[nn.Module], errors: Errors) -> No
     for path, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             holders.setdefault(parameter, []).append((path, module))
-    for parameter, held in holders.items():
+    for parameter, sharers in holders.items():
         whole = [
             path
-            for path, module in held
+            for path, module in sharers
             if isinstance(module, (nn.Linear, nn.Embedding, Conv1D)) and module not in marked
         ]
         if isinstance(placement_of(parameter), Shard):
-            split = next((path for path, _ in held if path not in whole), "another")
+            split = next((path for path, _ in sharers if path not in whole), "another")
             for path in whole:
                 errors.add(
                     path,

@@ -261,13 +261,13 @@ class TablePolicy(Policy):
     def _stages_part(self) -> PartStages:
         """The part whose layers a pipeline cuts: the first of the table's that this class of model has."""
         assert not isinstance(self.table.stage, StagePlan)
-        held = next((each for each in self.table.stage if self._from_model(each.part) in self._parts), None)
-        if held is None:
+        found = next((each for each in self.table.stage if self._from_model(each.part) in self._parts), None)
+        if found is None:
             raise ValueError(
                 f"this {type(self.model).__name__} has none of the parts {[each.part for each in self.table.stage]}, "
                 "whose layers a pipeline cuts: use a class that has one, or a policy of your own (custom_policy=...)"
             )
-        return held
+        return found
 
     def _tensor_errors(self) -> list[str]:
         """The table's own reasons, and those of the parts."""

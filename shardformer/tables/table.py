@@ -295,8 +295,8 @@ def present(root: nn.Module, names: Iterable[str]) -> list[str]:
 
 def active_regions(layer: nn.Module, table: Table) -> list[str]:
     """The regions that a layer has: something of what it holds is split, and lies in no region further in."""
-    held = {*dict(layer.named_modules()), *dict(layer.named_parameters())}
-    named = (name for name in (*table.column, *table.row, *table.split) if name in held)
+    parts = {*dict(layer.named_modules()), *dict(layer.named_parameters())}
+    named = (name for name in (*table.column, *table.row, *table.split) if name in parts)
     found = {table.region_of(name) for name in named}
     return [region for region in table.regions if region in found]
 

@@ -128,8 +128,8 @@ def train_with_flash_attn(choice: ModelChoice, layout: Layout) -> tuple[str | No
 def test_a_model_whose_mask_would_be_lost_is_refused(choice: ModelChoice, words: str) -> None:
     model = choice.build_on_meta()
     found = attention_errors(model, FLASH_ATTENTION_2, "enable_flash_attention")
-    assert any(words in fault and "leave enable_flash_attention out" in fault for fault in found)
-    assert not any(words in fault for fault in attention_errors(model, SDPA, "enable_flash_attention"))
+    assert any(words in error and "leave enable_flash_attention out" in error for error in found)
+    assert not any(words in error for error in attention_errors(model, SDPA, "enable_flash_attention"))
 
 
 @pytest.mark.parametrize("model_type", ["bart", "gemma3", "gpt_neo"])

@@ -39,8 +39,8 @@ def test_a_class_without_a_part_that_a_pipeline_cuts_is_refused() -> None:
     with torch.device("meta"):
         model = transformers.Blip2TextModelWithProjection(BLIP2.config())
     del model.qformer
-    (fault,) = split_errors(model, policy_for(model), tp_size=2)
-    assert "has none of the parts ['language_model', 'vision_model', 'qformer']" in fault
+    (error,) = split_errors(model, policy_for(model), tp_size=2)
+    assert "has none of the parts ['language_model', 'vision_model', 'qformer']" in error
 
 
 def test_what_stands_around_the_layers_is_on_every_stage_and_counted_on_each() -> None:

@@ -187,8 +187,8 @@ def require_equal_on_ranks(tensor: Tensor, what: str) -> None:
     """
     allowed = 1e-6 * tensor.abs().max()
     for rank, piece in enumerate(pieces(tensor)):
-        told = f"{what} of rank {rank} is not that of rank {dist.get_rank()}"
-        assert bool(((piece - tensor).abs() <= allowed).all()), told
+        message = f"{what} of rank {rank} is not that of rank {dist.get_rank()}"
+        assert bool(((piece - tensor).abs() <= allowed).all()), message
 
 
 def whole_of(parameter: Parameter, *, gradient: bool, name: str = "") -> Tensor:

@@ -63,7 +63,7 @@ def test_the_first_layers_of_each_stage_run_twice(config: dict[str, Any], runs: 
 
 
 @pytest.mark.parametrize(
-    "config, fault",
+    "config, error",
     [
         ({}, "neither is given"),
         ({"gradient_checkpointing_ratio": 0.5, "num_ckpt_layers_per_stage": [1, 1]}, "both are given"),
@@ -77,13 +77,13 @@ def test_the_first_layers_of_each_stage_run_twice(config: dict[str, Any], runs: 
         ({"num_ckpt_layers_per_stage": 3}, "must be a list"),
     ],
 )
-def test_bad_settings_are_told(config: dict[str, Any], fault: str) -> None:
+def test_bad_settings_are_reported(config: dict[str, Any], error: str) -> None:
     (found,) = PipelineGradientCheckpointConfig(**config).errors(2)
-    with pytest.raises(ValueError, match=fault):
+    with pytest.raises(ValueError, match=error):
         raise ValueError(found)
 
 
-def test_what_the_model_cannot_do_is_told() -> None:
+def test_what_the_model_cannot_do_is_reported() -> None:
     config = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[3, 1])
     layers = recomputable_layers(small_llama(4))
     (found,) = recompute_errors({0: layers[:2], 1: layers[2:]}, config)

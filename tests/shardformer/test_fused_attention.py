@@ -177,8 +177,8 @@ def test_attention_that_was_chosen_when_a_model_was_built_is_not_taken_for_anoth
 
 
 def test_a_model_that_is_not_transformers_is_refused() -> None:
-    (fault,) = attention_errors(nn.Sequential(nn.Linear(2, 2)), SDPA, "enable_flash_attention")
-    assert "Sequential is no model of transformers" in fault
+    (error,) = attention_errors(nn.Sequential(nn.Linear(2, 2)), SDPA, "enable_flash_attention")
+    assert "Sequential is no model of transformers" in error
 
 
 @PARTS
@@ -197,7 +197,7 @@ def test_every_part_is_set() -> None:
     assert {part.config._attn_implementation for part in parts} == {"sdpa"}
 
 
-def test_what_is_missing_is_named_at_once_with_all_other_faults() -> None:
+def test_what_is_missing_is_named_at_once_with_all_other_errors() -> None:
     both = FusedKernels(flash_attention=True, xformers=True)
     found = "\n".join(both.errors(CUDA, torch.float32))
     assert all(words in found for words in ("ask for one of them", "package flash-attn", "in 16 bits alone"))
@@ -206,8 +206,8 @@ def test_what_is_missing_is_named_at_once_with_all_other_faults() -> None:
     with installed(xformers__ops={}, flash_attn={}):
         assert FusedKernels(flash_attention=True).errors(CUDA, torch.bfloat16) == []
         assert FusedKernels(xformers=True).errors(CUDA, torch.float32) == []
-        (fault,) = FusedKernels(xformers=True).errors(CPU, torch.float32)
-        assert "computes on cuda and not on cpu" in fault
+        (error,) = FusedKernels(xformers=True).errors(CPU, torch.float32)
+        assert "computes on cuda and not on cpu" in error
     assert FusedKernels(flash_attention=True).errors(CPU, torch.float32) == []
 
 

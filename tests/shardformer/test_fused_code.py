@@ -133,8 +133,8 @@ def test_weight_gradients_are_still_held_back() -> None:
     assert compile_elementwise(model)
     weights = {"mlp.first.weight", "mlp.second.weight", "output.dense.weight"}
     with store.deferring((0, 0)):
-        held = train(model)
-    assert expected.keys() - held.keys() == weights  # the biases have theirs
+        local = train(model)
+    assert expected.keys() - local.keys() == weights  # the biases have theirs
     store.compute((0, 0))
     for name, each in model.named_parameters():
         torch.testing.assert_close(each.grad, expected[name], rtol=1e-5, atol=1e-6)

@@ -119,7 +119,7 @@ def test_a_norm_computes_by_a_kernel_what_it_did(kind: type[Norm], dtype: torch.
     ids=lambda build: getattr(build, "__name__", "?"),
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_computes_otherwise_stays_and_is_told(
+def test_what_computes_otherwise_stays_and_is_reported(
     build: Any, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     norm = build().to(dtype)

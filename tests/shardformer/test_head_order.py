@@ -48,7 +48,7 @@ def test_every_query_head_is_held_once_beside_its_own_key(query: int, key_value:
         """The heads of a rank, counted from 1; 0 for one of zeros."""
         return cut.shard(size=ranks, dim=0).local(torch.arange(1, count + 1), rank).tolist()
 
-    held = []
+    local = []
     for rank in range(ranks):
         own_keys = number(keys, key_value, rank)
         own = number(queries, query, rank)
@@ -57,9 +57,9 @@ def test_every_query_head_is_held_once_beside_its_own_key(query: int, key_value:
         for place, head in enumerate(own):
             if head:
                 assert own_keys[place // per_key] - 1 == (head - 1) // heads.group
-        held += [head for head in own if head]
+        local += [head for head in own if head]
         assert heads.local_to(rank) == [max(head - 1, 0) for head in own]
-    assert held == list(range(1, query + 1))
+    assert local == list(range(1, query + 1))
 
 
 def test_each_block_of_a_fused_projection_is_padded() -> None:

@@ -130,8 +130,8 @@ def test_a_model_of_any_kind_is_cut_as_its_policy_says() -> None:
         policy = TowerPolicy()
         policy.set_model(model)
         policy.set_shard_config(ShardConfig(pipeline_stage_manager=manager))
-        held = policy.get_held_layers()
-        assert [type(module).__name__ for module in held] == (
+        local = policy.get_held_layers()
+        assert [type(module).__name__ for module in local] == (
             ["Linear", "Block", "Block"] if index == 0 else ["Block"]
         )
         names += [name for name, _ in model.named_parameters()]

@@ -74,8 +74,8 @@ def split_and_whole(choice: ModelChoice) -> tuple[nn.Module, nn.Module]:
 def generate(name: str) -> None:
     choice = CHOICES[name]
     split, model = (each.eval() for each in split_and_whole(choice))
-    for told, how in HOW.items():
-        with named(told):
+    for way, how in HOW.items():
+        with named(way):
             tokens, logits = answers(choice, model, how)
             found_tokens, found_logits = answers(choice, split, how)
             assert logits.shape[0] == NUM_TOKENS
@@ -109,7 +109,7 @@ def test_an_evaluation_has_the_whole_models_loss_and_logits(pool: Pool, name: st
 
 
 def draw_apart() -> None:
-    """Ranks that draw other tokens are told, instead of answering with a mixture."""
+    """Ranks that draw other tokens raise an error, instead of answering with a mixture."""
     choice = CHOICES["llama"]
     split, _ = (each.eval() for each in split_and_whole(choice))
     rank = split.lm_head.group.rank()  # type: ignore[union-attr, operator]

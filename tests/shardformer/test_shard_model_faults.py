@@ -93,7 +93,7 @@ def refuse_different_replicas() -> None:
         formed(data_parallel_size=2).shard_model(model)
 
 
-def test_different_models_of_one_replica_are_told_on_the_others_too(pool: Pool) -> None:
+def test_different_models_of_one_replica_are_reported_on_the_others_too(pool: Pool) -> None:
     pool.run(4, refuse_different_replicas)
 
 
@@ -149,8 +149,8 @@ def refuse_one_group_as_two_axes() -> None:
 
 def refuse_what_one_rank_alone_has_wrong() -> None:
     settings = {"intermediate_size": 25} if dist.get_rank() == 1 else {}
-    told = "25 entries" if settings else "another rank found errors"
-    with pytest.raises(ValueError, match=told):
+    words = "25 entries" if settings else "another rank found errors"
+    with pytest.raises(ValueError, match=words):
         formed().shard_model(build("LlamaForCausalLM", **settings))
 
 
@@ -186,7 +186,7 @@ PAIR: Any = Group(2)
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "words"),
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be a whole number of at least 1"),
         ({"make_vocab_size_divisible_by": 0}, "make_vocab_size_divisible_by=0 must be a whole number of at"),
@@ -217,10 +217,10 @@ PAIR: Any = Group(2)
         ),
     ],
 )
-def test_a_config_that_contradicts_itself_is_refused(settings: dict[str, Any], told: str) -> None:
+def test_a_config_that_contradicts_itself_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError) as raised:
         ShardConfig(**settings)
-    assert told in str(raised.value)
+    assert words in str(raised.value)
 
 
 def test_sizes_and_outputs_of_a_config_follow_from_what_is_given() -> None:

@@ -76,17 +76,17 @@ def test_every_parameter_is_on_one_stage_under_its_own_name_and_a_tied_one_on_tw
 ) -> None:
     model = build(name, num_hidden_layers=5, tie_word_embeddings=tied, **CASES[name])
     shapes = {key: parameter.shape for key, parameter in model.named_parameters(remove_duplicate=False)}
-    bounds, held = [0, 1, 3, 5], []
+    bounds, local = [0, 1, 3, 5], []
     for stage in range(3):
         part, shared = cut(deepcopy(model), stage, bounds)
-        held.append(dict(part.named_parameters(remove_duplicate=False)))
-        assert {key: parameter.shape for key, parameter in held[-1].items()}.items() <= shapes.items()
+        local.append(dict(part.named_parameters(remove_duplicate=False)))
+        assert {key: parameter.shape for key, parameter in local[-1].items()}.items() <= shapes.items()
         is_tied = tied and name != "BertForSequenceClassification"
         assert [sorted(one) for one in shared] == ([[0, 2]] if is_tied else [])
         for one in shared:
             (tensor,) = {id(tensor): tensor for tensor in one.values()}.values()
             assert (stage in one) == any(tensor is parameter for parameter in part.parameters())
-    listed = [key for each in held for key in each]
+    listed = [key for each in local for key in each]
     assert sorted(listed) == sorted(shapes), "a parameter is missing or doubled"
 
 
@@ -95,13 +95,13 @@ def test_a_rank_of_several_stages_holds_each_parameter_once_and_knows_all_ties(n
     model = build(name, num_hidden_layers=4, tie_word_embeddings=True)
     names = sorted(key for key, _ in model.named_parameters(remove_duplicate=False))
     for placement in ((0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 0, 0)):
-        held = []
+        local = []
         for rank in range(max(placement) + 1):
             part, shared = cut(deepcopy(model), rank, [0, 1, 2, 3, 4], placement)
             assert [sorted(one) for one in shared] == [[0, 3]]
-            held += [key for key, _ in part.named_parameters(remove_duplicate=False)]
+            local += [key for key, _ in part.named_parameters(remove_duplicate=False)]
             assert tuple(local_stages(part)) == manager_alone(rank, [0, 1, 2, 3, 4], placement).stages
-        assert sorted(held) == names
+        assert sorted(local) == names
 
 
 def test_get_held_layers_are_those_of_the_stage() -> None:
@@ -110,9 +110,9 @@ def test_get_held_layers_are_those_of_the_stage() -> None:
         policy: Any = policy_for(model)
         policy.set_model(model)
         policy.set_shard_config(ShardConfig(pipeline_stage_manager=manager_alone(stage, [0, 1, 4])))
-        held = [type(module).__name__ for module in policy.get_held_layers()]
-        assert held[:1] == (["Embedding"] if stage == 0 else ["LlamaDecoderLayer"])
-        assert [name for name in held if name == "LlamaDecoderLayer"] == expected
+        local = [type(module).__name__ for module in policy.get_held_layers()]
+        assert local[:1] == (["Embedding"] if stage == 0 else ["LlamaDecoderLayer"])
+        assert [name for name in local if name == "LlamaDecoderLayer"] == expected
 
 
 def test_a_ranks_stages_are_read_from_the_placement() -> None:
@@ -210,11 +210,11 @@ def test_a_module_that_other_stages_borrow_is_replaced_once_for_all_of_them(
 def test_what_no_stage_of_a_rank_holds_has_no_memory() -> None:
     model = ModelChoice(model_type="t5", tied=True).build()
     part, _ = cut(model, 1, [0, 1, 3, 5, 8], (0, 1, 2, 1))
-    held = {id(parameter) for parameter in part.parameters()}
+    local = {id(parameter) for parameter in part.parameters()}
     natives = [module.native for module in part.modules() if isinstance(module, StandIn)]
     parameters = [parameter for native in natives for parameter in native.parameters()]
     assert parameters
-    assert all(parameter.is_meta or id(parameter) in held for parameter in parameters)
+    assert all(parameter.is_meta or id(parameter) in local for parameter in parameters)
     assert not any(parameter.is_meta for parameter in part.parameters())
 
 

@@ -19,7 +19,7 @@ class Distilled(VisionTransformer):
     """Made from the one that is registered, as timm's DeiT is."""
 
 
-def faults(model: nn.Module, *, tp_size: int = 1, num_stages: int = 1) -> list[str]:
+def errors(model: nn.Module, *, tp_size: int = 1, num_stages: int = 1) -> list[str]:
     return split_errors(model, policy_for(model), tp_size=tp_size, num_stages=num_stages)
 
 
@@ -32,14 +32,14 @@ def test_a_class_made_from_a_registered_one_has_its_table_and_another_has_none()
 
 def test_heads_that_do_not_divide_are_padded() -> None:
     model = build_timm(num_heads=4)
-    assert faults(model, tp_size=8) == faults(model, tp_size=2, num_stages=3) == []
+    assert errors(model, tp_size=8) == errors(model, tp_size=2, num_stages=3) == []
 
 
-def test_an_attribute_that_a_layer_lacks_is_told() -> None:
+def test_an_attribute_that_a_layer_lacks_is_reported() -> None:
     model = build_timm()
     del model.blocks[1].attn.attn_dim
-    (told,) = faults(model, tp_size=2)
-    assert "blocks.1: the table names 'attn.attn_dim' in a layer, which has no attribute" in told
+    (found,) = errors(model, tp_size=2)
+    assert "blocks.1: the table names 'attn.attn_dim' in a layer, which has no attribute" in found
 
 
 def registered_parity(choice: ModelChoice, layout: Layout) -> Report:
