@@ -1,4 +1,4 @@
-"""What one process says and does for all. Groups and sizes are mesh.py."""
+"""The coordinator of a script's processes, under ColossalAI's name: who is master, who goes first."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -38,15 +38,15 @@ class DistCoordinator:
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     def is_master(self, process_group: dist.ProcessGroup | None = None) -> bool:
-        """Whether this is the first rank of the group; None is the world."""
+        """Return True if this is the first rank of the group; None is the world."""
         return dist.get_rank(process_group) == 0
 
     def is_node_master(self) -> bool:
-        """Whether this is the first process of its node."""
+        """Return True if this is the first process of its node."""
         return self.local_rank == 0
 
     def is_last_process(self, process_group: dist.ProcessGroup | None = None) -> bool:
-        """Whether this is the last rank of the group; None is the world."""
+        """Return True if this is the last rank of the group; None is the world."""
         return dist.get_rank(process_group) == dist.get_world_size(process_group) - 1
 
     def print_on_master(self, msg: str, process_group: dist.ProcessGroup | None = None) -> None:

@@ -52,14 +52,14 @@ class UnmatchedCall(RankFailure):
 
 
 def is_broken(error: BaseException) -> bool:
-    """Whether an error says that another rank went away, or that the backend failed."""
+    """Return True if an error says that another rank went away, or that the backend failed."""
     if isinstance(error, dist.DistNetworkError | dist.DistBackendError | ConnectionError):
         return True
     return isinstance(error, RuntimeError) and BROKEN.search(str(error)) is not None
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether an error says that another rank did not come."""
+    """Return True if an error says that another rank did not come."""
     return isinstance(error, RuntimeError) and TIMED_OUT.search(str(error)) is not None
 
 

@@ -33,6 +33,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -43,7 +44,6 @@ from .heartbeats import (
     Board,
     Event,
     Heartbeat,
-    Vain,
     absent_ranks,
     default_store,
     default_timeout,
@@ -63,11 +63,33 @@ NEWS_SECONDS = SILENT_SECONDS + 4 * INTERVAL_SECONDS
 BRIEF_SECONDS = 4 * INTERVAL_SECONDS
 
 
+@dataclass(kw_only=True, eq=False)
+class _Call:
+    """The watched call that a thread is in, and what the watch has found out about it.
+
+    Args:
+        thread_id: of the thread.
+        entered: when it began.
+        is_reported: whether its error is printed or raised.
+        is_announced: whether a line says for whom it waits.
+        suspect: a rank that may never meet it, and where that was.
+        vain, since: the error of a call that cannot end, and when it was found.
+    """
+
+    thread_id: int
+    entered: float
+    is_reported: bool = False
+    is_announced: bool = False
+    suspect: tuple[Any, ...] = ()
+    vain: RankFailure | None = None
+    since: float = 0.0
+
+
 class _Watch:
     """The thread of one process for one life of the default process group.
 
     Args:
-        store: the store of the group. Its identity tells whether the group is still the same one.
+        store: the store of the group. Another one means another group.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -80,20 +102,12 @@ class _Watch:
         self._events: list[Event] = []
         self._store_is_lost = False
         self._stop = threading.Event()
-        self._action: str | None = None
-        self._entered = 0.0
-        self._told = self._is_announced = False
+        self._here = Heartbeat(beat=0, action=None, calls=0)
+        self._call: _Call | None = None
         self._has_failed = False
+        self._own_errors = self._meetings = 0
         self._looked_after: tuple[int, Heartbeat | None, float] | None = None
-        self._world = ",".join(map(str, range(self.world_size)))
-        self._group = ""
-        self._thread_id = 0
-        self._joined: dict[str, int] = {}
-        self._recent: dict[str, list[str]] = {}
-        self._calls = self._errors = self._own_errors = self._meetings = 0
         self._looked = 0.0
-        self._suspect: tuple[Any, ...] = ()
-        self._in_vain: Vain | None = None
         self._given_up = ""
         self._board.show(self._heartbeat())
         self._thread = threading.Thread(target=self._run, name="echelon watch", daemon=True)
@@ -101,7 +115,7 @@ class _Watch:
 
     def enter(self, action: str, ranks: Sequence[int] | None) -> bool:
         """Note that a watched call begins. Return False inside of another one, which does the naming."""
-        if self._action is not None:
+        if self._call is not None:
             return False
         if self._given_up:
             raise RuntimeError(
@@ -111,33 +125,30 @@ class _Watch:
         if self._has_failed:  # the error was handled: this rank takes part again
             self._has_failed = False
             self._post("recovered")
-        self._calls += 1
-        self._entered = time.monotonic()
-        self._told = self._is_announced = False
-        self._in_vain, self._suspect = None, ()
-        own_group = () if ranks is None or len(ranks) == 1 else ranks
-        self._group = self._world if ranks is None else ",".join(map(str, own_group))
-        self._thread_id = threading.get_ident()
-        if self._group:
-            self._joined[self._group] = self._joined.get(self._group, 0) + 1
-            self._recent[self._group] = [*self._recent.get(self._group, []), action][-KEPT:]
-        self._action = action
+        here, ranks = self._here, range(self.world_size) if ranks is None else ranks
+        here.calls += 1
+        here.group = ",".join(map(str, ranks)) if len(ranks) > 1 else ""
+        if here.group:
+            here.joined[here.group] = here.joined.get(here.group, 0) + 1
+            here.recent[here.group] = [*here.recent.get(here.group, []), action][-KEPT:]
+        here.action = action
+        self._call = _Call(thread_id=threading.get_ident(), entered=time.monotonic())
         return True
 
     def rename(self, action: str) -> None:
         """Give the watched call another name: ranks that make it under the first one never meet this one."""
-        self._action = action
-        if self._group:
-            self._recent[self._group][-1] = action
+        self._here.action = action
+        if self._here.group:
+            self._here.recent[self._here.group][-1] = action
 
     def leave(self) -> None:
         """Note that the watched call has ended."""
-        self._action = None
+        self._call = self._here.action = None
 
     def fail(self, error: BaseException) -> None:
-        """Tell all ranks that this one raised."""
+        """Report to all ranks that this one raised."""
         self._has_failed = True
-        self._errors += 1
+        self._here.errors += 1
         text = f"{type(error).__name__}: {error}".removesuffix(": ")
         is_consequence = isinstance(error, RankFailure) and not isinstance(error, UnmatchedCall)
         self._own_errors += not is_consequence
@@ -146,24 +157,25 @@ class _Watch:
     @property
     def action(self) -> str | None:
         """The watched call that this thread is in."""
-        return self._action if threading.get_ident() == self._thread_id else None
+        return None if self._own_call() is None else self._here.action
 
     def meet(self) -> None:
         """Wait until all ranks are here, by the store alone: no message of training can be taken for another."""
-        start, meeting = time.monotonic(), self._meetings
+        start, meeting, call = time.monotonic(), self._meetings, self._own_call()
         self._board.arrive(meeting, self.world_size)
         while not self._board.has_met(meeting):
             waited = time.monotonic() - start
             time.sleep(_POLL_SECONDS if waited > 1 else _POLL_SECONDS / 20)
-            error = self._error_of_call()
+            error = None if call is None else call.vain
             if error is None and waited > default_timeout().total_seconds():
-                error = self._waited_in_vain(self._action or "")
+                error = self._waited_in_vain(self._here.action or "")
             if error is not None:
                 self._board.withdraw(meeting)
                 self._forget_call()
-                self._in_vain = (
-                    None  # its traceback would keep process groups, whose connections free other ranks
-                )
+                if call is not None:
+                    call.vain = (
+                        None  # its traceback would keep process groups, whose connections free other ranks
+                    )
                 raise error
         self._meetings += 1
         if self.rank == 0 and meeting > 0:
@@ -171,28 +183,31 @@ class _Watch:
 
     def _forget_call(self) -> None:
         """Number the calls as if this one had not been made: nothing was sent in it."""
-        if self._group:
-            self._joined[self._group] -= 1
-            self._recent[self._group] = self._recent[self._group][:-1]
-        self._errors -= 1  # of the error that follows
+        here = self._here
+        if here.group:
+            here.joined[here.group] -= 1
+            here.recent[here.group] = here.recent[here.group][:-1]
+        here.errors -= 1  # of the error that follows
 
     def raise_if_in_vain(self) -> None:
         """Raise the error of a call that others never make; what was sent in it makes all later ones wrong."""
-        error, vain = self._error_of_call(), self._in_vain
+        call = self._own_call()
+        if call is None or (error := call.vain) is None:
+            return
         # Where the other rank meets first (see `meet`), it may handle its error, and come.
-        if error is not None and vain is not None and time.monotonic() - vain.since > BRIEF_SECONDS:
-            self._given_up = str(error)
-            self._in_vain = None  # see `meet`
+        if time.monotonic() - call.since > BRIEF_SECONDS:
+            self._given_up, call.vain = str(error), None  # see `meet`
             raise error
 
-    def _error_of_call(self) -> RankFailure | None:
-        vain, is_own = self._in_vain, threading.get_ident() == self._thread_id
-        return vain.error if vain is not None and is_own and vain.call == self._calls else None
+    def _own_call(self) -> _Call | None:
+        call = self._call
+        return call if call is not None and call.thread_id == threading.get_ident() else None
 
     def explain(self, error: BaseException, action: str) -> RankFailure | None:
-        """What is behind a broken connection or a timeout; waits for the news. None if no one knows."""
+        """The cause of a broken connection or a timeout, None if it is unknown; waits for the news."""
         start = time.monotonic()
-        self._told = True
+        if self._call is not None:
+            self._call.is_reported = True
         while True:
             self._read()
             cause = self._cause()
@@ -225,14 +240,14 @@ class _Watch:
         self._store_is_lost = True
 
     def _heartbeat(self) -> Heartbeat:
-        return Heartbeat(
+        """Where the main thread stands; it goes on meanwhile."""
+        here = self._here
+        return replace(
+            here,
             beat=time.monotonic_ns(),
-            action=self._action,
-            calls=self._calls,
-            group=self._group if self._action is not None else "",
-            joined=dict(self._joined),
-            recent=dict(self._recent),
-            errors=self._errors,
+            group="" if here.action is None else here.group,
+            joined=dict(here.joined),
+            recent=dict(here.recent),
         )
 
     def _read(self) -> None:
@@ -264,42 +279,45 @@ class _Watch:
 
     def _look_for_absent(self) -> None:
         """See [Note: a call that others do not make]."""
-        now, own, waited = time.monotonic(), self._heartbeat(), time.monotonic() - self._entered
+        call, own, now = self._call, self._heartbeat(), time.monotonic()
         pause = LOOK_SECONDS * max(1.0, self.world_size / 64)
-        if not own.group or waited < LOOK_SECONDS or now - self._looked < pause:
+        if call is None or not own.group or now - call.entered < LOOK_SECONDS or now - self._looked < pause:
             return
         self._looked = now
         beats = {**self._board.beats(members(own.group)), self.rank: own}
         absent = absent_ranks(self.rank, beats)
-        if absent and waited > WAITING_SECONDS and not self._is_announced:
-            self._is_announced = True
+        if absent and now - call.entered > WAITING_SECONDS and not call.is_announced:
+            call.is_announced = True
             if self.rank == min(set(members(own.group)) - set(absent)):
-                here = f"rank {self.rank} has waited {waited:.0f} s in {own.action} (call {own.calls})"
+                here = f"rank {self.rank} has waited {now - call.entered:.0f} s in {own.action} (call {own.calls})"
                 _say(f"{here} for ranks that have not come: {places(absent, beats)}")
         sure = [rank for rank in absent if (beat := beats[rank]) is None or beat.errors == own.errors]
-        error = self._absence(own, absent, sure) or self._mismatch(own, beats)
-        if error is None or self._in_vain is None or self._in_vain.call != own.calls:
-            self._in_vain = None if error is None else Vain(call=own.calls, error=error, since=now)
+        error = self._absence(call, own, absent, sure) or self._mismatch(call, own, beats)
+        if error is None or call.vain is None:
+            call.vain, call.since = error, now
 
-    def _absence(self, own: Heartbeat, absent: Sequence[int], sure: Sequence[int]) -> RankFailure | None:
+    def _absence(
+        self, call: _Call, own: Heartbeat, absent: Sequence[int], sure: Sequence[int]
+    ) -> RankFailure | None:
         """The error of a call that a rank cannot come to any more; `sure` are those whose calls have our numbers."""
         for event in self._standing():
             if event.rank not in (sure if event.kind == "left" else absent) or event.kind == "silent":
                 continue
-            # Who failed may have handled it, and come yet; connections that close tell of it sooner.
+            # Who failed may have handled it, and come yet; connections that close report it sooner.
             is_over = event.kind in ("left", "gone") or self._board.is_gone(event.rank)
-            waited = time.monotonic() - max(self._entered, event.heard)
+            waited = time.monotonic() - max(call.entered, event.heard)
             if is_over or (self._is_certain(event) and waited > STUCK_SECONDS / 2):
                 return self._failure(own.action or "", event=event)
         return None
 
-    def _mismatch(self, own: Heartbeat, beats: Mapping[int, Heartbeat | None]) -> RankFailure | None:
+    def _mismatch(
+        self, call: _Call, own: Heartbeat, beats: Mapping[int, Heartbeat | None]
+    ) -> RankFailure | None:
         """The error of a call that a rank never makes, once two looks have found both where they were."""
         other = never_meeting(self.rank, beats)
         beat = None if other is None else beats[other]
-        before = self._suspect
-        self._suspect = () if beat is None else (own.calls, other, beat.calls, beat.action)
-        if beat is None or self._suspect != before:
+        before, call.suspect = call.suspect, () if beat is None else (other, beat.calls, beat.action)
+        if beat is None or call.suspect != before:
             return None
         return UnmatchedCall(
             f"rank {self.rank} is in {own.action} (call {own.calls}) and rank {other} {beat}, and each waits for "
@@ -309,25 +327,24 @@ class _Watch:
 
     def _end_if_stuck(self) -> None:
         """See [Note: end of a stuck process]. Silence is not certain, and who left may have done its work."""
-        action, cause, vain = self._action, self._cause(), self._in_vain
-        if action is None:
+        call, cause, now, patience = self._call, self._cause(), time.monotonic(), STUCK_SECONDS
+        if call is None:
             return
-        now, patience = time.monotonic(), STUCK_SECONDS
         if cause is not None and self._is_certain(cause):
-            error, since = self._failure(action), max(self._entered, cause.heard)
-        elif vain is not None and vain.call == self._calls and now - vain.since > BRIEF_SECONDS:
-            error, since = vain.error, vain.since
+            error, since = self._failure(self._here.action or ""), max(call.entered, cause.heard)
+        elif call.vain is not None and now - call.since > BRIEF_SECONDS:
+            error, since = call.vain, call.since
             patience += (
                 self.rank * 4 * INTERVAL_SECONDS
             )  # one ends, and its connections with it, which frees others
         else:
             return
-        if not self._told:
-            self._told = True
+        if not call.is_reported:
+            call.is_reported = True
             _say(str(error))
         if now - since > patience:
-            if vain is not None:
-                self.fail(vain.error)
+            if call.vain is not None:
+                self.fail(call.vain)
             _say(f"rank {self.rank} could not be freed and ends here")
             with suppress(OSError, ValueError):  # a standard error that is closed, or is no file
                 faulthandler.dump_traceback(file=sys.stderr)
@@ -350,7 +367,7 @@ class _Watch:
             self._post("left")
 
     def _post(self, kind: str, text: str = "", *, consequence: bool = False) -> None:
-        with suppress(RuntimeError):  # without a store there is nobody to tell
+        with suppress(RuntimeError):  # without a store nobody reads it
             self._board.post(
                 Event(rank=self.rank, kind=kind, text=text, consequence=consequence, errors=self._own_errors)
             )
@@ -396,7 +413,7 @@ class _Watch:
     def _waited_in_vain(self, action: str) -> RankFailure:
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         return RankFailure(
-            f"rank {self.rank} waited in vain in {action} (call {self._calls}) and no rank has failed: "
+            f"rank {self.rank} waited in vain in {action} (call {self._here.calls}) and no rank has failed: "
             f"{places(others, self._board.beats(others))}"
         )
 
@@ -421,7 +438,7 @@ def start_watch() -> None:
 
 
 def stop_watch() -> None:
-    """End the watch and tell the others that this rank leaves. Ends by itself when the group is destroyed."""
+    """End the watch and report to the others that this rank leaves. Ends by itself when the group is destroyed."""
     global _watch
     ended, _watch = _watch, None
     if ended is not None and ended.process_id == os.getpid():  # a fork inherits the variable, not the thread
@@ -460,9 +477,9 @@ def current_call() -> str | None:
 
 @contextmanager
 def naming_failures(action: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
-    """Around a call that communicates: an error of this rank is told to all, one of another rank is named.
+    """Around a call that communicates: an error of this rank is reported to all, one of another rank is named.
 
-    An exception of this rank's own passes unchanged, once the others have been told. When the connection to
+    An exception of this rank's own passes unchanged, once it is reported to the others. When the connection to
     another rank breaks, or the wait for it times out, what is raised names the rank that is the cause. Serves
     as a decorator too. Nested uses count as the outermost.
 

@@ -14,13 +14,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .errors import RankFailure
-
 KEPT = 4  # names of the latest calls of a group
 MOST_NAMED = 8  # ranks in a message
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Heartbeat:
     """A number that changes while the process lives, and where its main thread stands.
 
@@ -38,8 +36,8 @@ class Heartbeat:
     action: str | None
     calls: int
     group: str = ""
-    joined: Mapping[str, int] = field(default_factory=dict)
-    recent: Mapping[str, list[str]] = field(default_factory=dict)
+    joined: dict[str, int] = field(default_factory=dict)
+    recent: dict[str, list[str]] = field(default_factory=dict)
     errors: int = 0
 
     def __str__(self) -> str:
@@ -52,7 +50,7 @@ class Heartbeat:
         return self.joined.get(self.group, 0)
 
     def has_come(self, other: "Heartbeat") -> bool:
-        """Whether this process has made the call that another one is in."""
+        """Return True if this process has made the call that another one is in."""
         return self.joined.get(other.group, 0) >= other.number
 
     def name_of(self, group: str, number: int) -> str | None:
@@ -94,20 +92,20 @@ def never_meeting(rank: int, beats: Mapping[int, Heartbeat | None]) -> int | Non
 
 
 def _waits_for(beat: Heartbeat, rank: int, own: Heartbeat) -> bool:
-    """Whether a process is in a call of another group that `rank` has not made."""
+    """Return True if a process is in a call of another group that `rank` has not made."""
     return beat.group != own.group and rank in members(beat.group) and not own.has_come(beat)
 
 
 def places(ranks: Iterable[int], beats: Mapping[int, Heartbeat | None]) -> str:
     """Where ranks are, as a message shall say it."""
-    told = [f"rank {rank} is {beats.get(rank) or 'not connected yet'}" for rank in ranks]
-    more = len(told) - MOST_NAMED
-    return "; ".join(told[:MOST_NAMED] + ([f"and {more} more"] if more > 0 else []))
+    found = [f"rank {rank} is {beats.get(rank) or 'not connected yet'}" for rank in ranks]
+    more = len(found) - MOST_NAMED
+    return "; ".join(found[:MOST_NAMED] + ([f"and {more} more"] if more > 0 else []))
 
 
 # A store that takes longer to answer is treated as gone.
 ANSWER_SECONDS = 30.0
-_TOLD = {
+_TEXTS = {
     "failed": "rank {rank} failed: {text}",
     "gone": "rank {rank} died: its process is gone",
     "silent": "rank {rank} gives no sign of life",
@@ -135,7 +133,7 @@ class Event:
     heard: float = field(default_factory=time.monotonic, compare=False)
 
     def __str__(self) -> str:
-        return _TOLD[self.kind].format(rank=self.rank, text=self.text)
+        return _TEXTS[self.kind].format(rank=self.rank, text=self.text)
 
 
 class Board:
@@ -185,7 +183,7 @@ class Board:
         self._store.add(f"arrived/{meeting}", -1)
 
     def has_met(self, meeting: int) -> bool:
-        """Whether all ranks have come to a meeting."""
+        """Return True if all ranks have come to a meeting."""
         return bool(self._store.check([f"met/{meeting}"]))
 
     def forget(self, meeting: int) -> None:
@@ -201,7 +199,7 @@ class Board:
         self._store.add("number of events", 1)
 
     def news(self) -> list[Event]:
-        """What has been posted since the last call, in one order on all ranks."""
+        """The news posted since the last call, in one order on all ranks."""
         if self._store.add("number of events", 0) <= self._num_read:
             return []
         contents = self._store.get("events").decode().splitlines()
@@ -209,7 +207,7 @@ class Board:
         return [Event(**json.loads(content)) for content in fresh]
 
     def is_gone(self, rank: int) -> bool:
-        """Whether a rank's process has ended for certain: only known of processes on this machine."""
+        """Return True if a rank's process has ended for certain: only known of processes on this machine."""
         if rank not in self._processes and (process := self._get(f"process/{rank}")) is not None:
             self._processes[rank] = process[0], process[1]
         place, process_id = self._processes.get(rank, ("", 0))
@@ -227,7 +225,7 @@ def _place() -> str:
 
 
 def has_ended(process_id: int) -> bool:
-    """Whether a process of this machine no longer runs; one that nobody has waited for yet counts as ended."""
+    """Return True if a process of this machine no longer runs; one that nobody has waited for yet counts as ended."""
     try:
         os.kill(process_id, 0)
         status = Path(f"/proc/{process_id}/stat")
@@ -251,12 +249,3 @@ def default_store() -> dist.Store | None:
         return distributed_c10d._get_default_store() if dist.is_initialized() else None
     except (ValueError, KeyError):  # another thread is destroying the group
         return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Vain:
-    """Why a call cannot end: its number, the error that says so, and since when it is known."""
-
-    call: int
-    error: RankFailure
-    since: float

@@ -16,12 +16,12 @@ def own(hook: Hook) -> Hook:
 
 
 def has_foreign_hooks(parameter: Parameter) -> bool:
-    """Whether someone else wants to see the parameter's gradient when autograd has it."""
+    """Return True if someone else wants to see the parameter's gradient when autograd has it."""
     return _has_foreign(parameter._backward_hooks) or has_foreign_last_hooks(parameter)
 
 
 def has_foreign_last_hooks(parameter: Parameter) -> bool:
-    """Whether someone else may change the parameter's gradient after autograd has added to it."""
+    """Return True if someone else may change the parameter's gradient after autograd has added to it."""
     return _has_foreign(parameter._post_accumulate_grad_hooks)
 
 

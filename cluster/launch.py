@@ -1,4 +1,4 @@
-"""Starting the process group of a run. The mesh over it is mesh.py; the watch over its ranks is faults.py."""
+"""Starting the process group of a run. The mesh over it is mesh.py; the watch over its ranks is failures.py."""
 
 import faulthandler
 import os

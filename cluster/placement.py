@@ -1,4 +1,4 @@
-"""How a parameter is spread over the ranks of an axis. Who sums its gradients is the optimizer's business.
+"""Placement of a parameter over the ranks of an axis: sharded, or replicated with partial gradients.
 
 A parameter without a placement is whole and equal on every rank of the tensor axis, and so is its gradient.
 The placement travels with the parameter object, so a tied weight is split once however many modules hold it.
@@ -98,7 +98,7 @@ class Shard:
         return torch.cat(held, self.dim)
 
     def stretches_of(self, rank: int) -> list[Stretch]:
-        """What of the whole a rank's piece holds, in the order of the piece; padding is in none of them."""
+        """The parts of the whole in a rank's piece, in its order; padding is in none of them."""
         own, index = divmod(rank // self.copies, self._pieces_of_stretch)
         count = len(self.blocks) // self.stretches
         found, in_piece = [], 0
@@ -157,11 +157,11 @@ def place(parameter: Parameter, placement: Placement, rank: int) -> None:
 
 
 def is_counted(parameter: Tensor, rank: int) -> bool:
-    """Whether this rank of the tensor axis is the one that counts the parameter, or this piece of it."""
+    """Return True if this rank of the tensor axis is the one that counts the parameter, or this piece of it."""
     placement = placement_of(parameter)
     return rank % placement.copies == 0 if isinstance(placement, Shard) else rank == 0
 
 
 def placement_of(parameter: Tensor) -> Placement | None:
-    """How a parameter is spread over an axis, or None where it is whole and its gradient too."""
+    """The placement of a parameter; None where it is replicated and its gradient too."""
     return getattr(parameter, _ATTRIBUTE, None)

@@ -16,13 +16,13 @@ from torch import Tensor
 
 Rings = Sequence[dist.ProcessGroup]
 
-# Kinds of messages that are under way between two ranks at a time: what is visited, what visits bring home.
+# Kinds of messages that are in flight between two ranks at a time: what is visited, what visits bring home.
 # Those of gloo.py are others.
 _OUTWARD, _HOMEWARD = range(2**21, 2**21 + 2)
 
 
 def travel(x: Tensor, rings: Rings) -> Iterator[tuple[int, Tensor]]:
-    """Each rank's tensor and its place among all ranks, this one's first, the next under way meanwhile; no gradient.
+    """Each rank's tensor and its place among all ranks, this one's first, the next in flight meanwhile; no gradient.
 
     Args:
         x: this rank's, contiguous and of one shape on all ranks; it stays as it is.
@@ -41,7 +41,7 @@ def travel(x: Tensor, rings: Rings) -> Iterator[tuple[int, Tensor]]:
 def round_trip(x: Tensor, rings: Rings, visit: Callable[[int, Tensor], Tensor]) -> Tensor:
     """The sum of what all ranks return for this rank's tensor, which travels as in `travel`; no gradient.
 
-    What is brought home travels behind its tensor, one step later, and is under way while the next visit is computed.
+    What is brought home travels behind its tensor, one step later, and is in flight while the next visit is computed.
 
     Args:
         x: this rank's, contiguous and of one shape on all ranks; it stays as it is.
@@ -50,22 +50,22 @@ def round_trip(x: Tensor, rings: Rings, visit: Callable[[int, Tensor], Tensor]) 
     """
     ring, within = rings[0], rings[1:]
     own: Tensor | None = None
-    under_way: Shift | None = None
+    in_flight: Shift | None = None
     for step, visited in _steps(x, ring):
         place = (ring.rank() - step) % ring.size()
         found = _visit(place, visited, within, visit)
         if own is None:
             own = found  # at home: this needs no journey
             continue
-        if under_way is not None:
-            found += under_way.wait()
-        under_way = Shift(found, ring, tag=_HOMEWARD)
+        if in_flight is not None:
+            found += in_flight.wait()
+        in_flight = Shift(found, ring, tag=_HOMEWARD)
     assert own is not None
-    return own if under_way is None else own.add_(under_way.wait())
+    return own if in_flight is None else own.add_(in_flight.wait())
 
 
 def _visit(place: int, visited: Tensor, within: Rings, visit: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """What a whole inner ring finds for the tensor that this rank has there, or this rank alone where there is none."""
+    """The result of a whole inner ring for the tensor that this rank has there, or of this rank alone."""
     if not within:
         return visit(place, visited)
     first = place * prod(each.size() for each in within)
@@ -75,10 +75,10 @@ def _visit(place: int, visited: Tensor, within: Rings, visit: Callable[[int, Ten
 def _steps(x: Tensor, ring: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
     """The tensors of the ranks so many steps before this one, in that order."""
     for step in range(ring.size()):
-        under_way = Shift(x, ring, tag=_OUTWARD) if step + 1 < ring.size() else None
+        in_flight = Shift(x, ring, tag=_OUTWARD) if step + 1 < ring.size() else None
         yield step, x
-        if under_way is not None:
-            x = under_way.wait()
+        if in_flight is not None:
+            x = in_flight.wait()
 
 
 class Shift:
@@ -89,7 +89,7 @@ class Shift:
     Args:
         x: contiguous, of one shape on all ranks; it must stay as it is until `wait` has returned.
         group: of two ranks or more.
-        tag: tells apart what is under way at a time.
+        tag: distinguishes shifts that are in flight at a time.
     """
 
     def __init__(self, x: Tensor, group: dist.ProcessGroup, *, tag: int = 0) -> None:
@@ -103,7 +103,7 @@ class Shift:
         )
 
     def wait(self) -> Tensor:
-        """What has arrived; called once. A CUDA stream waits, not the host."""
+        """Return the tensor that arrived; called once. A CUDA stream waits, not the host."""
         for work in self._works:
             work.wait()
         return self._arriving

@@ -54,7 +54,7 @@ class Traffic(TorchDispatchMode):
     """A context that counts this process's communication.
 
     Args:
-        mesh: whose axes the messages are told by.
+        mesh: by whose axes messages are counted.
 
     Attributes:
         counts: by axis (or "world") and kind; kinds of messages below `SMALL_BYTES` begin with "small ".

@@ -17,8 +17,8 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from ..cluster.agree import broadcast_object, require_equal
-from .loader import WORKER_SETTINGS, SharedLoader, loader_faults
-from .sampler import Dealt, Draw, key_faults
+from .loader import WORKER_SETTINGS, SharedLoader, loader_errors
+from .sampler import Dealt, Draw, key_errors
 
 
 class Streams:
@@ -193,8 +193,8 @@ class GivenSampler(Sampler[int]):
         Raises:
             ValueError: it is one in other data, or of a dataloader of `prepare_dataloader`.
         """
-        if faults := key_faults(state, (*Place._fields, "size")):
-            raise ValueError("\n".join(faults))
+        if errors := key_errors(state, (*Place._fields, "size")):
+            raise ValueError("\n".join(errors))
         if state["size"] != self._size:
             raise ValueError(
                 f"the position in the data is one of size={state['size']}, and this dataloader has "
@@ -272,13 +272,13 @@ def sharded_loader(loader: Any, *, rank: int, size: int) -> Any:
     Raises:
         ValueError: it cannot be dealt out, or differs between ranks; on every rank.
     """
-    faults = [] if _is_sharded(loader) else loader_faults(loader)
-    is_left = _is_sharded(loader) or (size == 1 and bool(faults))
-    _require_equal({"kind": type(loader).__name__, "is sharded": is_left, "why not": "; ".join(faults)})
+    errors = [] if _is_sharded(loader) else loader_errors(loader)
+    is_left = _is_sharded(loader) or (size == 1 and bool(errors))
+    _require_equal({"kind": type(loader).__name__, "is sharded": is_left, "why not": "; ".join(errors)})
     if is_left:
         return loader
-    if faults:
-        raise ValueError(f"boost cannot shard the dataloader: {faults[0]}; {_LEAVE}")
+    if errors:
+        raise ValueError(f"boost cannot shard the dataloader: {errors[0]}; {_LEAVE}")
     streams = Streams(_generators(loader), apart=dist.get_world_size() > 1)
     seed = _follow_first_rank(streams)
     if dist.get_world_size() > 1:
@@ -294,7 +294,7 @@ def sharded_loader(loader: Any, *, rank: int, size: int) -> Any:
 
 
 def dealt_out(loader: DataLoader, streams: Streams, *, seed: int, rank: int, size: int) -> SharedLoader:
-    """One rank's share of a DataLoader without faults.
+    """One rank's share of a DataLoader.
 
     Args:
         streams: that its sampler draws from, equal on all ranks.
@@ -357,13 +357,13 @@ def _description(loader: DataLoader, streams: Streams) -> dict[str, Any]:
     """Return the settings that must be equal on all ranks, so that replicas can share the loader."""
     dataset, batches = loader.dataset, loader.batch_sampler
     assert isinstance(batches, BatchSampler)
-    told = f"a {type(dataset).__name__} of {len(dataset)}"  # type: ignore[arg-type]
+    described = f"a {type(dataset).__name__} of {len(dataset)}"  # type: ignore[arg-type]
     if isinstance(dataset, Subset):
-        told += f" from {_shown(dataset.indices)}"
+        described += f" from {_shown(dataset.indices)}"
     if (fingerprint := getattr(dataset, "_fingerprint", None)) is not None:  # of Hugging Face's data sets
-        told += f", fingerprint {fingerprint}"
+        described += f", fingerprint {fingerprint}"
     return {
-        "dataset": told,
+        "dataset": described,
         "batch_size": batches.batch_size,
         "drop_last": batches.drop_last,
         "sampler": f"a {type(batches.sampler).__name__} of {_shown(_first_samples(loader, streams))}",

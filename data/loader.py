@@ -14,7 +14,7 @@ from ..cluster.random import generators_put_back, seed_torch
 from .sampler import Dealer, Dealt, Draw, ForeignSampler, ResumableSampler, derived_seed
 
 
-def dataset_faults(dataset: Any) -> list[str]:
+def dataset_errors(dataset: Any) -> list[str]:
     """Return the reasons that keep the samples of a data set from being dealt out to replicas."""
     name = type(dataset).__name__
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
@@ -37,37 +37,37 @@ _REFUSED = {
 }
 
 
-def argument_faults(batch_size: Any, kwargs: Mapping[str, Any]) -> list[str]:
+def argument_errors(batch_size: Any, kwargs: Mapping[str, Any]) -> list[str]:
     """Return the errors of a batch size, and of further arguments for a DataLoader."""
-    faults = []
+    errors = []
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-        faults.append(
+        errors.append(
             f"batch_size={batch_size!r} must be a whole number from 1: the samples of a replica in a batch"
         )
-    faults += [
+    errors += [
         f"{name} is not taken: {why}" for name, why in _REFUSED.items() if kwargs.get(name) is not None
     ]
     if not kwargs.get("in_order", True):
-        faults.append(
+        errors.append(
             "in_order=False would give the ranks of a replica batches in other orders, and no place to go on from: "
             "leave it out"
         )
-    return faults
+    return errors
 
 
-def loader_faults(loader: Any) -> list[str]:
+def loader_errors(loader: Any) -> list[str]:
     """Return the reasons that keep a user's dataloader from being dealt out as it is."""
     if type(loader) is not DataLoader:
         return [
             f"it is a {type(loader).__name__}, and only a plain torch.utils.data.DataLoader can be rebuilt"
         ]
-    if faults := dataset_faults(loader.dataset):
-        return faults
+    if errors := dataset_errors(loader.dataset):
+        return errors
     if loader.batch_sampler is None:
         return ["it has batch_size=None, so its batches are the data set's own"]
     if type(loader.batch_sampler) is not BatchSampler:
         return [f"its batch_sampler is a {type(loader.batch_sampler).__name__}, whose batches are its own"]
-    return argument_faults(loader.batch_sampler.batch_size, {"in_order": loader.in_order})
+    return argument_errors(loader.batch_sampler.batch_size, {"in_order": loader.in_order})
 
 
 def shared_loader(
@@ -95,10 +95,10 @@ def shared_loader(
         kwargs: further arguments for the DataLoader.
 
     Raises:
-        ValueError: something cannot be dealt out; all faults are told.
+        ValueError: something cannot be dealt out; all errors at once.
     """
-    if faults := [*dataset_faults(dataset), *argument_faults(batch_size, kwargs)]:
-        raise ValueError("\n".join(faults))
+    if errors := [*dataset_errors(dataset), *argument_errors(batch_size, kwargs)]:
+        raise ValueError("\n".join(errors))
     sampler = (sampler_class or ResumableSampler)(
         dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
     )
@@ -176,7 +176,7 @@ class SharedLoader(DataLoader[Any]):
         The run may have had another number of replicas or another batch size.
 
         Raises:
-            ValueError: the position is one in other data or another order; all faults are told.
+            ValueError: the position is one in other data or another order; all errors at once.
         """
         self.dealer.load_state_dict(state)
 

@@ -125,7 +125,7 @@ class ResumableSampler(DistributedSampler[int]):
         self.position = position
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of all replicas together, and what tells another order from this; equal on all ranks."""
+        """The position of all replicas together, and what differs in another order; equal on all ranks."""
         return {
             "epoch": self.position.epoch,
             "samples": self.position.samples,
@@ -138,10 +138,10 @@ class ResumableSampler(DistributedSampler[int]):
         """Let the next pass go on at a position; after a whole epoch it is of the next one.
 
         Raises:
-            ValueError: the state is none of this order; all faults are told.
+            ValueError: the state is none of this order; all errors at once.
         """
-        if faults := self._faults(state):
-            raise ValueError("\n".join(faults))
+        if errors := self._errors(state):
+            raise ValueError("\n".join(errors))
         self.position = self._loaded = Position(state["epoch"], state["samples"])
         self.epoch = self.position.epoch
         self._is_due = self.position.samples < self.size
@@ -177,27 +177,27 @@ class ResumableSampler(DistributedSampler[int]):
             draw = Draw(number, own[begin:end].tolist(), (self.seed, first.epoch, place))
             yield draw, Position(first.epoch, taken)
 
-    def _faults(self, state: Mapping[str, Any]) -> list[str]:
+    def _errors(self, state: Mapping[str, Any]) -> list[str]:
         now = self.state_dict()
-        if faults := key_faults(state, now):
-            return faults
-        faults = [
+        if errors := key_errors(state, now):
+            return errors
+        errors = [
             f"the position in the data has {name}={state[name]!r} and must have a whole number from 0"
             for name in ("epoch", "samples")
             if not isinstance(state[name], int) or isinstance(state[name], bool) or state[name] < 0
         ]
-        faults += [
+        errors += [
             f"the position in the data is one of {name}={state[name]!r}, and this dataloader has {now[name]!r}: "
             "prepare the same data as the run that was saved, or leave its position and begin anew"
             for name in ("size", "seed", "shuffle")
             if state[name] != now[name]
         ]
-        if not faults and state["samples"] > self.size:
-            faults.append(f"the position in the data is after {state['samples']} of {self.size} samples")
-        return faults
+        if not errors and state["samples"] > self.size:
+            errors.append(f"the position in the data is after {state['samples']} of {self.size} samples")
+        return errors
 
 
-def key_faults(state: Any, expected: Collection[str]) -> list[str]:
+def key_errors(state: Any, expected: Collection[str]) -> list[str]:
     """Return the reasons why something is no mapping with exactly these keys."""
     if not isinstance(state, Mapping):
         return [
@@ -274,8 +274,8 @@ class ForeignSampler:
             ValueError: the sampler has no state, or this is not one of `state_dict`.
         """
         self._require_state()
-        if faults := key_faults(state, ("sampler", "epoch", "batches")):
-            raise ValueError("\n".join(faults))
+        if errors := key_errors(state, ("sampler", "epoch", "batches")):
+            raise ValueError("\n".join(errors))
         self._sampler.load_state_dict(state["sampler"])  # type: ignore[attr-defined]
         self._position, self._goes_on = Reached(state["epoch"], state["batches"], state["sampler"]), True
 

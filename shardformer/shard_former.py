@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 
 from ..cluster.launch import default_device, launch_from_torch
 from ..cluster.mesh import ParallelMesh
-from ..data.loader import WORKER_SETTINGS, loader_faults, shared_loader
+from ..data.loader import WORKER_SETTINGS, loader_errors, shared_loader
 from ..lazy import materialize
 from . import tables as tables  # registers them
 from .derived import derived_table
@@ -294,7 +294,7 @@ def loader_settings(source: Dataset | DataLoader) -> dict[str, Any]:
         plain = {"batch_size": 1, "shuffle": False, "drop_last": False, "collate_fn": default_collate}
         return {"dataset": source, **plain}
     sampler: Any = source.sampler
-    errors = loader_faults(source)
+    errors = loader_errors(source)
     is_plain = type(sampler) in (SequentialSampler, RandomSampler) and sampler.data_source is source.dataset
     if not is_plain or getattr(sampler, "replacement", False) or getattr(sampler, "_num_samples", None):
         errors.append(f"its samples are chosen by a {type(sampler).__name__}")

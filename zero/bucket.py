@@ -49,7 +49,7 @@ class GradientState(Enum):
 class ShardedGradient(Tensor):
     """Placeholder in `parameter.grad` for a gradient that only the ranks' slices hold; refuses to be read.
 
-    None would tell torch's clipping that there is nothing to measure. It has a shape and no memory.
+    With None torch's clipping would measure nothing. It has a shape and no memory.
 
     Args:
         like: a tensor of the gradient's shape.
@@ -114,7 +114,7 @@ class Slot:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a backward gave the parameter a gradient."""
+        """Return True if a backward gave the parameter a gradient."""
         return self.local_gradient is not None or self.was_reduced
 
     @property
@@ -156,7 +156,7 @@ class Slot:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the parameter still is the view into the bucket that it was made."""
+        """Return True if the parameter still is the view into the bucket that it was made."""
         weight = self.parameter
         return weight.data_ptr() == self.weight.data_ptr() and weight.dtype == self.weight.dtype
 
@@ -237,12 +237,12 @@ class Bucket:
 
     @property
     def has_masters(self) -> bool:
-        """Whether masters have memory of their own."""
+        """Return True if masters have memory of their own."""
         return self.is_offloaded or self.parameters.dtype != torch.float32
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether whole gradients are borrowed memory, see [Note: gradient sharding]."""
+        """Return True if whole gradients are borrowed memory, see [Note: gradient sharding]."""
         return self._pool is not None
 
     def open(self, factor: float = 1.0) -> None:
@@ -287,8 +287,8 @@ class Bucket:
             if self.shards_gradients:
                 slot.show(slot.sharded_gradient if slot.was_reduced else None)
         # `data` is the same memory with a write count of its own: see [Note: writes to unreduced gradients].
-        travelling = self.gradients.data.to(self._wire_dtype)
-        self._in_flight = travelling, self.partition.average_(travelling)
+        in_transit = self.gradients.data.to(self._wire_dtype)
+        self._in_flight = in_transit, self.partition.average_(in_transit)
         self.state = GradientState.REDUCING
 
     def finish_reduction(self) -> None:
@@ -296,12 +296,12 @@ class Bucket:
         if self._in_flight is None:
             return
         assert self.gradients is not None
-        (travelling, work), self._in_flight = self._in_flight, None
+        (in_transit, work), self._in_flight = self._in_flight, None
         if work is not None:
             work.wait()
         averages = self.partition.own(self.gradients)
-        if travelling.dtype != torch.float32:
-            averages.copy_(self.partition.own(travelling))
+        if in_transit.dtype != torch.float32:
+            averages.copy_(self.partition.own(in_transit))
         if self.shards_gradients:
             self.own_gradients.add_(averages)
             self._give_back()
@@ -355,7 +355,7 @@ class Bucket:
 
     @property
     def was_written(self) -> bool:
-        """Whether a parameter was written to in place since masters agreed with it (`load_state_dict` does it)."""
+        """Return True if a parameter was written to in place since masters agreed with it, as `load_state_dict` does."""
         return any(slot.parameter._version != slot.version for slot in self.slots)
 
     def note_versions(self) -> None:

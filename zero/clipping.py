@@ -47,7 +47,7 @@ class ReducedGradients:
 
     @property
     def multiplier(self) -> float | Tensor:
-        """What makes the slices true and unclipped by a step, the factor as it now is."""
+        """The factor that makes the slices true and unclipped by a step."""
         return (1.0 if self.factor is None else self.factor) * self._unclip * self._reducer.to_true
 
     def renew(self) -> None:
@@ -205,7 +205,7 @@ def require_finite_norm(norm: float, norm_type: float) -> None:
 
 
 def _is_positive(value: object) -> bool:
-    """Whether it is a number above 0, infinite or not."""
+    """Return True if it is a number above 0, infinite or not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 

@@ -1,4 +1,4 @@
-"""Which optimizers may be given slices of parameters: those that treat every entry on its own."""
+"""Refusal of optimizers that do not treat every entry of a parameter on its own."""
 
 import inspect
 from copy import deepcopy
@@ -55,17 +55,17 @@ def require_elementwise(optimizer: Optimizer) -> None:
     except Exception as error:
         raise ValueError(
             f"{name} could not be tried on slices of a parameter ({type(error).__name__}: {error}), so it "
-            f"may not be element-wise, which sharing out its states needs: {advice}"
+            f"may not be element-wise, which sharding its states needs: {advice}"
         ) from error
     if not alike:
         raise ValueError(
             f"{name} is not element-wise: it updates a slice of a parameter otherwise than the whole, "
-            f"so its states cannot be shared out: {advice}"
+            f"so its states cannot be sharded: {advice}"
         )
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Those of the parameter groups, each once."""
+    """The options of the parameter groups, each once."""
     found: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
@@ -76,13 +76,13 @@ def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _treats_alike(optimizer: Optimizer, options: dict[str, Any]) -> bool:
-    """Whether a matrix moves as its pieces do."""
+    """Return True if a matrix moves as its pieces do."""
     whole, pieces = (_updates(optimizer, options, cut=cut) for cut in (False, True))
     return torch.allclose(whole, pieces, rtol=1e-4, atol=1e-4 * whole.abs().max().item())
 
 
 def _updates(optimizer: Optimizer, options: dict[str, Any], *, cut: bool) -> Tensor:
-    """How far each entry of a matrix moves in a few steps, 1-D; with `cut` it is two 1-D pieces, on a rank each."""
+    """The update of each entry of a matrix in a few steps, 1-D; with `cut` it is two 1-D pieces, on a rank each."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(_SHAPE, dtype=torch.float32, generator=generator)
     parameters = [Parameter(piece.clone()) for piece in _pieces(start, cut)]

@@ -15,7 +15,7 @@ from .partition import ManagedParameter
 from .precision import DynamicScaler
 from .reducer import sums_in_order
 
-EQUAL_OPTIONS = (  # on all ranks: the rule that an error tells
+EQUAL_OPTIONS = (  # on all ranks: the rule in an error
     "must be equal at every step (call scheduler.step on all ranks alike, with a loss that is equal on all, as that of "
     "execute_pipeline is)"
 )
@@ -224,7 +224,7 @@ def _by_identity(parameters: Sequence[ManagedParameter]) -> dict[int, ManagedPar
 
 
 def _is_fresh(state: dict[str, Any]) -> bool:
-    """Whether a state is as the constructor leaves it: most leave none, Adagrad leaves constants."""
+    """Return True if a state is as the constructor leaves it: most leave none, Adagrad leaves constants."""
     return not state or ("step" in state and float(state["step"]) == 0)
 
 

@@ -45,7 +45,7 @@ class ManagedParameter:
 
     @property
     def needs_sum(self) -> bool:
-        """Whether its gradient is summed over other groups before it is averaged over the data axis."""
+        """Return True if its gradient is summed over other groups before it is averaged over the data axis."""
         return any(group.size() > 1 for group in self.sum_groups)
 
     @property
@@ -112,7 +112,7 @@ class Partition:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank is the one, of those that own its slice, that counts it in a norm."""
+        """Return True if this rank is the one, of those that own its slice, that counts it in a norm."""
         return self.copies is None or self.copies.rank() == 0
 
     @property

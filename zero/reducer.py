@@ -161,7 +161,7 @@ class Reducer:
 
     @property
     def may_launch(self) -> bool:
-        """Whether a backward that begins now starts averages."""
+        """Return True if a backward that begins now starts averages."""
         return self._launches and self._backward is not _Backward.LAUNCHING and not self._is_held_back
 
     @contextmanager
@@ -177,7 +177,7 @@ class Reducer:
     # What others add to gradients by themselves, see cluster/gradient_owner.py
 
     def takes(self, parameter: Parameter) -> bool:
-        """Whether others may add to its gradient now."""
+        """Return True if others may add to its gradient now."""
         is_own = self._backward is not _Backward.FOREIGN and parameter in self._places
         return is_own and not has_foreign_hooks(parameter)
 
@@ -407,7 +407,7 @@ def _sum_over_groups(slots: Sequence[Slot], buckets: Sequence[Bucket], present: 
 
 
 def _accumulates(parameter: Parameter) -> bool:
-    """Whether the backward that is running adds to the parameter's gradient; autograd.grad's does not."""
+    """Return True if the backward that is running adds to the parameter's gradient; autograd.grad's does not."""
     try:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
     except RuntimeError:  # refused for leaves under autograd.grad

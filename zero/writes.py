@@ -85,7 +85,7 @@ class WriteWatch:
             )
 
     def _has_assigned(self) -> bool:
-        """Whether a gradient but for zeros stands, under a loss scale, where the last backward had left none."""
+        """Return True if a gradient but for zeros stands, under a loss scale, where the last backward had left none."""
         if not self._has_loss_scale:
             return False
         new = [slot.local_gradient for slot, had in zip(self._slots, self._had, strict=True) if not had]
@@ -129,7 +129,7 @@ class WriteWatch:
 
     @property
     def were_dropped(self) -> bool:
-        """Whether the model's own `zero_grad` dropped all gradients that the last backward or reduction left."""
+        """Return True if the model's own `zero_grad` dropped all gradients that the last backward or reduction left."""
         return any(self._had) and all(slot.parameter.grad is None for slot in self._slots)
 
 
