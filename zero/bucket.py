@@ -355,7 +355,7 @@ class Bucket:
 
     @property
     def was_written(self) -> bool:
-        """Return True if a parameter was written to in place since masters agreed with it, as `load_state_dict` does."""
+        """Return True if `load_state_dict` or the like wrote to a parameter since masters agreed with it."""
         return any(slot.parameter._version != slot.version for slot in self.slots)
 
     def note_versions(self) -> None:

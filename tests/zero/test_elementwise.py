@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,114 +9,91 @@ from torch.optim import Optimizer
 
 from echelon.zero.elementwise import KNOWN, require_elementwise
 
+# What the gradient of a parameter is divided by, given its group and all parameters that the optimizer holds.
+Size = Callable[[dict[str, Any], Parameter, list[Parameter]], Tensor | float]
 
-class SignDescent(Optimizer):
-    """Element-wise, and unknown."""
+
+def grad(parameter: Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def by_rows_of_large_matrices(_: object, each: Parameter, __: object) -> Tensor | float:
+    is_large = each.ndim == 2 and min(each.shape) >= 128
+    return grad(each).norm(dim=1, keepdim=True) if is_large else 1.0
+
+
+SIZES: dict[str, Size] = {
+    "SignDescent": lambda group, each, held: grad(each).abs(),
+    "TrustRatio": lambda group, each, held: grad(each).norm() / each.norm(),  # as LARS
+    "WholeNorm": lambda group, each, held: torch.cat(
+        [grad(one).flatten() for one in held]
+    ).norm(),  # as Prodigy
+    "ByGroup": lambda group, each, held: (
+        grad(each).norm() if group.get("mixes") else 1.0
+    ),  # as Muon beside AdamW
+    "OfLargeMatrices": by_rows_of_large_matrices,
+}
+
+
+class Scaled(Optimizer):
+    """Gradients divided by a size."""
+
+    size: Size
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
+        held = [each for group in self.param_groups for each in group["params"]]
         for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.sub_(group["lr"] * parameter.grad.sign())
+            for each in group["params"]:
+                each.sub_(group["lr"] * grad(each) / type(self).size(group, each, held))
 
 
-class TrustRatio(SignDescent):
-    """LARS in short: every parameter moves by a part of its norm."""
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.sub_(group["lr"] * parameter.norm() * parameter.grad / parameter.grad.norm())
-
-
-class WholeNorm(SignDescent):
-    """Goes by the norm of all gradients that it holds, as Prodigy does."""
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        held = [parameter for group in self.param_groups for parameter in group["params"]]
-        norm = torch.cat([parameter.grad.flatten() for parameter in held]).norm()
-        for parameter in held:
-            parameter.sub_(self.param_groups[0]["lr"] * parameter.grad / norm)
-
-
-class ByGroup(SignDescent):
-    """Some groups ask for steps that mix entries, as Muon beside AdamW does."""
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                size = parameter.grad.norm() if group.get("mixes", False) else 1.0
-                parameter.sub_(group["lr"] * parameter.grad / size)
-
-
-class OfLargeMatrices(SignDescent):
-    """Mixes entries from so many rows and columns on."""
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                is_large = parameter.ndim == 2 and min(parameter.shape) >= 128
-                size = parameter.grad.norm(dim=1, keepdim=True) if is_large else 1.0
-                parameter.sub_(group["lr"] * parameter.grad / size)
-
-
-class Unusual(SignDescent):
+class Unusual(Scaled):
     def __init__(self, params: list[Tensor], lr: float, model: object) -> None:
         super().__init__(params, lr)
+
+
+def kind(name: str) -> type[Scaled]:
+    return type(name, (Scaled,), {"size": staticmethod(SIZES[name])})
 
 
 def matrix() -> list[Parameter]:
     return [Parameter(torch.ones(8, 8))]
 
 
-@pytest.mark.parametrize("kind", sorted(KNOWN, key=lambda kind: kind.__name__))
-def test_known_optimizers_pass_the_trial_too(kind: type[Optimizer]) -> None:
-    unknown = type("Subclass", (kind,), {})
+@pytest.mark.parametrize("known", sorted(KNOWN, key=lambda kind: kind.__name__))
+def test_known_optimizers_pass_the_trial_too(known: type[Optimizer]) -> None:
+    unknown = type("Subclass", (known,), {})
     require_elementwise(unknown(matrix(), lr=0.01))
 
 
 def test_unknown_optimizer_that_is_elementwise_passes() -> None:
-    require_elementwise(SignDescent(matrix(), lr=0.0))
+    before = torch.get_rng_state()
+    require_elementwise(kind("SignDescent")(matrix(), lr=0.0))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("kind", [TrustRatio, WholeNorm, torch.optim.Adafactor])
-def test_optimizer_that_mixes_entries_is_refused_by_name(kind: type[Optimizer]) -> None:
-    with pytest.raises(ValueError, match=rf"{kind.__name__} is not element-wise.*torch.optim's .*AdamW"):
-        require_elementwise(kind(matrix(), lr=0.01))
+@pytest.mark.parametrize("name", ["TrustRatio", "WholeNorm", "OfLargeMatrices"])
+def test_optimizer_that_mixes_entries_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} is not element-wise.*torch.optim's .*AdamW"):
+        require_elementwise(kind(name)(matrix(), lr=0.01))
 
 
 def test_each_group_is_tried_with_its_options() -> None:
     groups = [{"params": matrix()}, {"params": matrix(), "lr": 0.0, "mixes": True}]
     with pytest.raises(ValueError, match="ByGroup is not element-wise"):
-        require_elementwise(ByGroup(groups, lr=0.01))
+        require_elementwise(kind("ByGroup")(groups, lr=0.01))
     groups[1]["mixes"] = False
-    require_elementwise(ByGroup(groups, lr=0.01))
+    require_elementwise(kind("ByGroup")(groups, lr=0.01))
 
 
-def test_what_mixes_entries_of_large_matrices_alone_is_refused() -> None:
-    with pytest.raises(ValueError, match="OfLargeMatrices is not element-wise"):
-        require_elementwise(OfLargeMatrices(matrix(), lr=0.01))
-
-
-@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.LBFGS, torch.optim.SparseAdam])
-def test_optimizer_that_cannot_be_tried_is_refused_by_name(kind: type[Optimizer]) -> None:
-    with pytest.raises(ValueError, match=rf"{kind.__name__} could not be tried on slices"):
-        require_elementwise(kind(matrix(), lr=0.01))
-
-
-def test_optimizer_whose_constructor_needs_more_is_refused_by_name() -> None:
+def test_optimizer_that_cannot_be_tried_is_refused_by_name() -> None:
+    for own in (torch.optim.Muon, torch.optim.LBFGS, torch.optim.SparseAdam):
+        with pytest.raises(ValueError, match=rf"{own.__name__} could not be tried on slices"):
+            require_elementwise(own(matrix(), lr=0.01))
     with pytest.raises(ValueError, match=r"Unusual could not be tried.*'model'"):
         require_elementwise(Unusual(matrix(), lr=0.1, model=None))
-
-
-def test_trial_leaves_the_random_state_alone() -> None:
-    before = torch.get_rng_state()
-    require_elementwise(SignDescent(matrix(), lr=0.1))
-    assert torch.equal(torch.get_rng_state(), before)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.shardformer.layers.weight_gradient import give_gradients_to, summed_by_row
-from echelon.zero.bucket import GradientState
 from echelon.zero.optimizer import ShardedOptimizer
 
 from ..pool import Pool
@@ -91,27 +90,6 @@ def test_a_sum_by_row_is_that_of_the_whole_table() -> None:
     assert torch.zeros(6, 3).index_add_(0, rows, values).equal(whole)
 
 
-def test_rows_of_the_last_backward_start_their_bucket(pool: Pool) -> None:
-    assert pool.run(2, check_started) == [True, True]
-
-
-def check_started() -> bool:
-    model, rank = language_model(), dist.get_rank()
-    own = batches(4)[rank::2]
-    expected = language_model()
-    for each in batches(4):
-        (loss_of(expected, each) / 2).backward()
-    optimizer = sharded(model)
-    with optimizer.no_sync():
-        optimizer.backward(loss_of(model, own[0]))
-    with optimizer.reducer.last_backward(list(model.parameters())):
-        optimizer.backward(loss_of(model, own[1]))
-        started = all(bucket.state is GradientState.REDUCING for bucket in optimizer.buckets)
-    optimizer.reduce_gradients()
-    assert_equal(optimizer.gradients(), {name: each.grad for name, each in expected.named_parameters()})
-    return started
-
-
 def test_autograd_grad_gets_a_gradient_and_leaves_the_bucket_alone(pool: Pool) -> None:
     pool.run(1, check_autograd_grad)
 
@@ -151,26 +129,25 @@ def frozen(model: nn.Sequential) -> nn.Sequential:
     return model
 
 
-@pytest.mark.parametrize("kind", ["tied", "max_norm", "by frequency", "frozen"])
-def test_what_needs_the_whole_gradient_is_autograds(pool: Pool, kind: str) -> None:
-    assert pool.run(1, check_left_alone, kind) == [[]]
+def test_what_needs_the_whole_gradient_is_autograds(pool: Pool) -> None:
+    pool.run(1, check_left_alone)
 
 
-def check_left_alone(kind: str) -> list[int]:
-    torch.manual_seed(5)
-    model = WITHOUT_ROWS[kind]()
-    native = copy.deepcopy(model)
-    optimizer = sharded(model)
-    counts = count_rows(optimizer)
-    for ids in batches(4):
-        optimizer.backward(loss_of(model, ids))
-        loss_of(native, ids).backward()
-    optimizer.reduce_gradients()
-    assert_equal(
-        optimizer.gradients(),
-        {name: each.grad for name, each in native.named_parameters() if each.grad is not None},
-    )
-    return counts
+def check_left_alone() -> None:
+    for kind, build in WITHOUT_ROWS.items():
+        torch.manual_seed(5)
+        model = build()
+        native = copy.deepcopy(model)
+        optimizer = sharded(model)
+        counts = count_rows(optimizer)
+        for ids in batches(4):
+            optimizer.backward(loss_of(model, ids))
+            loss_of(native, ids).backward()
+        optimizer.reduce_gradients()
+        named = native.named_parameters()
+        expected = {name: each.grad for name, each in named if each.grad is not None}
+        assert_equal(optimizer.gradients(), expected)
+        assert not counts, kind
 
 
 def test_a_users_hook_sees_the_whole_gradient(pool: Pool) -> None:
@@ -184,18 +161,6 @@ def check_hook() -> None:
     model[0].weight.register_hook(seen.append)
     optimizer.backward(loss_of(model, batches(1)[0]))
     assert [each.shape for each in seen] == [(ENTRIES, 6)]
-
-
-def test_as_many_entries_as_rows_are_added_whole(pool: Pool) -> None:
-    assert pool.run(1, check_many) == [[]]
-
-
-def check_many() -> list[int]:
-    model = language_model()
-    optimizer = sharded(model)
-    counts = count_rows(optimizer)
-    optimizer.backward(loss_of(model, torch.arange(ENTRIES).view(1, -1)))
-    return counts
 
 
 def test_a_copied_model_and_one_whose_optimizer_is_gone_train_on_their_own(pool: Pool) -> None:
@@ -250,23 +215,6 @@ def check_twice(stage: int, share: float) -> None:
     assert_equal(optimizer.gradients(), {name: each.grad for name, each in native.named_parameters()})
 
 
-@pytest.mark.parametrize(
-    "ids", [torch.tensor([[4, 1, 4]], dtype=torch.int32), torch.empty(2, 0, dtype=torch.long)]
-)
-def test_ids_of_any_kind_are_taken(pool: Pool, ids: Tensor) -> None:
-    pool.run(1, check_ids, ids)
-
-
-def check_ids(ids: Tensor) -> None:
-    model, native = language_model(), language_model()
-    optimizer = sharded(model)
-    for _ in range(2):
-        optimizer.backward(loss_of(model, ids) + model[0].weight.sum())
-        (loss_of(native, ids) + native[0].weight.sum()).backward()
-    optimizer.reduce_gradients()
-    assert_equal(optimizer.gradients(), {name: each.grad for name, each in native.named_parameters()})
-
-
 def test_a_boosted_model_is_saved_traced_and_transformed_as_before(pool: Pool) -> None:
     pool.run(1, check_uses)
 
@@ -275,6 +223,10 @@ def check_uses() -> None:
     model, native = language_model(), language_model()
     optimizer = sharded(model)
     counts = count_rows(optimizer)
+    optimizer.backward(
+        loss_of(model, torch.arange(ENTRIES).view(1, -1))
+    )  # as many entries as rows: added whole
+    assert not counts
     ids = torch.tensor([[4, 1, 4]])
     file = io.BytesIO()
     torch.save(model, file)

@@ -13,25 +13,26 @@ def scaler(**arguments: float) -> DynamicScaler:
     return DynamicScaler(PrecisionConfig(precision="fp16", **arguments))
 
 
-def test_scale_shrinks_at_the_hysteresis_and_at_every_overflow_after_it() -> None:
-    fp16 = scaler(initial_scale=64, hysteresis=2)
-    scales = []
-    for overflow in (True, False, True, True):
-        fp16.update(overflow)
+# Steps: - overflows, + does not.
+SCALES: dict[str, tuple[dict[str, float], str, list[float]]] = {
+    "shrinks at the hysteresis and every overflow after it": ({}, "-+--", [64, 64, 32, 16]),
+    "grows after an interval, which resets the hysteresis": (
+        {"growth_interval": 3, "max_scale": 128},
+        "-++-+++-++++++",
+        [64, 64, 64, 32, 32, 32, 64, 64, 64, 64, 128, 128, 128, 128],
+    ),
+    "one overflow at the minimum is no error": ({"min_scale": 64}, "-+-+-+", [64] * 6),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_the_scale_follows_overflows(name: str) -> None:
+    settings, steps, expected = SCALES[name]
+    fp16, scales = scaler(**{"initial_scale": 64, "hysteresis": 2, **settings}), []
+    for step in steps:
+        fp16.update(step == "-")
         scales.append(fp16.scale)
-    assert scales == [64, 64, 32, 16]
-
-
-def test_scale_grows_after_an_interval_without_overflow_and_resets_the_hysteresis() -> None:
-    fp16 = scaler(initial_scale=64, growth_interval=3, hysteresis=2, max_scale=128)
-    for overflow in (True, False, False, True, False, False, False):
-        fp16.update(overflow)
-    assert fp16.scale == 64  # shrunk to 32, grown again
-    fp16.update(True)
-    assert fp16.scale == 64
-    for _ in range(6):
-        fp16.update(False)
-    assert fp16.scale == 128
+    assert scales == expected
 
 
 def test_overflow_in_a_row_at_the_minimum_is_an_error_that_explains() -> None:
@@ -41,13 +42,6 @@ def test_overflow_in_a_row_at_the_minimum_is_an_error_that_explains() -> None:
     assert fp16.scale == 1
     with pytest.raises(RuntimeError, match=r"min_scale=1.*precision='bf16'"):
         fp16.update(True)
-
-
-def test_single_overflow_at_the_minimum_is_no_error() -> None:
-    fp16 = scaler(initial_scale=1, hysteresis=2)
-    for overflow in (True, False, True, False, True, False):
-        fp16.update(overflow)
-    assert fp16.scale == 1
 
 
 def test_scaler_continues_from_its_state() -> None:
@@ -71,10 +65,6 @@ def test_all_faults_of_a_configuration_are_told_at_once() -> None:
     }
     with pytest.raises(ValueError, match=r"precision='fp8': use one of 'fp32', 'bf16', 'fp16'"):
         PrecisionConfig(precision="fp8")  # type: ignore[arg-type]
-
-
-def test_dtype_is_that_of_the_parameters() -> None:
-    assert PrecisionConfig(precision="bf16").dtype == torch.bfloat16
 
 
 def test_a_model_beyond_fp16_is_told_on_every_rank_when_the_scale_can_fall_no_further(pool: Pool) -> None:

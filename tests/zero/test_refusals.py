@@ -124,6 +124,13 @@ def clip(**named: Any) -> Act:
     return lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1e-3, **named)
 
 
+def different_sums() -> None:
+    mesh = ParallelMesh(pp=2)
+    parameter = nn.Parameter(torch.zeros(3 + dist.get_rank()))
+    tied = ManagedParameter(name="tied", parameter=parameter, sum_groups=(mesh.group("pp"),))
+    ShardedOptimizer(sgd([parameter]), [tied], mesh=mesh, stage=1, precision=PrecisionConfig())
+
+
 CLIP = r"call optimizer\.clip_grad_by_norm\(max_norm\)"
 BEFORE_STEP = r"already has state for 0\.weight.*boost before the first step"
 LATE = "use overlap_allgather=False"
@@ -207,6 +214,11 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         after_backward(lambda model, _: model.zero_grad(), backward, stage=2),
         r"was dropped after booster\.backward.*call optimizer\.zero_grad",
     ),
+    "different parameters": (
+        lambda: shard(nn.Sequential(nn.Linear(5, 7, bias=dist.get_rank() == 0))),
+        r"number 1 is '0\.bias \(7,\) of group 0, counts=True' on rank\(s\) \[0\] and nothing on rank\(s\) \[1\]",
+    ),
+    "different sums": (different_sums, "the shapes of parameters whose gradients are summed differ"),
     "backward on one rank": (lambda: on_one_rank(1), r"rank 0 in backward\(\), rank 1 in step\(\)"),
     "backward on one rank at stage 2": (
         lambda: on_one_rank(2),
