@@ -33,8 +33,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -42,6 +41,7 @@ from .errors import SAME_CALLS, RankFailure, UnmatchedCall, is_broken, is_timeou
 from .heartbeats import (
     KEPT,
     Board,
+    Call,
     Event,
     Heartbeat,
     absent_ranks,
@@ -63,28 +63,6 @@ NEWS_SECONDS = SILENT_SECONDS + 4 * INTERVAL_SECONDS
 BRIEF_SECONDS = 4 * INTERVAL_SECONDS
 
 
-@dataclass(kw_only=True, eq=False)
-class _Call:
-    """The watched call that a thread is in, and what the watch has found out about it.
-
-    Args:
-        thread_id: of the thread.
-        entered: when it began.
-        is_reported: whether its error is printed or raised.
-        is_announced: whether a line says for whom it waits.
-        suspect: a rank that may never meet it, and where that was.
-        vain, since: the error of a call that cannot end, and when it was found.
-    """
-
-    thread_id: int
-    entered: float
-    is_reported: bool = False
-    is_announced: bool = False
-    suspect: tuple[Any, ...] = ()
-    vain: RankFailure | None = None
-    since: float = 0.0
-
-
 class _Watch:
     """The thread of one process for one life of the default process group.
 
@@ -103,7 +81,7 @@ class _Watch:
         self._store_is_lost = False
         self._stop = threading.Event()
         self._here = Heartbeat(beat=0, action=None, calls=0)
-        self._call: _Call | None = None
+        self._call: Call | None = None
         self._has_failed = False
         self._own_errors = self._meetings = 0
         self._looked_after: tuple[int, Heartbeat | None, float] | None = None
@@ -132,7 +110,7 @@ class _Watch:
             here.joined[here.group] = here.joined.get(here.group, 0) + 1
             here.recent[here.group] = [*here.recent.get(here.group, []), action][-KEPT:]
         here.action = action
-        self._call = _Call(thread_id=threading.get_ident(), entered=time.monotonic())
+        self._call = Call(thread_id=threading.get_ident(), entered=time.monotonic())
         return True
 
     def rename(self, action: str) -> None:
@@ -199,7 +177,7 @@ class _Watch:
             self._given_up, call.vain = str(error), None  # see `meet`
             raise error
 
-    def _own_call(self) -> _Call | None:
+    def _own_call(self) -> Call | None:
         call = self._call
         return call if call is not None and call.thread_id == threading.get_ident() else None
 
@@ -218,7 +196,11 @@ class _Watch:
             if time.monotonic() - start > patience:
                 break
             time.sleep(INTERVAL_SECONDS / 5)
-        return self._failure(action, str(error)) or self._unexplained(error, action)
+        failure = self._failure(action, str(error))
+        if failure is None and is_timeout(error) and not self._store_is_lost:
+            with suppress(RuntimeError):
+                failure = self._waited_in_vain(action)
+        return failure
 
     def end(self) -> None:
         """Stop the thread, after telling the others that this rank leaves, or with what error it ends."""
@@ -297,7 +279,7 @@ class _Watch:
             call.vain, call.since = error, now
 
     def _absence(
-        self, call: _Call, own: Heartbeat, absent: Sequence[int], sure: Sequence[int]
+        self, call: Call, own: Heartbeat, absent: Sequence[int], sure: Sequence[int]
     ) -> RankFailure | None:
         """The error of a call that a rank cannot come to any more; `sure` are those whose calls have our numbers."""
         for event in self._standing():
@@ -311,7 +293,7 @@ class _Watch:
         return None
 
     def _mismatch(
-        self, call: _Call, own: Heartbeat, beats: Mapping[int, Heartbeat | None]
+        self, call: Call, own: Heartbeat, beats: Mapping[int, Heartbeat | None]
     ) -> RankFailure | None:
         """The error of a call that a rank never makes, once two looks have found both where they were."""
         other = never_meeting(self.rank, beats)
@@ -401,13 +383,6 @@ class _Watch:
             return RankFailure(f"{cause}; {here}", cause.rank)
         if self._store_is_lost:
             return RankFailure(f"the store is gone, which rank 0 or its launcher holds; {here}", 0)
-        return None
-
-    def _unexplained(self, error: BaseException, action: str) -> RankFailure | None:
-        if not is_timeout(error) or self._store_is_lost:
-            return None
-        with suppress(RuntimeError):
-            return self._waited_in_vain(action)
         return None
 
     def _waited_in_vain(self, action: str) -> RankFailure:

@@ -14,6 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from .errors import RankFailure
+
 KEPT = 4  # names of the latest calls of a group
 MOST_NAMED = 8  # ranks in a message
 
@@ -57,6 +59,28 @@ class Heartbeat:
         """The call of this number in a group, None where it was not made or is long ago."""
         recent, behind = self.recent.get(group, []), self.joined.get(group, 0) - number
         return recent[-1 - behind] if 0 <= behind < len(recent) else None
+
+
+@dataclass(kw_only=True, eq=False)
+class Call:
+    """The watched call that a thread is in, and what the watch has found out about it.
+
+    Args:
+        thread_id: of the thread.
+        entered: when it began.
+        is_reported: whether its error is printed or raised.
+        is_announced: whether a line says for whom it waits.
+        suspect: a rank that may never meet it, and where that was.
+        vain, since: the error of a call that cannot end, and when it was found.
+    """
+
+    thread_id: int
+    entered: float
+    is_reported: bool = False
+    is_announced: bool = False
+    suspect: tuple[Any, ...] = ()
+    vain: RankFailure | None = None
+    since: float = 0.0
 
 
 def members(group: str) -> list[int]:
