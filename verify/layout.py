@@ -13,7 +13,7 @@ AXES = ("tp", "pp", "dp", "sp")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a model is parallelized and trained.
+    """A parallel layout and the training under it.
 
     Args:
         tp, pp, dp, sp: sizes of the axes; their product is the number of processes.
@@ -113,7 +113,7 @@ EPSILON = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How a model is trained under every layout, besides forward, backward and update.
+    """Settings of the training, besides forward, backward and update.
 
     Args:
         vector_rate: the learning rate of biases and norms, which have a parameter group of their own.

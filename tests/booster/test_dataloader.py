@@ -184,7 +184,7 @@ def epochs_and_a_draw(plugin: str) -> tuple[int, list[list[list[int]]], Tensor]:
 
 
 def leave_as_they_are() -> None:
-    """What is sharded already, and no loader at all."""
+    """Give loaders that are sharded already, and none at all."""
     booster = Booster(plugin=PLUGINS["replicas"]())
     prepared = booster.plugin.prepare_dataloader(Numbers(), 2)
     distributed = DataLoader(Numbers(), 2, sampler=DistributedSampler(Numbers()))

@@ -1,4 +1,4 @@
-"""What boost, shard_model and their configs refuse for a model or a policy, each for its own reason, on every rank."""
+"""Refusals of models and policies by boost, shard_model and their configs, on every rank."""
 
 import copy
 from collections.abc import Callable

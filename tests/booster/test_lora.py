@@ -51,7 +51,7 @@ def chunks(batch: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
 
 
 def read_by_peft(choice: Adapted, folder: Path) -> Tensor:
-    """What peft's own model with the saved adapters answers, in a plain process."""
+    """The logits of peft's own model with the saved adapters, in a plain process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         model = PeftModel.from_pretrained(choice.build_plain(), str(folder)).eval()
@@ -123,7 +123,7 @@ def test_saved_adapters_are_those_of_one_process(
 
 
 def require_same_logits(by_rank: list[Tensor | None], logits: Tensor) -> None:
-    """Those of the last stage's ranks are the logits of all samples, or of their replica's."""
+    """Logits of the last stage's ranks are the logits of all samples, or of their replica's."""
     held = [each for each in by_rank if each is not None]
     assert held
     for each in held:
@@ -255,7 +255,7 @@ def test_without_peft_the_error_names_it() -> None:
 
 
 def refuse_boosted(folder: Path) -> list[str]:
-    """What a boosted model, one without adapters, and peft's other types are reported; folder is as `save` left it."""
+    """The errors of a boosted model, one without adapters, and peft's other types."""
     booster = hybrid()
     boosted, *_ = booster.boost(LLAMA.build_plain())
     with warnings.catch_warnings():
@@ -279,7 +279,7 @@ def test_models_that_cannot_be_are_refused(pool: Pool, tmp_path: Path) -> None:
 
 
 def save_and_break(folder: Path) -> list[str]:
-    """What is reported of a folder with a tensor too few, and of a path that is no folder."""
+    """The errors of a folder with a tensor too few, and of a path that is no folder."""
     booster = hybrid()
     boosted, *_ = booster.boost(LLAMA.build_peft())
     booster.save_lora_as_pretrained(boosted, folder)

@@ -51,7 +51,7 @@ def trained(booster: Booster) -> tuple[Any, Any]:
 
 
 def refusals(layout: str, folder: Path) -> dict[str, str]:
-    """What each way to write a part of the model says, and then a save of it all."""
+    """The error of each way to write a part of the model, and then a save of it all."""
     make, part = SPLIT[layout]
     booster = make()
     model, optimizer = trained(booster)
@@ -150,7 +150,7 @@ def test_a_part_of_a_model_without_a_booster_is_not_written_either(pool: Pool, t
 
 
 def adapters_written(folder: Path) -> list[str]:
-    """What peft says of a model in parts, and the booster of a whole one."""
+    """The error of peft for a model in parts, and of the booster for a whole one."""
     found = []
     for sizes in ({"tp_size": 2}, {"zero_stage": 1}):
         peft_model = adapters.LLAMA.build_peft()

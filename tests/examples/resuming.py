@@ -35,7 +35,7 @@ def signalled_here(script: Path, step: int, *arguments: str) -> tuple[int, str]:
 
 
 def reported_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What does not depend on the machine."""
+    """Records without the figures that depend on the machine."""
     return [
         {name: value for name, value in record.items() if not name.endswith(_MEASURED)} for record in records
     ]
@@ -56,15 +56,15 @@ class Trial:
         self.words = (*words, *saved)
 
     def run(self, num_processes: int, *words: str, status: int = 0) -> str:
-        """What the first rank says; the others say nothing. The run ends as it should, or is refused with status 2."""
+        """The first rank's output; the others print nothing. The run ends as it should, or is refused with status 2."""
         return run(self.pool, self.script, *self.words, *words, processes=num_processes, status=status)
 
     def records(self) -> list[dict[str, Any]]:
-        """What is in the metrics file, see `reported_of`."""
+        """The records of the metrics file, see `reported_of`."""
         return reported_of(records_of(self.metrics))
 
     def steps(self) -> list[int]:
-        """Those that are saved."""
+        """Steps that are saved."""
         return sorted(int(path.name.removeprefix("step-")) for path in self.checkpoints.iterdir())
 
     def forget_after(self, step: int) -> None:

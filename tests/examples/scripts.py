@@ -38,13 +38,13 @@ def load(path: Path) -> ModuleType:
 
 
 def run(pool: Pool, script: Path, *arguments: str, processes: int = 1, status: int = 0) -> str:
-    """What the first rank says, errors too, where all end with this status and the others say nothing."""
+    """The first rank's output, errors too, where all end with this status and the others say nothing."""
     outcomes = pool.run(processes, run_here, script, *arguments, timeout=TIMEOUT_SECONDS)
     return reported_alone(outcomes, status=status)
 
 
 def reported_alone(outcomes: list[tuple[int, str]], *, status: int) -> str:
-    """What the first rank says, where all have this status and the others say nothing."""
+    """The first rank's output, where all have this status and the others say nothing."""
     (found, reported), *others = outcomes
     assert found == status, reported[-4000:]
     assert others == [(status, "")] * len(others)
@@ -74,7 +74,7 @@ def run_here(script: Path, *arguments: str) -> tuple[int, str]:
 
 
 def figures_of(printed: str) -> dict[str, float]:
-    """What the last line of a script says: name=value, several times."""
+    """Figures of a script's last line: name=value, several times."""
     words = printed.strip().splitlines()[-1].split()
     return {name: float(value) for name, value in (word.split("=") for word in words)}
 
@@ -85,7 +85,7 @@ def records_of(path: Path) -> list[dict]:
 
 
 def losses(records: list[dict]) -> list[float]:
-    """Those of all steps, and of the evaluations among them."""
+    """Losses of all steps, and of the evaluations among them."""
     return [record[name] for record in records for name in ("loss", "eval_loss") if name in record]
 
 

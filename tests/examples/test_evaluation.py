@@ -14,7 +14,7 @@ SAMPLES = 11
 
 
 def counts(plugin: str, batch_size: int) -> list[float]:
-    """How often each of SAMPLES was counted, by every rank that has the outputs."""
+    """Counts of each of SAMPLES, by every rank that has the outputs."""
     booster = Booster(
         plugin=TorchDDPPlugin() if plugin == "ddp" else HybridParallelPlugin(tp_size=2, precision="fp32")
     )

@@ -30,7 +30,7 @@ def test_epochs_end_early_in_orders_of_their_own_and_replicas_share_no_sample(po
 
 
 def stopped_after(taken: int) -> bool:
-    """Whether epochs that end early go on where they stood, as the rest of those that were never stopped."""
+    """True where epochs that end early go on where they stood, as the rest of those that were never stopped."""
     plugin = Booster(plugin=TorchDDPPlugin()).plugin
 
     def loader() -> Any:

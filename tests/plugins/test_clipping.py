@@ -83,7 +83,7 @@ def test_clipping_without_a_step_leaves_the_next_one_right(pool: Pool) -> None:
 
 
 def clip_twice_and_drop(kind: str) -> bool:
-    """Whether gradients are unscaled once, however often they are clipped and whatever was dropped before."""
+    """True where gradients are unscaled once, however often they are clipped and whatever was dropped before."""
     booster = booster_of(kind, precision="fp16")
     model, optimizer = boosted(booster, LLAMA, sgd)
     norms = []

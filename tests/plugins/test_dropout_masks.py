@@ -232,7 +232,7 @@ def test_one_process_drops_what_a_plain_loop_drops(pool: Pool, kind: str) -> Non
 
 
 def drawn_afterwards(kind: str, sizes: dict[str, Any]) -> list[Any]:
-    """What a script draws after three steps of a model that draws from all generators, and an evaluation."""
+    """Draws of a script after three steps of a model that draws from all generators, and an evaluation."""
     run = Run(kind, sizes)
     rank = dist.get_rank()
 

@@ -21,7 +21,7 @@ def made(kind: str, precision: Any) -> Booster:
 
 
 def said_at_boost(kind: str, precision: str | None) -> tuple[str, list[str], list[str]]:
-    """What was chosen, and the lines and warnings of two boosts by one plugin."""
+    """The precision that was chosen, and the lines and warnings of two boosts by one plugin."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         booster = made(kind, precision)

@@ -1,4 +1,4 @@
-"""What plugins refuse, alike on every rank, with all reasons, before any communication: a table of call and needles."""
+"""Refusals of plugins, alike on every rank, with all reasons, before any communication: a table of call and needles."""
 
 import copy
 from collections.abc import Callable
@@ -287,7 +287,7 @@ def missing(message: str, *needles: str) -> list[str]:
 
 
 def unreported() -> list[str]:
-    """What is not said of arguments and of models, on one rank."""
+    """Needles that are missing in the errors of arguments and models, on one rank."""
     found = []
     for plugin, arguments, needles in ARGUMENTS:
         fp32 = {} if plugin is Booster else {"precision": "fp32"}
@@ -298,7 +298,7 @@ def unreported() -> list[str]:
 
 
 def unreported_misuses() -> list[str]:
-    """What is not said of calls, on one rank."""
+    """Needles that are missing in the errors of calls, on one rank."""
     return [line for call, needle in misuses().values() for line in missing(refused(call), needle)]
 
 

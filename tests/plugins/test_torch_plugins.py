@@ -176,7 +176,7 @@ def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
 
 
 def overflow_on_one_rank(settings: dict[str, Any]) -> tuple[bool, bool, float, int]:
-    """Whether a step with an infinite loss on the last rank changed a weight, and a later step; scale and skips."""
+    """Report whether a step with an infinite loss on the last rank changed a weight, and a later step; scale and skips."""
     booster, model, optimizer = boosted(LLAMA, precision="fp16", **settings)
     parameter = next(model.unwrap().parameters())
     batch = make_batch(LLAMA, num_samples=2, seed=0)
@@ -220,7 +220,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
 
 
 def held(settings: dict[str, Any]) -> dict[str, Any]:
-    """What one rank holds of a Llama after a step: rows by parameter, states, gradients and devices."""
+    """The local part of a Llama after a step: rows by parameter, states, gradients and devices."""
     booster, model, optimizer = boosted(LLAMA, **settings)
     rank, size = booster.plugin.data_rank
     booster.backward(model(**microbatches(LLAMA, 0, rank, size, 1)[0]).loss, optimizer)
@@ -281,7 +281,7 @@ def test_an_evaluation_before_a_step_leaves_no_old_weights_behind(pool: Pool) ->
 
 
 def drop_accumulated() -> tuple[str, float, float]:
-    """What step() says of gradients never reduced, and norms with and without such gradients dropped before."""
+    """The error of step() for gradients never reduced, and norms with and without such gradients dropped before."""
     booster, model, optimizer = boosted(GPT2)
     first, second = (make_batch(GPT2, num_samples=2, seed=seed) for seed in (0, 1))
     norms, reported = [], ""
@@ -307,7 +307,7 @@ def test_gradients_that_were_never_reduced_are_reported_and_can_be_dropped(pool:
 
 
 def step_without_scaled_gradients() -> tuple[dict[str, str], bool]:
-    """What calls say before a backward and after one past the booster; whether a whole step then changes a weight."""
+    """The errors of calls before a backward and after one past the booster; whether a whole step then changes a weight."""
     booster, model, optimizer = boosted(GPT2, precision="fp16")
     batch = make_batch(GPT2, num_samples=2, seed=0)
     calls: dict[str, Any] = {

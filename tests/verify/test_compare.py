@@ -1,4 +1,4 @@
-"""What rounding may account for. No processes: the records are written by hand."""
+"""Tolerances for rounding. No processes: the records are written by hand."""
 
 from dataclasses import replace
 
@@ -63,7 +63,7 @@ def test_loss_gradient_and_norm_have_what_rounding_makes_of_each() -> None:
 
 
 def in_16_bits(*found: StepRecord, usual: StepRecord, nearby: StepRecord | None) -> str | None:
-    """What departs where one process is as far from float32 as `usual`, and one nearby as far as `nearby`."""
+    """The departure where one process is as far from float32 as `usual`, and one nearby as far as `nearby`."""
     near = [] if nearby is None else [[Reference(nearby, record()) for _ in found]]
     return first_departure(
         compare_16_bit(
