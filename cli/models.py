@@ -176,11 +176,6 @@ def columns_of(rows: Sequence[ModelRow]) -> dict[str, Callable[[ModelRow], str]]
     }
 
 
-def sharded_columns() -> dict[str, Callable[[ModelRow], str]]:
-    """The columns of layouts that shard sequences or weights, likewise."""
-    return {f"{by}, layouts": partial(_sharded_cell, by=by) for by in SHARDED}
-
-
 def _sharded_by(layout: str) -> str:
     """The mode by which a layout shards sequences, or SHARDED_WEIGHTS; nothing where it shards neither."""
     parts = layout.split("·")
@@ -250,26 +245,24 @@ def models(
     """Show the last results of the parity check: every model type, all its heads, tied and untied, and its features.
 
     "yes": every head trains under the layout as in one process, over three steps and unequal microbatches. A terminal
-    gets a table of 80 columns with a legend, a pipe every column in full. `echelon verify` tries a single layout here
+    gets a table of 80 columns with a legend, a pipe the page in full. `echelon verify` tries a single layout here
     and now.
     """
-    kept = kept_matrix()
-    if markdown:
-        refuse("models", [] if name is None else [f"--markdown is of all model types: leave {name!r} out"])
-        typer.echo(page(kept), nl=False)
-        return
+    kept, console = kept_matrix(), Console()
     rows = rows_of(kept)
-    console = Console()
     if name is not None:
-        named = rows_named(name, rows)
-        refuse("models", [] if named else [_unknown(name, rows)])
+        named = [] if markdown else rows_named(name, rows)
+        unknown = (
+            f"--markdown is of all model types: leave {name!r} out" if markdown else _unknown(name, rows)
+        )
+        refuse("models", [] if named else [unknown])
         for row in named:
             show_row(row, layouts_of(rows))
         typer.echo(f"{versions(kept)}.")
-    elif console.is_terminal:
+    elif console.is_terminal and not markdown:
         typer.echo("\n".join([*short_lines(rows), "", LEGEND, f"{versions(kept)}."]))
     else:
-        typer.echo("\n".join([*full_lines(rows), f"{versions(kept)}."]))
+        typer.echo(page(kept), nl=False)
 
 
 def rows_named(name: str, rows: Sequence[ModelRow]) -> list[ModelRow]:
@@ -301,16 +294,6 @@ def _short(row: ModelRow, columns: Mapping[str, Callable[[ModelRow], str]]) -> l
 def _more(row: ModelRow) -> str:
     further = [counts for layout, counts in row.cells.items() if layout not in AXES]
     return f"{sum(tried == agreed for tried, agreed in further)}/{len(further)}" if further else ""
-
-
-def full_lines(rows: Sequence[ModelRow]) -> list[str]:
-    """A line for each model type with all that the tables of the docs' page have."""
-    columns = columns_of(rows) | sharded_columns()
-    cells = (
-        [row.model_type, row.source, "; ".join(row.heads), *(cell(row) for cell in columns.values())]
-        for row in rows
-    )
-    return aligned([["model type", "by", "heads", *columns], *cells], between=" | ")
 
 
 def aligned(table: Sequence[Sequence[str]], *, between: str) -> list[str]:

@@ -21,7 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from echelon import Booster, HybridParallelPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from echelon.verify.models import ModelChoice
 
 from ..plugins.training import logged
@@ -31,7 +31,6 @@ LLAMA = ModelChoice(model_type="llama", num_layers=1)
 
 PLUGINS: dict[str, Callable[[], Any]] = {
     "replicas": lambda: HybridParallelPlugin(precision="fp32"),
-    "zero": lambda: LowLevelZeroPlugin(precision="fp32"),
     "ddp": TorchDDPPlugin,
     "fsdp": TorchFSDPPlugin,
     "slices": lambda: HybridParallelPlugin(tp_size=2, precision="fp32"),
@@ -148,25 +147,22 @@ def whole_batches(by_replica: list[list[list[int]]]) -> list[list[int]]:
     return [[sample for sample in samples if sample is not None] for samples in dealt]
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize(
+    ("plugin", "kind"),
+    [
+        *(("replicas", kind) for kind in LOADERS),
+        *((plugin, "shuffled") for plugin in ("ddp", "fsdp", "slices")),
+    ],
+)
 def test_replicas_share_the_batches_of_a_plain_loop_whatever_seeds_the_ranks_have(
-    pool: Pool, kind: str
+    pool: Pool, plugin: str, kind: str
 ) -> None:
-    found = dict(pool.run(2, boosted_epochs, "replicas", kind, 3))
-    for epoch, expected in enumerate(plain_epochs(kind, 6)):
-        assert whole_batches([found[replica][epoch] for replica in (0, 1)]) == expected
-
-
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_every_plugin_shards_alike_and_ranks_of_one_replica_get_equal_batches(
-    pool: Pool, plugin: str
-) -> None:
-    first, second = (epochs for _, epochs in pool.run(2, boosted_epochs, plugin, "shuffled", 3))
-    if plugin == "slices":
-        assert first == second == plain_epochs("shuffled", 3)
+    (_, first), (_, second) = pool.run(2, boosted_epochs, plugin, kind, 3)
+    if plugin == "slices":  # ranks of one replica get equal batches
+        assert first == second == plain_epochs(kind, 3)
     else:
-        expected = plain_epochs("shuffled", 6)
-        assert [whole_batches([*epochs]) for epochs in zip(first, second, strict=True)] == expected
+        found = [whole_batches([*epochs]) for epochs in zip(first, second, strict=True)]
+        assert found == plain_epochs(kind, 6)
 
 
 def test_one_process_sees_the_order_of_a_plain_loop_and_draws_as_it_does(pool: Pool) -> None:
@@ -181,19 +177,6 @@ def test_one_process_sees_the_order_of_a_plain_loop_and_draws_as_it_does(pool: P
 
 def epochs_and_a_draw(plugin: str) -> tuple[int, list[list[list[int]]], Tensor]:
     return *boosted_epochs(plugin, "shuffled", 4), torch.rand(3)
-
-
-def leave_as_they_are() -> None:
-    """Give loaders that are sharded already, and none at all."""
-    booster = Booster(plugin=PLUGINS["replicas"]())
-    prepared = booster.plugin.prepare_dataloader(Numbers(), 2)
-    distributed = DataLoader(Numbers(), 2, sampler=DistributedSampler(Numbers()))
-    for loader in (None, prepared, distributed):
-        assert booster.boost(Sum(), dataloader=loader)[3] is loader
-
-
-def test_what_is_sharded_already_is_left_as_it_is(pool: Pool) -> None:
-    pool.run(2, leave_as_they_are)
 
 
 class Buckets(Sampler[list[int]]):
@@ -255,14 +238,26 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank(pool: Pool) -> None:
         assert "leave it out of boost" in message
 
 
-def keep_streams() -> None:
-    for kind in ("stream", "buckets", "whole", "subclass", "list"):
+def leave_as_they_are() -> None:
+    """Give loaders that are sharded already, and none at all."""
+    booster = Booster(plugin=PLUGINS["replicas"]())
+    prepared = booster.plugin.prepare_dataloader(Numbers(), 2)
+    distributed = DataLoader(Numbers(), 2, sampler=DistributedSampler(Numbers()))
+    for loader in (None, prepared, distributed):
+        assert booster.boost(Sum(), dataloader=loader)[3] is loader
+    for kind in (
+        "stream",
+        "buckets",
+        "whole",
+        "subclass",
+        "list",
+    ):  # one replica keeps what cannot be sharded
         loader = REFUSED[kind][0]()
         assert boosted_loader("slices", loader)[2] is loader
 
 
-def test_one_replica_keeps_what_cannot_be_sharded(pool: Pool) -> None:
-    pool.run(2, keep_streams)
+def test_what_is_sharded_already_is_left_as_it_is(pool: Pool) -> None:
+    pool.run(2, leave_as_they_are)
 
 
 def run_to(folder: Path, kind: str, stop: int, batch_size: int, *, resume: bool) -> list[list[int]]:

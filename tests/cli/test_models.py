@@ -121,18 +121,9 @@ def test_a_terminal_of_80_columns_shows_a_line_for_each_type_and_a_legend(column
         assert short in explained.split() and long in explained
 
 
-def test_a_pipe_gets_every_row_and_column_in_full() -> None:
+def test_a_pipe_gets_the_page() -> None:
     result = CliRunner().invoke(app, ["models"])
-    assert result.exit_code == 0 and "…" not in result.output
-    heading, *lines = result.output.splitlines()
-    found = {
-        line.split(" | ")[0].strip(): [cell.strip() for cell in line.split("|")[2:]] for line in lines[:-1]
-    }
-    rows = {row.model_type: row for row in rows_of(kept_matrix())}
-    assert found.keys() == rows.keys() >= set(model_types()) - ELSEWHERE
-    assert all(found[name][0] == "; ".join(row.heads) for name, row in rows.items())
-    page_headings = next(line for line in PAGE.read_text().splitlines() if line.startswith("| model type"))
-    assert page_headings.strip("| ").split(" | ") == [cell.strip() for cell in heading.split("|")][:-5]
+    assert (result.exit_code, result.output) == (0, PAGE.read_text())
 
 
 def test_a_type_is_shown_by_name_and_others_by_how_they_begin() -> None:

@@ -176,7 +176,7 @@ def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
 
 
 def overflow_on_one_rank(settings: dict[str, Any]) -> tuple[bool, bool, float, int]:
-    """Report whether a step with an infinite loss on the last rank changed a weight, and a later step; scale and skips."""
+    """Report whether a step with an infinite loss on one rank changed a weight, and a later step; scale and skips."""
     booster, model, optimizer = boosted(LLAMA, precision="fp16", **settings)
     parameter = next(model.unwrap().parameters())
     batch = make_batch(LLAMA, num_samples=2, seed=0)
@@ -307,7 +307,7 @@ def test_gradients_that_were_never_reduced_are_reported_and_can_be_dropped(pool:
 
 
 def step_without_scaled_gradients() -> tuple[dict[str, str], bool]:
-    """The errors of calls before a backward and after one past the booster; whether a whole step then changes a weight."""
+    """The errors of calls before a backward and after a plain one; True where a whole step then changes a weight."""
     booster, model, optimizer = boosted(GPT2, precision="fp16")
     batch = make_batch(GPT2, num_samples=2, seed=0)
     calls: dict[str, Any] = {
