@@ -173,7 +173,11 @@ def _make_complete(path: Path, folder: Path, kind: Replaced, written: list[str])
             f"another run has saved to {path} at this moment, and what it saved stands: give each run a folder of its "
             "own"
         ) from error
-    sync_folder(path)
+    try:
+        sync_folder(path)
+    except OSError:
+        os.rename(path / _COMPLETE, folder)
+        raise
 
 
 def _remove(path: Path, names: list[str]) -> None:

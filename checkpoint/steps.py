@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -102,10 +103,13 @@ def _name_step(folder: Path, final: Path) -> Path:
         os.rename(final, replaced)
     try:
         os.rename(folder, final)
+        sync_folder(final.parent)
     except OSError:
-        _recover(final.parent)
+        with suppress(OSError):  # what a disk refuses here too is put right by the next load or save
+            if not folder.exists():
+                os.rename(final, folder)
+            _recover(final.parent)
         raise
-    sync_folder(final.parent)
     return replaced
 
 

@@ -7,12 +7,14 @@ that has imported all, since a killed worker of the pool is dear.
 
 import builtins
 import errno
+import gc
 import io
 import json
 import logging
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -162,6 +164,31 @@ def logged(logger: str) -> Iterator[list[str]]:
         yield lines
     finally:
         logging.getLogger(logger).removeHandler(handler)
+
+
+def _anonymous() -> int:
+    found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def anonymous_peak(work: Callable[[], object]) -> int:
+    """The most anonymous memory above what there is before."""
+    gc.collect()
+    before, most, is_done = _anonymous(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not is_done.is_set():
+            most = max(most, _anonymous())
+            time.sleep(0.0005)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    work()
+    is_done.set()
+    watcher.join()
+    return most - before
 
 
 def in_warm_process(function: Callable[..., None], *args: Any, seconds: float) -> None:

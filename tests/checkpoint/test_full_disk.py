@@ -3,7 +3,7 @@
 import os
 import resource
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,69 +17,24 @@ from ..pool import Pool, RankDied
 from .failures import at_every_write, full_disk_at, kill_rank_at, logged
 from .runs import SHARD, Run, small_run
 
-SAVING = "echelon.checkpoint.background"
+
+def begin(run: Run, directory: Path, use_async: bool) -> Save:
+    options = {"size_per_shard": SHARD, "use_async": use_async}
+    return run.booster.save_checkpoint(directory, 2, **run.everything, **options)
 
 
-def files_too_large(directory: Path, where: int, use_async: bool) -> None:
-    """On one rank the system itself refuses what is longer than a kilobyte."""
-    run = _first_saved(directory)
-    limit = small_files() if dist.get_rank() == where else nullcontext()
-    _require_told_and_survived(run, directory, limit, use_async, "File too large")
+def first_saved(directory: Path) -> Run:
+    run = small_run()
+    run.step(1)
+    run.booster.save_checkpoint(directory, 1, **run.everything, size_per_shard=SHARD).wait()
+    return run
 
 
-def full_at_every_call(directory: Path, where: int, use_async: bool) -> int:
-    """On one rank the disk is full, from the first, the second, … the last call that writes; how many these are."""
-    run = _first_saved(directory)
-    number = 0
-    while True:
-        number += 1
-        calls: list[str] = []
-        with (
-            at_every_write(directory, full_disk_at(number))
-            if dist.get_rank() == where
-            else nullcontext() as listed
-        ):
-            save = _begin(run, directory, use_async)
-            loss = run.step(3)
-            _wait(save)
-            calls = listed or []
-        assert loss == loss
-        refused = torch.tensor(float(save.failure is not None))
-        dist.all_reduce(refused)
-        assert int(refused) in (0, dist.get_world_size()), "it failed on some ranks alone"
-        _require_sound(run, directory)
-        numbers = torch.tensor(len(calls))
-        dist.all_reduce(numbers)
-        if not refused:
-            assert int(numbers) < number, "a call found no room, and nothing was told"
-            return int(numbers)
-
-
-def rank_dies_while_saving(directory: Path, number: int) -> None:
-    """The second rank is killed in the middle of a save beside training; the first has to notice, twice."""
-    run = _first_saved(directory)
-
-    with at_every_write(directory, kill_rank_at(1, number)) if dist.get_rank() == 1 else nullcontext():
-        save = _begin(run, directory, use_async=True)
-        try:
-            for step in range(3, 10**6):
-                run.step(step)
-        except RankFailure as failure:
-            assert "rank 1" in str(failure)
-        except RuntimeError as error:  # of the all-reduce that is the test's own
-            assert "Connection" in str(error)
-        _wait(save)
-    assert save.failure is not None
-
-
-def still_there(directory: Path) -> int:
-    """The step that is gone on from, and the next save works."""
-    run = small_run(seed=7)
-    resumed = run.booster.load_checkpoint(directory, **run.everything)
-    assert resumed is not None
-    _begin(run, directory, use_async=False).wait()
-    assert [name for name in os.listdir(directory) if name.startswith(".")] == []
-    return resumed.step
+def wait(save: Save) -> None:
+    try:
+        save.wait()
+    except Exception as error:
+        assert error is save.failure
 
 
 @contextmanager
@@ -93,56 +48,82 @@ def small_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def _require_told_and_survived(
-    run: Run, directory: Path, trouble: AbstractContextManager[object], use_async: bool, why: str
-) -> None:
+def files_too_large(directory: Path, where: int, use_async: bool) -> None:
+    """On one rank the system itself refuses what is longer than a kilobyte."""
+    run = first_saved(directory)
     before = run.whole()
-    with trouble, logged(SAVING) as lines:
-        save = _begin(run, directory, use_async)
-        _wait(save)
-    assert isinstance(save.failure, OSError) and why in str(save.failure), save.failure
-    assert len(lines) == (dist.get_rank() == 0) and all(why in line for line in lines)
+    with (
+        small_files() if dist.get_rank() == where else nullcontext(),
+        logged("echelon.checkpoint.background") as lines,
+    ):
+        save = begin(run, directory, use_async)
+        wait(save)
+    assert isinstance(save.failure, OSError) and "File too large" in str(save.failure), save.failure
+    assert len(lines) == (dist.get_rank() == 0) and all("File too large" in line for line in lines)
     dist.barrier()  # the first rank removes what it began
     assert os.listdir(directory) == ["step-00000001"]
     run.step(3)
     run.booster.load_checkpoint(directory, **run.everything)
     assert all(torch.equal(tensor, before[name]) for name, tensor in run.whole().items())
-    _begin(run, directory, use_async).wait()
+    begin(run, directory, use_async).wait()
     assert sorted(os.listdir(directory)) == ["step-00000001", "step-00000002"]
 
 
-def _first_saved(directory: Path) -> Run:
-    run = small_run()
-    run.step(1)
-    run.booster.save_checkpoint(directory, 1, **run.everything, size_per_shard=SHARD).wait()
-    return run
+def full_at_every_call(directory: Path, where: int, use_async: bool) -> int:
+    """On one rank the disk is full, from the first, the second, … the last call that writes; how many these are."""
+    run, number = first_saved(directory), 0
+    while True:
+        number += 1
+        fails = (
+            at_every_write(directory, full_disk_at(number)) if dist.get_rank() == where else nullcontext([])
+        )
+        with fails as calls:
+            save = begin(run, directory, use_async)
+            run.step(3)
+            wait(save)
+        dist.barrier()  # the first rank removes what it began
+        names = sorted(os.listdir(directory))
+        assert names in (["step-00000001"], ["step-00000001", "step-00000002"]), names
+        dist.barrier()
+        resumed = run.booster.load_checkpoint(directory, **run.everything)
+        assert resumed is not None and resumed.path.name == names[-1]
+        counts = torch.tensor([save.failure is not None, len(calls)], dtype=torch.int64)
+        dist.all_reduce(counts)
+        refused, num_calls = counts.tolist()
+        assert refused in (0, dist.get_world_size()), "it failed on some ranks alone"
+        if not refused:
+            assert num_calls < number, "a call found no room, and nothing was reported"
+            return num_calls
 
 
-def _begin(run: Run, directory: Path, use_async: bool) -> Save:
-    return run.booster.save_checkpoint(
-        directory, 2, **run.everything, size_per_shard=SHARD, use_async=use_async
-    )
+def rank_dies_while_saving(directory: Path, number: int) -> None:
+    """The second rank is killed in the middle of a save beside training; the first has to notice, twice."""
+    run = first_saved(directory)
+    with at_every_write(directory, kill_rank_at(1, number)) if dist.get_rank() == 1 else nullcontext():
+        save = begin(run, directory, use_async=True)
+        try:
+            for step in range(3, 10**6):
+                run.step(step)
+        except RankFailure as failure:
+            assert "rank 1" in str(failure)
+        except RuntimeError as error:  # of the all-reduce that is the test's own
+            assert "Connection" in str(error)
+        wait(save)
+    assert save.failure is not None
 
 
-def _wait(save: Save) -> None:
-    try:
-        save.wait()
-    except Exception as error:
-        assert error is save.failure
-
-
-def _require_sound(run: Run, directory: Path) -> None:
-    """Nothing unfinished is left, and the newest step can be loaded."""
-    dist.barrier()  # the first rank removes what it began
-    names = sorted(os.listdir(directory))
-    assert names in (["step-00000001"], ["step-00000001", "step-00000002"]), names
-    dist.barrier()
+def still_there(directory: Path) -> int:
+    """The step that is gone on from, and the next save works."""
+    run = small_run(seed=7)
     resumed = run.booster.load_checkpoint(directory, **run.everything)
-    assert resumed is not None and resumed.path.name == names[-1]
+    assert resumed is not None
+    begin(run, directory, use_async=False).wait()
+    assert [name for name in os.listdir(directory) if name.startswith(".")] == []
+    return resumed.step
 
 
 @pytest.mark.parametrize(("where", "use_async"), [pytest.param(0, False, marks=pytest.mark.slow), (1, True)])
-def test_a_full_disk_is_told_and_training_goes_on(
+def test_a_full_disk_is_reported_and_training_goes_on(
     pool: Pool, tmp_path: Path, where: int, use_async: bool
 ) -> None:
     pool.run(2, files_too_large, tmp_path, where, use_async)

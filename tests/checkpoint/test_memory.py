@@ -4,13 +4,8 @@ Anonymous memory is measured: pages of mapped files are the kernel's to drop.
 """
 
 import ctypes
-import gc
 import json
-import re
 import sys
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +15,7 @@ import torch.distributed as dist
 from echelon.checkpoint.difference import Comparison
 from echelon.checkpoint.inspect import examine, open_folder
 
+from .failures import anonymous_peak as peak
 from .failures import in_warm_process, run_ranks
 from .handmade import Handmade, small_config
 from .runs import Run, config_of
@@ -39,31 +35,6 @@ CHUNKS = 64 * MEBI  # a chunk of 1 Mi entries that is compared, some of it in fl
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of mallopt(3)
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="anonymous memory is read from /proc")
-
-
-def anonymous() -> int:
-    found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
-
-
-def peak(work: Callable[[], object]) -> int:
-    """The most anonymous memory above what there is before."""
-    gc.collect()
-    before, most, is_done = anonymous(), 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal most
-        while not is_done.is_set():
-            most = max(most, anonymous())
-            time.sleep(0.0005)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    work()
-    is_done.set()
-    watcher.join()
-    return most - before
 
 
 def free_at_once() -> None:
