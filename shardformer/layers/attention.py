@@ -1,7 +1,7 @@
 """The kernel with which a model computes attention: transformers' own, or xFormers'."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -147,13 +147,13 @@ def attention_errors(model: nn.Module, kernel: str, option: str) -> list[str]:
     parts = _parts(model)
     if not parts:
         return [
-            f"{option}: a {type(model).__name__} is no model of transformers, and its attention cannot be chosen from "
-            f"outside: leave {option} out; it goes on computing attention as its code has it"
+            f"{option}: a {type(model).__name__} is no model of transformers, whose attention can be chosen: leave "
+            f"{option} out"
         ]
     return [
-        f"{option}: {type(part).__name__}{f' ({path})' if path else ''} {reason}"
+        f"{option}: {type(part).__name__}{f' ({path})' if path else ''} {reason}: {advice}leave {option} out"
         for path, part in parts.items()
-        for reason in _part_errors(part, kernel, option)
+        for reason, advice in _reasons(part, kernel)
     ]
 
 
@@ -191,28 +191,38 @@ def _fixed_classes(part: PreTrainedModel) -> list[Mapping[str, type[nn.Module]]]
     ]
 
 
-def _part_errors(part: PreTrainedModel, kernel: str, option: str) -> list[str]:
-    words, _ = _KERNELS[kernel]
-    found = [_choice_error(part, kernel, option)]
+def _reasons(part: PreTrainedModel, kernel: str) -> Iterator[tuple[str, str]]:
+    """Why a part cannot compute attention with a kernel, each with what to do besides leaving the option out."""
+    (words, flag), config = _KERNELS[kernel], part.config
+    build = f"build it with attn_implementation={kernel!r}, or "
+    present = {type(module) for module in part.modules()}
+    fixed = [
+        each
+        for each in _fixed_classes(part)
+        if present & set(each.values()) and each.get(kernel) not in present
+    ]
+    if flag is not None and not getattr(part, flag):
+        yield f"cannot compute attention with {words}, as its class in transformers says", ""
+    elif fixed:
+        names = sorted(each.__name__ for each in present & set(fixed[0].values()))
+        can_be_built = build if kernel in fixed[0] else ""
+        yield f"chose {', '.join(names)} when it was built, which is not {words}", can_be_built
+    elif config._attn_implementation != kernel and not part._can_set_attn_implementation():
+        yield "takes its attention once and for all when it is built", build if flag is not None else ""
     caps = [
-        f"{name}={value}"
-        for name, value in vars(part.config).items()
-        if "attn" in name and "softcap" in name and value
+        f"{name}={each}"
+        for name, each in vars(config).items()
+        if "attn" in name and "softcap" in name and each
     ]
     if kernel != FLASH_ATTENTION_2 and caps:
-        found.append(
-            f"caps its attention scores ({', '.join(caps)}), which {words} cannot: leave {option} out, or set that to "
-            "None in the config and train another model"
-        )
+        yield f"caps its attention scores ({', '.join(caps)}), which {words} cannot", ""
     if kernel == FLASH_ATTENTION_2 and (lost := _lost_mask(part)):
-        found.append(
-            f"{lost}: leave {option} out; transformers then takes torch's own fused attention, with the mask"
+        yield lost, ""
+    if getattr(config, "output_attentions", False):
+        yield (
+            f"is to return attention weights, which {words} does not compute",
+            "set config.output_attentions=False, or ",
         )
-    if getattr(part.config, "output_attentions", False):
-        found.append(
-            f"is to return attention weights, which {words} does not compute: config.output_attentions=False"
-        )
-    return [each for each in found if each is not None]
 
 
 def _lost_mask(part: PreTrainedModel) -> str | None:
@@ -229,24 +239,4 @@ def _lost_mask(part: PreTrainedModel) -> str | None:
             "attends from its decoder to an encoder's states, where transformers with flash-attn takes the padding of "
             "the states for that of the decoder's tokens"
         )
-    return None
-
-
-def _choice_error(part: PreTrainedModel, kernel: str, option: str) -> str | None:
-    """Why transformers cannot set this kernel for a part."""
-    words, flag = _KERNELS[kernel]
-    if flag is not None and not getattr(part, flag):
-        return (
-            f"cannot compute attention with {words}, as its class in transformers says: leave {option} out, and it "
-            "computes attention with its own code"
-        )
-    for classes in _fixed_classes(part):
-        present = {type(module) for module in part.modules()} & set(classes.values())
-        if present and classes.get(kernel) not in present:
-            names = ", ".join(sorted(each.__name__ for each in present))
-            can_be_built = f"build it with attn_implementation={kernel!r}, or " if kernel in classes else ""
-            return f"chose {names} when it was built, which is not {words}: {can_be_built}leave {option} out"
-    if part.config._attn_implementation != kernel and not part._can_set_attn_implementation():
-        can_be_built = f"build it with attn_implementation={kernel!r}, or " if flag is not None else ""
-        return f"takes its attention once and for all when it is built: {can_be_built}leave {option} out"
     return None
