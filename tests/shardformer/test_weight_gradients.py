@@ -284,3 +284,21 @@ def test_the_first_input_of_the_signature_enters_however_it_is_given() -> None:
         module(attention_mask=mask, hidden_states=hidden)
         module(hidden, attention_mask=mask)
     assert [x is hidden for x in entered] == [True, True]
+
+
+def test_a_second_input_enters_once_and_again_where_it_was_written_to() -> None:
+    common, sizes = region.CommonInput(), []
+
+    def enter(xs: Any) -> list[Tensor]:
+        sizes.append(len(xs))
+        return [x.view_as(x) for x in xs]
+
+    leaf = torch.ones(2, requires_grad=True)
+    x, states = leaf * 2, leaf * 3
+    entered = common.enter([x, states], enter)[1]
+    assert common.enter([x, states], enter)[1] is entered
+    states.add_(1)
+    assert common.enter([x, states], enter)[1] is not entered
+    with torch.no_grad():
+        common.enter([x, states], enter)
+    assert sizes == [2, 1, 2, 2]
