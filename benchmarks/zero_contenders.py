@@ -12,6 +12,7 @@ from workload import Workload, adamw
 from zero_peers import TorchDDP, TorchFSDP, TorchZero
 
 from echelon import Booster, HybridParallelPlugin
+from echelon.zero.bucket import ShardedGradient
 
 STAGES = (0, 1, 2)
 
@@ -42,6 +43,12 @@ class EchelonZero(DataParallel):
         """The averaged gradients, gathered. Communicates over the world."""
         self._optimizer.reduce_gradients()
         return self._optimizer.gradients()
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Those of every contender; at stage 2 `parameter.grad` is a placeholder for the ranks' slices."""
+        found = super().tensors()
+        whole = [each for each in found["gradients"] if not isinstance(each, ShardedGradient)]
+        return {**found, "gradients": [*whole, *(each.own_gradients for each in self._optimizer.buckets)]}
 
     def held(self) -> dict[str, int]:
         """The bytes that the ledger counts on this rank, after a step.
