@@ -168,7 +168,7 @@ def wrap_optimizer(
     ties: list[dict[int, Tensor]],
     stage_manager: PipelineStageManager,
 ) -> ShardedOptimizer | None:
-    """Wrap the optimizer, let layers add to its gradients, and cast all parameters. Collective over the world.
+    """Wrap the optimizer and cast all parameters. Collective over the world.
 
     Args:
         boosted: whose parameters the optimizer has.

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from ..cluster.agree import gather_integers
-from ..cluster.hooks import has_foreign_hooks, has_foreign_last_hooks, own
+from ..cluster.hooks import has_foreign_last_hooks, own
 from ..cluster.step_agreement import CHECK_EVERY, is_compared
 from .bucket import Bucket, GradientState, Slot
 from .partition import ManagedParameter
@@ -174,31 +174,6 @@ class Reducer:
             if before is _Backward.FOREIGN:
                 self.writes.note()
 
-    # What others add to gradients by themselves, see cluster/gradient_owner.py
-
-    def takes(self, parameter: Parameter) -> bool:
-        """Return True if others may add to its gradient now."""
-        is_own = self._backward is not _Backward.FOREIGN and parameter in self._places
-        return is_own and not has_foreign_hooks(parameter)
-
-    def add_rows(self, parameter: Parameter, rows_N: Tensor, values_NH: Tensor) -> None:
-        """Add (N, H) values to rows of a parameter's gradient; more may come in the same backward."""
-        gradient, is_first = self._to_add_to(parameter)
-        if is_first:
-            gradient.zero_()
-        gradient.index_add_(0, rows_N, values_NH.to(gradient.dtype))
-
-    def add_product(self, parameter: Parameter, left_RN: Tensor, right_NC: Tensor) -> None:
-        """Add a product (R, C) to a parameter's gradient; more may come in the same backward."""
-        gradient, is_first = self._to_add_to(parameter)
-        # The whole product is rounded to its format before it is added, as autograd does: equal to the bit.
-        if is_first and gradient.dtype == left_RN.dtype:
-            torch.mm(left_RN, right_NC, out=gradient)
-        elif is_first:
-            gradient.copy_(left_RN.mm(right_NC))
-        else:
-            gradient.add_(left_RN.mm(right_NC))
-
     def note(self, parameter: Parameter) -> None:
         """Note that a parameter's gradient of a backward is complete, and launch what waited for it."""
         _, bucket = self._places[parameter]
@@ -206,17 +181,6 @@ class Reducer:
             self._awaited[bucket].discard(parameter)
             while self._awaited and not self._awaited[following := next(iter(self._awaited))]:
                 self._launch(following)
-
-    def _to_add_to(self, parameter: Parameter) -> tuple[Tensor, bool]:
-        """The gradient of a parameter in its bucket, and whether what is there is to be overwritten."""
-        slot, bucket = self._places[parameter]
-        self._make_room(bucket)
-        slot.collect()
-        assert slot.gradient is not None  # borrowed before accumulation
-        is_first = slot.local_gradient is None
-        if is_first:
-            parameter.grad = slot.gradient
-        return slot.gradient, is_first
 
     # Reduction
 
@@ -349,7 +313,7 @@ class Reducer:
         bucket.borrow()
 
     def _before_accumulation(self, bucket: Bucket, slot: Slot, gradient: Tensor | None) -> None:
-        """Hook of a parameter's gradient once all its uses are differentiated; None where rows were added."""
+        """Hook of a parameter's gradient once all its uses are differentiated; None where it is deferred."""
         if self._backward is _Backward.FOREIGN:
             if not _accumulates(slot.parameter):
                 return

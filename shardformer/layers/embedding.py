@@ -1,19 +1,18 @@
 """Embedding and language-model head split over the vocabulary."""
 
 # B batch, S sequence, H hidden, V vocabulary, P vocabulary padded to a multiple of T, T size of the group
-# N entries that are looked up
 
 import copy
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ...cluster.collectives import gather_from, reduce_from
 from ...cluster.placement import Shard, place, placement_of
-from ...pipeline.weight_gradients import Owner
 from .linear import ProductLayer, enter
 from .parallel_module import (
     ParallelModule,
@@ -23,7 +22,7 @@ from .parallel_module import (
     require_none,
     take_hooks,
 )
-from .weight_gradient import embedding, needs_all_uses
+from .weight_gradient import needs_all_uses
 
 _SCALE = "embed_scale"
 # All names that the forward of an embedding with a scale may read.
@@ -81,8 +80,6 @@ class VocabParallelEmbedding1D(ParallelModule):
             which need all of a row's uses; or it does more than an embedding.
     """
 
-    gradient_owner: Owner | None = None  # see [Note: gradients of rows]
-
     def __init__(
         self,
         native: nn.Embedding,
@@ -126,7 +123,7 @@ class VocabParallelEmbedding1D(ParallelModule):
         local_ids_BS = (ids_BS - first).masked_fill(elsewhere_BS, 0)
         padding = self.padding_idx
         local_padding = padding - first if padding is not None and first <= padding < first + valid else None
-        found_BSH = embedding(local_ids_BS, self.weight, local_padding, owner=self.gradient_owner)
+        found_BSH = F.embedding(local_ids_BS, self.weight, local_padding)
         found_BSH = reduce_from(found_BSH.masked_fill(elsewhere_BS.unsqueeze(-1), 0.0), self.group)
         scale = self.embed_scale
         if scale is None:

@@ -17,10 +17,10 @@ from transformers.pytorch_utils import Conv1D
 from ...cluster.collectives import copy_beside, gather_from, gather_to, reduce_from, scatter_to
 from ...cluster.placement import Shared, place
 from ...cluster.random import SplitRandom
-from ...pipeline.weight_gradients import Owner, WeightGradients
+from ...pipeline.weight_gradients import WeightGradients
 from .parallel_module import ParallelModule, require_native, shard_of
 from .split_gather import RegionSequence, enter_beside, leave, row_product
-from .weight_gradient import LaterProduct, Regather, linear
+from .weight_gradient import Deferral, LaterProduct, Regather, linear
 
 
 class _NextCall:
@@ -47,7 +47,6 @@ class ProductLayer(ParallelModule):
     bias: Parameter | None
     output_dim = 0  # nn.Linear holds (O, I)
     weight_gradients: WeightGradients | None = None  # queue of the schedule
-    gradient_owner: Owner | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +67,6 @@ class ProductLayer(ParallelModule):
             bias,
             is_transposed=self.output_dim == 1,
             store=self.weight_gradients,
-            owner=self.gradient_owner,
             later=later,
             kept=kept if kept is not None and kept[1].is_of(x) else None,
         )
@@ -286,8 +284,9 @@ class Linear1D_Row(_SplitLinear):
         if sequence is None:
             return reduce_from(self._product(x_BSI, None), self.group)
         if sequence.overlap and self.weight.is_leaf and not torch.is_autocast_enabled(x_BSI.device.type):
-            deferral = self.weight, self.weight_gradients, self.gradient_owner, None
-            return row_product(x_BSI, sequence, self.output_dim == 1, deferral)
+            return row_product(
+                x_BSI, sequence, self.output_dim == 1, Deferral(self.weight, self.weight_gradients)
+            )
         return leave(self._product(x_BSI, None), sequence)
 
 

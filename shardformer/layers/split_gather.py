@@ -131,7 +131,7 @@ def row_product(x_BSI: Tensor, sequence: RegionSequence, is_transposed: bool, de
     if x_BSI.ndim == 2:
         by_sample = x_BSI.unflatten(0, (-1, sequence.axis.length))
         return row_product(by_sample, sequence, is_transposed, deferral).flatten(0, 1)
-    out: Tensor = _RowProduct.apply(x_BSI, deferral[0], sequence, is_transposed, deferral)
+    out: Tensor = _RowProduct.apply(x_BSI, deferral.weight, sequence, is_transposed, deferral)
     return out
 
 
@@ -173,7 +173,7 @@ class _RowProduct(Function):
         if needs_weight:
             pair = gradient_BSO.flatten(0, 1).T, x_BSI.flatten(0, 1)
             factors = (pair[1].T, pair[0].T) if ctx.is_transposed else pair
-            of_weight = gradient_or_deferred(lambda: factors, *ctx.deferral)
+            of_weight = gradient_or_deferred(lambda: factors, ctx.deferral)
         return of_input, of_weight, None, None, None
 
 

@@ -1,23 +1,15 @@
-"""The linear function, with a weight gradient that may be deferred, or added at once to where gradients accumulate.
+"""The linear function, with a weight gradient that may be deferred.
 
 [Note: deferred weight gradients] There are two ways to defer. A schedule defers to a later action
 (pipeline/weight_gradients.py). Within one backward `LaterProduct` lets the sum of input gradients over ranks begin
 first (cluster/collectives.py, `copy_beside`).
-
-A gradient that is added to its owner's memory is never made whole first, and read again to be added.
-
-[Note: gradients of rows] In every backward autograd makes of an embedding a gradient as large as the whole table: zeros
-but for the rows that the microbatch looked up. It is filled, and read again to be added to the accumulated gradient.
-Here only those rows are added. Each is summed over the microbatch first, as autograd does: equal to the bit.
 """
 
-from collections import Counter
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -25,10 +17,11 @@ from torch.nn import Parameter
 from transformers.pytorch_utils import Conv1D
 
 from ...cluster.collectives import InFlight
-from ...pipeline.weight_gradients import DeferredGradient, Factors, GradientOwner, Owner, WeightGradients
+from ...pipeline.weight_gradients import DeferredGradient, WeightGradients
 
-# N rows of all other dimensions together, I input features, O output features; of embeddings
-# N entries that are looked up, V rows of the table, H hidden
+# N rows of all other dimensions together, I input features, O output features
+
+Factors = tuple[Tensor, Tensor]
 
 
 class Regather:
@@ -102,14 +95,18 @@ class _Later(Function):
         while ctx.deferred:
             each = ctx.deferred.pop()
             # Not of a backward that asked for gradients of inputs alone, and never came here.
-            if each.backward == torch._C._current_graph_task_id() and each.added() is None:
+            if each.backward == torch._C._current_graph_task_id():
                 product = each.begin().wait()
                 gradient = product if gradient is None else gradient + product
         return gradient, None
 
 
-# A weight, and `store`, `owner` and `later` of `linear`.
-Deferral = tuple[Parameter, WeightGradients | None, Owner | None, LaterProduct | None]
+class Deferral(NamedTuple):
+    """A weight, and how its gradient may be deferred: see `linear`."""
+
+    weight: Parameter
+    store: WeightGradients | None
+    later: LaterProduct | None = None
 
 
 def linear(
@@ -119,7 +116,6 @@ def linear(
     *,
     is_transposed: bool = False,
     store: WeightGradients | None = None,
-    owner: Owner | None = None,
     later: LaterProduct | None = None,
     kept: tuple[Tensor, Regather] | None = None,
 ) -> Tensor:
@@ -133,23 +129,19 @@ def linear(
         bias: (O) or None.
         is_transposed: the weight is that of transformers' Conv1D.
         store: queue of the schedule; None where no schedule defers.
-        owner: of the weight's gradient; None leaves it to autograd.
         later: of this weight, for a gradient that is deferred within one backward.
         kept: a smaller tensor to keep for backward, and how to get `x` again from it.
 
     Returns:
         (..., O).
     """
-    is_plain = store is None and owner is None and later is None and kept is None
+    is_plain = store is None and later is None and kept is None
     if is_plain or not torch.is_grad_enabled() or not _is_own(x, weight):
         return _product(x, weight, bias, is_transposed)
     part, again = (None, None) if kept is None else kept
     through = weight if later is None else later.weight
-    deferral = (
-        cast(Parameter, weight),
-        store,
-        owner,
-        later,
+    deferral = Deferral(
+        cast(Parameter, weight), store, later
     )  # in a tuple the weight itself is no input of the node
     out: Tensor = _Linear.apply(x, through, bias, part, again, is_transposed, deferral)
     return out
@@ -198,7 +190,7 @@ class _Linear(Function):
         part, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         again: Regather | None = ctx.again
-        store = ctx.deferral[1]
+        store = ctx.deferral.store
         if again is not None and needs_weight and not (store is not None and store.is_deferring):
             again.begin(part)
         gradient_NO = gradient.reshape(-1, gradient.shape[-1])
@@ -212,23 +204,19 @@ class _Linear(Function):
                 x_NI = part.reshape(-1, part.shape[-1]) if again is None else again.rows(part)
                 return _factors(x_NI, gradient_NO, is_transposed=ctx.is_transposed)
 
-            of_weight = gradient_or_deferred(factors, *ctx.deferral)
+            of_weight = gradient_or_deferred(factors, ctx.deferral)
         return of_input, of_weight, gradient_NO.sum(0) if needs_bias else None, None, None, None, None
 
 
 def gradient_or_deferred(
     factors: Callable[[], Factors],
-    weight: Parameter,
-    store: WeightGradients | None,
-    owner: Owner | None,
-    later: LaterProduct | None = None,
+    deferral: Deferral,
 ) -> Tensor | None:
-    """A weight's gradient, or None where it is deferred or was added to its owner's memory.
+    """A weight's gradient, or None where it is deferred.
 
     Args:
         factors: gives the two matrices whose product it is.
-        weight: a parameter.
-        store, owner, later: see `linear`.
+        deferral: how it may be deferred.
     """
     if torch.is_grad_enabled():  # a gradient of gradients may be wanted
         return torch.mm(*factors())
@@ -236,13 +224,14 @@ def gradient_or_deferred(
     def begin() -> InFlight[Tensor]:
         return InFlight(None, torch.mm(*factors()))
 
-    deferred = DeferredGradient(weight, begin, torch._C._current_graph_task_id(), factors, owner)
+    weight, store, later = deferral
+    deferred = DeferredGradient(weight, begin, torch._C._current_graph_task_id())
     if store is not None and store.defer(deferred):
         return None
     if later is not None:
         later.put(deferred)
         return None
-    return None if deferred.added() is not None else torch.mm(*factors())
+    return torch.mm(*factors())
 
 
 def weight_gradient(x_NI: Tensor, gradient_NO: Tensor, *, is_transposed: bool) -> Tensor:
@@ -254,78 +243,6 @@ def _factors(x_NI: Tensor, gradient_NO: Tensor, *, is_transposed: bool) -> Facto
     return (x_NI.T, gradient_NO) if is_transposed else (gradient_NO.T, x_NI)
 
 
-def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None, *, owner: Owner | None) -> Tensor:
-    """`torch.nn.functional.embedding`, whose backward adds rows where they are taken.
-
-    Args:
-        ids: which rows, in any shape.
-        weight: (V, H).
-        padding_idx: a row that gets no gradient, counted from 0.
-        owner: of the weight's gradient; None leaves it to autograd.
-
-    Returns:
-        (*ids.shape, H).
-    """
-    # As many entries as the table has rows win nothing. A weight that is computed from others has a graph.
-    is_own = isinstance(weight, Parameter) and weight.requires_grad and torch.is_grad_enabled()
-    is_taken = is_own and not is_transformed() and ids.numel() < weight.shape[0]
-    if owner is None or owner() is None or not is_taken:
-        return F.embedding(ids, weight, padding_idx)
-    out: Tensor = _RowEmbedding.apply(ids, weight, padding_idx, owner)
-    return out
-
-
-class _RowEmbedding(Function):
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Parameter, padding_idx: int | None, owner: Owner) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.parameter, ctx.owner = weight, owner
-        ctx.padding_idx = -1 if padding_idx is None else padding_idx
-        return F.embedding(ids, weight, padding_idx)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
-        (ids,) = ctx.saved_tensors
-        parameter = ctx.parameter
-        owner = None if torch.is_grad_enabled() else ctx.owner.of(parameter)
-        if owner is None:
-            num_rows = parameter.shape[0]
-            whole = torch.ops.aten.embedding_dense_backward(gradient, ids, num_rows, ctx.padding_idx, False)
-            return None, whole, None, None
-        if ids.numel():
-            owner.add_rows(parameter, *summed_by_row(ids.flatten().long(), gradient, ctx.padding_idx))
-        return None, None, None, None
-
-
-def summed_by_row(ids_N: Tensor, gradient: Tensor, padding_idx: int) -> tuple[Tensor, Tensor]:
-    """The rows that were looked up, and the sum of each one's gradients, in the order in which autograd sums.
-
-    The host does not wait for the device: there are as many results as entries, and those left over are zeros
-    for row 0.
-
-    Args:
-        ids_N: int64, at least one: which row each gradient belongs to.
-        gradient: (..., H), N × H elements.
-        padding_idx: a row that gets zeros; -1 for none.
-
-    Returns:
-        rows (N), values (N, H).
-    """
-    count = ids_N.numel()
-    sorted_N, order_N = ids_N.sort()
-    is_new_N = torch.ones_like(sorted_N)
-    is_new_N[1:] = sorted_N[1:] != sorted_N[:-1]
-    place_N = is_new_N.cumsum(0) - 1
-    rows_N = torch.zeros_like(ids_N).scatter_(0, place_N, sorted_N)
-    places_N = torch.empty_like(ids_N).scatter_(0, order_N, place_N)
-    values_NH = torch.ops.aten.embedding_dense_backward(
-        gradient.reshape(count, -1), places_N, count, -1, False
-    )
-    if padding_idx >= 0:
-        values_NH = values_NH.masked_fill_((rows_N == padding_idx).unsqueeze(1), 0.0)
-    return rows_N, values_NH
-
-
 def needs_all_uses(module: nn.Embedding) -> bool:
     """Return True where an embedding changes a row, or its gradient, by all uses of it in a batch."""
     return module.max_norm is not None or module.scale_grad_by_freq or module.sparse
@@ -333,62 +250,31 @@ def needs_all_uses(module: nn.Embedding) -> bool:
 
 class _OwnLinear(nn.Linear):
     weight_gradients: WeightGradients | None = None
-    gradient_owner: Owner | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, store=self.weight_gradients, owner=self.gradient_owner)
+        return linear(x, self.weight, self.bias, store=self.weight_gradients)
 
 
 class _OwnConv1D(Conv1D):
     weight_gradients: WeightGradients | None = None
-    gradient_owner: Owner | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        store, owner = self.weight_gradients, self.gradient_owner
-        return linear(x, self.weight, self.bias, is_transposed=True, store=store, owner=owner)
+        return linear(x, self.weight, self.bias, is_transposed=True, store=self.weight_gradients)
 
 
-class _OwnEmbedding(nn.Embedding):
-    gradient_owner: Owner | None = None
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return embedding(ids, self.weight, self.padding_idx, owner=self.gradient_owner)
-
-
-_OWN = {nn.Linear: _OwnLinear, Conv1D: _OwnConv1D, nn.Embedding: _OwnEmbedding}
-
-
-def _own_layers(model: nn.Module) -> None:
-    """Let a model's plain linear layers and embeddings compute their own gradients: their class becomes a subclass.
-
-    The subclass has the attributes of parallel layers, `weight_gradients` and `gradient_owner`. Any other module that
-    holds a weight leaves its gradient to autograd.
-    """
-    for module in model.modules():
-        own = _OWN.get(type(module))  # some stand-ins let nobody set their class
-        if own is not None and not (isinstance(module, nn.Embedding) and needs_all_uses(module)):
-            module.__class__ = own
+_OWN = {nn.Linear: _OwnLinear, Conv1D: _OwnConv1D}
 
 
 def defer_weight_gradients(model: nn.Module) -> WeightGradients:
-    """Let a model's linear layers, plain or parallel, defer their weight gradients; returns the queue."""
-    _own_layers(model)
+    """Let a model's linear layers, plain or parallel, defer their weight gradients; returns the queue.
+
+    The class of a plain one becomes a subclass with the attribute of parallel layers, `weight_gradients`. Any other
+    module that holds a weight leaves its gradient to autograd.
+    """
     store = WeightGradients()
     for module in model.modules():
+        if type(module) in _OWN:
+            module.__class__ = _OWN[type(module)]
         if hasattr(module, "weight_gradients"):
             module.weight_gradients = store  # type: ignore[assignment]
     return store
-
-
-def give_gradients_to(owner: GradientOwner, model: nn.Module) -> None:
-    """Let a model's linear layers and embeddings, plain or parallel, add their weights' gradients to an owner's memory.
-
-    Before their classes change again, as for fused kernels.
-    A weight that several modules use is left to autograd, which sums over its uses before it adds to that memory.
-    """
-    _own_layers(model)
-    uses = Counter(weight for module in model.modules() for weight in module._parameters.values())
-    for module in model.modules():
-        if hasattr(module, "gradient_owner"):
-            is_used_once = uses[module.weight] == 1  # type: ignore[index]
-            module.gradient_owner = Owner(owner) if is_used_once else None  # type: ignore[assignment]

@@ -1,0 +1,92 @@
+"""Deferred weight gradients under the sharded optimizer, beside autograd's own."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from echelon.shardformer.layers.weight_gradient import defer_weight_gradients
+from echelon.zero.bucket import GradientState
+
+from ..pool import Pool
+from .helpers import assert_equal, sgd, shard
+
+PLACE = (0, 0)
+
+
+def layers() -> nn.Sequential:
+    """The same weights on every call; odd sizes."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 70), nn.Tanh(), Conv1D(9, 70), nn.Linear(9, 3, bias=False))
+
+
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    x = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(seed))
+    return model(x.to(next(model.parameters()).dtype)).float().pow(2).mean()
+
+
+def test_deferred_gradients_start_their_bucket(pool: Pool) -> None:
+    assert pool.run(2, check_started) == [[False, True], [False, True]]
+
+
+def check_started() -> list[bool]:
+    model, expected, rank = layers(), layers(), dist.get_rank()
+    store = defer_weight_gradients(model)
+    optimizer = shard(model, sgd, bucket_size=1)
+    started = []
+    for seed in range(4):
+        (loss_of(expected, seed) / 2).backward()
+    for last in (False, True):
+        reducer = optimizer.reducer
+        context = reducer.last_backward if last else reducer.every_backward
+        with store.deferring(PLACE), optimizer.no_sync():
+            optimizer.backward(loss_of(model, 2 * last + rank))
+        with context(list(model.parameters())):
+            store.compute(PLACE)
+            started.append(any(bucket.state is GradientState.REDUCING for bucket in optimizer.buckets))
+    optimizer.reduce_gradients()
+    assert_equal(optimizer.gradients(), {name: each.grad for name, each in expected.named_parameters()})
+    return started
+
+
+class Shared(nn.Sequential):
+    """Layers of which all but the last run twice; without biases, whose gradients would hold up a weight's average."""
+
+    @classmethod
+    def of(cls) -> "Shared":
+        torch.manual_seed(3)
+        return cls(
+            nn.Linear(5, 70, bias=False),
+            nn.Tanh(),
+            nn.Linear(70, 9, bias=False),
+            nn.Linear(9, 3, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self[2](self[1](self[0](x)))
+        return self[3](self[2](self[1](self[0](x.flip(-1)))) + found)
+
+
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_a_layer_that_runs_twice_waits_for_both(pool: Pool, is_deferred: bool) -> None:
+    pool.run(2, check_twice, is_deferred)
+
+
+def check_twice(is_deferred: bool) -> None:
+    model, native, rank = Shared.of(), Shared.of(), dist.get_rank()
+    for seed in range(4):
+        (loss_of(native, seed) / 2).backward()
+    store = defer_weight_gradients(model)
+    optimizer = shard(model, sgd, bucket_size=1)
+    with optimizer.no_sync():
+        optimizer.backward(loss_of(model, rank))
+    if is_deferred:
+        with store.deferring(PLACE), optimizer.no_sync():
+            optimizer.backward(loss_of(model, 2 + rank))
+        with optimizer.reducer.last_backward(list(model.parameters())):
+            store.compute(PLACE)
+    else:
+        optimizer.backward(loss_of(model, 2 + rank))
+    optimizer.reduce_gradients()
+    assert_equal(optimizer.gradients(), {name: each.grad for name, each in native.named_parameters()})
