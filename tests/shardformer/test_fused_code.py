@@ -206,49 +206,45 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def dropout_of_split_models() -> None:
     """With torch's compiler: one process without it, and two ranks with it, drop the same entries of hidden states."""
-    settings: dict[str, dict[str, float]] = dict(
-        BertForSequenceClassification=dict(hidden_dropout_prob=0.1, classifier_dropout=0.1),
-        OPTForCausalLM=dict(dropout=0.1),
-    )
-    for name, given in settings.items():
-        model = build(name, **given)
-        copied = split(copy.deepcopy(model))
+    for name, setting in (("BertForMaskedLM", "hidden_dropout_prob"), ("OPTForCausalLM", "dropout")):
+        model = build(name, **{setting: 0.1})
+        copied, losses = split(copy.deepcopy(model)), []
         assert compile_elementwise(copied)
-        losses = []
         for each in (model, copied):
             torch.manual_seed(11)
-            losses.append([])
-            for _ in range(2):
-                loss = loss_of(each(**batch_for(each)))
-                loss.backward()
-                losses[-1].append(loss.item())
+            losses.append([loss_of(each(**batch_for(each))) for _ in range(2)])
+            sum(losses[-1]).backward()
         assert losses[0][0] != losses[0][1], "no dropout"
-        torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=1e-6)
         require_same_gradients(copied, model)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-@HIDDEN_BY_TORCH
-def test_compiled_code_drops_the_same_entries(pool: Pool) -> None:
-    pool.run(2, dropout_of_split_models, timeout=240.0)
+def parity_with(layout: Layout) -> None:
+    assert parity(ModelChoice(model_type="bert"), layout).departure is None
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 @HIDDEN_BY_TORCH
 @pytest.mark.parametrize(
-    "layout",
+    ("check", "args"),
     [
-        Layout(pp=2, schedule="zbv", options=("enable_jit_fused",)),
-        Layout(tp=2, recompute=0.5, options=("enable_jit_fused", "enable_fused_normalization")),
-        Layout(dp=2, zero=2, overlap_allgather=True, options=("enable_all_optimization",)),
+        (dropout_of_split_models, ()),
+        (parity_with, (Layout(pp=2, schedule="zbv", options=("enable_jit_fused",)),)),
+        (
+            parity_with,
+            (Layout(tp=2, recompute=0.5, options=("enable_jit_fused", "enable_fused_normalization")),),
+        ),
+        (
+            parity_with,
+            (Layout(dp=2, zero=2, overlap_allgather=True, options=("enable_all_optimization",)),),
+        ),
     ],
-    ids=str,
 )
-def test_fused_kernels_go_with_all_other_machinery(pool: Pool, layout: Layout) -> None:
-    report = pool.run(layout.world_size, parity, ModelChoice(model_type="bert"), layout, timeout=240.0)[0]
-    assert report.departure is None
+def test_compiled_code_goes_with_all_other_machinery(
+    pool: Pool, check: Any, args: tuple[Layout, ...]
+) -> None:
+    pool.run(2, check, *args, timeout=240.0)
 
 
 def watch_dropout(model: Model) -> None:

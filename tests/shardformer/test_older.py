@@ -41,13 +41,6 @@ def as_installed(table: Table, model: nn.Module) -> Table:
     return table_as_installed(table, model, lambda path: path)
 
 
-def test_the_names_are_those_that_the_model_has() -> None:
-    older = table_at("encoder.layer")
-    table = replace(table_at("encoder.layers"), older={"encoder.layer": older})
-    assert as_installed(table, model_of(OfTensors(), "encoder.layer")) == older
-    assert as_installed(table, model_of(OfTensors(), "encoder.layers")) == table
-
-
 @pytest.mark.parametrize(
     ("given", "layer", "expected"), [(0, OfTensors, 0), (0, OfTuples, 1), (2, OfTuples, 2)]
 )

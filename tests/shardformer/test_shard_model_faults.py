@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,8 +18,6 @@ from echelon import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
-from echelon.cluster.collectives import all_gather
-from echelon.cluster.mesh import ParallelMesh
 
 from ..pool import Pool
 from .bare_training import causal_batch
@@ -125,22 +122,6 @@ def refuse_an_average_over_pieces() -> None:
         wrapped(**causal_batch(2, seed=0))
 
 
-def average_over_replicas() -> None:
-    """Ranks that hold equal pieces may be averaged so."""
-    mesh = ParallelMesh(tp=2, dp=2)
-    shard_former = ShardFormer(ShardConfig(tensor_parallel_process_group=mesh.group("tp")))
-    model: Any = shard_former.optimize(build("LlamaForCausalLM"))[0]
-    wrapped = DistributedDataParallel(model, process_group=mesh.group("dp"))
-    wrapped(**causal_batch(2, seed=mesh.rank("dp"))).loss.backward()
-    world: Any = dist.group.WORLD  # which is there by now
-    found = all_gather(model.model.norm.weight.grad[None], world, 0)
-    torch.testing.assert_close(found, found[:1].expand_as(found))
-
-
-def test_replicas_of_a_split_model_may_be_averaged_by_torch(pool: Pool) -> None:
-    pool.run(4, average_over_replicas)
-
-
 def refuse_one_group_as_two_axes() -> None:
     group = dist.group.WORLD
     with pytest.raises(ValueError, match=r"have the ranks \[0, 1\] in common"):
@@ -223,18 +204,20 @@ def test_a_config_that_contradicts_itself_is_refused(settings: dict[str, Any], w
     assert words in str(raised.value)
 
 
-def test_sizes_and_outputs_of_a_config_follow_from_what_is_given() -> None:
-    def resolved(**settings: Any) -> tuple[int, int, bool, bool]:
-        config = ShardConfig(**settings)
-        sizes = config.tensor_parallel_size, config.data_parallel_size
-        return *sizes, config.parallel_output, config.gather_output
-
-    assert resolved() == (1, 1, True, False)
-    assert resolved(gather_output=True) == (1, 1, False, True)
-    assert resolved(parallel_output=False) == (1, 1, False, True)
-    assert resolved(tensor_parallel_size=4, data_parallel_size=2) == (4, 2, True, False)
-    assert resolved(tensor_parallel_process_group=PAIR, gather_output=False) == (2, 1, True, False)
-    both = {"tensor_parallel_process_group": PAIR, "data_parallel_process_group": Group(3)}
-    with patch("torch.distributed.get_process_group_ranks", lambda group: [0, group.size()]):
-        assert resolved(**both, parallel_output=False, gather_output=True) == (2, 3, False, True)
-    assert resolved(tensor_parallel_process_group=PAIR, enable_tensor_parallelism=False)[0] == 1
+@pytest.mark.parametrize(
+    ("settings", "resolved"),
+    [
+        ({}, (1, 1, True, False)),
+        ({"gather_output": True}, (1, 1, False, True)),
+        ({"parallel_output": False}, (1, 1, False, True)),
+        ({"tensor_parallel_size": 4, "data_parallel_size": 2}, (4, 2, True, False)),
+        ({"tensor_parallel_process_group": PAIR, "gather_output": False}, (2, 1, True, False)),
+        ({"tensor_parallel_process_group": PAIR, "enable_tensor_parallelism": False}, (1, 1, True, False)),
+    ],
+)
+def test_sizes_and_outputs_of_a_config_follow_from_what_is_given(
+    settings: dict[str, Any], resolved: tuple[object, ...]
+) -> None:
+    config = ShardConfig(**settings)
+    sizes = config.tensor_parallel_size, config.data_parallel_size
+    assert (*sizes, config.parallel_output, config.gather_output) == resolved

@@ -69,50 +69,29 @@ def cut(
     return ShardFormer(ShardConfig(pipeline_stage_manager=manager)).optimize(model)
 
 
+@pytest.mark.parametrize("placement", [(0, 1, 2), (0, 1, 0), (0, 0, 0)], ids=str)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", CASES)
-def test_every_parameter_is_on_one_stage_under_its_own_name_and_a_tied_one_on_two(
-    name: str, tied: bool
+def test_every_parameter_is_on_one_rank_under_its_own_name_and_ties_are_known(
+    name: str, tied: bool, placement: tuple[int, ...]
 ) -> None:
     model = build(name, num_hidden_layers=5, tie_word_embeddings=tied, **CASES[name])
     shapes = {key: parameter.shape for key, parameter in model.named_parameters(remove_duplicate=False)}
-    bounds, local = [0, 1, 3, 5], []
-    for stage in range(3):
-        part, shared = cut(deepcopy(model), stage, bounds)
-        local.append(dict(part.named_parameters(remove_duplicate=False)))
-        assert {key: parameter.shape for key, parameter in local[-1].items()}.items() <= shapes.items()
-        is_tied = tied and name != "BertForSequenceClassification"
+    is_tied = tied and name != "BertForSequenceClassification"
+    names = []
+    for rank in range(max(placement) + 1):
+        part, shared = cut(deepcopy(model), rank, [0, 1, 3, 5], placement)
+        local = dict(part.named_parameters(remove_duplicate=False))
+        names += local
+        assert {key: parameter.shape for key, parameter in local.items()}.items() <= shapes.items()
+        stages = manager_alone(rank, [0, 1, 3, 5], placement).stages
+        assert tuple(local_stages(part)) == stages
         assert [sorted(one) for one in shared] == ([[0, 2]] if is_tied else [])
         for one in shared:
             (tensor,) = {id(tensor): tensor for tensor in one.values()}.values()
-            assert (stage in one) == any(tensor is parameter for parameter in part.parameters())
-    listed = [key for each in local for key in each]
-    assert sorted(listed) == sorted(shapes), "a parameter is missing or doubled"
-
-
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "BertForPreTraining"])
-def test_a_rank_of_several_stages_holds_each_parameter_once_and_knows_all_ties(name: str) -> None:
-    model = build(name, num_hidden_layers=4, tie_word_embeddings=True)
-    names = sorted(key for key, _ in model.named_parameters(remove_duplicate=False))
-    for placement in ((0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 0, 0)):
-        local = []
-        for rank in range(max(placement) + 1):
-            part, shared = cut(deepcopy(model), rank, [0, 1, 2, 3, 4], placement)
-            assert [sorted(one) for one in shared] == [[0, 3]]
-            local += [key for key, _ in part.named_parameters(remove_duplicate=False)]
-            assert tuple(local_stages(part)) == manager_alone(rank, [0, 1, 2, 3, 4], placement).stages
-        assert sorted(local) == names
-
-
-def test_get_held_layers_are_those_of_the_stage() -> None:
-    model = build("LlamaForCausalLM", num_hidden_layers=4)
-    for stage, expected in ((0, ["LlamaDecoderLayer"] * 1), (1, ["LlamaDecoderLayer"] * 3)):
-        policy: Any = policy_for(model)
-        policy.set_model(model)
-        policy.set_shard_config(ShardConfig(pipeline_stage_manager=manager_alone(stage, [0, 1, 4])))
-        local = [type(module).__name__ for module in policy.get_held_layers()]
-        assert local[:1] == (["Embedding"] if stage == 0 else ["LlamaDecoderLayer"])
-        assert [name for name in local if name == "LlamaDecoderLayer"] == expected
+            is_local = any(tensor is parameter for parameter in part.parameters())
+            assert is_local == bool({0, 2} & {*stages})
+    assert sorted(names) == sorted(shapes), "a parameter is missing or doubled"
 
 
 def test_a_ranks_stages_are_read_from_the_placement() -> None:
