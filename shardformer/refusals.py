@@ -1,7 +1,5 @@
 """Refusals of what is no whole model, and of state dicts of a model of which a rank has a part."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -13,7 +11,7 @@ from ..cluster.placement import Shard, placement_of
 from ..lazy.tensor import LazyTensor
 from ..pipeline.stand_ins import StandIn
 from .gradients import is_split
-from .policy import Policy
+from .policy import Policy, join
 from .tables.table import Table
 
 _TAKEN = "_echelon_taken"
@@ -86,12 +84,16 @@ def refuse_partial_state(model: nn.Module) -> None:
 
 
 def local_state(model: nn.Module) -> dict[str, Tensor]:
-    """Local parameters and persistent buffers of a model by name; the tensors themselves."""
-    hooks = [hook for module in model.modules() for hook in module._state_dict_pre_hooks.values()]
-    with ExitStack() as lifted:
-        for refusal in {hook for hook in hooks if isinstance(hook, PartialState)}:
-            lifted.enter_context(refusal.lifted())
-        state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    """Local parameters, persistent buffers and extra states of a model by name; the tensors themselves."""
+    state: dict[str, Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        saved = (
+            item for item in module._buffers.items() if item[0] not in module._non_persistent_buffers_set
+        )
+        own = chain(module._parameters.items(), saved)
+        state |= {join(path, name): each for name, each in own if each is not None}
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            state[join(path, "_extra_state")] = module.get_extra_state()
     return state
 
 
@@ -115,11 +117,9 @@ class PartialState:
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
-        self._is_lifted = False
 
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not self._is_lifted:
-            raise RuntimeError(self._message)
+    def __call__(self, *_: Any) -> NoReturn:
+        raise RuntimeError(self._message)
 
     def refuse_loading(self, module: nn.Module, *_: Any) -> NoReturn:
         """Refuse whole tensors, and pieces of whatever layout."""
@@ -127,15 +127,6 @@ class PartialState:
             f"this rank has only a part of this {self._kind}, into which load_state_dict() puts no whole tensors: call "
             "booster.load_model(model, path) on every rank, or load the plain model before it is split"
         )
-
-    @contextmanager
-    def lifted(self) -> Iterator[None]:
-        """Let the state be read inside."""
-        self._is_lifted = True
-        try:
-            yield
-        finally:
-            self._is_lifted = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PartialState":
         return self  # a copy of a part is a part
