@@ -127,7 +127,12 @@ def checkpointing() -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "function"),
-    [(2, hidden_dropout), (2, attention_dropout), (4, checkpointing)],
+    [
+        (2, hidden_dropout),
+        (2, attention_dropout),
+        (2, checkpointing),
+        pytest.param(4, checkpointing, marks=pytest.mark.slow),
+    ],
 )
 def test_dropout_is_that_of_one_process_where_nothing_is_split(pool: Pool, ranks: int, function: Any) -> None:
     pool.run(ranks, function)
