@@ -2,6 +2,10 @@
 
 from typing import Any
 
+import torch
+
+from ...plugins.test_batch_norm import plain, trained
+from ...plugins.test_torch_plugins import evaluate_before_a_step
 from ..mutations import fault, returning
 from ..test_features import SCRIPTS
 
@@ -11,7 +15,37 @@ def always_first(self: Any) -> tuple[int, int]:
     return 0, 2
 
 
+def departing_statistics(name: str) -> str | None:
+    """Running statistics and weights of two replicas beside a plain loop."""
+    found, expected = trained(name), plain(2)
+    far = [key for key in expected if not torch.allclose(found[key], expected[key], atol=1e-5)]
+    return f"not those of a plain loop: {far}" if far else None
+
+
+def old_weights() -> str | None:
+    """The loss after a step with an evaluation before it."""
+    with_evaluation, without = evaluate_before_a_step()
+    return None if with_evaluation == without else f"{with_evaluation} instead of {without}"
+
+
 FAULTS = {
+    "replicas do not average their running statistics": fault(
+        "shardformer.layers.batch_norm:RunningStatistics.average",
+        returning(None),
+        check=departing_statistics,
+        args=("replicas",),
+        notice="running_mean",
+    ),
+    "DistributedDataParallel broadcasts the first replica's statistics": fault(
+        "plugins.torch_ddp:TorchDDPModel.leave_alone",
+        returning(None),
+        check=departing_statistics,
+        args=("ddp",),
+        notice="running_mean",
+    ),
+    "FSDP steps beside parameters that an evaluation gathered": fault(
+        "plugins.torch_fsdp:TorchFSDPModel.free_whole_parameters", returning(None), check=old_weights
+    ),
     "a loss over the global batch is not corrected": fault(
         "plugins.engine:_note_factor",
         returning(None),
