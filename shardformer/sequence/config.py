@@ -50,16 +50,6 @@ class SequenceParallelism:
         usual = "split_gather" if sp_size in (None, 1) else "all_to_all"
         return SequenceParallelism(mode=usual if mode is None else mode, **settings)
 
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of a plugin that mean the same."""
-        return {
-            "enable_sequence_parallelism": self.mode is not None,
-            "sequence_parallelism_mode": self.mode,
-            "enable_sequence_overlap": self.overlaps,
-            "enable_sequence_regather": self.regathers,
-            "inner_ring_size": self.inner_ring_size,
-        }
-
     def own_axis(self, *, sp_size: int | None, tp_size: int) -> int:
         """The size of the sequence axis: 1 on the tensor axis, whose size may be given as that of sequences too."""
         return 1 if sp_size is None or (self.is_on_tensor_axis and sp_size == tp_size) else sp_size
