@@ -342,4 +342,5 @@ def test_arguments_of_colossalai(pool: Pool) -> None:
 
 def test_the_page_lists_every_argument_that_is_not_available() -> None:
     page = (Path(__file__).parents[2] / "docs" / "coming-from-colossalai.md").read_text()
-    assert [name for _, table in COLOSSALAI for name in table if f"`{name}" not in page] == []
+    own = {"wp_memory_pool"}  # Echelon's, of an earlier release
+    assert [name for _, table in COLOSSALAI for name in {*table} - own if f"`{name}" not in page] == []
