@@ -329,7 +329,7 @@ def _lock(descriptor: int, folder: Path) -> bool:
             if time.monotonic() > deadline:
                 raise OSError(
                     f"another process has been giving files in {folder} their names for {_PATIENCE:.0f} s: see whether "
-                    "it still runs (fuser tells which it is), and end it, or give another folder"
+                    "it still runs (fuser says which it is), and end it, or give another folder"
                 ) from None
             time.sleep(0.01)
         except OSError:

@@ -70,15 +70,15 @@ class Run:
         """What this rank holds of weights, masters and states: boxes of whole tensors with their content."""
         plugin = self.booster.plugin
         trained = plugin.trained(self.optimizer)
-        held = dict(plugin.local_model(self.model).tensors)
-        held |= {f"master/{name}": each for name, each in trained.masters.items()}
+        local = dict(plugin.local_model(self.model).tensors)
+        local |= {f"master/{name}": each for name, each in trained.masters.items()}
         for piece in trained.pieces:
             for key, value in self.optimizer.inner.state[piece.key].items():
                 if value.shape == piece.key.shape:
-                    held[f"{key}/{piece.name}"] = piece.local(piece.name, value)
+                    local[f"{key}/{piece.name}"] = piece.local(piece.name, value)
         return {
             name: [(part.box.offset, part.box.size, part.local.clone()) for part in each.parts]
-            for name, each in held.items()
+            for name, each in local.items()
         }
 
     def whole(self) -> dict[str, Tensor]:

@@ -35,9 +35,9 @@ def whole_of(shard: Shard) -> Tensor:
     return torch.arange(prod(shape), dtype=torch.float32).view(shape)
 
 
-def put(into: Tensor, times: Tensor, held: LocalTensor) -> None:
-    for part in held.parts:
-        place = part.box.within(Box.whole(held.shape))
+def put(into: Tensor, times: Tensor, local: LocalTensor) -> None:
+    for part in local.parts:
+        place = part.box.within(Box.whole(local.shape))
         into[place] = part.local
         times[place] += 1
 
@@ -47,9 +47,9 @@ def test_the_pieces_of_all_ranks_make_the_whole_once_per_copy(shard: Shard) -> N
     whole = whole_of(shard)
     found, times = torch.full_like(whole, -1), torch.zeros_like(whole)
     for rank in range(shard.size):
-        held = local_piece("w", shard.local(whole, rank), shard, rank)
-        assert held.shape == whole.shape
-        put(found, times, held)
+        local = local_piece("w", shard.local(whole, rank), shard, rank)
+        assert local.shape == whole.shape
+        put(found, times, local)
     assert torch.equal(found, whole)
     assert bool((times == shard.copies).all())
 

@@ -104,14 +104,14 @@ def look(folder: Path, kind: Kind, survived: Mapping[Death, bool]) -> None:
     for death, is_new in survived.items():
         place = place_of(folder, death)
         expected = new if is_new else old
-        told = f"{kind}, {death}, {'new' if is_new else 'old'}"
-        found = loaded(run, place, kind, (old, new), step_of(kind) if is_new else 2, told)
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items()), told
+        where = f"{kind}, {death}, {'new' if is_new else 'old'}"
+        found = loaded(run, place, kind, (old, new), step_of(kind) if is_new else 2, where)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items()), where
         save(run, place, kind)
         inside = place / PLACES[kind] if kind in ("model", "optimizer") else place
-        assert [name for name in os.listdir(inside) if name.startswith(".")] == [], told
-        again = loaded(run, place, kind, (expected,), step_of(kind), told)
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in again.items()), told
+        assert [name for name in os.listdir(inside) if name.startswith(".")] == [], where
+        again = loaded(run, place, kind, (expected,), step_of(kind), where)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in again.items()), where
 
 
 def save(run: Run, place: Path, kind: Kind) -> None:
@@ -141,11 +141,11 @@ def step_of(kind: Kind) -> int:
     return 2 if kind == "replacing" else 3
 
 
-def loaded(run: Run, place: Path, kind: Kind, wholes: Wholes, step: int, told: str) -> dict[str, Tensor]:
+def loaded(run: Run, place: Path, kind: Kind, wholes: Wholes, step: int, where: str) -> dict[str, Tensor]:
     """What loading finds, of the tensors that the kind saves; from this step, where it saves steps."""
     path = place / PLACES.get(kind, "")
     if kind == "model":
-        _require_no_mixture(path, wholes, told)
+        _require_no_mixture(path, wholes, where)
     if kind in ("model", "file"):
         run.booster.load_model(run.model, path)
         return {name: tensor for name, tensor in run.whole().items() if "/" not in name}
@@ -153,11 +153,11 @@ def loaded(run: Run, place: Path, kind: Kind, wholes: Wholes, step: int, told: s
         run.booster.load_optimizer(run.optimizer, path)
         return {name: tensor for name, tensor in run.whole().items() if name.startswith("exp")}
     resumed = run.booster.load_checkpoint(place, **run.everything)
-    assert resumed is not None and resumed.step == step, f"{told}: {resumed}"
+    assert resumed is not None and resumed.step == step, f"{where}: {resumed}"
     return run.whole()
 
 
-def _require_no_mixture(path: Path, wholes: Wholes, told: str) -> None:
+def _require_no_mixture(path: Path, wholes: Wholes, where: str) -> None:
     """transformers itself finds one of the two or nothing."""
     try:
         model = LlamaForCausalLM.from_pretrained(path)
@@ -165,7 +165,7 @@ def _require_no_mixture(path: Path, wholes: Wholes, told: str) -> None:
         return
     weights = dict(model.named_parameters())
     assert any(all(torch.equal(each, whole[name]) for name, each in weights.items()) for whole in wholes), (
-        told
+        where
     )
 
 

@@ -24,13 +24,13 @@ def differences(found: nn.Module, expected: nn.Module) -> list[str]:
     own, others = tensors_of(found), tensors_of(expected)
     if own.keys() != others.keys():
         return [f"names: {sorted(own.keys() ^ others.keys())}"]
-    faults = [
+    errors = [
         f"{name}: {_look(own[name])}, not {_look(others[name])}"
         for name in own
         if not _alike(own, others, name)
     ]
     ties = [[{name for name in all_ if all_[name] is one} for one in all_.values()] for all_ in (own, others)]
-    return faults + ([] if ties[0] == ties[1] else ["ties"])
+    return errors + ([] if ties[0] == ties[1] else ["ties"])
 
 
 def _alike(own: dict[str, Tensor], others: dict[str, Tensor], name: str) -> bool:

@@ -175,6 +175,27 @@ def without_one_state(read_into: Callable[..., None]) -> Callable[..., None]:
     return read
 
 
+def rotated(received: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A tensor that is put together of several ranks' boxes is one entry off."""
+
+    def found(written: Any, *args: Any) -> torch.Tensor:
+        whole = received(written, *args)
+        return whole if len(written.sources) == 1 else whole.view(-1).roll(1).view(whole.shape)
+
+    return found
+
+
+def on_one_rank_alone(plan: Callable[..., Any]) -> Callable[..., Any]:
+    """The last rank's boxes of states are in no plan."""
+
+    def found(planner: Any) -> Any:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            planner._items.clear()
+        return plan(planner)
+
+    return found
+
+
 def remove_first(folder: Path, final: Path) -> Path:
     """Remove the step that is replaced before the new one has its name."""
     if final.exists():
@@ -184,6 +205,19 @@ def remove_first(folder: Path, final: Path) -> Path:
 
 
 FAULTS = {
+    "boxes of other ranks are put in other places": fault(
+        "checkpoint.exchange:_received",
+        around(rotated),
+        check=resumed_under_zero,
+        args=("fp32",),
+        notice="loaded",
+    ),
+    "states of one rank are written by nobody": fault(
+        "checkpoint.dcp:_Planner.create_local_plan",
+        around(on_one_rank_alone),
+        check=resumed_under_zero,
+        args=("fp32",),
+    ),
     "weights are not read": fault(
         "checkpoint.pretrained:read_into", returning(None), check=resumed, notice="loaded.*model.norm.weight"
     ),

@@ -1,0 +1,64 @@
+"""Faults in lazy initialization: values that are not those of an eager build."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon import LazyInitContext
+from echelon.lazy import materialize
+from echelon.lazy.replay import Value
+from echelon.verify.models import ModelChoice
+
+from ...lazy.compare import differences
+from ..mutations import around, fault
+
+
+def built() -> str | None:
+    """Return in what a lazily built model differs from an eager one, or what is drawn after it."""
+    found: list[Any] = []
+    for context in (LazyInitContext(), nullcontext()):
+        torch.manual_seed(0)
+        with context:
+            model = ModelChoice(model_type="llama").build(1)
+            nn.init.orthogonal_(model.lm_head.weight)
+            weight: Any = model.lm_head.weight.data
+            early = weight * 2
+            weight[1:3] *= 2
+            model.register_buffer("sum", early + weight)
+            model.register_buffer("other_way_round", weight * 3 + early)
+        found.append((model, torch.rand(3)))
+    (lazy, drawn), (eager, expected) = found
+    errors = differences(materialize(lazy), eager) + ([] if torch.equal(drawn, expected) else ["drawn next"])
+    return "; ".join(errors) or None
+
+
+def without_state(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Every call draws from the generator as it happens to be."""
+    return lambda *args, **kwargs: replace(call(*args, **kwargs), generator_state=None)
+
+
+def forgetting(value: type[Value]) -> Callable[..., Value]:
+    """A call that writes to a part forgets the rest."""
+    return lambda **given: value(**given | {"before": None})
+
+
+def overwriting(made: Callable[..., Any]) -> Callable[..., Any]:
+    """A value is made in the memory of another that is still needed."""
+    return lambda value, needs, *, is_kept: made(value, needs, is_kept=False)
+
+
+FAULTS = {
+    "numbers are drawn anew": fault(
+        "lazy.tensor:_call", around(without_state), check=built, num_ranks=1, quick=True
+    ),
+    "what is not overwritten is forgotten": fault(
+        "lazy.tensor:Value", around(forgetting), check=built, num_ranks=1, notice="lm_head.weight"
+    ),
+    "a value is made in memory that another needs": fault(
+        "lazy.replay:_made_of", around(overwriting), check=built, num_ranks=1
+    ),
+}
