@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from ..cluster.placement import Placement
-from ..shardformer.refusals import local_state
 from .background import Keep
 from .box import Box, cuts_of, flat_boxes, whole_shape
 
@@ -144,7 +142,7 @@ class TensorNames(NamedTuple):
     def of(model: nn.Module) -> "TensorNames":
         """The names of a whole model, before it is cut."""
         known: dict[int, str] = {}
-        first = {name: known.setdefault(id(tensor), name) for name, tensor in local_state(model).items()}
+        first = {name: known.setdefault(id(tensor), name) for name, tensor in local_tensors(model).items()}
         own = {_unwrapped(name): each for name, each in first.items()}
         return TensorNames(needed=tuple(known.values()), first={**own, **first})
 
@@ -160,12 +158,28 @@ def saved_state(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         ValueError: modules have an extra state, which would not be restored.
     """
-    state = local_state(model)
-    if extra := [name for name in state if name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX]:
+    extra = [
+        f"{path}._extra_state"
+        for path, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    ]
+    if extra:
         raise ValueError(
             f"{', '.join(extra)} cannot be saved or loaded: a model's files hold parameters and buffers alone. Make a "
             "buffer of what get_extra_state returns, or keep it in `user` of save_checkpoint"
         )
+    return local_tensors(model)
+
+
+def local_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Local parameters and persistent buffers of a model by name: `state_dict`, also of a part of a model."""
+    state: dict[str, Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        buffers = (
+            item for item in module._buffers.items() if item[0] not in module._non_persistent_buffers_set
+        )
+        own = [*module._parameters.items(), *buffers]
+        state |= {f"{path}.{name}".lstrip("."): each for name, each in own if each is not None}
     return state
 
 

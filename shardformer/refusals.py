@@ -11,7 +11,7 @@ from ..cluster.placement import Shard, placement_of
 from ..lazy.tensor import LazyTensor
 from ..pipeline.stand_ins import StandIn
 from .gradients import is_split
-from .policy import Policy, join
+from .policy import Policy
 from .tables.table import Table
 
 _TAKEN = "_echelon_taken"
@@ -81,20 +81,6 @@ def refuse_partial_state(model: nn.Module) -> None:
     attributes = dict(vars(model))
     vars(model).clear()
     vars(model).update({name: attributes[name] for name in ("_state_dict_pre_hooks", *attributes)})
-
-
-def local_state(model: nn.Module) -> dict[str, Tensor]:
-    """Local parameters, persistent buffers and extra states of a model by name; the tensors themselves."""
-    state: dict[str, Tensor] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        saved = (
-            item for item in module._buffers.items() if item[0] not in module._non_persistent_buffers_set
-        )
-        own = chain(module._parameters.items(), saved)
-        state |= {join(path, name): each for name, each in own if each is not None}
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            state[join(path, "_extra_state")] = module.get_extra_state()
-    return state
 
 
 def is_partial(tensor: Tensor | None) -> bool:
