@@ -29,8 +29,8 @@ from ..pipeline.simulate import Span
 from ..pipeline.stage import local_stages
 from ..pipeline.transport import Transport
 from ..shardformer.layers.batch_norm import has_sync_batch_norm
+from ..shardformer.layers.deferred_linear import defer_weight_gradients
 from ..shardformer.layers.loss import VocabParallelLogits
-from ..shardformer.layers.weight_gradient import defer_weight_gradients
 from ..shardformer.sequence.loss import SequenceParallelLogits
 from ..zero.optimizer import ShardedOptimizer
 from .base import Returned

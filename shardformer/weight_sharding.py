@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import Parameter
 
 from ..pipeline.plan import layer_drop_errors
+from .layers.gathered_linear import KINDS, ShardedLinear, WeightPool
 from .layers.parallel_module import native_errors
-from .layers.weight_sharding import KINDS, ShardedLinear, WeightPool
 from .policy import Policy
 from .recompute import recomputable_layers
 from .shard_former import policy_for
@@ -99,7 +99,7 @@ def apply_weight_sharding(
     *,
     overlap: bool = True,
     gradient_dtype: torch.dtype = torch.float32,
-) -> WeightPool:
+) -> None:
     """Put a `ShardedLinear` in the place of each linear layer inside these layers. Communicates nothing.
 
     Called once the model is cut into stages, before an optimizer is wrapped; parameters stay the same objects. See
@@ -110,9 +110,6 @@ def apply_weight_sharding(
         layers: of the whole model; those that this rank does not hold are left alone.
         group: the weight axis, `mesh.group("weight")`.
         overlap, gradient_dtype: see `WeightPool`.
-
-    Returns:
-        The pool that gathers for all of them.
     """
     pool = WeightPool(group, overlap=overlap, gradient_dtype=gradient_dtype)
     for module in _linear_layers(model, layers).values():
@@ -125,7 +122,6 @@ def apply_weight_sharding(
         ]
         for parent, name in places:
             setattr(parent, name, made)
-    return pool
 
 
 def _layers(model: nn.Module, policy: Policy | Table | None) -> list[nn.Module] | None:

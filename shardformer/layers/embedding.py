@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from ...cluster.collectives import gather_from, reduce_from
 from ...cluster.placement import Shard, place, placement_of
+from .deferred_linear import needs_all_uses
 from .linear import ProductLayer, enter
 from .parallel_module import (
     ParallelModule,
@@ -22,7 +23,6 @@ from .parallel_module import (
     require_none,
     take_hooks,
 )
-from .weight_gradient import needs_all_uses
 
 _SCALE = "embed_scale"
 # All names that the forward of an embedding with a scale may read.

@@ -18,9 +18,9 @@ from ...cluster.collectives import copy_beside, gather_from, gather_to, reduce_f
 from ...cluster.placement import Shared, place
 from ...cluster.random import SplitRandom
 from ...pipeline.weight_gradients import WeightGradients
+from .deferred_linear import Deferral, LaterProduct, Regather, linear
 from .parallel_module import ParallelModule, require_native, shard_of
 from .split_gather import RegionSequence, enter_beside, leave, row_product
-from .weight_gradient import Deferral, LaterProduct, Regather, linear
 
 
 class _NextCall:

@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad
 
 from ...cluster.collectives import InFlight, begin_gather, begin_sum_of_rows, paired
+from .deferred_linear import Deferral, gradient_or_deferred
 from .parallel_module import change_inputs, first_tensor
 from .sequence_axis import SequenceAxis, gather_sequence, shard_sequence
-from .weight_gradient import Deferral, gradient_or_deferred
 
 # B batch, S true sequence, s part of a rank with padding, H hidden, I input features, O output features,
 # N rows of all samples, T size of the group

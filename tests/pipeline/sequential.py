@@ -17,7 +17,7 @@ from echelon.pipeline.microbatch import split
 from echelon.pipeline.runner import RunResult, ScheduleRun, StageLike
 from echelon.pipeline.schedules import UserSchedule, build_schedule, forward_only, stage_placement
 from echelon.pipeline.transport import Transport
-from echelon.shardformer.layers.weight_gradient import defer_weight_gradients
+from echelon.shardformer.layers.deferred_linear import defer_weight_gradients
 
 # B batch, W width
 WIDTH = 6

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from echelon.shardformer import fused_code
 from echelon.shardformer.fused import FusedKernels
 from echelon.shardformer.fused_code import compile_elementwise
-from echelon.shardformer.layers.weight_gradient import defer_weight_gradients
+from echelon.shardformer.layers.deferred_linear import defer_weight_gradients
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 from echelon.verify.parity import parity

@@ -17,8 +17,8 @@ from transformers.pytorch_utils import Conv1D
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.placement import Shard, placement_of
 from echelon.cluster.traffic import Traffic
-from echelon.shardformer.layers import weight_sharding
-from echelon.shardformer.layers.weight_sharding import PrefetchOrder, ShardedLinear, Use
+from echelon.shardformer.layers import gathered_linear
+from echelon.shardformer.layers.gathered_linear import PrefetchOrder, ShardedLinear, Use
 from echelon.shardformer.weight_sharding import apply_weight_sharding, weight_errors, weight_model_errors
 
 from ..pool import Pool
@@ -188,9 +188,9 @@ def transfers(ahead: bool) -> str:
         return begun
 
     names = {"begin_all_gather": ("w", 0), "begin_reduce_scatter": ("g", 1)}
-    begins = {name: logged(getattr(weight_sharding, name), *what) for name, what in names.items()}
+    begins = {name: logged(getattr(gathered_linear, name), *what) for name, what in names.items()}
     for step in range(3):
-        with patch.multiple(weight_sharding, **begins) if step == 2 else nullcontext():
+        with patch.multiple(gathered_linear, **begins) if step == 2 else nullcontext():
             model(numbers(B, S, WIDTHS[0]).requires_grad_()).sum().backward()
     return ", ".join(log)
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from echelon.shardformer.layers.weight_gradient import defer_weight_gradients
+from echelon.shardformer.layers.deferred_linear import defer_weight_gradients
 from echelon.zero.bucket import GradientState
 
 from ..pool import Pool

@@ -67,7 +67,7 @@ FAULTS = {
         f"{SPLIT_GATHER}:begin_sum_of_rows", own_rows_alone, LLAMA, Layout(tp=2, sequence="split_gather")
     ),
     "a region's input is gathered again in another order": fault(
-        "shardformer.layers.weight_gradient:Regather.rows", from_the_end, LLAMA, REGATHER
+        "shardformer.layers.deferred_linear:Regather.rows", from_the_end, LLAMA, REGATHER
     ),
     "overlapped products at a region's end are halved": fault(
         f"{SPLIT_GATHER}:linear",

@@ -201,7 +201,7 @@ FAULTS = {
         "zero.partition:ManagedParameter.sharded_over", None, LLAMA, Layout(dp=2, zero=1, wp=2)
     ),
     "gradients of sharded weights are not averaged over the weight axis": fault(
-        "shardformer.layers.weight_sharding:WeightPool.begin_mean",
+        "shardformer.layers.gathered_linear:WeightPool.begin_mean",
         around(summed_over_the_weight_axis),
         LLAMA,
         Layout(dp=2, zero=1, wp=2),

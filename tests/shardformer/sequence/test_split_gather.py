@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from echelon.cluster import collectives
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.traffic import Traffic
+from echelon.shardformer.layers.deferred_linear import Regather
 from echelon.shardformer.layers.sequence_axis import CommonRandom, PartRandom
-from echelon.shardformer.layers.weight_gradient import Regather
 
 from ...pool import Pool
 from ..compare import build, pieces, require_equal_on_ranks, require_same_training, split, text

@@ -15,8 +15,8 @@ from transformers.pytorch_utils import Conv1D
 from echelon.cluster import collectives
 from echelon.cluster.placement import Shard, placement_of
 from echelon.shardformer import ShardConfig, ShardFormer
-from echelon.shardformer.layers import region, weight_gradient
-from echelon.shardformer.layers.weight_gradient import LaterProduct, defer_weight_gradients, linear
+from echelon.shardformer.layers import deferred_linear, region
+from echelon.shardformer.layers.deferred_linear import LaterProduct, defer_weight_gradients, linear
 from echelon.shardformer.recompute import (
     PipelineGradientCheckpointConfig,
     checkpoint_layers,
@@ -160,7 +160,7 @@ def order(build: Callable[[], nn.Module]) -> str:
     model(**IDS).loss.backward()
     expected = {name: each.grad.clone() for name, each in model.named_parameters()}
     model.zero_grad()
-    begin, compute = collectives.begin_all_reduce, weight_gradient._Later.backward
+    begin, compute = collectives.begin_all_reduce, deferred_linear._Later.backward
 
     def note(event: str, result: Any) -> Any:
         events.append(event)
@@ -170,7 +170,7 @@ def order(build: Callable[[], nn.Module]) -> str:
         return note("begin", begin(*given)).then(lambda total: note("end", total))
 
     with patch.object(
-        weight_gradient._Later, "backward", staticmethod(lambda *given: note("product", compute(*given)))
+        deferred_linear._Later, "backward", staticmethod(lambda *given: note("product", compute(*given)))
     ):
         loss = model(**IDS).loss
         with patch.object(collectives, "begin_all_reduce", begun):

@@ -27,8 +27,8 @@ from transformers.pytorch_utils import Conv1D
 from ...cluster.collectives import InFlight, begin_all_gather, begin_reduce_scatter
 from ...cluster.placement import Shard, place, placement_of
 from ...pipeline.weight_gradients import DeferredGradient, WeightGradients
+from .deferred_linear import LaterProduct, weight_gradient
 from .parallel_module import ParallelModule, require_native
-from .weight_gradient import LaterProduct, weight_gradient
 
 KINDS: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)
 
