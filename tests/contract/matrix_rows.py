@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, MixtralConfig
 
 from echelon.shardformer import model_types, table_for
 from echelon.verify.layout import Layout
-from echelon.verify.models import ModelChoice, heads_of
+from echelon.verify.models import FURTHER_HEADS, HEADS, ModelChoice
 
 from .models import NARROW_EXPERTS, REFUSED_MODES
 
@@ -92,14 +92,24 @@ SEVERAL_STAGES = (
 
 
 def choices(model_type: str) -> list[ModelChoice]:
-    """The small models of a type, the one of its usual head first."""
-    by_class = {kind: head for head, kind in reversed(heads_of(model_type).items())}
+    """The small models of a type, the one of its usual head first; of two heads that are one class the first."""
+    by_class = {kind: head for head, kind in reversed(class_names(model_type).items())}
     heads = sorted(by_class.values(), key=lambda head: head != ModelChoice(model_type=model_type).head_name)
     return [
         ModelChoice(model_type=model_type, head=head, tied=is_tied)
         for head in heads
         for is_tied in ((False, True) if head in TIED_HEADS else (False,))
     ]
+
+
+def class_names(model_type: str) -> dict[str, str]:
+    """The names of the classes of `heads_of`, whose models are not imported when tests are collected."""
+    found = {}
+    for head, auto in HEADS.items():
+        names = {} if auto is None else getattr(transformers, auto)._model_mapping._model_mapping
+        if name := names.get(model_type) or FURTHER_HEADS.get((model_type, head)):
+            found[head] = name if isinstance(name, str) else name[0]
+    return found
 
 
 def types_with_tables() -> list[str]:
