@@ -198,6 +198,7 @@ def test_no_row():
 """
 
 
+@pytest.mark.slow
 def test_a_part_of_a_run_keeps_the_rows_that_it_ran_in_other_processes(tmp_path: Path) -> None:
     (tmp_path / "test_rows.py").write_text(KEPT_ROWS)
     (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")

@@ -181,6 +181,7 @@ def test_mean_costs_are_those_of_the_parts_that_were_measured() -> None:
     assert mean_costs(parts) == Costs(forward=1, backward_input=2, backward_weight=3)
 
 
+@pytest.mark.slow  # processes of its own, as those of `echelon verify` that are quick
 def test_local_processes_are_measured_and_drawn(tmp_path: Path) -> None:
     out = tmp_path / "measured.svg"
     sizes = ("--pp", "2", "--microbatches", "3", "--hidden", "32", "--steps", "1")
