@@ -6,7 +6,7 @@ their class. Whatever else is in a tree, and a tensor without dimensions, belong
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -69,7 +69,7 @@ def merge(outputs: Sequence[Any]) -> Any:
     """
     if not outputs:
         raise ValueError("there are no outputs to merge")
-    return _merge(list(outputs), "")
+    return _joined(outputs, _merge)
 
 
 def signature(batch: Any) -> Hashable:
@@ -79,13 +79,7 @@ def signature(batch: Any) -> Hashable:
 
 def map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """The same tree with `function(tensor)` in the place of every tensor."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, Mapping):
-        return _rebuild_mapping(tree, {key: map_tensors(value, function) for key, value in tree.items()})
-    if isinstance(tree, (tuple, list)):
-        return _rebuild_sequence(tree, [map_tensors(value, function) for value in tree])
-    return tree
+    return _joined([tree], lambda found, _: function(found[0]) if isinstance(found[0], Tensor) else found[0])
 
 
 def microbatch_lengths(total: int, num_microbatches: int | None, microbatch_size: int | None) -> list[int]:
@@ -119,34 +113,34 @@ def _slice(batch: Any, start: int, length: int) -> Any:
     return map_tensors(batch, lambda tensor: tensor.narrow(0, start, length) if tensor.dim() else tensor)
 
 
-def _named_tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(tree: Any) -> list[tuple[str, Tensor]]:
     """All tensors of a tree with their paths, such as `labels` or `inputs.0`."""
-    if isinstance(tree, Tensor):
-        yield path, tree
-        return
-    items: Sequence[tuple[Any, Any]] = ()
-    if isinstance(tree, Mapping):
-        items = list(tree.items())
-    elif isinstance(tree, (tuple, list)):
-        items = list(enumerate(tree))
-    for key, value in items:
-        yield from _named_tensors(value, f"{path}.{key}" if path else str(key))
+    found: list[tuple[str, Tensor]] = []
+
+    def note(entries: list[Any], path: str) -> Any:
+        if isinstance(entries[0], Tensor):
+            found.append((path, entries[0]))
+        return entries[0]
+
+    _joined([tree], note)
+    return found
 
 
-def _merge(trees: list[Any], path: str) -> Any:
+def _joined(trees: Sequence[Any], join: Callable[[list[Any], str], Any], path: str = "") -> Any:
+    """One tree from some of one structure: at every place `join(entries, path)` of what they have there."""
     first = trees[0]
-    if len(structures := dict.fromkeys(map(_structure, trees))) > 1:
+    if len(trees) > 1 and len(structures := dict.fromkeys(map(_structure, trees))) > 1:
         raise ValueError(f"{_place(path)} differs between microbatches: {'; '.join(structures)}")
-    if isinstance(first, Tensor):
-        return _merge_tensors(trees, path)
+    inner = f"{path}." if path else ""
     if isinstance(first, Mapping):
-        return _rebuild_mapping(
-            first, {key: _merge([tree[key] for tree in trees], f"{path}.{key}") for key in first}
-        )
+        fields = {key: _joined([tree[key] for tree in trees], join, f"{inner}{key}") for key in first}
+        return type(first)(**fields) if dataclasses.is_dataclass(first) else fields
     if isinstance(first, (tuple, list)):
-        columns = enumerate(zip(*trees, strict=True))
-        return _rebuild_sequence(first, [_merge(list(column), f"{path}.{i}") for i, column in columns])
-    return first if all(tree is first or bool(tree == first) for tree in trees) else trees
+        values = [_joined(each, join, f"{inner}{i}") for i, each in enumerate(zip(*trees, strict=True))]
+        if hasattr(first, "_fields"):  # a named tuple
+            return type(first)(*values)
+        return tuple(values) if isinstance(first, tuple) else values
+    return join(list(trees), path)
 
 
 def _structure(tree: Any) -> str:
@@ -155,6 +149,13 @@ def _structure(tree: Any) -> str:
     if isinstance(tree, Mapping):
         return f"{name} of {', '.join(map(str, tree))}"
     return f"{name} of {len(tree)}" if isinstance(tree, (tuple, list)) else name
+
+
+def _merge(entries: list[Any], path: str) -> Any:
+    first = entries[0]
+    if isinstance(first, Tensor):
+        return _merge_tensors(entries, path)
+    return first if all(each is first or bool(each == first) for each in entries) else entries
 
 
 def _merge_tensors(tensors: list[Tensor], path: str) -> Tensor:
@@ -167,15 +168,5 @@ def _merge_tensors(tensors: list[Tensor], path: str) -> Tensor:
     return stacked.mean() if stacked.is_floating_point() or stacked.is_complex() else stacked.float().mean()
 
 
-def _rebuild_mapping(like: Mapping, fields: dict) -> Mapping:
-    return type(like)(**fields) if dataclasses.is_dataclass(like) else fields
-
-
-def _rebuild_sequence(like: tuple | list, values: list) -> Any:
-    if hasattr(like, "_fields"):  # a named tuple
-        return type(like)(*values)
-    return tuple(values) if isinstance(like, tuple) else values
-
-
 def _place(path: str) -> str:
-    return f"output {path.lstrip('.')}" if path else "the output"
+    return f"output {path}" if path else "the output"
