@@ -43,8 +43,8 @@ is nothing to exchange.
 
 [Note: packed texts] transformers keeps texts apart whose `position_ids` begin anew within a row, but only in a call
 that has neither an `attention_mask` nor a cache. Whether there is a cache `use_cache` says, in the call or else in the
-config, where it is True by default; some models have none in training. Such a call is made as the user wrote it, with
-the cache that it makes, so that its masks are those of `model(**batch)` without Echelon. The cache is not returned.
+config, where it is True by default; some models have none in training. Such a call is made as the user wrote it, in
+training with an EmptyCache, so that its masks are those of `model(**batch)` without Echelon. It is not returned.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from transformers import Cache
+from transformers import Cache, DynamicCache
 
 from .plan import StagePlan, is_within
 from .stand_ins import Borrowed, Inbox, Role, Roles, Runs, StageExit, StandIn, note_returns, stage_roles
@@ -339,14 +339,29 @@ def depends_on_cache(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -
     return is_given and argument(model, args, kwargs, "attention_mask") is None
 
 
+class EmptyCache(DynamicCache):
+    """A cache that keeps nothing: a layer that is recomputed would append its keys and values once more."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """The keys and values of this call alone."""
+        return key_states, value_states
+
+
 def without_cache(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of a call that makes no cache, unless its masks depend on one.
+    """The keywords of a call that makes no cache; in training an empty one, where the call's masks depend on it.
 
     Args:
         model: takes `use_cache`.
         args, kwargs: of its call.
     """
-    return dict(kwargs) if depends_on_cache(model, args, kwargs) else {**kwargs, "use_cache": False}
+    if not depends_on_cache(model, args, kwargs):
+        return {**kwargs, "use_cache": False}
+    use_cache = argument(model, args, kwargs, "use_cache")
+    is_asked = getattr(getattr(model, "config", None), "use_cache", False) if use_cache is None else use_cache
+    if not (is_asked and model.training and takes(model, "past_key_values")):
+        return dict(kwargs)
+    given = argument(model, args, kwargs, "past_key_values")
+    return {**kwargs, "past_key_values": EmptyCache() if given is None else given}
 
 
 def drop_cache(outputs: Any) -> Any:

@@ -8,6 +8,7 @@ layers/split_gather.py on the tensor axis, attention.py on the sequence axis.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
@@ -15,7 +16,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ...pipeline.plan import COLLECTING, Stack, StagePlan, settings_of
-from ...pipeline.stage import argument, depends_on_cache, drop_cache, local_stages, takes, without_cache
+from ...pipeline.stage import (
+    EmptyCache,
+    argument,
+    depends_on_cache,
+    drop_cache,
+    local_stages,
+    takes,
+    without_cache,
+)
 from ...pipeline.stand_ins import StandIn
 from ..layers.attention import FLASH_ATTENTION_2
 from ..layers.parallel_module import change_inputs, first_tensor
@@ -128,10 +137,8 @@ def _without_cache(
     model: nn.Module, args: tuple, kwargs: dict[str, Any], *, is_flash_ring: bool
 ) -> tuple[tuple, dict[str, Any]]:
     """Forgo the keys and values of former calls, of which each rank would keep those of a part."""
-    if (
-        argument(model, args, kwargs, "use_cache")
-        or argument(model, args, kwargs, "past_key_values") is not None
-    ):
+    given = argument(model, args, kwargs, "past_key_values")
+    if argument(model, args, kwargs, "use_cache") or not isinstance(given, (EmptyCache, NoneType)):
         raise ValueError(
             "use_cache=True, as in generate(), under a sequence_parallelism_mode of the sequence axis, where each rank "
             "would keep the keys and values of a part: save the model, and generate with it in one process or under tp"
@@ -141,7 +148,8 @@ def _without_cache(
         positions = argument(model, args, kwargs, "position_ids")
         if len(positions) > 1:
             kwargs = {**kwargs, "attention_mask": torch.ones_like(positions)}
-        return args, {**kwargs, "use_cache": False}
+        kept = {name: value for name, value in kwargs.items() if name != "past_key_values"}
+        return args, {**kept, "use_cache": False}
     return args, without_cache(model, args, kwargs)
 
 

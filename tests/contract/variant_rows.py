@@ -246,6 +246,13 @@ def batch_rows() -> Iterator[ParityRow]:
                 layout=layout,
                 batch=packed,
             )
+    yield ParityRow(  # whose layers are given the cache by place, so that recomputation would fill it twice
+        name="packed gpt2",
+        choice=ModelChoice(model_type="gpt2"),
+        layout=replace(RING, recompute=1.0),
+        batch=packed,
+        quick=True,
+    )
     eager = [(each, RING) for each in EAGER_TYPES]
     eager += [*product(EAGER_TYPES[:2], UNSEEN_LAYOUTS), ("gpt_oss", ULYSSES)]  # with sinks
     for model_type, layout in eager:
