@@ -64,9 +64,9 @@ class HybridConfig:
     initial_scale: float = 2**16
     min_scale: float = 1
     growth_factor: float = 2
-    growth_interval: float = 1000
+    growth_interval: int = 1000
     backoff_factor: float = 0.5
-    hysteresis: float = 2
+    hysteresis: int = 2
     max_scale: float = 2**32
     max_norm: float = 0
     zero_bucket_size_in_m: float = 12

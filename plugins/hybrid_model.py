@@ -1,18 +1,22 @@
 """A model parallelized by HybridParallelPlugin: how boost makes it, and what it offers."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..checkpoint.local import Adapter, saved_state
+from ..checkpoint.local import Adapter, TensorNames, saved_state
 from ..cluster.agree import require_equal
 from ..cluster.errors import raise_errors
 from ..cluster.failures import meet_all_ranks, naming_failures
 from ..cluster.hooks import own
 from ..cluster.mesh import ParallelMesh
+from ..cluster.placement import Placement, Shard, Shared, is_counted, placement_of
 from ..cluster.ring import Rings
 from ..lazy import materialize
 from ..pipeline.stage import argument, refuse_direct_calls, takes, without_cache
@@ -28,12 +32,12 @@ from ..shardformer.table_policy import expert_width_errors
 from ..shardformer.weight_sharding import apply_weight_sharding, plan_weight_sharding
 from ..zero.groups import optimizer_options
 from ..zero.optimizer import ShardedOptimizer
+from ..zero.partition import ManagedParameter
 from ..zero.precision import PrecisionConfig
 from .base import BoostedModule, model_errors, optimizer_errors
 from .engine import PipelineEngine
 from .hybrid_config import HybridConfig
 from .lora import peft_model_errors, unwrapped
-from .state import ParameterNames, managed_parameters
 
 
 def boost(
@@ -160,6 +164,84 @@ def shard_weights(
         overlap=config.wp_overlap,
         gradient_dtype=config.wire_dtype,
     )
+
+
+@dataclass(frozen=True)
+class ParameterNames:
+    """Every parameter of the whole model with its first Hugging Face name; a tied one has one name."""
+
+    first: Mapping[Parameter, str]
+    order: tuple[str, ...]
+    state: TensorNames
+
+    @staticmethod
+    def of(model: nn.Module) -> "ParameterNames":
+        """The names of a whole model."""
+        first = {parameter: name for name, parameter in model.named_parameters()}
+        return ParameterNames(first=first, order=tuple(first.values()), state=TensorNames.of(model))
+
+    def local(self, model: nn.Module) -> dict[str, Parameter]:
+        """The parameters that a cut model still holds, by their first name in the whole model, in its order."""
+        local = {self.first[parameter]: parameter for parameter in model.parameters()}
+        return {name: local[name] for name in self.order if name in local}
+
+
+def managed_parameters(
+    local: Mapping[str, Parameter],
+    ties: list[dict[int, Tensor]],
+    *,
+    mesh: ParallelMesh,
+    stage_manager: PipelineStageManager,
+    stages: Mapping[int, Sequence[Parameter]],
+) -> list[ManagedParameter]:
+    """Describe every parameter of this rank to the optimizer.
+
+    Collective over the world: makes the groups of ranks whose stages share a parameter. Stages of one rank
+    need none: their gradients meet in one tensor. Every rank of the world calls with equal `ties`.
+
+    Args:
+        local: this rank's parameters by name.
+        ties: the parameters that several stages hold, as `ShardFormer.optimize` returns them.
+        mesh: the mesh.
+        stage_manager: which rank holds which stage.
+        stages: the parameters that one stage of this rank uses alone, by stage.
+    """
+    units = {parameter: stage for stage, parameters in stages.items() for parameter in parameters}
+    tied: dict[Tensor, tuple[list[int], dist.ProcessGroup | None]] = {}
+    for tie in ties:
+        ranks = stage_manager.ranks_of(sorted(tie))
+        tie_group = stage_manager.tie_group(ranks) if len(ranks) > 1 else None
+        tied[next(iter(tie.values()))] = (ranks, tie_group)
+    managed = []
+    for name, parameter in local.items():
+        ranks, tie_group = tied.get(parameter, ([stage_manager.rank], None))
+        placement = placement_of(parameter)
+        groups = [*_partial_groups(placement, mesh), *([] if tie_group is None else [tie_group])]
+        counts = stage_manager.rank == ranks[0] and is_counted(parameter, mesh.rank("tp"))
+        managed.append(
+            ManagedParameter(
+                name=name,
+                parameter=parameter,
+                sum_groups=tuple(groups),
+                counts=counts,
+                unit=units.get(parameter),
+            )
+        )
+    return managed
+
+
+def _partial_groups(placement: Placement | None, mesh: ParallelMesh) -> list[dist.ProcessGroup]:
+    """The groups over which a parameter's gradient is in parts. Collective where copies form groups."""
+    if isinstance(placement, Shared):
+        return [mesh.group("tp")]
+    if isinstance(placement, Shard) and placement.copies > 1:
+        parts = [
+            range(first, first + placement.copies) for first in range(0, placement.size, placement.copies)
+        ]
+        group = mesh.subgroup("tp", parts)
+        assert group is not None
+        return [group]
+    return []
 
 
 def wrap_optimizer(
