@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ..checkpoint.background import Save
-from ..checkpoint.calls import save_faults
+from ..checkpoint.calls import save_errors
 from ..checkpoint.step import Resume, Resumed
 from ..cluster.errors import raise_errors
 from ..plugins.base import Boosted, Plugin, Returned
@@ -83,7 +83,7 @@ class Booster:
                 cannot be sharded.
         """
         if isinstance(model, nn.Module):
-            raise_errors(save_faults(unwrapped(model).model, optimizer, lr_scheduler))
+            raise_errors(save_errors(unwrapped(model).model, optimizer, lr_scheduler))
         dataloader = self.plugin.shard_dataloader(dataloader)
         boosted = self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
         self.plugin.announce_precision()

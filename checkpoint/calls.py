@@ -135,7 +135,7 @@ def _part_errors(name: str, part: Any, instead: str) -> list[str]:
     return [f"{name} is {shown}, which has no state_dict and load_state_dict: {instead}"]
 
 
-def save_faults(model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any) -> list[str]:
+def save_errors(model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any) -> list[str]:
     """Reasons why no checkpoint of these could be written, as far as they are known now.
 
     Args:

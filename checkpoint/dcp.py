@@ -137,7 +137,7 @@ class _Planner(DefaultSavePlanner):
         self._parts: dict[MetadataIndex, Tensor] = {}
         self._items: list[WriteItem] = []
         for name, each in states.items():
-            for part in each.parts if each.counts else ():
+            for part in each.parts if each.may_save else ():
                 self._add(name, each, part)
 
     def _add(self, name: str, local: LocalTensor, part: Part) -> None:

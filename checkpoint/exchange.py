@@ -43,7 +43,7 @@ def offers_of(local: Mapping[str, LocalTensor]) -> dict[str, Offer]:
     return {
         name: Offer(each.shape, each.dtype, tuple(part.box for part in each.parts))
         for name, each in local.items()
-        if each.counts
+        if each.may_save
     }
 
 
@@ -119,7 +119,7 @@ def _owners(entry: Entry, offers: Sequence[Mapping[str, Offer]]) -> dict[Box, li
 def needed_parts(local: Mapping[str, LocalTensor], plans: Sequence[FilePlan], rank: int) -> Parts:
     """This rank's memory of the boxes that it sends or writes."""
     memory = {
-        (name, part.box): part.local for name, each in local.items() if each.counts for part in each.parts
+        (name, part.box): part.local for name, each in local.items() if each.may_save for part in each.parts
     }
     return {
         (written.entry.name, box): memory[written.entry.name, box]

@@ -34,15 +34,15 @@ class LocalTensor:
         shape: of the whole.
         dtype: of the memory.
         parts: disjoint boxes; none where the rank has nothing but padding.
-        counts: whether this rank may be the one that saves them. Several ranks with the same boxes may, but none whose
-            boxes overlap with another's otherwise.
+        may_save: whether this rank may be the one that saves them. Several ranks with the same boxes may, but none
+            whose boxes overlap with another's otherwise.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: tuple[Part, ...]
-    counts: bool = True
+    may_save: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +55,7 @@ class LocalTensor:
 
 
 def local_piece(
-    name: str, piece: Tensor, placement: Placement | None, rank: int, *, counts: bool = True
+    name: str, piece: Tensor, placement: Placement | None, rank: int, *, may_save: bool = True
 ) -> LocalTensor:
     """A tensor of which this rank has a piece, all of it in one tensor.
 
@@ -64,7 +64,7 @@ def local_piece(
         placement: how the whole is cut, None where it is not.
         rank: of the axis that it is cut over.
     """
-    return _local(name, piece, [Box.whole(piece.shape)], tuple(piece.shape), placement, rank, counts)
+    return _local(name, piece, [Box.whole(piece.shape)], tuple(piece.shape), placement, rank, may_save)
 
 
 def local_slice(
@@ -75,7 +75,7 @@ def local_slice(
     placement: Placement | None,
     rank: int,
     *,
-    counts: bool = True,
+    may_save: bool = True,
 ) -> LocalTensor:
     """A tensor of whose piece this rank has a stretch, as ZeRO shards it.
 
@@ -87,7 +87,7 @@ def local_slice(
     """
     shape = tuple(piece_shape)
     boxes = list(flat_boxes(start, start + flat.numel(), shape))
-    return _local(name, flat, boxes, shape, placement, rank, counts)
+    return _local(name, flat, boxes, shape, placement, rank, may_save)
 
 
 def local_dtensor(name: str, tensor: DTensor) -> LocalTensor:
@@ -108,7 +108,7 @@ def _local(
     piece_shape: tuple[int, ...],
     placement: Placement | None,
     rank: int,
-    counts: bool,
+    may_save: bool,
 ) -> LocalTensor:
     """From boxes of a piece that lie end to end in memory."""
     memory, parts, start = memory.detach(), [], 0
@@ -122,7 +122,7 @@ def _local(
         shape=whole_shape(piece_shape, placement),
         dtype=memory.dtype,
         parts=tuple(parts),
-        counts=counts,
+        may_save=may_save,
     )
 
 

@@ -109,7 +109,7 @@ def prepare_states(trained: Trained, keep: Keep, group: dist.ProcessGroup) -> Wr
     """
     tensors: dict[str, LocalTensor] = {}
     every = on_all_ranks(lambda: _collect(trained, tensors), group)
-    kept = {name: each.kept(keep) for name, each in tensors.items() if each.counts}
+    kept = {name: each.kept(keep) for name, each in tensors.items() if each.may_save}
     described = {
         "optimizer": type(trained.inner).__name__,
         "groups": [

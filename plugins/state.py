@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..checkpoint.background import Save
-from ..checkpoint.calls import save_faults
+from ..checkpoint.calls import save_errors
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.local import (
     Adapter,
@@ -84,7 +84,7 @@ def _local_slice(name: str, flat: Tensor, *, slot: Slot, mesh: ParallelMesh) -> 
         slot.weight.shape,
         placement_of(parameter),
         _rank(parameter, mesh),
-        counts=slot.managed.counts,
+        may_save=slot.managed.counts,
     )
 
 
@@ -147,7 +147,7 @@ class SplitCheckpoints:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, mesh: ParallelMesh) -> None:
-        raise_errors(save_faults(model, optimizer, None))
+        raise_errors(save_errors(model, optimizer, None))
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
         self._checkpoints = Checkpoints(mesh)
 
