@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ..cluster.agree import broadcast_object, require_equal
 from .loader import WORKER_SETTINGS, SharedLoader, loader_errors
-from .sampler import Dealt, Draw, key_errors
+from .sampler import Dealer, Dealt, Draw, key_errors
 
 
 class Streams:
@@ -113,42 +113,30 @@ class Place(NamedTuple):
     entropy: int | None
 
 
-class GivenSampler(Sampler[int]):
+class GivenSampler(Sampler[int], Dealer):
     """Deals out the samples of a sampler as `ResumableSampler` does: the batches of all replicas are its next ones.
 
     What it does not define is the inner sampler's.
 
     Args:
-        sampler: gives the same samples on every rank as long as its generators stand alike.
-        size: samples of the data set.
-        streams: the generators that it draws from.
-        generator: of the dataloader, from which each pass draws once, as torch's do.
+        loader: has a sampler that gives the same samples on every rank as long as its generators stand alike, and may
+            have a generator, from which each pass draws once, as torch's do.
+        streams: the generators that the sampler draws from.
         num_replicas, rank: of the data axis.
-        drop_last: leave out samples that do not fill a batch on every rank.
-        workers_last: draw once for all passes, as torch's persistent workers do.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler[int],
-        *,
-        size: int,
-        streams: Streams,
-        generator: torch.Generator | None,
-        num_replicas: int,
-        rank: int,
-        drop_last: bool,
-        workers_last: bool,
-    ) -> None:
-        self.sampler = sampler
+    def __init__(self, loader: DataLoader, streams: Streams, *, num_replicas: int, rank: int) -> None:
+        batches = loader.batch_sampler
+        assert isinstance(batches, BatchSampler)
+        self.sampler: Any = batches.sampler
         self.num_replicas = num_replicas
         self.rank = rank
-        self.drop_last = drop_last
-        self._size = size
+        self.drop_last = batches.drop_last  # what does not fill a batch on every rank
+        self._size = len(loader.dataset)  # type: ignore[arg-type]
         self._streams = streams
-        self._generator = generator
-        self._lasts = workers_last
-        self._place = self._next_pass(0, None)
+        self._generator = loader.generator
+        self._lasts = loader.persistent_workers  # draws once for all passes, as torch's persistent workers do
+        self.position = self._next_pass(0, None)
         self._is_loaded = False
 
     def __getattr__(self, name: str) -> Any:
@@ -158,7 +146,6 @@ class GivenSampler(Sampler[int]):
 
     def __len__(self) -> int:
         """Samples of this rank in an epoch."""
-        assert isinstance(self.sampler, Sized)
         return (math.floor if self.drop_last else math.ceil)(len(self.sampler) / self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
@@ -168,7 +155,7 @@ class GivenSampler(Sampler[int]):
 
     def begin(self, batch_size: int) -> Dealt:
         """Begin a pass: the next one, or the one that was loaded, at its place."""
-        place, is_loaded, self._is_loaded = self._place, self._is_loaded, False
+        place, is_loaded, self._is_loaded = self.position, self._is_loaded, False
         if place.samples and not is_loaded:  # the pass before broke off
             place = self._next_pass(place.epoch + 1, place.entropy)
         if is_loaded and place.start is not None:
@@ -176,16 +163,12 @@ class GivenSampler(Sampler[int]):
         else:
             self._streams.release()
         entropy = self._drawn() if place.entropy is None else place.entropy
-        self._place = place._replace(start=self._streams.state_dict(), entropy=entropy)
+        self.position = place._replace(start=self._streams.state_dict(), entropy=entropy)
         return Dealt(place.epoch, self._num_batches(batch_size, place.samples), self._draws(batch_size))
-
-    def reached(self, place: Place) -> None:
-        """Note that training has taken the batches up to a place."""
-        self._place = place
 
     def state_dict(self) -> dict[str, Any]:
         """The place of all replicas together, and the generators as the pass began."""
-        return {**self._place._asdict(), "size": self._size}
+        return {**self.position._asdict(), "size": self._size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next pass go on at a place.
@@ -200,7 +183,7 @@ class GivenSampler(Sampler[int]):
                 f"the position in the data is one of size={state['size']}, and this dataloader has "
                 f"size={self._size}: give the same data as the run that was saved, or leave its position and begin anew"
             )
-        self._place = Place(*(state[name] for name in Place._fields))
+        self.position = Place(*(state[name] for name in Place._fields))
         self._is_loaded = True
 
     def _drawn(self) -> int:
@@ -213,7 +196,7 @@ class GivenSampler(Sampler[int]):
         return Place(epoch, 0, start, entropy if self._lasts else None)
 
     def _draws(self, batch_size: int) -> Iterator[tuple[Draw, Place]]:
-        place = self._place
+        place = self.position
         assert place.entropy is not None
         samples, size = place.samples, batch_size * self.num_replicas
         with self._streams.drawing():
@@ -301,29 +284,15 @@ def dealt_out(loader: DataLoader, streams: Streams, *, seed: int, rank: int, siz
         seed: for what a dataset or `worker_init_fn` keeps generators for.
         rank, size: of the data axis.
     """
-    batches = loader.batch_sampler
-    assert isinstance(batches, BatchSampler)
-    sampler = GivenSampler(
-        batches.sampler,  # type: ignore[arg-type]
-        size=len(loader.dataset),  # type: ignore[arg-type]
-        streams=streams,
-        generator=loader.generator,
-        num_replicas=size,
-        rank=rank,
-        drop_last=batches.drop_last,
-        workers_last=loader.persistent_workers,
-    )
+    sampler = GivenSampler(loader, streams, num_replicas=size, rank=rank)
+    own = ("dataset", "collate_fn", "generator", "worker_init_fn", *WORKER_SETTINGS)
     return SharedLoader(
-        loader.dataset,
         dealer=sampler,
         seed=(seed, rank),
-        batch_size=batches.batch_size,
+        batch_size=loader.batch_sampler.batch_size,  # type: ignore[union-attr]
         sampler=sampler,
-        drop_last=batches.drop_last,
-        collate_fn=loader.collate_fn,
-        generator=loader.generator,
-        worker_init_fn=loader.worker_init_fn,
-        **{name: getattr(loader, name) for name in WORKER_SETTINGS},
+        drop_last=sampler.drop_last,
+        **{name: getattr(loader, name) for name in own},
     )
 
 

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -187,7 +188,7 @@ class SharedLoader(DataLoader[Any]):
             batch_size=None,
             sampler=self._current,
             collate_fn=unchanged,
-            worker_init_fn=WorkerStart(self.worker_init_fn),
+            worker_init_fn=partial(_start_worker, then=self.worker_init_fn),
             # Of what a data set or `worker_init_fn` keeps generators for; a batch's own numbers follow from its draw.
             generator=torch.Generator().manual_seed(derived_seed(*self._seed, epoch)),
             **{name: getattr(self, name) for name in WORKER_SETTINGS},
@@ -269,20 +270,15 @@ def unchanged(batch: Any) -> Any:
     return batch
 
 
-class WorkerStart:
-    """Start of each worker process: the data set that it reports is the user's own."""
-
-    def __init__(self, then: Callable[[int], None] | None) -> None:
-        self._then = then
-
-    def __call__(self, worker: int) -> None:
-        info = get_worker_info()
-        if info is None:
-            raise AssertionError(f"worker {worker} starts outside of a worker process")
-        # torch forbids plain assignment; scripts open files through get_worker_info().dataset here.
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
-        if self._then is not None:
-            self._then(worker)
+def _start_worker(worker: int, then: Callable[[int], None] | None) -> None:
+    """Let the data set that a worker process reports be the user's own."""
+    info = get_worker_info()
+    if info is None:
+        raise AssertionError(f"worker {worker} starts outside of a worker process")
+    # torch forbids plain assignment; scripts open files through get_worker_info().dataset here.
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
+    if then is not None:
+        then(worker)
 
 
 @contextmanager

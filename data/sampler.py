@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Collection, Iterator, Mapping, Sized
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,24 +40,30 @@ class Dealt(NamedTuple):
     draws: Iterator[tuple[Draw, Any]]
 
 
-class Dealer(Protocol):
-    """Gives out the samples of a data set to replicas, and knows the place that training has reached."""
+class Dealer:
+    """Gives out the samples of a data set to replicas, and knows the place that training has reached.
+
+    Attributes:
+        position: the place.
+    """
+
+    position: Any
 
     def begin(self, batch_size: int) -> Dealt:
         """Begin a pass: the next one, or the one that was loaded, at its place."""
-        ...
+        raise NotImplementedError
 
-    def reached(self, place: Any) -> None:
+    def reached(self, position: Any) -> None:
         """Note that training has taken the batches up to a place that came with a draw."""
-        ...
+        self.position = position
 
     def state_dict(self) -> dict[str, Any]:
         """The place of all replicas together."""
-        ...
+        raise NotImplementedError
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next pass go on at a place."""
-        ...
+        raise NotImplementedError
 
 
 def derived_seed(*entropy: int) -> int:
@@ -72,7 +78,7 @@ class Position(NamedTuple):
     samples: int
 
 
-class ResumableSampler(DistributedSampler[int]):
+class ResumableSampler(DistributedSampler[int], Dealer):
     """torch's DistributedSampler, whose passes can begin within an epoch, for any number of replicas.
 
     The order of an epoch follows from its number and the seed alone. It is dealt out like cards: the first batches
@@ -119,10 +125,6 @@ class ResumableSampler(DistributedSampler[int]):
         self._loaded, self._is_due = None, False
         self.position = first if num_batches else Position(first.epoch, self.size)
         return Dealt(first.epoch, num_batches, self._draws(first, own, batch_size, num_batches))
-
-    def reached(self, position: Position) -> None:
-        """Note that training has taken the batches up to a position."""
-        self.position = position
 
     def state_dict(self) -> dict[str, Any]:
         """The position of all replicas together, and what differs in another order; equal on all ranks."""
@@ -222,7 +224,7 @@ class Reached(NamedTuple):
     state: Any
 
 
-class ForeignSampler:
+class ForeignSampler(Dealer):
     """The passes of a sampler that knows nothing of positions; those count as epochs for random numbers.
 
     Args:
@@ -238,24 +240,20 @@ class ForeignSampler:
         self._rank = rank
         self._drop_last = drop_last
         self._has_state = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
-        self._position = Reached(0, 0, None)
+        self.position = Reached(0, 0, None)
         self._goes_on = True  # the next pass is the one of the position
 
     def begin(self, batch_size: int) -> Dealt:
         """Begin a pass: the batches that the sampler gives."""
         total = self._num_batches(batch_size)
-        epoch, first, state = self._position
+        epoch, first, state = self.position
         if not self._goes_on or (first and first == total):
             epoch, first, state = epoch + 1, 0, None
         if state is None and self._has_state:
             state = self._own_state()
-        self._position, self._goes_on = Reached(epoch, first, state), False
+        self.position, self._goes_on = Reached(epoch, first, state), False
         batches = BatchSampler(self._sampler, batch_size, self._drop_last)
         return Dealt(epoch, None if total is None else total - first, self._draws(batches, epoch, first))
-
-    def reached(self, position: Reached) -> None:
-        """Note what training has taken."""
-        self._position = position
 
     def state_dict(self) -> dict[str, Any]:
         """The sampler's state as of what training has taken, and how far this pass has come.
@@ -264,7 +262,7 @@ class ForeignSampler:
             ValueError: the sampler has no state.
         """
         self._require_state()
-        epoch, batches, state = self._position
+        epoch, batches, state = self.position
         return {"sampler": self._own_state() if state is None else state, "epoch": epoch, "batches": batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -277,7 +275,7 @@ class ForeignSampler:
         if errors := key_errors(state, ("sampler", "epoch", "batches")):
             raise ValueError("\n".join(errors))
         self._sampler.load_state_dict(state["sampler"])  # type: ignore[attr-defined]
-        self._position, self._goes_on = Reached(state["epoch"], state["batches"], state["sampler"]), True
+        self.position, self._goes_on = Reached(state["epoch"], state["batches"], state["sampler"]), True
 
     def _draws(self, batches: BatchSampler, epoch: int, first: int) -> Iterator[tuple[Draw, Reached]]:
         for number, indices in enumerate(batches, first):
