@@ -26,6 +26,7 @@ KNOWN = frozenset(
 )
 # More than what optimizers take for large: some keep small matrices whole, or quantize states of long ones by blocks.
 _SHAPE = (160, 144)
+_SIZE = 160 * 144
 _CUT = 10_000  # inside a row, so that rows and columns are cut too
 _STEPS = 3
 
@@ -77,38 +78,27 @@ def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def _treats_alike(optimizer: Optimizer, options: dict[str, Any]) -> bool:
     """Return True if a matrix moves as its pieces do."""
-    whole, pieces = (_updates(optimizer, options, cut=cut) for cut in (False, True))
+    whole, pieces = (_updates(optimizer, options, lengths) for lengths in ((_SIZE,), (_CUT, _SIZE - _CUT)))
     return torch.allclose(whole, pieces, rtol=1e-4, atol=1e-4 * whole.abs().max().item())
 
 
-def _updates(optimizer: Optimizer, options: dict[str, Any], *, cut: bool) -> Tensor:
-    """The update of each entry of a matrix in a few steps, 1-D; with `cut` it is two 1-D pieces, on a rank each."""
+def _updates(optimizer: Optimizer, options: dict[str, Any], lengths: tuple[int, ...]) -> Tensor:
+    """The update of each entry of a matrix in a few steps, 1-D; several pieces are 1-D, with an optimizer each."""
+    kind = type(optimizer)
+    accepted = inspect.signature(kind).parameters
+    arguments = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(_SHAPE, dtype=torch.float32, generator=generator)
-    parameters = [Parameter(piece.clone()) for piece in _pieces(start, cut)]
-    trials = [_trial(optimizer, parameter, options) for parameter in parameters]
+    pieces = [start] if len(lengths) == 1 else start.view(-1).split(lengths)
+    parameters = [Parameter(piece.clone()) for piece in pieces]
+    trials = [kind([parameter], **arguments) for parameter in parameters]
+    for trial in trials:
+        trial.param_groups[0].update(deepcopy(options))
     torch.manual_seed(0)
     for _ in range(_STEPS):
-        gradient = torch.randn(_SHAPE, dtype=torch.float32, generator=generator)
-        gradient.view(-1)[_CUT:] *= 100  # so that what depends on a norm differs between the pieces
-        for trial, parameter, piece in zip(trials, parameters, _pieces(gradient, cut), strict=True):
-            parameter.grad = piece.clone()
+        gradient = torch.randn(_SIZE, dtype=torch.float32, generator=generator)
+        gradient[_CUT:] *= 100  # so that what depends on a norm differs between the pieces
+        for trial, parameter, piece in zip(trials, parameters, gradient.split(lengths), strict=True):
+            parameter.grad = piece.clone().view(parameter.shape)
             trial.step()
     return torch.cat([parameter.detach().view(-1) for parameter in parameters]) - start.view(-1)
-
-
-def _trial(optimizer: Optimizer, parameter: Parameter, options: dict[str, Any]) -> Optimizer:
-    """Another optimizer of the kind, on one parameter."""
-    trial = type(optimizer)([parameter], **_arguments(optimizer))
-    trial.param_groups[0].update(deepcopy(options))
-    return trial
-
-
-def _pieces(x: Tensor, cut: bool) -> tuple[Tensor, ...]:
-    return x.view(-1).split([_CUT, x.numel() - _CUT]) if cut else (x,)
-
-
-def _arguments(optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's own defaults, as far as its constructor takes them."""
-    accepted = inspect.signature(type(optimizer)).parameters
-    return {name: value for name, value in optimizer.defaults.items() if name in accepted}

@@ -6,7 +6,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..cluster.agree import require_equal
@@ -229,18 +228,16 @@ def _is_fresh(state: dict[str, Any]) -> bool:
 
 
 def _state_of_piece(optimizer: Optimizer, slot: Slot) -> dict[str, Any]:
+    """The state that a constructor left for a parameter, constants, in the shape of its piece."""
     assert slot.piece is not None
-    # A number of its own is the count of steps; another one belongs to a parameter that is a number.
-    return {
-        key: _piece_of_constant(value, slot.piece)
-        if isinstance(value, Tensor) and (value.dim() or (not slot.weight.dim() and key != "step"))
-        else value
-        for key, value in optimizer.state[slot.parameter].items()
-    }
-
-
-def _piece_of_constant(value: Tensor, piece: Parameter) -> Tensor:
-    constant = value.flatten()[0]
-    if not bool((value == constant).all()):
-        raise AssertionError(f"the state of a parameter before the first step is not one number: {value}")
-    return torch.full_like(piece, constant.item(), requires_grad=False)
+    state = dict(optimizer.state[slot.parameter])
+    for key, value in state.items():
+        # A number of its own is the count of steps; another one belongs to a parameter that is a number.
+        if isinstance(value, Tensor) and (value.dim() or (not slot.weight.dim() and key != "step")):
+            constant = value.flatten()[0]
+            if not bool((value == constant).all()):
+                raise AssertionError(
+                    f"the state of a parameter before the first step is not one number: {value}"
+                )
+            state[key] = torch.full_like(slot.piece, constant.item(), requires_grad=False)
+    return state
