@@ -159,7 +159,9 @@ def place(parameter: Parameter, placement: Placement, rank: int) -> None:
 def is_counted(parameter: Tensor, rank: int) -> bool:
     """Return True if this rank of the tensor axis is the one that counts the parameter, or this piece of it."""
     placement = placement_of(parameter)
-    return rank % placement.copies == 0 if isinstance(placement, Shard) else rank == 0
+    if isinstance(placement, Shard) and placement.axis == "tp":
+        return rank % placement.copies == 0
+    return rank == 0
 
 
 def placement_of(parameter: Tensor) -> Placement | None:

@@ -22,26 +22,22 @@ class ReducedGradients:
     Args:
         buckets: where the slices are.
         reducer: what reduced them; it knows the loss scale that they carry.
-        norm_type: the p of `norm`.
         device: where norms are built.
 
     Attributes:
         factor: what they must be multiplied with besides, None for nothing; taken in when they are measured.
-        norm: the norm of the true gradients before anything clipped them; None until it is measured.
+        norm: the 2-norm of the true gradients before anything clipped them; None until it is measured.
         present: for each of the reducer's slots whether any rank has a gradient, as of the last measuring.
         is_agreed: whether all ranks agreed, as of the last measuring.
     """
 
-    def __init__(
-        self, buckets: Sequence[Bucket], reducer: Reducer, *, norm_type: float, device: torch.device
-    ) -> None:
+    def __init__(self, buckets: Sequence[Bucket], reducer: Reducer, *, device: torch.device) -> None:
         self.factor: float | Tensor | None = None
         self.norm: float | None = None
         self.present: list[bool] = []
         self.is_agreed = True
         self._buckets = buckets
         self._reducer = reducer
-        self._norm_type = norm_type
         self._device = device
         self._unclip = 1.0  # undoes the clipping of a step
 
@@ -60,13 +56,13 @@ class ReducedGradients:
         self.factor = None
         self.norm = None
 
-    def measure(self, norm_type: float | None = None, *, code: int = 0, share: float | Tensor = 0.0) -> float:
+    def measure(self, norm_type: float = 2.0, *, code: int = 0, share: float | Tensor = 0.0) -> float:
         """The norm of the true gradients as they now are; infinite or NaN where any of any rank is.
 
         One all-reduce over the world, and one wait of the host for the device.
 
         Args:
-            norm_type: the p of the norm; None is the one of `norm`.
+            norm_type: the p of the norm.
             code, share: see `norm_over_all_ranks`.
         """
         present = self._reducer.present
@@ -74,7 +70,7 @@ class ReducedGradients:
         norm, is_agreed = norm_over_all_ranks(
             [run for bucket in self._buckets for run in bucket.counted],
             [run for bucket in self._buckets for run in bucket.watched],
-            norm_type=self._norm_type if norm_type is None else norm_type,
+            norm_type=norm_type,
             device=self._device,
             code=code,
             share=share,
@@ -89,7 +85,7 @@ class ReducedGradients:
         self.factor = 1.0  # and not None: the gradients of another batch know that one was taken in
         self.present = [flag > 0 for flag in flags]
         true = measured * abs(self._reducer.to_true)
-        if self.norm is None and norm_type is None:
+        if self.norm is None and norm_type == 2:
             self.norm = true
         return true
 
@@ -110,7 +106,7 @@ class ReducedGradients:
     def clip_by_norm_(self, max_norm: float, norm_type: float) -> float:
         """Make them the true ones and clip them to a norm, unless it is not finite; returns it. See `measure`."""
         norm = self.measure()
-        if norm_type != self._norm_type:
+        if norm_type != 2:
             norm = self.measure(norm_type)
         if isfinite(norm):
             self.scale_(clip_coefficient(norm, max_norm))

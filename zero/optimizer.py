@@ -60,7 +60,6 @@ class ShardedOptimizer(OptimizerWrapper):
         precision: the format of the parameters, and the loss scale. Parameters may arrive in float32 under
             every precision: masters are made from what arrives.
         max_norm: gradients of a larger norm are scaled down to it; 0 never clips.
-        norm_type: the p of the norm that is measured and clipped, `inf` for the largest magnitude.
         bucket_size: largest number of elements that are communicated at once.
         zero_size: the number of neighboring ranks of that axis over which a stage above 0 shards, a node for example;
             -1 or 0 is all of them, 1 none. Gradients are averaged over the whole axis all the same.
@@ -93,7 +92,6 @@ class ShardedOptimizer(OptimizerWrapper):
         stage: int,
         precision: PrecisionConfig,
         max_norm: float = 0.0,
-        norm_type: float = 2.0,
         bucket_size: int = 12 * 1024**2,
         zero_size: int = -1,
         overlap_communication: bool = True,
@@ -135,9 +133,7 @@ class ShardedOptimizer(OptimizerWrapper):
             overlap=overlap_communication,
             scaler=self._scaler,
         )
-        self._gradients = ReducedGradients(
-            self.buckets, self.reducer, norm_type=norm_type, device=mesh.device
-        )
+        self._gradients = ReducedGradients(self.buckets, self.reducer, device=mesh.device)
         self.publisher = Publisher(self.buckets)
         hold_pieces(optimizer, self.buckets)
         if cpu_offload:
@@ -306,7 +302,6 @@ class ShardedOptimizer(OptimizerWrapper):
             with torch.enable_grad():
                 loss = closure()
         self._require_steppable()
-        self.publisher.wait()
         self._reduce()
         norm = self._measure()
         if isfinite(norm):
