@@ -117,60 +117,21 @@ def text() -> dict[str, Tensor]:
 
 
 def batch_for(model: nn.Module) -> dict[str, Tensor]:
-    """Text with the labels of the model's head."""
+    """Text with the labels of the model's head: of other length for a decoder, one of three classes, or its tokens."""
     name, batch = type(model).__name__, text()
-    if "T5" in name and not name.endswith(("EncoderModel", "TokenClassification")):
-        batch = _targeted(name, batch)
-    if "labels" in batch:
-        return batch
-    tokens = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    if "ConditionalGeneration" in name:
+        mask = torch.arange(TARGET_LENGTH) < torch.tensor([[5], [TARGET_LENGTH], [8]])
+        targets = integers(3, VOCABULARY, 3, TARGET_LENGTH, seed=2)
+        return {**batch, "labels": targets.masked_fill(~mask, -100)}
     if "SequenceClassification" in name:
         return {**batch, "labels": torch.tensor([0, 2, 1])}
-    if "NextSentence" in name:
-        return {**batch, "labels": torch.tensor([0, 1, 1])}
-    if "MultipleChoice" in name:
-        return {**_choices(batch), "labels": torch.tensor([0, 1, 1])}
-    if "TokenClassification" in name:
-        return {**batch, "labels": torch.where(tokens < 0, tokens, tokens % 3)}
-    if "QuestionAnswering" in name:
-        return {**batch, "start_positions": torch.tensor([1, 2, 0]), "end_positions": torch.tensor([3, 4, 9])}
-    if "ForPreTraining" in name:
-        return {**batch, "labels": tokens, "next_sentence_label": torch.tensor([0, 1, 1])}
-    if name == "GPT2DoubleHeadsModel":
-        return _choices(batch) | {
-            "mc_token_ids": torch.tensor([[5, 3], [2, 6], [1, 1]]),
-            "labels": tokens[:, None].repeat(1, 2, 1),
-            "mc_labels": torch.tensor([0, 1, 1]),
-        }
-    has_head = "Head" in name or not name.endswith("Model")
-    return {**batch, "labels": tokens} if has_head else batch
-
-
-def _targeted(name: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch with what a decoder needs: labels of another length, or its own input."""
-    mask = torch.arange(TARGET_LENGTH) < torch.tensor([[5], [TARGET_LENGTH], [8]])
-    targets = integers(3, VOCABULARY, 3, TARGET_LENGTH, seed=2)
-    if "ConditionalGeneration" in name:
-        return {**batch, "labels": targets.masked_fill(~mask, -100)}
-    if "SequenceClassification" in name:  # reads the state of the last end of sequence, also in the decoder
-        ends = batch["attention_mask"].sum(-1, keepdim=True) - 1
-        return {**batch, "input_ids": batch["input_ids"].scatter(1, ends - 1, 2)}
-    own = {"decoder_input_ids": targets * mask, "decoder_attention_mask": mask.long()}
-    return batch | own if name.endswith("Model") else batch
-
-
-def _choices(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Two choices per row, the second that of the next row."""
-    return {key: torch.stack([value, value.roll(1, 0)], 1) for key, value in batch.items()}
+    return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """The model's loss; without one, a weighted sum of its first output; with two, both."""
-    if getattr(outputs, "loss", None) is None:
-        first = outputs[0]
-        return (first * torch.linspace(-1, 1, first.shape[-1])).mean()
-    second = getattr(outputs, "mc_loss", None)
-    return outputs.loss if second is None else outputs.loss + second
+    """The model's loss."""
+    loss: Tensor = outputs.loss
+    return loss
 
 
 def pieces(tensor: Tensor) -> list[Tensor]:
