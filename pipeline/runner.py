@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from .action import COMPUTES, Action, Op
 from .microbatch import map_tensors, signature
 from .simulate import Span
-from .transport import InFlight, Transport, takes_gradient
+from .transport import PendingTransfer, Transport, takes_gradient
 from .weight_gradients import WeightGradients
 
 Criterion = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
@@ -130,8 +130,8 @@ class ScheduleRun:
     def __post_init__(self) -> None:
         self._trains = False
         # Between an action and the one that uses its result, at the stage that computes it, here or on another rank:
-        self._handed_on: dict[_Place, tuple[Tensor, ...] | InFlight] = {}  # outputs, detached
-        self._gradients: dict[_Place, tuple[Tensor, ...] | InFlight] = {}  # of its inputs
+        self._handed_on: dict[_Place, tuple[Tensor, ...] | PendingTransfer] = {}  # outputs, detached
+        self._gradients: dict[_Place, tuple[Tensor, ...] | PendingTransfer] = {}  # of its inputs
         # Between a forward and its backward. The graph of an output is kept by its edge, so that the output's
         # own memory is free once it was sent.
         self._received: dict[_Place, list[Tensor]] = {}
@@ -336,8 +336,8 @@ _METHODS: dict[Op, Callable[[ScheduleRun, Action], None]] = {
 }
 
 
-def _arrived(tensors: tuple[Tensor, ...] | InFlight) -> tuple[Tensor, ...]:
-    return tensors.wait() if isinstance(tensors, InFlight) else tensors
+def _arrived(tensors: tuple[Tensor, ...] | PendingTransfer) -> tuple[Tensor, ...]:
+    return tensors.wait() if isinstance(tensors, PendingTransfer) else tensors
 
 
 def _differentiate(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]) -> None:

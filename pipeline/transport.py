@@ -33,7 +33,7 @@ def takes_gradient(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-class InFlight:
+class PendingTransfer:
     """Tensors that one action sends or receives. A receive may begin late: [Note: shapes that are not known yet]."""
 
     def __init__(self, channel: "_Channel", action: Action, key: Hashable = None) -> None:
@@ -90,11 +90,11 @@ class _Channel:
             else partial(dist.irecv, group=group, group_src=peer)
         )
         self._device = mesh.device
-        self._sends: deque[tuple[InFlight, int]] = deque()  # with their bytes
+        self._sends: deque[tuple[PendingTransfer, int]] = deque()  # with their bytes
         self._num_bytes = 0
         # Whether the receiver may post only when it needs the tensors: then waiting for it could deadlock.
         self._is_describing = False
-        self._late: deque[InFlight] = (
+        self._late: deque[PendingTransfer] = (
             deque()
         )  # receives whose shapes are not known yet, and those behind them
         self._specs: dict[tuple[int, Hashable], Specs] = {}
@@ -127,19 +127,19 @@ class _Channel:
         transfer.wait()
         self._num_bytes -= num_bytes
 
-    def receive(self, action: Action, key: Hashable) -> InFlight:
+    def receive(self, action: Action, key: Hashable) -> PendingTransfer:
         """Begin to receive where the shapes are known, and else when it is waited for."""
         specs = None if self._late else self._specs.get((action.stage, key))
         if specs is not None:
             return self.receive_as(action, specs)
-        self._late.append(InFlight(self, action, key))
+        self._late.append(PendingTransfer(self, action, key))
         return self._late[-1]
 
-    def receive_as(self, action: Action, specs: Specs) -> InFlight:
+    def receive_as(self, action: Action, specs: Specs) -> PendingTransfer:
         """Begin to receive tensors of these shapes and dtypes."""
         return self.now(action, self._empty(specs))
 
-    def begin_up_to(self, last: InFlight) -> None:
+    def begin_up_to(self, last: PendingTransfer) -> None:
         """Begin every receive before this one, and this. Waits for the sender to describe unknown shapes."""
         while last.tensors is None:
             arrival = self._late.popleft()
@@ -148,9 +148,9 @@ class _Channel:
                 self._specs[place] = self._description(arrival.action, arrival.key)
             arrival.begin(self._empty(self._specs[place]))
 
-    def now(self, action: Action, tensors: tuple[Tensor, ...]) -> InFlight:
+    def now(self, action: Action, tensors: tuple[Tensor, ...]) -> PendingTransfer:
         """A transfer that has begun."""
-        transfer = InFlight(self, action)
+        transfer = PendingTransfer(self, action)
         transfer.begin(tensors)
         return transfer
 
@@ -228,7 +228,7 @@ class Transport:
         if not self._overlap:
             channel.flush()
 
-    def receive_inputs(self, action: Action, key: Hashable) -> InFlight:
+    def receive_inputs(self, action: Action, key: Hashable) -> PendingTransfer:
         """Start receiving a stage's inputs.
 
         Raises:
@@ -236,7 +236,7 @@ class Transport:
         """
         return self._receiving(self._channels[action.op, action.stage].receive(action, key))
 
-    def receive_gradients(self, action: Action, key: Hashable) -> InFlight:
+    def receive_gradients(self, action: Action, key: Hashable) -> PendingTransfer:
         """Start receiving the gradients of a stage's outputs, once those were sent under this key."""
         specs = tuple([spec for spec in self._specs[action.stage, key] if takes_gradient(spec[1])])
         return self._receiving(self._channels[action.op, action.stage].receive_as(action, specs))
@@ -262,7 +262,7 @@ class Transport:
                 "agree on what comes next: end the run and start it again from a checkpoint"
             )
 
-    def _receiving(self, arrival: InFlight) -> InFlight:
+    def _receiving(self, arrival: PendingTransfer) -> PendingTransfer:
         if not self._overlap:
             arrival.wait()
         return arrival
