@@ -70,9 +70,7 @@ def boost(
         require_equal_boosts(model, optimizer)
         names = ParameterNames.of(model)  # Hugging Face's, of the whole model
         config.fused.choose_attention(model, mesh.device)
-        if (
-            config.gradient_checkpoint_config is not None
-        ):  # before layers are split: sharded sequences wrap it
+        if config.gradient_checkpoint_config is not None:  # before layers are split: sequences wrap it
             checkpoint_layers(recomputed, config.gradient_checkpoint_config)
         ties = sharder.cut_stages(mesh.device) if sharder else []  # before anything reaches the device
         model.to(mesh.device)

@@ -134,7 +134,7 @@ class HybridParallelPlugin(Plugin):
         check_every: all ranks compare their batches and calls in full, with a message, in the first three calls and in
             every such one; in the others by sums that travel with the gradients' norm.
         enable_all_optimization: turn on the three below. See docs/fused.md for them.
-        enable_fused_normalization: norms by torch's fused kernels.
+        enable_fused_normalization: norms by apex or Liger where installed on CUDA, else by torch's fused kernels.
         enable_flash_attention: attention by the flash-attn package on CUDA, elsewhere by torch's fused kernels.
         enable_jit_fused: activation formulas and dropout + addition compiled by torch.
         enable_xformers: attention by xFormers, which must be installed.

@@ -35,7 +35,7 @@ class FusedKernels:
     Args:
         flash_attention: attention by the flash-attn package on CUDA, elsewhere by torch's fused kernels.
         xformers: attention by xFormers.
-        normalization: norms by torch's fused kernels; see fused_norm.py.
+        normalization: norms by apex, Liger or torch; see fused_norm.py.
         jit: activation formulas and dropout + addition compiled by torch; see fused_code.py.
     """
 

@@ -1,4 +1,7 @@
-"""Norms by torch's fused kernels. Which modules are norms, and of what kind, is found by trying them."""
+"""Norms by fused kernels: of apex or Liger where installed on CUDA, else of torch.
+
+Which modules are norms, and of what kind, is found by trying them.
+"""
 
 # H features
 
@@ -6,12 +9,13 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.nn.functional import layer_norm, rms_norm
 
 from ..pipeline.stand_ins import StandIn
 from .layers.norm import epsilon_of
@@ -22,7 +26,7 @@ Kernel = Callable[..., Tensor]
 
 
 def fuse_norms(model: nn.Module, dtype: torch.dtype) -> tuple[Counter[str], Counter[str]]:
-    """Let a model's norms compute with torch's fused kernels, in place: names, parameters and hooks stay.
+    """Let a model's norms compute with fused kernels, in place: names, parameters and hooks stay.
 
     Args:
         model: split already; norms whose features are split have a class of their own and stay.
@@ -33,11 +37,14 @@ def fuse_norms(model: nn.Module, dtype: torch.dtype) -> tuple[Counter[str], Coun
         the names of their classes.
     """
     fused, unknown = Counter[str](), Counter[str]()
+    first = next(model.parameters(), None)
+    library, *kernels = fused_kernels(torch.device("cpu") if first is None else first.device)
+    forms = [form for kernel in kernels for form in _forms(kernel)]
     for norm in list(_norms(model)):
         kind = type(norm)
-        if kind in (nn.LayerNorm, nn.RMSNorm):
+        if library == "torch" and kind in (nn.LayerNorm, nn.RMSNorm):
             fused[kind.__name__] += 1
-        elif (form := _form_of(norm, dtype)) is None:
+        elif (form := _form_of(norm, forms, dtype)) is None:
             unknown[kind.__name__] += 1
         else:
             vars(norm)["_compute"] = form
@@ -46,12 +53,50 @@ def fuse_norms(model: nn.Module, dtype: torch.dtype) -> tuple[Counter[str], Coun
     return fused, unknown
 
 
-def _root_mean_square(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
-    return rms_norm(x, x.shape[-1:], weight, epsilon)
+def fused_kernels(device: torch.device) -> tuple[str, Kernel, Kernel]:
+    """The library that computes norms on a device, and its kernels: by the root of the mean square, and by mean too.
 
+    On CUDA apex where it was built with its kernels, else Liger where it is installed; torch's own in all other cases.
+    """
 
-def _centered(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
-    return layer_norm(x, x.shape[-1:], weight, bias, epsilon)
+    def of_weight(x: Tensor, weight: Tensor | None) -> Tensor:
+        return x.new_ones(x.shape[-1]) if weight is None else weight
+
+    def of_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+        return x.new_zeros(x.shape[-1]) if bias is None else bias
+
+    is_cuda = device.type == "cuda"
+    # apex can be installed without its kernels, and another package has its name.
+    if is_cuda and find_spec("apex") is not None and find_spec("fused_layer_norm_cuda") is not None:
+        apex = import_module("apex.normalization.fused_layer_norm")
+        return (
+            "apex",
+            lambda x, weight, bias, epsilon: apex.fused_rms_norm_affine(
+                x, of_weight(x, weight), x.shape[-1:], epsilon
+            ),
+            lambda x, weight, bias, epsilon: apex.fused_layer_norm_affine(
+                x, of_weight(x, weight), of_bias(x, bias), x.shape[-1:], epsilon
+            ),
+        )
+    if is_cuda and find_spec("liger_kernel") is not None:
+        liger = import_module("liger_kernel.transformers.functional")
+        return (
+            "liger_kernel",
+            # "gemma": all in float32, rounded once. In place it would overwrite the gradient that comes in, which a
+            # residual connection hands to others too.
+            lambda x, weight, bias, epsilon: liger.liger_rms_norm(
+                x, of_weight(x, weight), epsilon, 0.0, "gemma", False
+            ),
+            lambda x, weight, bias, epsilon: liger.liger_layer_norm(
+                x, of_weight(x, weight), of_bias(x, bias), epsilon
+            ),
+        )
+    own = nn.functional
+    return (
+        "torch",
+        lambda x, weight, bias, epsilon: own.rms_norm(x, x.shape[-1:], weight, epsilon),
+        lambda x, weight, bias, epsilon: own.layer_norm(x, x.shape[-1:], weight, bias, epsilon),
+    )
 
 
 def _forms(kernel: Kernel) -> list[Kernel]:
@@ -69,9 +114,6 @@ def _forms(kernel: Kernel) -> list[Kernel]:
         return kernel(x.float(), weight.float(), wide, epsilon).to(x.dtype)
 
     return [kernel, in_the_format_of_x, beside_one, in_float32]
-
-
-_FORMS = [*_forms(_root_mean_square), *_forms(_centered)]
 
 
 def _norms(model: nn.Module) -> Iterator[nn.Module]:
@@ -92,7 +134,7 @@ def _norms(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def _form_of(norm: nn.Module, dtype: torch.dtype) -> Kernel | None:
+def _form_of(norm: nn.Module, forms: list[Kernel], dtype: torch.dtype) -> Kernel | None:
     """The form that gives what a norm gives, but for rounding; the nearest of them, or None where all depart."""
     weight = norm.get_parameter("weight")
     device = torch.device("cpu") if weight.is_meta else weight.device
@@ -114,12 +156,12 @@ def _form_of(norm: nn.Module, dtype: torch.dtype) -> Kernel | None:
         expected, of_three = _tried(trial.forward, x, parameters), trial.forward(x[0])
         if expected[0].shape != x.shape or not torch.equal(expected[0][0], of_three.double()):
             return None
-        found = [_tried(partial(form, **given), x, parameters) for form in _FORMS]
+        found = [_tried(partial(form, **given), x, parameters) for form in forms]
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
         return None  # it takes something else than what a norm of the last dimension takes
     off = [_distance(each, expected, x.dtype) for each in found]
     best = min(range(len(off)), key=off.__getitem__)
-    return _FORMS[best] if off[best] <= 1 else None
+    return forms[best] if off[best] <= 1 else None
 
 
 @torch.enable_grad()

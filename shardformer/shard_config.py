@@ -41,7 +41,7 @@ class ShardConfig:
         sequence_parallel_rings: of "ring_attn", those of a double ring (`double_ring`); None is one ring.
         enable_flash_attention: attention by flash-attn on CUDA, elsewhere by torch's fused kernels; see docs/fused.md.
         enable_xformers: attention by xFormers.
-        enable_fused_normalization: norms by torch's fused kernels.
+        enable_fused_normalization: norms by apex or Liger where installed on CUDA, else by torch's fused kernels.
         enable_jit_fused: activation formulas and dropout + addition compiled by torch.
         enable_all_optimization: all of these but xFormers, which would take flash attention's place.
 

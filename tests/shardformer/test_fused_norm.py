@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from echelon.shardformer.fused import FusedKernels
-from echelon.shardformer.fused_norm import FusedNorm, fuse_norms
+from echelon.shardformer.fused_norm import FusedNorm, fuse_norms, fused_kernels
+
+from ..models.stand_ins import installed
 
 H = 24
 
@@ -138,3 +140,47 @@ def test_the_generator_is_left_as_it_was() -> None:
     torch.manual_seed(3)
     fuse_norms(model, torch.float32)
     assert torch.equal(torch.rand(4), expected)
+
+
+def rms(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+
+
+def liger_rms_norm(
+    X: Any, W: Any, eps: Any, offset: Any = 0.0, casting_mode: Any = "llama", in_place: Any = True
+) -> Any:
+    assert (offset, casting_mode, in_place) == (0.0, "gemma", False)
+    return rms(X, W, eps)
+
+
+LIGER = {
+    "liger_rms_norm": liger_rms_norm,
+    "liger_layer_norm": lambda X, W, B, eps: nn.functional.layer_norm(X, W.shape, W, B, eps),
+}
+APEX = {
+    "fused_rms_norm_affine": lambda x, weight, shape, eps=1e-6, memory_efficient=False: rms(x, weight, eps),
+    "fused_layer_norm_affine": lambda x, weight, bias, shape, eps=1e-6, memory_efficient=False: (
+        nn.functional.layer_norm(x, shape, weight, bias, eps)
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("modules", "on_cuda"),
+    [
+        ({}, "torch"),
+        ({"liger_kernel__transformers__functional": LIGER}, "liger_kernel"),
+        ({"apex__normalization__fused_layer_norm": APEX}, "torch"),  # built without its kernels
+        ({"apex__normalization__fused_layer_norm": APEX, "fused_layer_norm_cuda": {}}, "apex"),
+    ],
+)
+def test_installed_kernels_compute_norms_on_cuda_alone(modules: dict[str, Any], on_cuda: str) -> None:
+    x, weight = torch.randn(3, H), torch.randn(H)
+    expected = rms(x, weight, 1e-6), nn.functional.layer_norm(x, (H,), weight, None, 1e-6)
+    with installed(**modules):
+        for device, library in (("cuda", on_cuda), ("cpu", "torch")):
+            name, root_mean_square, layer = fused_kernels(torch.device(device))
+            assert name == library
+            torch.testing.assert_close(root_mean_square(x, weight, None, 1e-6), expected[0])
+            torch.testing.assert_close(root_mean_square(x, None, None, 1e-6) * weight, expected[0])
+            torch.testing.assert_close(layer(x, weight, None, 1e-6), expected[1])
