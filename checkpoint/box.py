@@ -107,10 +107,10 @@ def cuts_of(box: Box, placement: Placement | None, rank: int) -> Iterator[Cut]:
         return
     dim = placement.dim
     first, last = box.offset[dim], box.ends()[dim]
-    for stretch in placement.stretches_of(rank):
-        begin, end = max(first, stretch.piece), min(last, stretch.piece + stretch.length)
+    for interval in placement.intervals_of(rank):
+        begin, end = max(first, interval.piece), min(last, interval.piece + interval.length)
         if begin < end and box.numel:
-            whole = box.along(dim, stretch.whole + begin - stretch.piece, end - begin)
+            whole = box.along(dim, interval.whole + begin - interval.piece, end - begin)
             yield Cut(whole=whole, piece=box.along(dim, begin, end - begin))
 
 

@@ -16,7 +16,7 @@ _ATTRIBUTE = "_echelon_placement"
 _MOST_RANKS = 64  # that an error proposes
 
 
-class Stretch(NamedTuple):
+class Interval(NamedTuple):
     """Consecutive entries along the dimension that is cut: where they begin in the whole and in a piece; how many."""
 
     whole: int
@@ -94,10 +94,10 @@ class Shard:
             for first in range(0, len(split), pieces)
             for index in range(count)
         ]
-        held = [block.narrow(self.dim, 0, length) for block, length in zip(blocks, self.blocks, strict=True)]
-        return torch.cat(held, self.dim)
+        real = [block.narrow(self.dim, 0, length) for block, length in zip(blocks, self.blocks, strict=True)]
+        return torch.cat(real, self.dim)
 
-    def stretches_of(self, rank: int) -> list[Stretch]:
+    def intervals_of(self, rank: int) -> list[Interval]:
         """The parts of the whole in a rank's piece, in its order; padding is in none of them."""
         own, index = divmod(rank // self.copies, self._pieces_of_stretch)
         count = len(self.blocks) // self.stretches
@@ -106,9 +106,9 @@ class Shard:
             share = padded // self._pieces_of_stretch
             if number // count != own:
                 continue
-            held = min(length, (index + 1) * share) - index * share
-            if held > 0:
-                found.append(Stretch(sum(self.blocks[:number]) + index * share, in_piece, held))
+            real = min(length, (index + 1) * share) - index * share
+            if real > 0:
+                found.append(Interval(sum(self.blocks[:number]) + index * share, in_piece, real))
             in_piece += share
         return found
 

@@ -333,7 +333,7 @@ class HybridParallelPlugin(Plugin):
                 )
         if return_outputs not in (True, False, "all_ranks"):
             raise ValueError(f"return_outputs={return_outputs!r} must be True, False or 'all_ranks'")
-        calls = optimizer.accumulation_call() if trains and optimizer is not None else nullcontext()
+        calls = optimizer.accumulate_and_reduce() if trains and optimizer is not None else nullcontext()
         with naming_failures("execute_pipeline"), calls:
             return boosted.engine.run(
                 data_iter,

@@ -68,7 +68,7 @@ class ShardedOptimizer(OptimizerWrapper):
         communication_dtype: the format in which gradients are averaged over the data axis.
         cpu_offload: keep masters, their gradients for the step, and states on the CPU, and step there. An optimizer of
             torch that has a fused CPU kernel steps by it, unless it was built with `fused` or `foreach` given.
-        accumulation_steps: calls of `backward`, or blocks of `accumulation_call`, whose mean each step takes; with 1 it
+        accumulation_steps: calls of `backward`, or blocks of `accumulate_and_reduce`, whose mean each step takes; with 1 it
             takes the sum of any number.
 
     Attributes:
@@ -163,7 +163,7 @@ class ShardedOptimizer(OptimizerWrapper):
         return loss if factor == 1 else loss * factor
 
     @contextmanager
-    def accumulation_call(self, name: str | None = None) -> Iterator[None]:
+    def accumulate_and_reduce(self, name: str | None = None) -> Iterator[None]:
         """Make what runs inside one of the `accumulation_steps` calls before a step, and reduce its gradients.
 
         Collective over the data axis, but inside `no_sync` and (below stage 2) without `overlap_communication`. Below
@@ -197,8 +197,8 @@ class ShardedOptimizer(OptimizerWrapper):
         self._num_calls += self.accumulation_steps > 1
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Scale the loss and accumulate its gradients; see `accumulation_call`."""
-        with self.accumulation_call("backward()"), self.reducer.last_backward():
+        """Scale the loss and accumulate its gradients; see `accumulate_and_reduce`."""
+        with self.accumulate_and_reduce("backward()"), self.reducer.last_backward():
             self.scale_loss(loss).backward(retain_graph=retain_graph)
 
     def no_sync(self) -> AbstractContextManager[None]:

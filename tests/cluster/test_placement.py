@@ -66,9 +66,9 @@ def test_pieces_are_those_of_blocks_copies_and_stretches(name: str) -> None:
     assert [piece.tolist() for piece in pieces] == expected
     assert torch.equal(shard.whole(pieces), whole)
     for rank, piece in enumerate(pieces):
-        for stretch in shard.stretches_of(rank):
-            of_whole = whole[stretch.whole : stretch.whole + stretch.length]
-            assert torch.equal(piece[stretch.piece : stretch.piece + stretch.length], of_whole)
+        for interval in shard.intervals_of(rank):
+            of_whole = whole[interval.whole : interval.whole + interval.length]
+            assert torch.equal(piece[interval.piece : interval.piece + interval.length], of_whole)
 
 
 @pytest.mark.parametrize(

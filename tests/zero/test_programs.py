@@ -16,7 +16,7 @@ from .helpers import assert_equal, loss_of, shard, small_model, weights_of
 
 MAX_NORM, VALUE, DECAY = 0.125, 0.01, 0.5
 # By letter: a backward of the optimizer (b), in `no_sync` (n), there on the first rank alone (o), of the second layer
-# (h), of other parameters (x), in `last_backward` (l), of plain torch in `accumulation_call` (c), or alone (p);
+# (h), of other parameters (x), in `last_backward` (l), of plain torch in `accumulate_and_reduce` (c), or alone (p);
 # `autograd.grad` on one rank (g); reduce (r), step (s), factor 0.5 (f), clip by value (v) or norm (k), a skipped step
 # (i: the last rank's gradient is infinite); zero_grad of the optimizer (z) or to zeros (Z), of the model (m, M).
 PROGRAMS: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -136,7 +136,7 @@ def run(optimizer: ShardedOptimizer, model: nn.Sequential, letter: str, seed: in
     if letter in calls:
         calls[letter]()
     elif letter == "c":
-        with optimizer.accumulation_call(), optimizer.reducer.last_backward(list(model.parameters())):
+        with optimizer.accumulate_and_reduce(), optimizer.reducer.last_backward(list(model.parameters())):
             optimizer.scale_loss(loss_of(model, seed + rank)).backward()
     else:
         last = optimizer.reducer.last_backward(list(model.parameters())) if letter == "l" else nullcontext()
