@@ -68,8 +68,8 @@ class ShardedOptimizer(OptimizerWrapper):
         communication_dtype: the format in which gradients are averaged over the data axis.
         cpu_offload: keep masters, their gradients for the step, and states on the CPU, and step there. An optimizer of
             torch that has a fused CPU kernel steps by it, unless it was built with `fused` or `foreach` given.
-        accumulation_steps: calls of `backward`, or blocks of `accumulate_and_reduce`, whose mean each step takes; with 1 it
-            takes the sum of any number.
+        accumulation_steps: calls of `backward`, or blocks of `accumulate_and_reduce`, whose mean each step takes; with
+            1 it takes the sum of any number.
 
     Attributes:
         inner: the user's optimizer.
