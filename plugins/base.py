@@ -5,12 +5,13 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from functools import cached_property
 from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -322,3 +323,34 @@ def optimizer_errors(model: nn.Module, optimizer: Optimizer | None) -> list[str]
             "model.parameters() of the model that is given to booster.boost, after any change of the model's modules"
         ]
     return []
+
+
+class PipelineLoss(Tensor):
+    """The loss that `execute_pipeline` returns in training: a tensor without a graph, whose `backward` says so.
+
+    Whatever is computed of it, and what is saved of it, is a plain tensor.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Raise RuntimeError, which says what to call."""
+        raise RuntimeError(
+            "loss.backward() after execute_pipeline, which has computed the gradients already: leave it out, and call "
+            "optimizer.step() next"
+        )
+
+    def _plain(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return deepcopy(self._plain(), memo)
+
+    def __format__(self, spec: str) -> str:
+        return format(self._plain(), spec)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self._plain())

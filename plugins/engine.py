@@ -4,7 +4,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from copy import deepcopy
 from itertools import compress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -33,42 +32,11 @@ from ..shardformer.layers.deferred_linear import defer_weight_gradients
 from ..shardformer.layers.loss import VocabParallelLogits
 from ..shardformer.sequence.loss import SequenceParallelLogits
 from ..zero.optimizer import ShardedOptimizer
-from .base import Returned
+from .base import PipelineLoss, Returned
 from .hybrid_config import HybridConfig
 
 _LOG = logging.getLogger("echelon")
 _ENDED = object()
-
-
-class PipelineLoss(Tensor):
-    """The loss that `execute_pipeline` returns in training: a tensor without a graph, whose `backward` says so.
-
-    Whatever is computed of it, and what is saved of it, is a plain tensor.
-    """
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Raise RuntimeError, which says what to call."""
-        raise RuntimeError(
-            "loss.backward() after execute_pipeline, which has computed the gradients already: leave it out, and call "
-            "optimizer.step() next"
-        )
-
-    def _plain(self) -> Tensor:
-        return self.as_subclass(Tensor)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return deepcopy(self._plain(), memo)
-
-    def __format__(self, spec: str) -> str:
-        return format(self._plain(), spec)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self._plain())
 
 
 def model_loss(outputs: Any, inputs: Any) -> Tensor:
@@ -115,7 +83,8 @@ class PipelineEngine:
             Transport(mesh, placement, overlap=config.overlap_p2p) if mesh.size("pp") > 1 else None
         )
         self._schedules: dict[tuple[int, bool], Schedule] = {}
-        self._wanted = _Wanted(trains=False, loss=False, outputs=False, outputs_everywhere=False)
+        # What this rank asked for, and what its replica did, in the last compared call that trained.
+        self._asked = self._wanted = _Wanted(trains=True, loss=True, outputs=False, outputs_everywhere=False)
         self._mean_samples = 1.0  # of a rank, as of the last comparison
         self._is_even = False  # whether all ranks ran equally many microbatches then
         # Whether criterions return weights in training.
@@ -148,8 +117,7 @@ class PipelineEngine:
             outputs=bool(return_outputs),
             outputs_everywhere=return_outputs == "all_ranks",
         )
-        batch, drawn = self._next_batch(data_iter, own)
-        wanted = _Wanted(*map(max, self._wanted, own))
+        batch, drawn, wanted = self._next_batch(data_iter, own)
         microbatches = split(self.to_compute(batch), **self._cutting)
         follows_weighted = optimizer is not None and isinstance(optimizer.gradient_factor, Tensor)
         if trains and not follows_weighted:
@@ -233,8 +201,8 @@ class PipelineEngine:
         if self._transport is not None:
             self._transport.check_open()
 
-    def _next_batch(self, data_iter: Iterator, own: "_Wanted") -> tuple[Any, int]:
-        """The next batch, and the random number that its forwards follow from; see [Note: compared calls].
+    def _next_batch(self, data_iter: Iterator, own: "_Wanted") -> tuple[Any, int, "_Wanted"]:
+        """The next batch, the random number of its forwards, and the replica's wants; see [Note: compared calls].
 
         Raises:
             StopIteration: all iterators have ended.
@@ -247,8 +215,12 @@ class PipelineEngine:
         batch = next(data_iter, _ENDED)
         has_batch = batch is not _ENDED
         drawn = self.random.draw(self._module) if has_batch else 0
-        if self.agreement.is_due() or not own.trains or self._compares_numbers:
-            return batch, self._compare(batch if has_batch else None, has_batch, drawn, own)
+        is_compared = self.agreement.is_due() or not own.trains or self._compares_numbers
+        if not is_compared and has_batch and own != self._asked:
+            meet_all_ranks()  # ranks that ask as before never come
+            is_compared = True
+        if is_compared:
+            return batch, *self._compare(batch if has_batch else None, has_batch, drawn, own)
         if not has_batch:
             rename_call("execute_pipeline at the end of its data")
             meet_all_ranks()
@@ -256,13 +228,13 @@ class PipelineEngine:
         rename_call("execute_pipeline in training")  # ranks that evaluate never meet it
         self._check_batch(batch, {self._mesh.global_rank: batch_size(batch)})
         self.agreement.note(batch, {"the random number of the batch": drawn})
-        return batch, drawn
+        return batch, drawn, self._wanted
 
-    def _compare(self, batch: Any, has_batch: bool, drawn: int, own: "_Wanted") -> int:
+    def _compare(self, batch: Any, has_batch: bool, drawn: int, own: "_Wanted") -> tuple[int, "_Wanted"]:
         """Compare batches and what is asked for, and keep what follows for later calls. All-gather between CPUs.
 
         Returns:
-            The random number of the first rank.
+            The random number of the first rank, and what the ranks of this replica ask for together.
         """
         is_first = own.trains and len(self._equal_steps) < COMPARED_CALLS and self._mesh.size("dp") > 1
         is_hashed = has_batch and (is_first or self._mesh.size("pp", "sp", "tp") > 1)
@@ -271,12 +243,14 @@ class PipelineEngine:
         have, replicas, codes, samples, numbers, trains, losses, outputs, everywhere = zip(*rows, strict=True)
         _require_same_calls(have, trains)
         is_own = [each == self._mesh.rank("dp") for each in replicas]
-        self._wanted = _Wanted(
+        wanted = _Wanted(
             trains=any(trains),
             loss=any(losses),  # which takes communication, that ranks which want none join
             outputs=any(compress(outputs, is_own)),
             outputs_everywhere=any(compress(everywhere, is_own)),
         )
+        if own.trains:
+            self._asked, self._wanted = own, wanted
         self.agreement.require_equal_batches(list(zip(replicas, codes, strict=True)))
         if is_first:
             self._note_replicas(are_equal=len(set(codes)) == 1)
@@ -287,7 +261,7 @@ class PipelineEngine:
             self._check_sharing_ranks(samples)
         if len(set(numbers)) > 1:
             self.agreement.compare_always()  # the ranks' generators differ, and one number has to serve all
-        return numbers[0]
+        return numbers[0], wanted
 
     def _num_microbatches(self, samples: int) -> int:
         return len(microbatch_lengths(samples, **self._cutting))

@@ -29,9 +29,8 @@ from ..shardformer.recompute import PipelineGradientCheckpointConfig
 from ..shardformer.sequence.config import double_ring
 from ..shardformer.tables.table import Table
 from ..zero.optimizer import ShardedOptimizer
-from .base import Plugin, Returned, own_arguments, require_process_group
+from .base import PipelineLoss, Plugin, Returned, own_arguments, require_process_group
 from .colossalai import HYBRID, unavailable_errors
-from .engine import PipelineLoss
 from .hybrid_config import HybridConfig
 from .hybrid_model import HybridParallelModule, boost, refuse_pipeline
 from .internevo import in_its_words, plugin_arguments

@@ -19,11 +19,13 @@ def batch_of(booster: Any, step: int) -> dict[str, torch.Tensor]:
     return make_batch(LLAMA, num_samples=4, seed=10 * step + booster.plugin.data_rank[0])
 
 
-def run_step(booster: Any, model: Any, optimizer: Any, batch: dict[str, torch.Tensor]) -> float:
-    loss = booster.execute_pipeline(iter([batch]), model, loss_of, optimizer)["loss"]
+def run_step(
+    booster: Any, model: Any, optimizer: Any, batch: dict[str, torch.Tensor], outputs: bool | str = False
+) -> Any:
+    found = booster.execute_pipeline(iter([batch]), model, loss_of, optimizer, return_outputs=outputs)
     optimizer.step()
     optimizer.zero_grad()
-    return float(loss)
+    return found["outputs"] if outputs else float(found["loss"])
 
 
 def calls_of_steps(sizes: dict[str, Any], num_steps: int) -> list[dict[tuple[str, str], int]]:
@@ -130,3 +132,40 @@ def take_all(missing: int) -> None:
 def test_data_that_ends_everywhere_in_a_warm_step_ends_the_loop(pool: Pool) -> None:
     errors = pool.run_failing(2, take_all, 0)
     assert all(isinstance(error, StopIteration) for error in errors), errors
+
+
+def ask_for_outputs(sizes: dict[str, Any], ranks: tuple[int, ...], steps: tuple[int, ...]) -> list[Any]:
+    """Steps of which some ask for outputs on some ranks: what came, and the traffic. An evaluation before the fifth."""
+    booster = hybrid(**sizes)
+    model, optimizer = boosted(booster, LLAMA)
+    found = []
+    for step in range(COMPARED + 5):
+        batch = batch_of(booster, step)
+        if step == COMPARED + 1:
+            with torch.no_grad():
+                booster.execute_pipeline(iter([batch]), model, loss_of, return_outputs="all_ranks")
+        asked = "all_ranks" if dist.get_rank() in ranks and step in steps else False
+        with booster.plugin.ledger(optimizer) as ledger:
+            came = run_step(booster, model, optimizer, batch, asked)
+        assert not asked or came.logits.shape[0] == len(batch["input_ids"])
+        found.append({key: count.calls for key, count in ledger.traffic.items()})
+    return found
+
+
+@pytest.mark.parametrize("sizes", [CLEAN["tp2"], CLEAN["pp2"]], ids=str)
+def test_outputs_of_one_step_cost_no_other_step_anything(pool: Pool, sizes: dict[str, Any]) -> None:
+    for steps in pool.run(2, ask_for_outputs, sizes, (0, 1), (0, 5)):
+        assert steps[3] == steps[4] == steps[7] != steps[5]
+
+
+@pytest.mark.parametrize("sizes", [CLEAN["tp2"], CLEAN["pp2"]], ids=str)
+def test_a_rank_that_always_asks_for_outputs_is_given_them(pool: Pool, sizes: dict[str, Any]) -> None:
+    for steps in pool.run(2, ask_for_outputs, sizes, (0,), tuple(range(8))):
+        assert steps[3] == steps[4] == steps[7]
+
+
+@pytest.mark.parametrize("sizes", [CLEAN["tp2"], CLEAN["pp2"]], ids=str)
+def test_a_rank_that_alone_begins_to_ask_for_outputs_is_named(pool: Pool, sizes: dict[str, Any]) -> None:
+    for error in pool.run_failing(2, ask_for_outputs, sizes, (1,), (5,), timeout=60.0):
+        assert type(error).__name__ in ("RankFailure", "UnmatchedCall"), error
+        assert "execute_pipeline" in str(error)
