@@ -34,7 +34,7 @@ class Shard:
         blocks: lengths of the fused blocks along `dim` in the whole tensor (q, k and v of one projection);
             each is cut on its own. They add up to the whole length, padding excluded.
         padded: lengths of the blocks once padded with zeros at their ends, where their own do not divide.
-        copies: how many neighbouring ranks hold the same piece (key-value heads fewer than ranks); a piece's
+        replicas: how many neighbouring ranks hold the same piece (key-value heads fewer than ranks); a piece's
             gradient is partial on each of them.
         stretches: how many equal stretches the whole has, each with an equal part of `blocks`; a stretch is cut over
             its own neighbouring ranks alone (the heads that share a key-value head). 1 cuts over all ranks.
@@ -45,21 +45,21 @@ class Shard:
     dim: int
     blocks: tuple[int, ...]
     padded: tuple[int, ...] | None = None
-    copies: int = 1
+    replicas: int = 1
     stretches: int = 1
     axis: str = "tp"
 
     def __post_init__(self) -> None:
-        if self.size % self.copies:
-            raise ValueError(f"copies={self.copies} does not divide size={self.size}")
+        if self.size % self.replicas:
+            raise ValueError(f"replicas={self.replicas} does not divide size={self.size}")
         grown = [padded - own for padded, own in zip(self._padded_blocks(), self.blocks, strict=True)]
         if any(more < 0 for more in grown):
             raise ValueError(f"padded={self.padded} is shorter than blocks={self.blocks}")
         stretch = self._padded_blocks()[: len(self.blocks) // self.stretches]
-        if stretch * self.stretches != self._padded_blocks() or (self.size // self.copies) % self.stretches:
+        if stretch * self.stretches != self._padded_blocks() or (self.size // self.replicas) % self.stretches:
             raise ValueError(
                 f"stretches={self.stretches} neither repeats blocks={self._padded_blocks()} nor divides the "
-                f"{self.size // self.copies} pieces"
+                f"{self.size // self.replicas} pieces"
             )
         pieces = self._pieces_of_stretch
         for length in self._padded_blocks():
@@ -74,7 +74,7 @@ class Shard:
         """This rank's piece of the whole tensor, in memory of its own."""
         if whole.shape[self.dim] != sum(self.blocks):
             raise AssertionError(f"length {whole.shape[self.dim]} of dim {self.dim}, blocks {self.blocks}")
-        stretch, piece = divmod(rank // self.copies, self._pieces_of_stretch)
+        stretch, piece = divmod(rank // self.replicas, self._pieces_of_stretch)
         blocks = list(whole.split(list(self.blocks), self.dim))
         blocks = [
             self._pad(block, length) for block, length in zip(blocks, self._padded_blocks(), strict=True)
@@ -88,7 +88,7 @@ class Shard:
         """The whole tensor from the pieces of all ranks of the axis, in their order; padding is cut off."""
         pieces, count = self._pieces_of_stretch, len(self.blocks) // self.stretches
         lengths = [length // pieces for length in self._padded_blocks()[:count]]
-        split = [piece.split(lengths, self.dim) for piece in locals_[:: self.copies]]
+        split = [piece.split(lengths, self.dim) for piece in locals_[:: self.replicas]]
         blocks = [
             torch.cat([piece[index] for piece in split[first : first + pieces]], self.dim)
             for first in range(0, len(split), pieces)
@@ -99,7 +99,7 @@ class Shard:
 
     def intervals_of(self, rank: int) -> list[Interval]:
         """The parts of the whole in a rank's piece, in its order; padding is in none of them."""
-        own, index = divmod(rank // self.copies, self._pieces_of_stretch)
+        own, index = divmod(rank // self.replicas, self._pieces_of_stretch)
         count = len(self.blocks) // self.stretches
         found, in_piece = [], 0
         for number, (length, padded) in enumerate(zip(self.blocks, self._padded_blocks(), strict=True)):
@@ -114,7 +114,7 @@ class Shard:
 
     @property
     def _pieces_of_stretch(self) -> int:
-        return self.size // self.copies // self.stretches
+        return self.size // self.replicas // self.stretches
 
     def _padded_blocks(self) -> tuple[int, ...]:
         return self.blocks if self.padded is None else self.padded
@@ -160,7 +160,7 @@ def is_counted(parameter: Tensor, rank: int) -> bool:
     """Return True if this rank of the tensor axis is the one that counts the parameter, or this piece of it."""
     placement = placement_of(parameter)
     if isinstance(placement, Shard) and placement.axis == "tp":
-        return rank % placement.copies == 0
+        return rank % placement.replicas == 0
     return rank == 0
 
 

@@ -229,12 +229,12 @@ def managed_parameters(
 
 
 def _partial_groups(placement: Placement | None, mesh: ParallelMesh) -> list[dist.ProcessGroup]:
-    """The groups over which a parameter's gradient is in parts. Collective where copies form groups."""
+    """The groups over which a parameter's gradient is in parts. Collective where replicas form groups."""
     if isinstance(placement, Shared):
         return [mesh.group("tp")]
-    if isinstance(placement, Shard) and placement.copies > 1:
+    if isinstance(placement, Shard) and placement.replicas > 1:
         parts = [
-            range(first, first + placement.copies) for first in range(0, placement.size, placement.copies)
+            range(first, first + placement.replicas) for first in range(0, placement.size, placement.replicas)
         ]
         group = mesh.subgroup("tp", parts)
         assert group is not None

@@ -154,8 +154,8 @@ def _with_layers(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Mo
     key_value = tuple(
         name for name in table.column if name.rpartition(".")[0] in attentions and name.endswith(_KEY_VALUE)
     )
-    has_copies = len(attentions) == 1 and len(key_value) == len(_KEY_VALUE)
-    counts = ("num_attention_heads",) if has_copies else ("num_attention_heads", "num_key_value_heads")
+    has_replicas = len(attentions) == 1 and len(key_value) == len(_KEY_VALUE)
+    counts = ("num_attention_heads",) if has_replicas else ("num_attention_heads", "num_key_value_heads")
     table = replace(
         table,
         second_input={
@@ -170,7 +170,7 @@ def _with_layers(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Mo
         ),
         dropout=_dropouts(layers, table),
     )
-    if not has_copies:
+    if not has_replicas:
         return table
     return replace(
         table,

@@ -48,7 +48,7 @@ def is_split(model: nn.Module) -> bool:
 def make_gradients_whole(model: nn.Module, *, tensor: ProcessGroup | None, data: ProcessGroup | None) -> None:
     """Let every backward leave gradients as one process has them: this rank's piece of each. By hooks.
 
-    Over the tensor axis, gradients that are a part on each rank (norms inside a region, copies of key-value heads)
+    Over the tensor axis, gradients that are a part on each rank (norms inside a region, replicas of key-value heads)
     are summed when autograd has the whole one of a backward, so accumulating over several counts none twice. Over the
     data axis, all are averaged at the end of a backward. A backward then is collective over both axes: every rank calls
     it, with a graph that is the same on all ranks of the tensor axis. Also for parameters that are frozen today.
@@ -118,7 +118,7 @@ def _num_parts(parameter: Parameter) -> int:
     placement = placement_of(parameter)
     if isinstance(placement, Shared):
         return placement.size
-    return placement.copies if isinstance(placement, Shard) else 1
+    return placement.replicas if isinstance(placement, Shard) else 1
 
 
 def _summing(group: ProcessGroup, num_parts: int) -> Callable[[Tensor], Tensor]:

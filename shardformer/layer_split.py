@@ -121,12 +121,12 @@ class LayerSplit:
                 )
         attends = not table.key_value or present(layer, table.key_value)  # some layers attend otherwise
         if table.groups is not None and attends:
-            values[table.groups] = self.heads.padded_group // self.heads.copies
+            values[table.groups] = self.heads.padded_group // self.heads.replicas
         for path in table.divide_key_value:
             if has_submodule(layer, path.rpartition(".")[0]):
                 heads = self.heads
                 whole = attribute(layer, path) * heads.padded_key_value // heads.key_value
-                values[path] = whole * heads.copies // heads.ranks
+                values[path] = whole * heads.replicas // heads.ranks
         return {join(self._path, path): value for path, value in values.items()}
 
     def _local_count(self, path: str, whole: int) -> int:
@@ -247,7 +247,7 @@ class LayerSplit:
 
     def _shares_key_values(self, name: str) -> bool:
         """Return True for a projection of query, key and value by heads, whose keys several ranks have."""
-        return isinstance(self._table.fused.get(name), HeadOrder) and self.heads.copies > 1
+        return isinstance(self._table.fused.get(name), HeadOrder) and self.heads.replicas > 1
 
     def _marks(self) -> list[SubModuleReplacementDescription]:
         """Marks on exits, partial gradients, and norms over all heads."""
@@ -383,7 +383,7 @@ class LayerSplit:
 def cut_arguments(cut: Cut) -> dict[str, Any]:
     """The arguments of a layer or parameter that is cut so."""
     sizes = {"split_sizes": cut.blocks, "padded_sizes": cut.padded, "stretches": cut.stretches}
-    return sizes if cut.copies == 1 else {**sizes, "copies": cut.copies}
+    return sizes if cut.replicas == 1 else {**sizes, "replicas": cut.replicas}
 
 
 def widths(projection: Any) -> tuple[int, int]:

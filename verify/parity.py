@@ -334,7 +334,7 @@ def _unequal_copies(boosted: HybridParallelModule, optimizer: ShardedOptimizer) 
     own = {}
     for name, parameter in boosted.local_parameters.items():
         placement = placement_of(parameter)
-        piece = mesh.rank(placement.axis) // placement.copies if isinstance(placement, Shard) else 0
+        piece = mesh.rank(placement.axis) // placement.replicas if isinstance(placement, Shard) else 0
         own[name, piece] = batch_hash([parameter.detach(), masters.get(name)])
     hashes: dict[tuple[str, int], set[int]] = {}
     for of_rank in gather_objects(own):

@@ -142,7 +142,7 @@ class Linear1D_Col(_SplitLinear):
         gather_output: return all outputs on all ranks (forward all-gather, backward slice).
         reduce_input_gradient: sum the input's gradient over the group in backward. False inside a region,
             which does it once for all its layers.
-        cut: of the output features, see `shard_of`: `split_sizes`, `padded_sizes`, `copies`, `stretches`.
+        cut: of the output features, see `shard_of`: `split_sizes`, `padded_sizes`, `replicas`, `stretches`.
     """
 
     def __init__(
@@ -157,9 +157,9 @@ class Linear1D_Col(_SplitLinear):
     ) -> None:
         super().__init__(native, process_group, native_class=native_class)
         shard = shard_of(self.weight, self.output_dim, process_group, **cut)
-        if gather_output and (shard.copies > 1 or len(shard.blocks) > 1):
+        if gather_output and (shard.replicas > 1 or len(shard.blocks) > 1):
             raise ValueError(
-                "gather_output is for outputs of one block without copies: gather what follows instead"
+                "gather_output is for outputs of one block without replicas: gather what follows instead"
             )
         self.gather_output = gather_output
         self.reduce_input_gradient = reduce_input_gradient

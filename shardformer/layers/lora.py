@@ -95,7 +95,7 @@ def _split_outputs(
     shard = _shard(base.weight)
     kwargs: dict[str, Any] = {
         **_sizes(shard),
-        "copies": shard.copies,
+        "replicas": shard.replicas,
         "reduce_input_gradient": base.reduce_input_gradient,
     }
     kind: type[Linear1D_Col] = Linear1D_Col

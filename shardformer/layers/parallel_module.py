@@ -77,7 +77,7 @@ def shard_of(
         group: the tensor axis.
         split_sizes: lengths of the fused blocks along `dim`, each cut on its own; None is one.
         padded_sizes: their lengths once padded with zeros; None pads none.
-        cut: `copies` and `stretches`, see `Shard`.
+        cut: `replicas` and `stretches`, see `Shard`.
     """
     blocks = (tensor.shape[dim],) if split_sizes is None else tuple(split_sizes)
     padded = None if padded_sizes is None else tuple(padded_sizes)

@@ -27,7 +27,7 @@ class Cut:
     blocks: tuple[int, ...]
     padded: tuple[int, ...]
     stretches: int = 1
-    copies: int = 1
+    replicas: int = 1
 
     def shard(self, *, size: int, dim: int) -> Shard:
         """The placement of a tensor whose `dim` has these features."""
@@ -38,7 +38,7 @@ class Cut:
             blocks=self.blocks,
             padded=padded,
             stretches=self.stretches,
-            copies=self.copies,
+            replicas=self.replicas,
         )
 
 
@@ -76,7 +76,7 @@ class Heads:
     @property
     def padded_group(self) -> int:
         """Number of query heads that share a key-value head, padded ones included."""
-        return _rounded_up(self.group, self.copies)
+        return _rounded_up(self.group, self.replicas)
 
     @property
     def padded_query(self) -> int:
@@ -89,7 +89,7 @@ class Heads:
         return (self.padded_query, self.padded_key_value) != (self.query, self.key_value)
 
     @property
-    def copies(self) -> int:
+    def replicas(self) -> int:
         """Number of neighbouring ranks that share a key-value head."""
         return max(self.ranks // self.padded_key_value, 1)
 
@@ -113,7 +113,7 @@ class Heads:
     def key_value_cut(self, features: int) -> Cut:
         """Cut of so many features of the key-value heads."""
         width = features // self.key_value
-        return Cut(blocks=(features,), padded=(self.padded_key_value * width,), copies=self.copies)
+        return Cut(blocks=(features,), padded=(self.padded_key_value * width,), replicas=self.replicas)
 
     def fused_cut(self, order: HeadOrder, features: int) -> Cut:
         """Cut of a projection of query, key and value.
@@ -127,7 +127,7 @@ class Heads:
                 blocks=(self.query * width, *(self.key_value * width,) * 2),
                 padded=(self.padded_query * width, *(self.padded_key_value * width,) * 2),
             )
-        if self.copies == 1:  # between key-value heads
+        if self.replicas == 1:  # between key-value heads
             return Cut(blocks=(features,), padded=(features // self.key_value * self.padded_key_value,))
         return Cut(
             blocks=self._in_stretches(self.group * width, width, width),
@@ -143,15 +143,15 @@ class Heads:
                 "width: correct the table's order or numbers of heads"
             )
         width = features // (self.query + 2 * self.key_value)
-        if width % self.copies:
+        if width % self.replicas:
             raise ValueError(
-                f"{self.copies} ranks would share a key-value head of width {width}, which is not divisible by "
-                f"{self.copies}: use a smaller tp_size"
+                f"{self.replicas} ranks would share a key-value head of width {width}, which is not divisible by "
+                f"{self.replicas}: use a smaller tp_size"
             )
         if order is HeadOrder.BY_KIND and self.padded_group != self.group:
             raise ValueError(
-                f"{self.copies} ranks would share the {self.group} query heads of a key-value head, which is not "
-                f"divisible by {self.copies}: use a smaller tp_size"
+                f"{self.replicas} ranks would share the {self.group} query heads of a key-value head, which is not "
+                f"divisible by {self.replicas}: use a smaller tp_size"
             )
         return width
 

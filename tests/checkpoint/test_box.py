@@ -22,9 +22,9 @@ SHARDS = (
     Shard(size=2, dim=0, blocks=(5,), padded=(6,)),
     Shard(size=4, dim=1, blocks=(5, 3), padded=(8, 4)),
     Shard(size=4, dim=0, blocks=(3,), padded=(8,)),
-    Shard(size=4, dim=0, blocks=(6, 2), copies=2),
+    Shard(size=4, dim=0, blocks=(6, 2), replicas=2),
     Shard(size=4, dim=1, blocks=(4, 2, 4, 2), stretches=2),
-    Shard(size=4, dim=0, blocks=(4, 2, 4, 2), stretches=2, copies=2),
+    Shard(size=4, dim=0, blocks=(4, 2, 4, 2), stretches=2, replicas=2),
     Shard(size=2, dim=-1 + 3, blocks=(4,), axis="weight"),
 )
 
@@ -51,7 +51,7 @@ def test_the_pieces_of_all_ranks_make_the_whole_once_per_copy(shard: Shard) -> N
         assert local.shape == whole.shape
         put(found, times, local)
     assert torch.equal(found, whole)
-    assert bool((times == shard.copies).all())
+    assert bool((times == shard.replicas).all())
 
 
 @pytest.mark.parametrize("shard", SHARDS, ids=str)
@@ -66,7 +66,7 @@ def test_flat_slices_of_the_pieces_make_the_whole(shard: Shard) -> None:
             flat = piece.view(-1)[start:stop].clone()
             put(found, times, local_slice("w", flat, start, piece.shape, shard, rank))
     assert torch.equal(found, whole)
-    assert bool((times == shard.copies).all())
+    assert bool((times == shard.replicas).all())
 
 
 def test_parts_are_views_that_loading_may_write_to() -> None:

@@ -11,7 +11,7 @@ from echelon.cluster.placement import Placement, Shard, Shared, place, placement
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize(
-    ("size", "blocks", "padded", "copies"),
+    ("size", "blocks", "padded", "replicas"),
     [
         (1, (12,), None, 1),
         (4, (12,), None, 1),
@@ -27,9 +27,9 @@ from echelon.cluster.placement import Placement, Shard, Shared, place, placement
     ],
 )
 def test_the_whole_comes_back_from_the_pieces(
-    dim: int, size: int, blocks: tuple[int, ...], padded: tuple[int, ...] | None, copies: int
+    dim: int, size: int, blocks: tuple[int, ...], padded: tuple[int, ...] | None, replicas: int
 ) -> None:
-    shard = Shard(size=size, dim=dim, blocks=blocks, padded=padded, copies=copies)
+    shard = Shard(size=size, dim=dim, blocks=blocks, padded=padded, replicas=replicas)
     shape = [2, 3, 5]
     shape[dim] = sum(blocks)
     whole = torch.randn(shape)
@@ -41,7 +41,7 @@ def test_the_whole_comes_back_from_the_pieces(
 PIECES: dict[str, tuple[Shard, list[list[int]]]] = {
     "blocks": (Shard(size=2, dim=0, blocks=(4, 2)), [[1, 2, 5], [3, 4, 6]]),
     "padding": (Shard(size=3, dim=0, blocks=(5,), padded=(9,)), [[1, 2, 3], [4, 5, 0], [0, 0, 0]]),
-    "copies": (Shard(size=4, dim=0, blocks=(2,), copies=2), [[1], [1], [2], [2]]),
+    "replicas": (Shard(size=4, dim=0, blocks=(2,), replicas=2), [[1], [1], [2], [2]]),
     "stretches": (
         Shard(size=4, dim=0, blocks=(4, 2, 4, 2), stretches=2),
         [[1, 2, 5], [3, 4, 6], [7, 8, 11], [9, 10, 12]],
@@ -81,7 +81,7 @@ def test_pieces_are_those_of_blocks_copies_and_stretches(name: str) -> None:
         ),
         ({"blocks": (2, 2, 2, 2), "stretches": 4}, "nor divides the 2 pieces"),
         ({"size": 4, "blocks": (8, 10)}, "10 entries along dim 0 are not divisible by 4 ranks"),
-        ({"size": 4, "blocks": (12,), "copies": 3}, "copies=3 does not divide size=4"),
+        ({"size": 4, "blocks": (12,), "replicas": 3}, "replicas=3 does not divide size=4"),
     ],
 )
 def test_what_does_not_fit_is_refused(settings: dict[str, Any], error: str) -> None:

@@ -108,8 +108,8 @@ def _whole(parameter: Tensor, tensor: Tensor, group: dist.ProcessGroup | None, n
     placement = placement_of(parameter)
     tensor = tensor.detach().float()
     pieces = [tensor] if group is None else list(all_gather(tensor[None], group, 0).unbind(0))
-    copies = placement.copies if isinstance(placement, Shard) else len(pieces)
+    replicas = placement.replicas if isinstance(placement, Shard) else len(pieces)
     for index, piece in enumerate(pieces):
-        if not torch.allclose(piece, pieces[index // copies * copies], rtol=1e-5, atol=1e-9):
+        if not torch.allclose(piece, pieces[index // replicas * replicas], rtol=1e-5, atol=1e-9):
             return torch.full_like(tensor, torch.nan)
     return placement.whole(pieces).clone() if isinstance(placement, Shard) else tensor.clone()

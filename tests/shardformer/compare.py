@@ -165,9 +165,9 @@ def whole_of(parameter: Parameter, *, gradient: bool, name: str = "") -> Tensor:
         return torch.stack(all_pieces).sum(0) if gradient else tensor
     if not gradient:
         return placement.whole(all_pieces)
-    copies = placement.copies
-    summed = [torch.stack(all_pieces[i : i + copies]).sum(0) for i in range(0, len(all_pieces), copies)]
-    whole = placement.whole([piece for piece in summed for _ in range(copies)])
+    replicas = placement.replicas
+    summed = [torch.stack(all_pieces[i : i + replicas]).sum(0) for i in range(0, len(all_pieces), replicas)]
+    whole = placement.whole([piece for piece in summed for _ in range(replicas)])
     _require_no_gradient_of_padding(placement, summed, whole, name)
     return whole
 

@@ -63,13 +63,13 @@ def compare(
     if cut_out is None:
         require_equal_on_ranks(found, "the output")
     weights = numbers(*expected.shape, seed=2)
-    # Several ranks' copies are used on each of them in part: here in equal parts.
-    (found * local(weights, cut_out) / (1 if cut_out is None else cut_out.copies)).sum().backward()
+    # Replicas of several ranks are used on each of them in part: here in equal parts.
+    (found * local(weights, cut_out) / (1 if cut_out is None else cut_out.replicas)).sum().backward()
     (expected * weights).sum().backward()
     if own_x.grad is not None:
-        copies = 1 if cut_in is None else cut_in.copies
-        first = rank - rank % copies
-        whole_gradient = sum(pieces(own_x.grad)[first : first + copies])
+        replicas = 1 if cut_in is None else cut_in.replicas
+        first = rank - rank % replicas
+        whole_gradient = sum(pieces(own_x.grad)[first : first + replicas])
         torch.testing.assert_close(whole_gradient, local(whole_x.grad, cut_in), rtol=1e-5, atol=1e-5)
     require_same_gradients(layer, native)
 
@@ -85,7 +85,7 @@ def drawn(layer: nn.Module) -> Any:
 def linear_layers() -> None:
     size, x = dist.get_world_size(), numbers(B, S, INPUTS)
     inputs, outputs = (Shard(size=size, dim=-1, blocks=(each,)) for each in (INPUTS, OUTPUTS))
-    fused, copied = replace(outputs, blocks=(8, 4, 12)), replace(outputs, copies=2)
+    fused, copied = replace(outputs, blocks=(8, 4, 12)), replace(outputs, replicas=2)
     kinds = [
         (nn.Linear(INPUTS, OUTPUTS), Linear1D_Col, FusedLinear1D_Col, Linear1D_Row),
         (nn.Linear(INPUTS, OUTPUTS, bias=False), Linear1D_Col, FusedLinear1D_Col, Linear1D_Row),
@@ -101,7 +101,7 @@ def linear_layers() -> None:
             for target, cuts, arguments in (
                 (column, (None, outputs), {}),
                 (column, (None, None), {"gather_output": True}),
-                (column, (None, copied), {"copies": 2}),
+                (column, (None, copied), {"replicas": 2}),
                 (fused_column, (None, fused), {"split_sizes": [8, 4, 12]}),
                 (row, (inputs, None), {}),
                 (row, (None, None), {"split_input": True}),
@@ -156,12 +156,12 @@ def tied() -> None:
 def norms() -> None:
     size = dist.get_world_size()
     # Features, what they are padded to, and how many neighbouring ranks hold the same.
-    for features, padded, copies in ((16, 16, 1), (24, 32, 1), (16, 16, 2), (12, 16, 2)):
-        cut: dict[str, Any] = {"copies": copies, "padded": None if padded == features else (padded,)}
+    for features, padded, replicas in ((16, 16, 1), (24, 32, 1), (16, 16, 2), (12, 16, 2)):
+        cut: dict[str, Any] = {"replicas": replicas, "padded": None if padded == features else (padded,)}
         shard = Shard(size=size, dim=2, blocks=(features,), **cut)
         native = drawn(Olmo2RMSNorm(features, eps=1e-3))
         with named(shard):
-            arguments = {"padded_sizes": shard.padded, "copies": copies}
+            arguments = {"padded_sizes": shard.padded, "replicas": replicas}
             compare(native, SplitRMSNorm, numbers(2, 3, features), shard, shard, **arguments)
 
 
@@ -278,7 +278,7 @@ LINEAR, EMBEDDING = (Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D), (VocabP
             {},
             r"not a plain transformers\.pytorch_utils\.Conv1D",
         ),
-        (LINEAR[:1], nn.Linear(4, 8), {"gather_output": True, "copies": 2}, "one block without copies"),
+        (LINEAR[:1], nn.Linear(4, 8), {"gather_output": True, "replicas": 2}, "one block without replicas"),
         (LINEAR[:1], nn.Linear(4, 8), {"gather_output": True, "split_sizes": (2, 6)}, "one block without"),
         (LINEAR[:1], nn.Linear(4, 7), {}, "7 entries along dim 0 are not divisible by 2 ranks"),
         (EMBEDDING, nn.Embedding(8, 6, max_norm=1.0), {}, "need all of a row's uses"),
