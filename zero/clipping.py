@@ -27,14 +27,14 @@ class ReducedGradients:
     Attributes:
         factor: what they must be multiplied with besides, None for nothing; taken in when they are measured.
         norm: the 2-norm of the true gradients before anything clipped them; None until it is measured.
-        present: for each of the reducer's slots whether any rank has a gradient, as of the last measuring.
+        has_gradients: for each of the reducer's slots whether any rank has a gradient, as of the last measuring.
         is_agreed: whether all ranks agreed, as of the last measuring.
     """
 
     def __init__(self, buckets: Sequence[Bucket], reducer: Reducer, *, device: torch.device) -> None:
         self.factor: float | Tensor | None = None
         self.norm: float | None = None
-        self.present: list[bool] = []
+        self.has_gradients: list[bool] = []
         self.is_agreed = True
         self._buckets = buckets
         self._reducer = reducer
@@ -65,8 +65,8 @@ class ReducedGradients:
             norm_type: the p of the norm.
             code, share: see `norm_over_all_ranks`.
         """
-        present = self._reducer.present
-        assert present is not None  # reduced
+        has_gradients = self._reducer.has_gradients
+        assert has_gradients is not None  # reduced
         norm, is_agreed = norm_over_all_ranks(
             [run for bucket in self._buckets for run in bucket.counted],
             [run for bucket in self._buckets for run in bucket.watched],
@@ -78,12 +78,12 @@ class ReducedGradients:
         factor = torch.as_tensor(
             1.0 if self.factor is None else self.factor, dtype=torch.float64, device=self._device
         )
-        figures = torch.cat([torch.stack([norm, factor, is_agreed.double()]), present.double()])
+        figures = torch.cat([torch.stack([norm, factor, is_agreed.double()]), has_gradients.double()])
         measured, factor_, agreed, *flags = figures.tolist()
         self.is_agreed = agreed > 0
         self._reducer.to_true *= factor_
         self.factor = 1.0  # and not None: the gradients of another batch know that one was taken in
-        self.present = [flag > 0 for flag in flags]
+        self.has_gradients = [flag > 0 for flag in flags]
         true = measured * abs(self._reducer.to_true)
         if self.norm is None and norm_type == 2:
             self.norm = true

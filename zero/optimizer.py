@@ -236,7 +236,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
     @torch.no_grad()
     def _reduce(self) -> None:
-        if self.reducer.present is not None:
+        if self.reducer.is_reduced:
             self.reducer.require_unchanged()
         else:
             self.publisher.wait()  # of parameters that nobody used; they may be given gradients
@@ -369,9 +369,9 @@ class ShardedOptimizer(OptimizerWrapper):
             if bucket.was_written:
                 bucket.refresh_()
             bucket.send_gradients()
-        for slot, is_present in zip(self.reducer.slots, self._gradients.present, strict=True):
+        for slot, has_gradient in zip(self.reducer.slots, self._gradients.has_gradients, strict=True):
             if slot.piece is not None:
-                slot.piece.grad = slot.piece_gradient if is_present else None
+                slot.piece.grad = slot.piece_gradient if has_gradient else None
         if self._is_offloaded:
             wait_for_copies(self._mesh.device)
         self._step_inner()
@@ -388,15 +388,15 @@ class ShardedOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: the gradients are not reduced.
         """
-        if self.reducer.present is None:
+        if self.reducer.has_gradients is None:
             raise RuntimeError("gradients() needs reduced gradients: call reduce_gradients() or step() first")
         multiplier = self._gradients.multiplier
         named = self._named(lambda bucket: bucket.partition.gathered(bucket.own_gradients) * multiplier)
-        present = self.reducer.present.tolist()
+        flags = self.reducer.has_gradients.tolist()
         return {
             slot.managed.name: named[slot.managed.name]
-            for slot, is_present in zip(self.reducer.slots, present, strict=True)
-            if is_present
+            for slot, has_gradient in zip(self.reducer.slots, flags, strict=True)
+            if has_gradient
         }
 
     @torch.no_grad()

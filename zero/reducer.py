@@ -58,7 +58,7 @@ class Reducer:
     Attributes:
         slots: the places of all parameters, in the order of the model: ranks that share some in other buckets go
             through them in one order.
-        present: (len(slots),) float32, above 0 where any rank has a gradient; None while gradients are not reduced.
+        has_gradients: (len(slots),) float32, above 0 where any rank has a gradient; None while they are not reduced.
         to_true: what makes reduced gradients the true ones, which carry no loss scale.
         shards_gradients: whether every backward averages its gradients into the ranks' slices (stage 2).
         writes: detects who else wrote to gradients since the last backward or reduction.
@@ -78,7 +78,7 @@ class Reducer:
         self.slots = sorted(
             (slot for bucket in buckets for slot in bucket.slots), key=lambda slot: position[slot.parameter]
         )
-        self.present: Tensor | None = None
+        self.has_gradients: Tensor | None = None
         self.to_true = 1.0
         self.shards_gradients = any(bucket.shards_gradients for bucket in buckets)
         self.writes = WriteWatch(buckets, has_loss_scale=scaler is not None)
@@ -126,7 +126,7 @@ class Reducer:
             with self.accumulating():
                 yield
             return
-        if self.present is not None:
+        if self.is_reduced:
             self.open()
         expected = set(self._places if parameters is None else parameters)
         for bucket in self._buckets:
@@ -185,6 +185,11 @@ class Reducer:
     # Reduction
 
     @property
+    def is_reduced(self) -> bool:
+        """Return True from a reduction until the next backward or drop."""
+        return self.has_gradients is not None
+
+    @property
     def loss_scale(self) -> float:
         """The factor of the losses of the optimizer's own backwards."""
         return 1.0 if self._scaler is None else self._scaler.scale
@@ -198,10 +203,10 @@ class Reducer:
             RuntimeError: something else than a backward wrote to gradients.
         """
         self.require_untouched()
-        if self.present is not None and self.writes.were_dropped:
+        if self.is_reduced and self.writes.were_dropped:
             self.drop(to_zeros=False)
-        factor = 1.0 if self.present is None else self.loss_scale * self.to_true
-        self.present = None
+        factor = self.loss_scale * self.to_true if self.is_reduced else 1.0
+        self.has_gradients = None
         for bucket in self._buckets:
             bucket.open(factor)
         self._in_flight.clear()
@@ -223,14 +228,14 @@ class Reducer:
             if bucket.sum_groups:
                 bucket.collect()
         flags = [float(slot.has_gradient) for slot in self.slots]
-        present = torch.tensor(flags, dtype=torch.float32, device=self._device)
-        _sum_over_groups(self.slots, waiting, present)
+        has_gradients = torch.tensor(flags, dtype=torch.float32, device=self._device)
+        _sum_over_groups(self.slots, waiting, has_gradients)
         for bucket in waiting:
             self._launch(bucket)
         self._finish(0)
         if self.slots and self._group.size() > 1:
-            dist.all_reduce(present, op=dist.ReduceOp.MAX, group=self._group)
-        self.present = present
+            dist.all_reduce(has_gradients, op=dist.ReduceOp.MAX, group=self._group)
+        self.has_gradients = has_gradients
         self.to_true = 1 / self.loss_scale
         self.writes.note()
 
@@ -239,14 +244,14 @@ class Reducer:
         self._awaited.clear()
         self._finish(0)
         self.writes.forget()
-        self.present = None
+        self.has_gradients = None
         for bucket in self._buckets:
             bucket.drop(to_zeros=to_zeros)
 
     def require_untouched(self) -> None:
         """Raise RuntimeError where something else than a backward changed gradients that more are added to."""
         self.writes.require_no_writes()
-        if self.present is None:  # after a step the model's own zero_grad drops them
+        if not self.is_reduced:  # after a step the model's own zero_grad drops them
             self.writes.require_kept(reduced=False)
 
     def require_unchanged(self) -> None:
@@ -268,7 +273,7 @@ class Reducer:
         self._num_steps += is_step
         if self._group.size() == 1 or not is_due:
             return
-        own_state = _CALLS.index(call), int(self.present is not None)
+        own_state = _CALLS.index(call), int(self.is_reduced)
         states = gather_integers(own_state, self._group, "optimizer.step or backward")
         found = dict(zip(dist.get_process_group_ranks(self._group), states, strict=True))
         if len({code for code, _ in states}) > 1:
@@ -307,7 +312,7 @@ class Reducer:
                 "loss.backward(), accumulate over several calls of it or of execute_pipeline inside "
                 "booster.no_sync(model, optimizer), all but the last, and checkpoint with use_reentrant=False"
             )
-        if self.present is not None:
+        if self.is_reduced:
             self.open()
         bucket.open()
         bucket.borrow()
@@ -350,7 +355,7 @@ def sums_in_order(parameters: Sequence[ManagedParameter]) -> list[tuple[int, Pro
     return [(position, group, indices) for (position, group), indices in ordered]
 
 
-def _sum_over_groups(slots: Sequence[Slot], buckets: Sequence[Bucket], present: Tensor) -> None:
+def _sum_over_groups(slots: Sequence[Slot], buckets: Sequence[Bucket], has_gradients: Tensor) -> None:
     """Sum gradients over the `sum_groups` of their parameters, in place.
 
     One all-reduce per bucket and group, and one of flags per group.
@@ -358,12 +363,12 @@ def _sum_over_groups(slots: Sequence[Slot], buckets: Sequence[Bucket], present: 
     Args:
         slots: the parameters of this rank.
         buckets: those to be reduced, in the order of backward.
-        present: (len(slots),) float32, 1 where this rank has a gradient; made 1 where any rank of a sum has.
+        has_gradients: (len(slots),) float32, 1 where this rank has a gradient; made 1 where any rank of a sum has.
     """
     for position, group, indices in sums_in_order([slot.managed for slot in slots]):
-        own_flags = present[indices]
+        own_flags = has_gradients[indices]
         dist.all_reduce(own_flags, op=dist.ReduceOp.MAX, group=group)
-        present[indices] = own_flags
+        has_gradients[indices] = own_flags
         for bucket in buckets:
             if bucket.sum_groups[position : position + 1] == (group,):
                 assert bucket.gradients is not None  # collected

@@ -30,7 +30,7 @@ def every_gradient_present(update: Callable[[Any], None]) -> Callable[[Any], Non
     """Parameters without a gradient are stepped with zeros, so weight decay moves them."""
 
     def updated(self: Any) -> None:
-        self._gradients.present = [True] * len(self._gradients.present)
+        self._gradients.has_gradients = [True] * len(self._gradients.has_gradients)
         update(self)
 
     return updated
