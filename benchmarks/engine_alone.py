@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from echelon.cluster.mesh import ParallelMesh
-from echelon.pipeline.action import placement
+from echelon.pipeline.action import stage_ranks
 from echelon.pipeline.communicate import with_communication
 from echelon.pipeline.microbatch import split
 from echelon.pipeline.runner import ScheduleRun
@@ -58,7 +58,7 @@ class EchelonEngine:
     def __init__(self, style: str, mesh: ParallelMesh, num_microbatches: int) -> None:
         rank, size = mesh.rank("pp"), mesh.size("pp")
         computations = build_schedule(style, size, num_microbatches, STYLES[style])
-        holders = placement(computations)
+        holders = stage_ranks(computations)
         held = [stage for stage, holder in enumerate(holders) if holder == rank]
         self._layers = _layers(len(held), mesh.device)
         self._actions = with_communication(computations)[rank]

@@ -28,7 +28,7 @@ from workload import Workload, adamw
 from echelon import Booster, HybridParallelPlugin
 from echelon.cluster.launch import default_device
 from echelon.cluster.mesh import ParallelMesh
-from echelon.pipeline.schedules import build_schedule, stage_placement
+from echelon.pipeline.schedules import build_schedule, build_stage_ranks
 from echelon.pipeline.simulate import Costs, simulate
 from echelon.pipeline.stage_manager import deal_layers, layer_errors
 
@@ -154,7 +154,7 @@ def make_contenders(
     given = {1: arguments.layers_per_stage, 2: arguments.layers_per_chunk}
 
     def counts(style: str) -> Sequence[int]:
-        holders = stage_placement(style, num_ranks, STYLES[style])
+        holders = build_stage_ranks(style, num_ranks, STYLES[style])
         return given[STYLES[style]] or balanced_layers(workload, holders)
 
     ours = [

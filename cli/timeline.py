@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..pipeline.action import Op
-from ..pipeline.schedules import SCHEDULES, build_schedule, stage_placement, style_errors
+from ..pipeline.schedules import SCHEDULES, build_schedule, build_stage_ranks, style_errors
 from ..pipeline.simulate import Costs, Span, Timeline, simulate
 from ..pipeline.timeline import SUFFIXES, Panel, rank_bubble, require_matplotlib, save_timelines, stages_of
 from .console import refuse, show_table
@@ -67,7 +67,7 @@ class Pipeline:
     @property
     def num_stages(self) -> int:
         """Stages of the whole pipeline."""
-        return len(stage_placement(self.style, self.num_ranks, self.num_chunks))
+        return len(build_stage_ranks(self.style, self.num_ranks, self.num_chunks))
 
     @property
     def stages_per_rank(self) -> int:

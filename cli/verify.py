@@ -171,7 +171,7 @@ def sharding_errors(choice: "ModelChoice", config: "HybridConfig") -> list[str]:
     from ..shardformer.sharder import split_errors
     from ..shardformer.weight_sharding import plan_weight_sharding
 
-    model, sequence, num_stages = choice.build_on_meta(), config.sequence, len(config.placement)
+    model, sequence, num_stages = choice.build_on_meta(), config.sequence, len(config.stage_ranks)
     errors: list[str] = []
     if config.wp_size > 1:
         plan_weight_sharding(model, errors)

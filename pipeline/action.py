@@ -1,7 +1,7 @@
 """The vocabulary of pipeline schedules: one rank's step, on a stage, for a microbatch.
 
-A schedule is plain data, `list[list[Action]]`: for every pipeline rank its actions in order. The placement of
-stages on ranks is read off it. Lists are written by schedules.py, completed with sends and receives by
+A schedule is plain data, `list[list[Action]]`: for every pipeline rank its actions in order. The rank of each
+stage is read off it. Lists are written by schedules.py, completed with sends and receives by
 communicate.py, and run by runner.py.
 """
 
@@ -72,19 +72,19 @@ SENDS = {transfer.send: transfer for transfer in TRANSFERS.values()}
 RECEIVES = {transfer.receive: transfer for transfer in TRANSFERS.values()}
 
 
-def placement(schedule: Sequence[Sequence[Action]]) -> tuple[int, ...]:
+def stage_ranks(schedule: Sequence[Sequence[Action]]) -> tuple[int, ...]:
     """The pipeline rank of each stage: the one that does its forwards.
 
     Raises:
         ValueError: some stage is on no rank, or on two.
     """
-    if errors := placement_errors(schedule):
+    if errors := stage_rank_errors(schedule):
         raise ValueError("the schedule is not valid: " + "; ".join(errors))
     return tuple(next(iter(ranks)) for _, ranks in sorted(_forwards(schedule).items()))
 
 
-def placement_errors(schedule: Sequence[Sequence[Action]]) -> list[str]:
-    """Reasons why `placement` is not defined; empty where it is."""
+def stage_rank_errors(schedule: Sequence[Sequence[Action]]) -> list[str]:
+    """Reasons why `stage_ranks` is not defined; empty where it is."""
     found = _forwards(schedule)
     if not found:
         return ["it has no forward"]

@@ -1,6 +1,6 @@
 """Sends and receives added to a schedule of computations."""
 
-from .action import TRANSFERS, Action, Op, Schedule, counterpart, inputs, placement, result, send_of
+from .action import TRANSFERS, Action, Op, Schedule, counterpart, inputs, result, send_of, stage_ranks
 
 # With one, a sender often comes before the receive was posted, and waits for word of it: measured, a fifth of an
 # engine's time over gloo. Four are no better, and each holds the memory of what is to arrive.
@@ -58,7 +58,7 @@ class _Layout:
     def __init__(self, compute: Schedule, *, ahead: bool) -> None:
         self._compute = compute
         self._ahead = ahead
-        self._ranks = dict(enumerate(placement(compute)))
+        self._ranks = dict(enumerate(stage_ranks(compute)))
         self._position = [0] * len(compute)
         self._done: set[Action] = set()  # results
         self._awaited: dict[int, Action] = {}  # by rank, the receive that its last send waits for

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from .action import Action, Op, Schedule, placement
+from .action import Action, Op, Schedule, stage_ranks
 from .validate import own_schedule_errors
 
 _F, _B, _I, _W = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT
@@ -180,7 +180,7 @@ def build_schedule(
     num_microbatches: int | None,
     num_chunks: int,
     *,
-    usual_placement: Sequence[int] | None = None,
+    required_stage_ranks: Sequence[int] | None = None,
 ) -> Schedule:
     """The computations of every rank.
 
@@ -191,7 +191,7 @@ def build_schedule(
         num_microbatches: microbatches of one step; None where it is not known yet: those that a list has, and
             2p of anything else, which suits what a user's function may ask of it.
         num_chunks: stages per rank; 1 also where the style makes another number of its own.
-        usual_placement: the rank of each stage that a user's function must keep to; None allows any.
+        required_stage_ranks: the rank of each stage that a user's function must keep to; None allows any.
 
     Raises:
         ValueError: the name or its chunks are wrong; a schedule of the user's own cannot run, is for another
@@ -212,16 +212,16 @@ def build_schedule(
             ) from error
     if errors := own_schedule_errors(schedule, num_ranks, num_microbatches, num_chunks):
         raise ValueError("; ".join(errors))
-    if usual_placement is not None and placement(schedule) != tuple(usual_placement):
+    if required_stage_ranks is not None and stage_ranks(schedule) != tuple(required_stage_ranks):
         raise ValueError(
-            f"the schedule's function places the stages on ranks {placement(schedule)} for {num_microbatches} "
-            f"microbatches, and the model was cut for {tuple(usual_placement)}: the placement must not follow from "
-            "the number of microbatches"
+            f"the schedule's function places the stages on ranks {stage_ranks(schedule)} for {num_microbatches} "
+            f"microbatches, and the model was cut for {tuple(required_stage_ranks)}: they must not follow from the "
+            "number of microbatches"
         )
     return schedule
 
 
-def stage_placement(
+def build_stage_ranks(
     style: str | UserSchedule, num_ranks: int, num_chunks: int, num_microbatches: int | None = None
 ) -> tuple[int, ...]:
     """The pipeline rank of each stage, which must be the same for any number of microbatches.
@@ -229,7 +229,7 @@ def stage_placement(
     Raises:
         ValueError: as `build_schedule`.
     """
-    return placement(build_schedule(style, num_ranks, num_microbatches, num_chunks))
+    return stage_ranks(build_schedule(style, num_ranks, num_microbatches, num_chunks))
 
 
 def splits_backward(style: str | UserSchedule, num_ranks: int, num_microbatches: int | None = None) -> bool:

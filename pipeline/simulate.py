@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .action import COMPUTES, Action, Op, inputs, placement, result
+from .action import COMPUTES, Action, Op, inputs, result, stage_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ def simulate(schedule: Sequence[Sequence[Action]], costs: Costs) -> Timeline:
 
 
 def _clock(compute: Sequence[Sequence[Action]], costs: Costs) -> list[list[Span]]:
-    ranks = placement(compute)
+    ranks = stage_ranks(compute)
     ends: dict[Action, float] = {}  # of results
     spans: list[list[Span]] = [[] for _ in compute]
     moved = True

@@ -15,26 +15,26 @@ class PipelineStageManager:
 
     Args:
         mesh: the mesh whose axis pp the stages lie along.
-        placement: the rank of every stage; None gives each rank one, in order. A schedule says which it needs.
+        stage_ranks: the rank of every stage; None gives each rank one, in order. A schedule says which it needs.
         num_layers_per_stage: layers of each stage; None deals them out by their sizes, see `deal_layers`.
 
     Raises:
-        ValueError: a rank of the placement does not exist, or one has no stage.
+        ValueError: a rank of `stage_ranks` does not exist, or one has no stage.
     """
 
     def __init__(
         self,
         mesh: ParallelMesh,
-        placement: Sequence[int] | None = None,
+        stage_ranks: Sequence[int] | None = None,
         num_layers_per_stage: Sequence[int] | None = None,
     ) -> None:
         self._mesh = mesh
-        self.placement = tuple(range(self.num_ranks) if placement is None else placement)
-        if set(self.placement) != set(range(self.num_ranks)):
+        self.stage_ranks = tuple(range(self.num_ranks) if stage_ranks is None else stage_ranks)
+        if set(self.stage_ranks) != set(range(self.num_ranks)):
             raise ValueError(
-                f"placement={self.placement} must name each of the {self.num_ranks} pipeline ranks, 0 to "
-                f"{self.num_ranks - 1}, at least once and no other: use pp_size={len(set(self.placement))} or another "
-                "placement"
+                f"stage_ranks={self.stage_ranks} must name each of the {self.num_ranks} pipeline ranks, 0 to "
+                f"{self.num_ranks - 1}, at least once and no other: use pp_size={len(set(self.stage_ranks))} or "
+                "other stage_ranks"
             )
         self.num_layers_per_stage = None if num_layers_per_stage is None else list(num_layers_per_stage)
 
@@ -56,24 +56,24 @@ class PipelineStageManager:
     @property
     def num_stages(self) -> int:
         """The number of stages on all ranks together."""
-        return len(self.placement)
+        return len(self.stage_ranks)
 
     @property
     def stages(self) -> tuple[int, ...]:
         """The stages that this rank holds, ascending."""
-        return tuple(stage for stage, rank in enumerate(self.placement) if rank == self.rank)
+        return tuple(stage for stage, rank in enumerate(self.stage_ranks) if rank == self.rank)
 
     def is_first_stage(self, ignore_chunk: bool = False) -> bool:
         """Whether this rank embeds. It is asked of the rank and not of a chunk, so `ignore_chunk` changes nothing."""
-        return self.placement[0] == self.rank
+        return self.stage_ranks[0] == self.rank
 
     def is_last_stage(self, ignore_chunk: bool = False) -> bool:
         """Whether this rank has the outputs and the loss; `ignore_chunk` changes nothing."""
-        return self.placement[-1] == self.rank
+        return self.stage_ranks[-1] == self.rank
 
     def ranks_of(self, stages: Sequence[int]) -> list[int]:
         """The ranks that hold any of these stages, each once, ascending."""
-        return sorted({self.placement[stage] for stage in stages})
+        return sorted({self.stage_ranks[stage] for stage in stages})
 
     def distribute_layers(self, num_layers: int, stage_size: StageSize | None = None) -> list[int]:
         """The number of layers of each stage; `stage_size` as in `StagePlan.stage_size`."""

@@ -185,16 +185,16 @@ class Transport:
 
     Args:
         mesh: the mesh whose axis pp the stages lie along.
-        placement: the pipeline rank of each stage.
+        stage_ranks: the pipeline rank of each stage.
         overlap: go on while tensors are in flight; otherwise every transfer is over before the next action.
     """
 
-    def __init__(self, mesh: ParallelMesh, placement: Sequence[int], *, overlap: bool = True) -> None:
+    def __init__(self, mesh: ParallelMesh, stage_ranks: Sequence[int], *, overlap: bool = True) -> None:
         self._overlap = overlap
         self._failure: str | None = None
         self._specs: dict[tuple[int, Hashable], Specs] = {}  # of outputs that were sent
         self._channels: dict[tuple[Op, int], _Channel] = {}  # of a transfer's kind and its stage here
-        self._open_channels(mesh, dict(enumerate(placement)))
+        self._open_channels(mesh, dict(enumerate(stage_ranks)))
 
     def send_outputs(self, action: Action, tensors: tuple[Tensor, ...], key: Hashable) -> None:
         """Start sending a stage's outputs; they must not be changed before `flush`. Empty ones are not sent.

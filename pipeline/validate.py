@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 
-from .action import COMPUTES, Action, Op, Schedule, placement, placement_errors
+from .action import COMPUTES, Action, Op, Schedule, stage_rank_errors, stage_ranks
 from .communicate import with_communication
 
 _WHOLE, _PARTS = Op.BACKWARD, (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
@@ -31,7 +31,7 @@ def own_schedule_errors(
     num_microbatches = num_microbatches or own_microbatches
     if errors := list(_size_errors(schedule, num_ranks, (own_microbatches, num_microbatches), num_chunks)):
         return errors
-    if errors := placement_errors(schedule) or list(_count_errors(schedule, num_microbatches)):
+    if errors := stage_rank_errors(schedule) or list(_count_errors(schedule, num_microbatches)):
         more = [f"and {len(errors) - _MOST_REPORTED} more"] if len(errors) > _MOST_REPORTED else []
         return [f"the schedule is not valid: {'; '.join([*errors[:_MOST_REPORTED], *more])}"]
     try:
@@ -90,7 +90,7 @@ def _size_errors(
 
 def _count_errors(schedule: Schedule, num_microbatches: int) -> Iterator[str]:
     """Computations that are missing, too many or on the wrong rank, where every stage is on one."""
-    ranks = placement(schedule)
+    ranks = stage_ranks(schedule)
     present = Counter((rank, action) for rank, actions in enumerate(schedule) for action in actions)
     usual = (_WHOLE,) if any(action.op is _WHOLE for _, action in present) else _PARTS
     for (stage, rank), microbatch in product(enumerate(ranks), range(num_microbatches)):

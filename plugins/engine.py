@@ -56,7 +56,7 @@ class PipelineEngine:
         module: the model, cut into this rank's stages.
         config: how batches are cut and in which order they run.
         mesh: the mesh.
-        placement: the pipeline rank of each stage.
+        stage_ranks: the pipeline rank of each stage.
 
     Attributes:
         random: of the forwards in training.
@@ -66,10 +66,10 @@ class PipelineEngine:
     """
 
     def __init__(
-        self, module: nn.Module, config: HybridConfig, mesh: ParallelMesh, placement: Sequence[int]
+        self, module: nn.Module, config: HybridConfig, mesh: ParallelMesh, stage_ranks: Sequence[int]
     ) -> None:
         self._module, self._stages = module, local_stages(module)
-        self._mesh, self._last_rank = mesh, placement[-1]
+        self._mesh, self._last_rank = mesh, stage_ranks[-1]
         self._config, self._cutting = config, config.cutting
         self.random = ForwardRandom(mesh)
         self.agreement = StepAgreement(mesh, config.check_every)
@@ -80,7 +80,7 @@ class PipelineEngine:
             for index, stage in self._stages.items()
         }
         self._transport = (
-            Transport(mesh, placement, overlap=config.overlap_p2p) if mesh.size("pp") > 1 else None
+            Transport(mesh, stage_ranks, overlap=config.overlap_p2p) if mesh.size("pp") > 1 else None
         )
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         # What this rank asked for, and what its replica did, in the last compared call that trained.

@@ -13,8 +13,8 @@ from ..pipeline.action import Schedule
 from ..pipeline.schedules import (
     UserSchedule,
     build_schedule,
+    build_stage_ranks,
     splits_backward,
-    stage_placement,
     style_errors,
 )
 from ..shardformer.fused import FusedKernels, switch_errors
@@ -128,9 +128,9 @@ class HybridConfig:
         return {"num_microbatches": number, "microbatch_size": self.microbatch_size}
 
     @cached_property
-    def placement(self) -> tuple[int, ...]:
+    def stage_ranks(self) -> tuple[int, ...]:
         """The pipeline rank of each stage."""
-        return stage_placement(*self._style, self.num_microbatches)
+        return build_stage_ranks(*self._style, self.num_microbatches)
 
     @property
     def splits_backward(self) -> bool:
@@ -141,7 +141,9 @@ class HybridConfig:
     def schedule(self, num_microbatches: int) -> Schedule:
         """The computations of every rank."""
         style, num_ranks, chunks = self._style
-        return build_schedule(style, num_ranks, num_microbatches, chunks, usual_placement=self.placement)
+        return build_schedule(
+            style, num_ranks, num_microbatches, chunks, required_stage_ranks=self.stage_ranks
+        )
 
     @property
     def _style(self) -> tuple[str | UserSchedule, int, int]:
@@ -234,7 +236,7 @@ class HybridConfig:
             f"pp_style: {error}"
             for error in style_errors(self.pp_style, self.num_model_chunks, self.pp_size, number)
         ]
-        num_stages = None if found or number != self.num_microbatches else len(self.placement)
+        num_stages = None if found or number != self.num_microbatches else len(self.stage_ranks)
         counts, recomputed = self.num_layers_per_stage, self.gradient_checkpoint_config
         are_counts = isinstance(counts, Sequence) and all(type(each) is int and each >= 1 for each in counts)
         if counts is not None and not (are_counts and num_stages in (None, len(counts))):

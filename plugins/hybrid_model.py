@@ -81,7 +81,7 @@ def boost(
         materialize(model)
         statistics = own_batch_norms(model, mesh.group("data"))
         refuse_partial_state(model)
-        boosted = HybridParallelModule(model, names, config, mesh, stage_manager.placement, adapters)
+        boosted = HybridParallelModule(model, names, config, mesh, stage_manager.stage_ranks, adapters)
         boosted.optimizer = wrap_optimizer(boosted, optimizer, ties, stage_manager)
         config.fused.fuse(model, config.dtype)
         connect_optimizer(boosted, statistics)
@@ -333,7 +333,7 @@ class HybridParallelModule(BoostedModule):
         names: of the whole model.
         config: the options of the plugin.
         mesh: the ranks.
-        placement: the pipeline rank of each stage.
+        stage_ranks: the pipeline rank of each stage.
         adapters: what is saved of it as LoRA.
     """
 
@@ -343,7 +343,7 @@ class HybridParallelModule(BoostedModule):
         names: ParameterNames,
         config: HybridConfig,
         mesh: ParallelMesh,
-        placement: Sequence[int],
+        stage_ranks: Sequence[int],
         adapters: Sequence[Adapter] = (),
     ) -> None:
         super().__init__(adapters)
@@ -357,7 +357,7 @@ class HybridParallelModule(BoostedModule):
         self.state_names = names.state
         self._local_parameters = names.local(module)
         self._takes_cache = takes(module, "use_cache")
-        self.engine = PipelineEngine(module, config, mesh, placement)
+        self.engine = PipelineEngine(module, config, mesh, stage_ranks)
 
     @property
     def local_parameters(self) -> dict[str, nn.Parameter]:

@@ -204,7 +204,7 @@ class HybridParallelPlugin(Plugin):
         self.has_default_precision = precision is None
         self.mesh = ParallelMesh(pp=pp_size, dp=dp_size, sp=self.config.sp, tp=tp_size, wp=wp_size)
         self.rings = double_ring(self.mesh, inner_ring_size)
-        self.stage_manager = PipelineStageManager(self.mesh, self.config.placement, num_layers_per_stage)
+        self.stage_manager = PipelineStageManager(self.mesh, self.config.stage_ranks, num_layers_per_stage)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path, **others: Any) -> "HybridParallelPlugin":

@@ -73,7 +73,7 @@ def drawn_layout(draw: random.Random, model: str, precision: str) -> Layout:
         )
         # T5's attention counts positions by itself: its sequences are sharded over the tensor axis alone.
         is_possible = sizes["sp"] == 1 or model != "t5-tied"
-        if is_possible and not (len(layout.config.placement) > 4 or layout.errors()):
+        if is_possible and not (len(layout.config.stage_ranks) > 4 or layout.errors()):
             return layout
 
 

@@ -15,7 +15,7 @@ from echelon.pipeline.action import Action, Schedule
 from echelon.pipeline.communicate import with_communication
 from echelon.pipeline.microbatch import split
 from echelon.pipeline.runner import RunResult, ScheduleRun, StageLike
-from echelon.pipeline.schedules import UserSchedule, build_schedule, forward_only, stage_placement
+from echelon.pipeline.schedules import UserSchedule, build_schedule, build_stage_ranks, forward_only
 from echelon.pipeline.transport import Transport
 from echelon.shardformer.layers.deferred_linear import defer_weight_gradients
 
@@ -146,16 +146,16 @@ class Pipeline:
         mesh = ParallelMesh(pp=pp or dist.get_world_size())
         self.rank, self.size, self.dtype = mesh.rank("pp"), mesh.size("pp"), dtype
         self.style, self.num_chunks, self.overlap = style, num_chunks, overlap
-        placement = stage_placement(style, self.size, num_chunks)
-        self.num_stages = len(placement)
-        self.transport = Transport(mesh, placement, overlap=overlap)
+        stage_ranks = build_stage_ranks(style, self.size, num_chunks)
+        self.num_stages = len(stage_ranks)
+        self.transport = Transport(mesh, stage_ranks, overlap=overlap)
         self.stage_class = stage_class
         self.layers, self.expected = (
             make_layers(max(6, self.num_stages), dtype, num_frozen=num_frozen) for _ in range(2)
         )
         self.stages: dict[int, StageLike] = {
             stage: stage_class(self.layers, stage, self.num_stages)
-            for stage, rank in enumerate(placement)
+            for stage, rank in enumerate(stage_ranks)
             if rank == self.rank
         }
         self.stage = next(iter(self.stages.values()))

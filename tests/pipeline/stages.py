@@ -29,15 +29,15 @@ def plan_of(model: nn.Module) -> StagePlan:
     return plan
 
 
-def cut(model: nn.Module, plan: StagePlan, placement: Sequence[int], bounds: Sequence[int]) -> Ranks:
+def cut(model: nn.Module, plan: StagePlan, stage_ranks: Sequence[int], bounds: Sequence[int]) -> Ranks:
     """Copies of the model, one per rank, each cut to the rank's stages."""
     parts, stages = [], {}
-    for rank in range(max(placement) + 1):
+    for rank in range(max(stage_ranks) + 1):
         part = copy.deepcopy(model)
-        own = [stage for stage, holder in enumerate(placement) if holder == rank]
+        own = [stage for stage, holder in enumerate(stage_ranks) if holder == rank]
         parts.append(part)
         stages.update(cut_stages(part, plan, stages=own, bounds=bounds))
-    return Ranks(parts, [stages[index] for index in range(len(placement))])
+    return Ranks(parts, [stages[index] for index in range(len(stage_ranks))])
 
 
 def scalar(outputs: Any) -> Tensor:

@@ -16,7 +16,7 @@ from echelon.cluster.mesh import ParallelMesh
 from echelon.pipeline.action import Action, Op, inputs, result
 from echelon.pipeline.microbatch import merge
 from echelon.pipeline.runner import RunResult, Trace
-from echelon.pipeline.schedules import build_schedule, gpipe, stage_placement
+from echelon.pipeline.schedules import build_schedule, build_stage_ranks, gpipe
 from echelon.pipeline.simulate import Costs, Span, simulate
 
 from ..pool import Pool
@@ -292,8 +292,8 @@ def test_a_rank_that_dies_is_named_by_its_peer(
 ) -> None:
     error = pool.run_failing(2, die_in_step, dying_rank, style, num_chunks)[1 - dying_rank]
     assert isinstance(error, RuntimeError)
-    placement = stage_placement(style, 2, num_chunks)
-    stage = "|".join(str(stage) for stage, rank in enumerate(placement) if rank == dying_rank)
+    stage_ranks = build_stage_ranks(style, 2, num_chunks)
+    stage = "|".join(str(stage) for stage, rank in enumerate(stage_ranks) if rank == dying_rank)
     assert re.search(
         rf"lost rank {dying_rank} \(pipeline stage ({stage})\) while (sending|receiving) the "
         r"(activations|gradients) of microbatch \d at stage \d: .*(connection|broken pipe)",

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
-from echelon.pipeline.action import Action, Op, Schedule, placement
+from echelon.pipeline.action import Action, Op, Schedule, stage_ranks
 from echelon.pipeline.schedules import (
     SCHEDULES,
     build_schedule,
+    build_stage_ranks,
     forward_only,
     gpipe,
     interleaved,
     one_f_one_b,
-    stage_placement,
     style_errors,
     zero_bubble_h1,
     zero_bubble_v,
@@ -90,7 +90,7 @@ def test_a_style_is_complete_and_places_stages_alike_for_any_number_of_microbatc
             assert own_schedule_errors(schedule, p, m, v) == []
             there_and_back = [*range(p), *reversed(range(p))]
             expected = there_and_back if name == "zbv" else [stage % p for stage in range(p * v)]
-            assert placement(schedule) == stage_placement(name, p, v) == tuple(expected)
+            assert stage_ranks(schedule) == build_stage_ranks(name, p, v) == tuple(expected)
             if SCHEDULES[name].chunks is not None:
                 assert build_schedule(name, p, m, 1) == schedule
     for p, m in product(range(1, 7), range(1, 13)):
@@ -120,12 +120,12 @@ def turning(num_ranks: int, num_microbatches: int) -> Schedule:
 def test_a_schedule_of_ones_own_is_taken_as_a_list_or_a_function() -> None:
     assert style_errors(OWN, 1, 2) == style_errors(gpipe(2, 2, 3), 3, 2) == []
     assert build_schedule(OWN, 2, 2, 1) == OWN
-    assert stage_placement(OWN, 2, 1) == (0, 1, 0)
+    assert build_stage_ranks(OWN, 2, 1) == (0, 1, 0)
     assert style_errors(zero_bubble_v, 2, 3) == style_errors(zero_bubble_v, 1, 3) == []
     assert style_errors(lambda p, m: OWN, 1, 2, 2) == []
-    assert stage_placement(zero_bubble_v, 3, 1) == (0, 1, 2, 2, 1, 0)
+    assert build_stage_ranks(zero_bubble_v, 3, 1) == (0, 1, 2, 2, 1, 0)
     assert build_schedule(zero_bubble_v, 3, 9, 1) == zero_bubble_v(3, 9)
-    assert build_schedule(turning, 2, 6, 1, usual_placement=(0, 1)) == one_f_one_b(2, 6)
+    assert build_schedule(turning, 2, 6, 1, required_stage_ranks=(0, 1)) == one_f_one_b(2, 6)
 
 
 # What is given as pp_style for 2 ranks, the chunks and the number of microbatches, and what is said of it.
@@ -202,4 +202,4 @@ def test_all_that_is_wrong_with_sizes_is_reported_at_once() -> None:
     with pytest.raises(
         ValueError, match=r"on ranks \(1, 0\) for 3 microbatches, and the model was cut for \(0, 1\)"
     ):
-        build_schedule(turning, 2, 3, 1, usual_placement=(0, 1))
+        build_schedule(turning, 2, 3, 1, required_stage_ranks=(0, 1))

@@ -55,11 +55,11 @@ def is_bitwise(choice: ModelChoice) -> bool:
 
 
 def check(
-    model: nn.Module, batch: Any, placement: Sequence[int], bounds: list[int], *, bitwise: bool
+    model: nn.Module, batch: Any, stage_ranks: Sequence[int], bounds: list[int], *, bitwise: bool
 ) -> None:
     """Compare a cut model with the whole one: names, parameters of each stage, loss and gradients."""
     plan = plan_of(model)
-    ranks = cut(model, plan, placement, bounds)
+    ranks = cut(model, plan, stage_ranks, bounds)
     require_names(model, ranks, plan, bounds)
     require_same(model, ranks, batch, tolerance=0.0 if bitwise else 1e-6)
     size = plan.stage_size(model)
@@ -89,10 +89,12 @@ def every_cut(count: int) -> list[tuple[tuple[int, ...], list[int]]]:
     """Two stages with every cut there is, and as many stages as layers; on ranks of their own, on one, on two."""
     bounds = [*([0, middle, count] for middle in range(1, count)), [*range(count + 1)]]
     return [
-        (placement, each)
+        (stage_ranks, each)
         for each in bounds
         for stages in [range(len(each) - 1)]
-        for placement in dict.fromkeys([(*stages,), (0,) * len(stages), tuple(stage % 2 for stage in stages)])
+        for stage_ranks in dict.fromkeys(
+            [(*stages,), (0,) * len(stages), tuple(stage % 2 for stage in stages)]
+        )
     ]
 
 
@@ -111,24 +113,24 @@ def test_stages_of_every_head_compute_as_the_whole_model(choice: ModelChoice) ->
 @pytest.mark.parametrize("choice", [*IMAGES, *SHARED, UNEQUAL, replace(LLAMA, tied=True)], ids=name_of)
 def test_every_cut_computes_as_the_whole_model(choice: ModelChoice) -> None:
     model, batch = choice.build(), make_batch(choice, num_samples=2, seed=0)
-    for placement, bounds in every_cut(plan_of(model).num_layers(model)):
-        check(model, batch, placement, bounds, bitwise=is_bitwise(choice))
+    for stage_ranks, bounds in every_cut(plan_of(model).num_layers(model)):
+        check(model, batch, stage_ranks, bounds, bitwise=is_bitwise(choice))
 
 
-@pytest.mark.parametrize("placement", [(0, 1, 1, 0), (1, 0, 1, 1), (1, 0, 2, 0)])
+@pytest.mark.parametrize("stage_ranks", [(0, 1, 1, 0), (1, 0, 1, 1), (1, 0, 2, 0)])
 @pytest.mark.parametrize("choice", [replace(LLAMA, num_layers=8, tied=True), UNEQUAL], ids=name_of)
 @pytest.mark.parametrize("bounds", [[0, 1, 2, 3, 8], [0, 2, 3, 5, 8], [0, 3, 4, 6, 8], [0, 5, 6, 7, 8]])
 def test_a_stage_may_end_anywhere_and_a_rank_hold_any_of_them(
-    choice: ModelChoice, placement: tuple[int, ...], bounds: list[int]
+    choice: ModelChoice, stage_ranks: tuple[int, ...], bounds: list[int]
 ) -> None:
     batch = make_batch(choice, num_samples=2, seed=0)
-    check(choice.build(), batch, placement, bounds, bitwise=is_bitwise(choice))
+    check(choice.build(), batch, stage_ranks, bounds, bitwise=is_bitwise(choice))
 
 
 def test_parameters_of_the_model_itself_are_used_by_every_stage() -> None:
     model = build_timm()
-    for placement, bounds in every_cut(plan_of(model).num_layers(model)):
-        check(model, timm_pixels(2), placement, bounds, bitwise=True)
+    for stage_ranks, bounds in every_cut(plan_of(model).num_layers(model)):
+        check(model, timm_pixels(2), stage_ranks, bounds, bitwise=True)
 
 
 def test_stages_of_the_decoder_send_two_tensors_and_those_of_the_encoder_one() -> None:

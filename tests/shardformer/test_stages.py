@@ -53,38 +53,38 @@ class RankAlone:
 
 
 def manager_alone(
-    rank: int, bounds: list[int], placement: tuple[int, ...] | None = None
+    rank: int, bounds: list[int], stage_ranks: tuple[int, ...] | None = None
 ) -> PipelineStageManager:
     """The manager of one rank, without processes."""
     counts = [stop - start for start, stop in itertools.pairwise(bounds)]
-    placement = placement or tuple(range(len(counts)))
-    mesh: Any = RankAlone(rank, max(placement) + 1)
-    return PipelineStageManager(mesh, placement, counts)
+    stage_ranks = stage_ranks or tuple(range(len(counts)))
+    mesh: Any = RankAlone(rank, max(stage_ranks) + 1)
+    return PipelineStageManager(mesh, stage_ranks, counts)
 
 
 def cut(
-    model: nn.Module, rank: int, bounds: list[int], placement: tuple[int, ...] | None = None
+    model: nn.Module, rank: int, bounds: list[int], stage_ranks: tuple[int, ...] | None = None
 ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
-    manager = manager_alone(rank, bounds, placement)
+    manager = manager_alone(rank, bounds, stage_ranks)
     return ShardFormer(ShardConfig(pipeline_stage_manager=manager)).optimize(model)
 
 
-@pytest.mark.parametrize("placement", [(0, 1, 2), (0, 1, 0), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize("stage_ranks", [(0, 1, 2), (0, 1, 0), (0, 0, 0)], ids=str)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", CASES)
 def test_every_parameter_is_on_one_rank_under_its_own_name_and_ties_are_known(
-    name: str, tied: bool, placement: tuple[int, ...]
+    name: str, tied: bool, stage_ranks: tuple[int, ...]
 ) -> None:
     model = build(name, num_hidden_layers=5, tie_word_embeddings=tied, **CASES[name])
     shapes = {key: parameter.shape for key, parameter in model.named_parameters(remove_duplicate=False)}
     is_tied = tied and name != "BertForSequenceClassification"
     names = []
-    for rank in range(max(placement) + 1):
-        part, shared = cut(deepcopy(model), rank, [0, 1, 3, 5], placement)
+    for rank in range(max(stage_ranks) + 1):
+        part, shared = cut(deepcopy(model), rank, [0, 1, 3, 5], stage_ranks)
         local = dict(part.named_parameters(remove_duplicate=False))
         names += local
         assert {key: parameter.shape for key, parameter in local.items()}.items() <= shapes.items()
-        stages = manager_alone(rank, [0, 1, 3, 5], placement).stages
+        stages = manager_alone(rank, [0, 1, 3, 5], stage_ranks).stages
         assert tuple(local_stages(part)) == stages
         assert [sorted(one) for one in shared] == ([[0, 2]] if is_tied else [])
         for one in shared:
@@ -104,22 +104,22 @@ def test_a_ranks_stages_are_read_from_the_placement() -> None:
     assert other.get_stage_index([1, 1, 1, 1]) == (1, 2)
     assert other.ranks_of([0, 3]) == [0]
     mesh: Any = RankAlone(1, 3)
-    assert PipelineStageManager(mesh).placement == (0, 1, 2)
+    assert PipelineStageManager(mesh).stage_ranks == (0, 1, 2)
 
 
-@pytest.mark.parametrize("placement", [(0, 0), (0, 2), (0, 1, 3, 2)])
-def test_a_placement_that_is_not_on_the_ranks_is_refused(placement: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("stage_ranks", [(0, 0), (0, 2), (0, 1, 3, 2)])
+def test_stage_ranks_that_do_not_exist_are_refused(stage_ranks: tuple[int, ...]) -> None:
     mesh: Any = RankAlone(0, 2)
     with pytest.raises(ValueError, match="must name each of the 2 pipeline ranks, 0 to 1, at least once"):
-        PipelineStageManager(mesh, placement)
+        PipelineStageManager(mesh, stage_ranks)
 
 
 def manage_ties() -> list[tuple]:
     """The result of managed_parameters for the tied embedding and of a tie within a rank: counted, sizes of groups."""
     mesh = ParallelMesh(pp=3)
     found = []
-    for placement in ((0, 1, 2, 0), (2, 1, 0, 1)):
-        manager = PipelineStageManager(mesh, placement)
+    for stage_ranks in ((0, 1, 2, 0), (2, 1, 0, 1)):
+        manager = PipelineStageManager(mesh, stage_ranks)
         model = build("GPT2LMHeadModel", num_hidden_layers=4, tie_word_embeddings=True)
         name, _ = next(iter(model.named_parameters()))
         tied = model.get_parameter(name)
@@ -168,14 +168,14 @@ class BiasPolicy(TablePolicy):
         return {"T5Block": ModulePolicyDescription(sub_module_replacement=(bias,))}
 
 
-@pytest.mark.parametrize(("placement", "rank", "calls"), [((0, 1, 1), 1, 2), ((0, 1, 0), 0, 2)])
+@pytest.mark.parametrize(("stage_ranks", "rank", "calls"), [((0, 1, 1), 1, 2), ((0, 1, 0), 0, 2)])
 def test_a_module_that_other_stages_borrow_is_replaced_once_for_all_of_them(
-    placement: tuple[int, ...], rank: int, calls: int
+    stage_ranks: tuple[int, ...], rank: int, calls: int
 ) -> None:
     model = ModelChoice(model_type="t5", head="text_encoding", num_layers=3).build()
     table = table_for("t5")
     assert table is not None
-    config = ShardConfig(pipeline_stage_manager=manager_alone(rank, [0, 1, 2, 3], placement))
+    config = ShardConfig(pipeline_stage_manager=manager_alone(rank, [0, 1, 2, 3], stage_ranks))
     part, _ = ShardFormer(config).optimize(deepcopy(model), BiasPolicy(table))
     assert {name for name, _ in part.named_parameters()} <= {name for name, _ in model.named_parameters()}
     (counted,) = (module for module in part.modules() if isinstance(module, Counted))

@@ -43,5 +43,5 @@ def tell_other_stages(booster: Booster, tensor: Tensor) -> None:
     """Give a tensor of the last stage, on the CPU, to all of its pipeline, in place. Broadcast over pp."""
     plugin = booster.plugin
     if isinstance(plugin, HybridParallelPlugin) and plugin.pp_size > 1:
-        last = plugin.stage_manager.placement[-1]
+        last = plugin.stage_manager.stage_ranks[-1]
         dist.broadcast(tensor, group=plugin.mesh.group("pp"), group_src=last)
