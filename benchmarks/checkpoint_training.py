@@ -43,7 +43,7 @@ class SavedTraining(EchelonBatch):
             for number, part in enumerate(held.parts):
                 found[name if is_whole else f"{name} {number} of {own}"] = part.local.contiguous()
         for piece in plugin.trained(self._optimizer).pieces:
-            if piece.local(piece.name, piece.key.detach()).counts:
+            if piece.local(piece.name, piece.key.detach()).may_save:
                 states = self._optimizer.inner.state[piece.key]
                 found |= {f"{key} of {piece.name} of {own}": value for key, value in states.items()}
         return found

@@ -156,8 +156,8 @@ def place(parameter: Parameter, placement: Placement, rank: int) -> None:
     setattr(parameter, _ATTRIBUTE, placement)
 
 
-def is_counted(parameter: Tensor, rank: int) -> bool:
-    """Return True if this rank of the tensor axis is the one that counts the parameter, or this piece of it."""
+def is_primary(parameter: Tensor, rank: int) -> bool:
+    """Return True if this rank is the first of the tensor axis that has the parameter, or this piece of it."""
     placement = placement_of(parameter)
     if isinstance(placement, Shard) and placement.axis == "tp":
         return rank % placement.replicas == 0

@@ -16,7 +16,7 @@ from ..cluster.errors import raise_errors
 from ..cluster.failures import meet_all_ranks, naming_failures
 from ..cluster.hooks import own
 from ..cluster.mesh import ParallelMesh
-from ..cluster.placement import Placement, Shard, Shared, is_counted, placement_of
+from ..cluster.placement import Placement, Shard, Shared, is_primary, placement_of
 from ..cluster.ring import Rings
 from ..lazy import materialize
 from ..pipeline.stage import argument, refuse_direct_calls, takes, without_cache
@@ -215,13 +215,12 @@ def managed_parameters(
         ranks, tie_group = tied.get(parameter, ([stage_manager.rank], None))
         placement = placement_of(parameter)
         groups = [*_partial_groups(placement, mesh), *([] if tie_group is None else [tie_group])]
-        counts = stage_manager.rank == ranks[0] and is_counted(parameter, mesh.rank("tp"))
         managed.append(
             ManagedParameter(
                 name=name,
                 parameter=parameter,
                 sum_groups=tuple(groups),
-                counts=counts,
+                is_primary=stage_manager.rank == ranks[0] and is_primary(parameter, mesh.rank("tp")),
                 unit=units.get(parameter),
             )
         )

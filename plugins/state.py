@@ -84,7 +84,7 @@ def _local_slice(name: str, flat: Tensor, *, slot: Slot, mesh: ParallelMesh) -> 
         slot.weight.shape,
         placement_of(parameter),
         _rank(parameter, mesh),
-        may_save=slot.managed.counts,
+        may_save=slot.managed.is_primary,
     )
 
 

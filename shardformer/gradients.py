@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from ..cluster.collectives import all_gather, all_reduce
-from ..cluster.placement import Shard, Shared, is_counted, placement_of
+from ..cluster.placement import Shard, Shared, is_primary, placement_of
 from ..pipeline.stage import local_stages
 
 _AXES = "_echelon_axes"
@@ -205,7 +205,7 @@ def clip_grad_norm_(
     group = None if axes is None else axes.tensor
     rank = 0 if group is None else group.rank()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    counted = [each.grad for each in parameters if each.grad is not None and is_counted(each, rank)]
+    counted = [each.grad for each in parameters if each.grad is not None and is_primary(each, rank)]
     norm = _norm(counted, norm_type, parameters[0].device if parameters else torch.device("cpu"))
     if group is not None:
         norm = torch.linalg.vector_norm(all_gather(norm[None], group, 0), norm_type)

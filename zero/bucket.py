@@ -214,8 +214,8 @@ class Bucket:
         ends = [0, *(slot.stop for slot in self.slots)]
         begins = [*(slot.start for slot in self.slots), length]
         self._padding = [gap for gap in zip(ends, begins, strict=True) if gap[0] < gap[1]]
-        self.counted = list(self._runs(counts=True)) if partition.counts else []
-        self.watched = list(self._runs(counts=False)) if partition.counts else []
+        self.counted = list(self._runs(primary=True)) if partition.is_counted else []
+        self.watched = list(self._runs(primary=False)) if partition.is_counted else []
 
     def _allocate(self, values: Tensor, dtype: torch.dtype, *, is_offloaded: bool) -> None:
         """Make the flat memory from float32 values of the parameters."""
@@ -398,12 +398,12 @@ class Bucket:
             version=parameter._version,
         )
 
-    def _runs(self, *, counts: bool) -> Iterator[Tensor]:
-        """Stretches of this rank's gradients whose parameters it counts, or does not."""
+    def _runs(self, *, primary: bool) -> Iterator[Tensor]:
+        """Stretches of this rank's gradients of which it is the primary rank, or is not."""
         first, length = self.partition.index * self.masters.numel(), self.masters.numel()
         owned = [slot for slot in self.slots if slot.piece is not None]
-        for key, run in groupby(owned, key=lambda slot: slot.managed.counts):
-            if key == counts:
+        for key, run in groupby(owned, key=lambda slot: slot.managed.is_primary):
+            if key == primary:
                 slots = list(run)
                 begin, end = max(slots[0].start, first), min(slots[-1].stop, first + length)
                 yield self.own_gradients[begin - first : end - first]

@@ -30,9 +30,8 @@ class ManagedParameter:
             else: ties across pipeline stages, replicas of key-value heads, norms inside a tensor-parallel
             region. All ranks of a group list the parameters of that group in the same order, and all ranks
             that hold the parameter list its groups in the same order of axes.
-        counts: whether this rank counts it in the gradient norm; False on all but one of the ranks that hold
-            the same gradient along the tensor, sequence and pipeline axes. Replicas along the data axis are
-            the optimizer's own matter.
+        is_primary: True on one of the ranks that hold the same piece along the tensor and pipeline axes: it counts the
+            gradient in the norm, and may save the piece. Replicas along the data axis are the optimizer's own matter.
         unit: what it gets its gradients together with, a pipeline stage for example: a backward that gives them
             to some parameters of a unit gives them to all of it. Buckets do not span units.
     """
@@ -40,7 +39,7 @@ class ManagedParameter:
     name: str
     parameter: Parameter
     sum_groups: tuple[ProcessGroup, ...] = ()
-    counts: bool = True
+    is_primary: bool = True
     unit: Hashable = None
 
     @property
@@ -111,7 +110,7 @@ class Partition:
         return 0 if self.slices is None else self.slices.rank()
 
     @property
-    def counts(self) -> bool:
+    def is_counted(self) -> bool:
         """Return True if this rank is the one, of those that own its slice, that counts it in a norm."""
         return self.copies is None or self.copies.rank() == 0
 

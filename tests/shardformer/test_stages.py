@@ -127,11 +127,11 @@ def manage_ties() -> list[tuple]:
         part, shared = ShardFormer(ShardConfig(pipeline_stage_manager=manager)).optimize(model)
         managed = managed_parameters(names.local(part), shared, mesh=mesh, stage_manager=manager, stages={})
         found += [
-            (one.counts, *(group.size() for group in one.sum_groups))
+            (one.is_primary, *(group.size() for group in one.sum_groups))
             for one in managed
             if one.parameter is tied
         ]
-        assert all(one.counts and not one.sum_groups for one in managed if one.parameter is not tied)
+        assert all(one.is_primary and not one.sum_groups for one in managed if one.parameter is not tied)
     return found
 
 

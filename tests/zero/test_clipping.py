@@ -227,7 +227,10 @@ def check_counted_once(stage: int, norm_type: float) -> None:
         torch.optim.SGD(parameters.values(), lr=1.0),
         [
             ManagedParameter(
-                name=name, parameter=each, sum_groups=sums.get(name, ()), counts=name == "split" or tp == 0
+                name=name,
+                parameter=each,
+                sum_groups=sums.get(name, ()),
+                is_primary=name == "split" or tp == 0,
             )
             for name, each in parameters.items()
         ],
@@ -264,7 +267,7 @@ def check_uncounted_overflow() -> None:
     parameter = Parameter(torch.ones(6))
     optimizer = ShardedOptimizer(
         torch.optim.SGD([parameter], lr=1.0),
-        [ManagedParameter(name="replicated", parameter=parameter, counts=mesh.rank("tp") == 0)],
+        [ManagedParameter(name="replicated", parameter=parameter, is_primary=mesh.rank("tp") == 0)],
         mesh=mesh,
         stage=1,
         precision=PrecisionConfig(),

@@ -32,7 +32,7 @@ def average(num_slices: int) -> tuple[int, bool, list[float], list[float]]:
     assert work is not None
     work.wait()
     own = partition.own(gradients)
-    return partition.index, partition.counts, own.tolist(), partition.gathered(own).tolist()
+    return partition.index, partition.is_counted, own.tolist(), partition.gathered(own).tolist()
 
 
 @SLICES
@@ -73,7 +73,7 @@ def average_over_replicas(num_slices: int) -> tuple[list[int], int, bool, list[f
     assert work is not None
     work.wait()
     ranks = dist.get_process_group_ranks(partition.group)
-    return ranks, partition.index, partition.counts, partition.own(gradients).tolist()
+    return ranks, partition.index, partition.is_counted, partition.own(gradients).tolist()
 
 
 @pytest.mark.parametrize("stage", [1, 2])
