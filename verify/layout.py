@@ -5,10 +5,11 @@ from typing import Any, Literal
 
 from torch import nn
 
+from ..cluster import mesh
 from ..plugins.hybrid_config import HybridConfig
 from ..shardformer.recompute import PipelineGradientCheckpointConfig
 
-AXES = ("tp", "pp", "dp", "sp")
+AXES = (*mesh.AXES[-1:], *mesh.AXES[:-1])  # in the order of a layout's name: tp first
 
 
 @dataclass(frozen=True, kw_only=True)

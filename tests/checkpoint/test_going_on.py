@@ -16,7 +16,7 @@ import torch
 
 from echelon.checkpoint.difference import Comparison
 from echelon.checkpoint.inspect import Findings, examine, open_folder
-from echelon.verify.layout import Layout, Training
+from echelon.verify.layout import AXES, Layout, Training
 from echelon.verify.models import ModelChoice
 from echelon.verify.reference import StepRecord
 from echelon.verify.resume import Part, Relay, ResumeReport, compare_parts, read_outcome, run_part
@@ -45,7 +45,6 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
     {"schedule": "zbh1"},
     {"schedule": "zbv"},
 )
-AXES = ("tp", "pp", "dp", "sp")
 SIZES = [
     {"tp": tp, "pp": pp, "dp": dp, "sp": sp}
     for tp in (1, 2, 4)
