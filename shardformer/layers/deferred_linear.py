@@ -21,8 +21,6 @@ from ...pipeline.weight_gradients import DeferredGradient, WeightGradients
 
 # N rows of all other dimensions together, I input features, O output features
 
-Factors = tuple[Tensor, Tensor]
-
 
 class Regather:
     """Gathers a layer's input again, of which forward kept a part, once for all layers that multiply with it.
@@ -200,47 +198,36 @@ class _Linear(Function):
             of_input = of_input.view(*gradient.shape[:-1], of_input.shape[-1])
         if needs_weight:
 
-            def factors() -> Factors:
+            def product() -> Tensor:
                 x_NI = part.reshape(-1, part.shape[-1]) if again is None else again.rows(part)
-                return _factors(x_NI, gradient_NO, is_transposed=ctx.is_transposed)
+                return weight_gradient(x_NI, gradient_NO, is_transposed=ctx.is_transposed)
 
-            of_weight = gradient_or_deferred(factors, ctx.deferral)
+            of_weight = gradient_or_deferred(product, ctx.deferral)
         return of_input, of_weight, gradient_NO.sum(0) if needs_bias else None, None, None, None, None
 
 
-def gradient_or_deferred(
-    factors: Callable[[], Factors],
-    deferral: Deferral,
-) -> Tensor | None:
+def gradient_or_deferred(product: Callable[[], Tensor], deferral: Deferral) -> Tensor | None:
     """A weight's gradient, or None where it is deferred.
 
     Args:
-        factors: gives the two matrices whose product it is.
+        product: computes it.
         deferral: how it may be deferred.
     """
     if torch.is_grad_enabled():  # a gradient of gradients may be wanted
-        return torch.mm(*factors())
-
-    def begin() -> InFlight[Tensor]:
-        return InFlight(None, torch.mm(*factors()))
-
+        return product()
     weight, store, later = deferral
-    deferred = DeferredGradient(weight, begin, torch._C._current_graph_task_id())
+    deferred = DeferredGradient(weight, lambda: InFlight(None, product()), torch._C._current_graph_task_id())
     if store is not None and store.defer(deferred):
         return None
     if later is not None:
         later.put(deferred)
         return None
-    return torch.mm(*factors())
+    return product()
 
 
 def weight_gradient(x_NI: Tensor, gradient_NO: Tensor, *, is_transposed: bool) -> Tensor:
     """The gradient of a linear layer's weight, (O, I), or (I, O) with `is_transposed`."""
-    return torch.mm(*_factors(x_NI, gradient_NO, is_transposed=is_transposed))
-
-
-def _factors(x_NI: Tensor, gradient_NO: Tensor, *, is_transposed: bool) -> Factors:
-    return (x_NI.T, gradient_NO) if is_transposed else (gradient_NO.T, x_NI)
+    return x_NI.T.mm(gradient_NO) if is_transposed else gradient_NO.T.mm(x_NI)
 
 
 def needs_all_uses(module: nn.Embedding) -> bool:

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad
 
 from ...cluster.collectives import InFlight, begin_gather, begin_sum_of_rows, paired
-from .deferred_linear import Deferral, gradient_or_deferred
+from .deferred_linear import Deferral, gradient_or_deferred, weight_gradient
 from .parallel_module import change_inputs, first_tensor
 from .sequence_axis import SequenceAxis, gather_sequence, shard_sequence
 
@@ -171,9 +171,9 @@ class _RowProduct(Function):
                 of_input[:, others] = linear(gradient_BSO[:, others], weight_IO)
         of_weight = None
         if needs_weight:
-            pair = gradient_BSO.flatten(0, 1).T, x_BSI.flatten(0, 1)
-            factors = (pair[1].T, pair[0].T) if ctx.is_transposed else pair
-            of_weight = gradient_or_deferred(lambda: factors, ctx.deferral)
+            x_NI, gradient_NO = x_BSI.flatten(0, 1), gradient_BSO.flatten(0, 1)
+            product = partial(weight_gradient, x_NI, gradient_NO, is_transposed=ctx.is_transposed)
+            of_weight = gradient_or_deferred(product, ctx.deferral)
         return of_input, of_weight, None, None, None
 
 
