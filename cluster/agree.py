@@ -131,8 +131,12 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     return found
 
 
-def on_all_ranks(work: Callable[[], Result], group: dist.ProcessGroup) -> list[Result]:
-    """Do it here, and return what every rank of the group got. One all-gather of objects.
+def on_all_ranks(work: Callable[[], Result], *groups: dist.ProcessGroup) -> list[Result]:
+    """Do it here, and return what every rank of the group got. One all-gather of objects over each group.
+
+    Args:
+        work: what is to be done.
+        groups: one group, or the axes of a grid, all of whose ranks call.
 
     Raises:
         FileNotFoundError, OSError, ValueError, AgreedError: it failed somewhere; on every rank, with what happened on
@@ -144,16 +148,18 @@ def on_all_ranks(work: Callable[[], Result], group: dist.ProcessGroup) -> list[R
         outcome = work()
     except Exception as error:  # whatever it is, the other ranks wait
         cause, outcome = error, _plain_error(error)
-    every = gather_objects(outcome, group)
-    if failures := {rank: each for rank, each in enumerate(every) if isinstance(each, Exception)}:
+    every = {dist.get_rank(): outcome}
+    for group in groups:
+        every = {rank: each for found in gather_objects(every, group) for rank, each in found.items()}
+    if failures := {rank: each for rank, each in every.items() if isinstance(each, Exception)}:
         raise joined_errors(failures) from cause
-    return every
+    return list(every.values())  # type: ignore[arg-type]  # none is an error
 
 
-def alike(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:
+def alike(work: Callable[[], Result], *groups: dist.ProcessGroup) -> Result:
     """Do it here, and return what it gave here, unless it failed somewhere; see `on_all_ranks`."""
     result: list[Result] = []
-    on_all_ranks(lambda: result.append(work()), group)
+    on_all_ranks(lambda: result.append(work()), *groups)
     return result[0]
 
 

@@ -9,7 +9,6 @@ section 4.2).
     scatter_to      R -> S   backward: all-gather
     gather_from     S -> R   backward: slice          (the consumer is replicated)
     gather_to       S -> R   backward: reduce-scatter (the consumer has split weights: gradients are partial)
-    reduce_scatter  P -> S   backward: all-gather
     all_to_all      S -> S   backward: all-to-all     (split along another dim; arXiv:2309.14509)
 
 A group of one rank communicates nothing. Every rank of a group must call, in the same order. Gradients of gradients
@@ -221,13 +220,6 @@ def gather_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """Forward all-gather for a consumer with split weights, backward reduce-scatter."""
     return _apply(
         x, group, lambda x: all_gather(x, group, dim), lambda gradient: sum_slice(gradient, group, dim)
-    )
-
-
-def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """Forward this rank's slice of the sum of partial `x`, backward all-gather."""
-    return _apply(
-        x, group, lambda x: sum_slice(x, group, dim), lambda gradient: all_gather(gradient, group, dim)
     )
 
 

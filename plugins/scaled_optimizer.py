@@ -14,7 +14,7 @@ from ..cluster.agree import begin_require_equal
 from ..cluster.collectives import InFlight
 from ..cluster.failures import naming_failures
 from ..zero.clipping import require_clip_norm, require_clip_value, require_finite_norm
-from ..zero.groups import EQUAL_OPTIONS, NOT_PICKLED, optimizer_options
+from ..zero.groups import EQUAL_OPTIONS, NOT_PICKLED, StepGuard, optimizer_options
 from ..zero.precision import beyond_fp16
 
 # torch's GradScaler has no lowest scale: it halves until it multiplies by 0, and skips every step without a word. The
@@ -50,8 +50,7 @@ class ScaledOptimizer(Optimizer):
         self.group: dist.ProcessGroup | None = None
         self.after_step: Callable[[], None] | None = None
         self._require_equal_options: InFlight[None] | None = None  # of the last step
-        self._is_stepping = False
-        optimizer.register_step_pre_hook(self._refuse_inner_step)
+        self._guard = StepGuard(optimizer)
         self._overflows_in_a_row = 0
         self._is_scaled = False  # whether gradients of a scaled loss have come since the last step
         self._is_unscaled = False
@@ -100,11 +99,8 @@ class ScaledOptimizer(Optimizer):
                 loss = closure()
         self._require_scaled("step()")
         self._compare_options()
-        self._is_stepping = True
-        try:
+        with self._guard:
             self.scaler.step(self.optim)
-        finally:
-            self._is_stepping = False
         self._take_verdict()
         if self.after_step is not None:
             self.after_step()
@@ -218,12 +214,6 @@ class ScaledOptimizer(Optimizer):
                 "booster.backward(loss, optimizer) instead of loss.backward(), and "
                 "optimizer.clip_grad_by_norm(max_norm) or optimizer.clip_grad_by_value(clip_value) instead of torch's "
                 "clipping; optimizer.zero_grad() drops them"
-            )
-
-    def _refuse_inner_step(self, *_: Any) -> None:
-        if not self._is_stepping:
-            raise RuntimeError(
-                "this optimizer was boosted: step the one that boost returned, which knows the loss scale"
             )
 
     def _compare_options(self) -> None:

@@ -43,27 +43,6 @@ def require_equal_models(model: nn.Module, *groups: ProcessGroup) -> None:
         )
 
 
-def raise_alike(errors: list[str], *groups: ProcessGroup) -> None:
-    """Raise where this rank found errors or another one did, which would leave this one waiting. All-gather over each.
-
-    Args:
-        errors: of this rank.
-        groups: axes of a grid.
-
-    Raises:
-        ValueError: on every rank of the grid.
-    """
-    is_faulty = bool(errors)
-    for group in groups:
-        is_faulty = any(flag for (flag,) in gather_integers((int(is_faulty),), group))
-    if errors:
-        raise ValueError("\n".join(errors))
-    if is_faulty:
-        raise ValueError(
-            "another rank found errors that this one does not have, and reports them: give all ranks alike"
-        )
-
-
 _SEED = "launch_from_torch(seed=...) seeds all ranks equally"
 # What a call compares, and what to do where it differs.
 _OF_A_CALL = (

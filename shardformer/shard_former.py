@@ -1,7 +1,8 @@
 """ShardFormer: a model in, this rank's part of it out, and its data. With pipelines, ZeRO or 16 bits: booster/."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,13 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, default_collate
 
+from ..cluster.agree import alike
 from ..cluster.launch import default_device, launch_from_torch
 from ..cluster.mesh import ParallelMesh
 from ..data.loader import WORKER_SETTINGS, loader_errors, shared_loader
 from ..lazy import materialize
 from . import tables as tables  # registers them
 from .derived import derived_table
-from .equal_ranks import compare_inputs, raise_alike, require_equal_models
+from .equal_ranks import compare_inputs, require_equal_models
 from .gradients import make_gradients_whole
 from .layers.lora import adapted
 from .layers.parallel_module import is_of_peft
@@ -104,17 +106,17 @@ class ShardFormer:
             ValueError: no policy is known, it cannot do what is asked, or models differ; on every rank alike.
         """
         config = self.shard_config
-        if errors := _split_errors(model, config):
-            raise ValueError("\n".join(errors))
+        _raise(_split_errors(model, config))
         fused, device, dtype = config.fused, *_computing(model)
         errors = fused.errors(device, dtype) + fused.model_errors(model, device)
         sharder = None
         if policy is not None or config.tensor_parallel_size * config.num_stages > 1:
             sharder = sharder_or_errors(model, policy, config, errors)
         groups = [each for each in (config.split_group, config.replica_group) if each is not None]
-        raise_alike(errors, *groups)
         if groups:
+            alike(partial(_raise, errors), *groups)
             require_equal_models(model, *groups)
+        _raise(errors)
         fused.choose_attention(model, device)
         shared = []
         if sharder is not None:
@@ -179,6 +181,12 @@ _NO_GROUPS = (
     "sizes were given and there are no process groups yet: call ShardFormer.init_distributed() first, or give "
     "ShardConfig the groups"
 )
+
+
+def _raise(errors: Sequence[str]) -> None:
+    """Raise ValueError if there are any."""
+    if errors:
+        raise ValueError("\n".join(errors))
 
 
 def _split_errors(model: nn.Module, config: ShardConfig) -> list[str]:

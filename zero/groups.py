@@ -28,6 +28,27 @@ PARTIAL_STATE = (
 )
 
 
+class StepGuard:
+    """The right to step an optimizer that was boosted: outside of this context, stepping it raises RuntimeError."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._is_entered = False
+        optimizer.register_step_pre_hook(self._require_entered)
+
+    def __enter__(self) -> None:
+        self._is_entered = True
+
+    def __exit__(self, *_: object) -> None:
+        self._is_entered = False
+
+    def _require_entered(self, *_: Any) -> None:
+        if not self._is_entered:
+            raise RuntimeError(
+                "this optimizer was boosted: step the one that boost returned, which reduces gradients and knows the "
+                "loss scale"
+            )
+
+
 class OptimizerWrapper(Optimizer):
     """Has the groups, states, defaults and hooks of an inner optimizer, which nobody else may step from now on.
 
@@ -38,8 +59,7 @@ class OptimizerWrapper(Optimizer):
     # The base class is not initialized: it would make groups.
     def __init__(self, optimizer: Optimizer) -> None:
         self.inner = optimizer
-        self._is_stepping = False
-        optimizer.register_step_pre_hook(self._refuse_inner_step)
+        self._guard = StepGuard(optimizer)
         # Hooks registered on this optimizer run with the inner one's.
         self.__dict__.update(
             {name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")}
@@ -66,19 +86,6 @@ class OptimizerWrapper(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(NOT_PICKLED)
-
-    def _step_inner(self) -> None:
-        self._is_stepping = True
-        try:
-            self.inner.step()
-        finally:
-            self._is_stepping = False
-
-    def _refuse_inner_step(self, *_: Any) -> None:
-        if not self._is_stepping:
-            raise RuntimeError(
-                "this optimizer was boosted: step the one that boost returned, which reduces gradients first"
-            )
 
 
 def managed_groups(

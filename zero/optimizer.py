@@ -374,7 +374,8 @@ class ShardedOptimizer(OptimizerWrapper):
                 slot.piece.grad = slot.piece_gradient if has_gradient else None
         if self._is_offloaded:
             wait_for_copies(self._mesh.device)
-        self._step_inner()
+        with self._guard:
+            self.inner.step()
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:

@@ -55,12 +55,6 @@ def compare(name: str, dim: int) -> None:
             dense.whole,
             own(summed(dense.weights), dim),
         ),
-        "reduce_scatter": (
-            dense.terms[rank],
-            own(dense.weight, dim),
-            own(summed(dense.terms), dim),
-            dense.weight,
-        ),
     }
     given, weight, output, gradient = cases[name]
     function: Callable[..., Tensor] = getattr(collectives, name)
@@ -83,7 +77,7 @@ def pass_through_a_group_of_one() -> None:
     x = torch.ones(3, requires_grad=True)
     for function in (collectives.copy_to, collectives.reduce_from):
         assert function(x, alone) is x
-    for name in ("scatter_to", "gather_from", "gather_to", "reduce_scatter"):
+    for name in ("scatter_to", "gather_from", "gather_to"):
         assert getattr(collectives, name)(x, alone, 0) is x
 
 
@@ -114,7 +108,7 @@ def split_what_does_not_divide() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize(
-    "name", ["copy_to", "reduce_from", "scatter_to", "gather_from", "gather_to", "reduce_scatter"]
+    "name", ["copy_to", "reduce_from", "scatter_to", "gather_from", "gather_to"]
 )
 def test_a_collective_and_its_backward_equal_the_dense_computation(
     pool: Pool, name: str, world_size: int
