@@ -107,9 +107,7 @@ def split_what_does_not_divide() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize(
-    "name", ["copy_to", "reduce_from", "scatter_to", "gather_from", "gather_to"]
-)
+@pytest.mark.parametrize("name", ["copy_to", "reduce_from", "scatter_to", "gather_from", "gather_to"])
 def test_a_collective_and_its_backward_equal_the_dense_computation(
     pool: Pool, name: str, world_size: int
 ) -> None:
