@@ -1,4 +1,4 @@
-"""Which folder is which package. Everything else about the project is in pyproject.toml."""
+"""Folders of the packages. Everything else about the project is in pyproject.toml."""
 
 from pathlib import Path
 

@@ -55,5 +55,5 @@ def workload_of(arguments: argparse.Namespace, **others: int) -> Workload:
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a benchmark was asked to measure, for its JSON."""
+    """The measurement that a benchmark was asked for, for its JSON."""
     return {name: value for name, value in vars(arguments).items() if name not in ("json", "plot")}

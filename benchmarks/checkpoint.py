@@ -100,7 +100,7 @@ def beside(training: SavedTraining, clock: Clock, folder: Path) -> dict[str, flo
 
 
 def everywhere(is_done: bool) -> bool:
-    """Whether all ranks have ended. Communicates."""
+    """Return True if all ranks have ended. Communicates."""
     every: list[bool] = [False] * dist.get_world_size()
     dist.all_gather_object(every, is_done)
     return all(every)

@@ -35,7 +35,7 @@ class SavedTraining(EchelonBatch):
         dcp.save(self._own(), checkpoint_id=directory)
 
     def _own(self) -> dict[str, Tensor]:
-        """What ranks hold alike under one name, of which torch saves one, and pieces under names of their own."""
+        """Tensors equal on all ranks under one name, of which torch saves one, and pieces under names of their own."""
         plugin, own = self.booster.plugin, f"rank {dist.get_rank()}"
         found = {}
         for name, held in plugin.local_model(self._model).tensors.items():

@@ -1,4 +1,4 @@
-"""Who takes part in a benchmark, and the checks that all compute the same. What they are built of is not here."""
+"""Contenders of a benchmark, and the checks that all compute the same. What they are built of is not here."""
 
 from collections.abc import Mapping, Sequence
 from math import inf, isfinite
@@ -35,7 +35,7 @@ class Contender(Protocol):
 
 
 def agreement(contenders: Sequence[Contender], reference: Contender) -> dict[str, dict[str, float]]:
-    """How far each contender's loss and gradients are from the reference's, relative; the largest of all ranks.
+    """Relative distance of each contender's loss and gradients from the reference's; the largest of all ranks.
 
     Communicates. Every parameter of the model must be on some rank.
 

@@ -168,7 +168,7 @@ def run_layout(name: str, arguments: argparse.Namespace, training: Training, fol
 
 
 def departure(curve: Curve, reference: Curve) -> Departure:
-    """How far a curve is from the reference."""
+    """Distance of a curve from the reference."""
     return Departure(
         loss=max(relative(curve.losses, reference.losses)), norm=max(relative(curve.norms, reference.norms))
     )
@@ -183,7 +183,7 @@ def relative(found: Sequence[float | None], expected: Sequence[float]) -> list[f
 
 
 def curve_faults(departures: Mapping[str, Departure]) -> list[str]:
-    """Which layouts' curves are not the reference's, in words."""
+    """Layouts whose curves are not the reference's, in words."""
     return [
         f"the {what} of {name} departs from the reference's by {distance:.1e} of it; {allowed:.0e} is allowed"
         for name, each in departures.items()

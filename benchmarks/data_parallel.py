@@ -1,4 +1,4 @@
-"""What contenders have in common that give each rank its samples of a batch."""
+"""Common base of contenders that give each rank its samples of a batch."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What an engine costs by itself: stages of one tiny linear layer, so that hardly any time is arithmetic."""
+"""The cost of an engine by itself: stages of one tiny linear layer, so that hardly any time is arithmetic."""
 
 from collections.abc import Callable, Mapping
 from statistics import median
@@ -31,7 +31,7 @@ class Engine(Protocol):
         """All forwards and backwards of a batch."""
 
     def gradients(self) -> list[Tensor]:
-        """Those of this rank's layers."""
+        """Gradients of this rank's layers."""
 
     def forget(self) -> None:
         """Drop the gradients."""
@@ -83,7 +83,7 @@ class EchelonEngine:
         run.run(self._actions)
 
     def gradients(self) -> list[Tensor]:
-        """Those of this rank's layers."""
+        """Gradients of this rank's layers."""
         return _gradients(self._layers)
 
     def forget(self) -> None:
@@ -117,7 +117,7 @@ class TorchEngine:
         self._schedule.step(*self._inputs, target=self._target, return_outputs=False)
 
     def gradients(self) -> list[Tensor]:
-        """Those of this rank's layers."""
+        """Gradients of this rank's layers."""
         return _gradients(self._layers)
 
     def forget(self) -> None:

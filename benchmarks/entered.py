@@ -61,7 +61,7 @@ def recorded() -> Iterator[Entered]:
 
 
 def trained(layout: dict[str, int]) -> tuple[Entered, Entered]:
-    """What boost enters on this rank, and what the step after `WARM` others does."""
+    """Functions that boost enters on this rank, and those of the step after `WARM` others."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(

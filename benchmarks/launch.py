@@ -1,4 +1,4 @@
-"""How a benchmark becomes the processes that it measures."""
+"""Processes that a benchmark measures, and their start."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What contenders hold, in bytes of their own tensors. Times are rounds.py.
+"""Bytes of contenders' own tensors. Times are rounds.py.
 
 The most that a step needs is not measured here: the contenders share their processes, whose resident memory shows only
 the largest of them, and torch's profiler misses what gloo's threads free, so that its peaks differ from run to run.
@@ -19,7 +19,7 @@ class Holder(Contender, Protocol):
     """A contender that shows its tensors."""
 
     def tensors(self) -> Mapping[str, Iterable[Tensor]]:
-        """What this rank holds, by kind; tensors may share memory."""
+        """Tensors of this rank, by kind; they may share memory."""
 
 
 def measure_held(contenders: Sequence[Holder]) -> dict[str, dict[str, int]]:

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a run is, whoever computes it.
+    """Settings of a run, whoever computes it.
 
     Args:
         steps: how often the optimizer steps.

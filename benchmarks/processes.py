@@ -1,4 +1,4 @@
-"""How processes are started."""
+"""Start of processes."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What a benchmark says: the machine, medians and ratios, JSON and a plot. Who is timed is not here."""
+"""Report of a benchmark: the machine, medians and ratios, JSON and a plot. Who is timed is not here."""
 
 import json
 import os
@@ -17,7 +17,7 @@ _WIDTH = 130  # of the table, also where the output is no terminal
 
 
 def machine() -> dict[str, Any]:
-    """What the times depend on besides the code."""
+    """The machine and versions that times depend on, besides the code."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -46,7 +46,7 @@ def spread(seconds: Sequence[float]) -> tuple[float, float]:
 
 
 def fastest(seconds: Mapping[str, Sequence[float]], names: Sequence[str]) -> str:
-    """Which of these has the smallest median."""
+    """The one of these with the smallest median."""
     return min(names, key=lambda name: median(seconds[name]))
 
 
@@ -79,7 +79,7 @@ def by_median(rows: Mapping[str, dict[str, Any]]) -> list[tuple[str, dict[str, A
 
 
 def conditions(machine: Mapping[str, Any], rounds: int) -> str:
-    """What stands below a table of times."""
+    """Lines below a table of times."""
     return (
         f"{rounds} rounds; {machine['processor']}, {machine['cores']} cores, one thread per rank, torch "
         f"{machine['torch']}, matmul {machine['matmul_precision']}"

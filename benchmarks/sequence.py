@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def start(num_ranks: int, memory: float | None) -> dict[str, Any]:
-    """What `measure` finds, in processes started for it with the same arguments.
+    """Results of `measure`, in processes started for it with the same arguments.
 
     Raises:
         RuntimeError: they failed.
@@ -121,7 +121,7 @@ def measure_length(workload: Workload, arguments: argparse.Namespace, device: to
 
 
 def bytes_of(contender: Contender) -> dict[str, int]:
-    """What a contender keeps for backward, and needs at most; the largest of all ranks. Communicates.
+    """Bytes that a contender keeps for backward, and the most it needs; the largest of all ranks. Communicates.
 
     Of Echelon's also what is needed before the layers.
     """
@@ -242,7 +242,7 @@ def show_longest(found: Mapping[str, Any]) -> None:
 
 
 def lines(runs: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, list[dict[str, float]]]]:
-    """What is drawn of each run of several ranks: rows by contender."""
+    """Plotted lines of each run of several ranks: rows by contender."""
     return {
         num_ranks: {
             name: [
@@ -261,7 +261,7 @@ def lines(runs: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, list[dic
 
 
 def points(longest: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-    """What is drawn of the longest sequences: tokens by ranks."""
+    """Plotted points of the longest sequences: tokens by ranks."""
     named = {"simulated": longest.get("longest", {}), "measured": longest.get("measured", {})}
     return {
         name: {int(ranks): tokens for ranks, tokens in each.items()} for name, each in named.items() if each

@@ -1,4 +1,4 @@
-"""Who takes part in sequence.py: every way of Echelon's to spread long sequences over ranks, and torch's."""
+"""Contenders of sequence.py: every way of Echelon's to shard long sequences over ranks, and torch's."""
 
 from collections.abc import Callable
 from functools import partial

@@ -18,7 +18,7 @@ Peaks = Mapping[tuple[int, int], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What a rank needs, in bytes.
+    """Needs of a rank, in bytes.
 
     Attributes:
         constant: whatever the length: gradients for the most part.
@@ -64,7 +64,7 @@ def fit(peaks: Peaks) -> Need:
 
 
 def error(needs: Iterable[Need], peaks: Peaks) -> float:
-    """How far the largest of these needs is from a measured peak at most, relative to it."""
+    """Largest distance of the greatest of these needs from a measured peak, relative to it."""
     needs = list(needs)
     return max(abs(max(need(*place) for need in needs) - peak) / peak for place, peak in peaks.items())
 

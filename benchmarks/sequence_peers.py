@@ -80,7 +80,7 @@ def own_stretches(x: Tensor) -> Tensor:
 
 
 def why_not_itself(device: torch.device) -> str | None:
-    """What `context_parallel` raises for causal attention on this device; None where it computes. Communicates."""
+    """The error of `context_parallel` for causal attention on this device; None where it computes. Communicates."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     x_BNSD = torch.ones(1, 1, 2 * dist.get_world_size(), 16, device=device)
     try:

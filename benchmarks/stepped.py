@@ -1,4 +1,4 @@
-"""What contenders have in common that step an optimizer of torch's kind, and the plainest of them, one process."""
+"""Common base of contenders that step an optimizer of torch's kind, and the plainest of them, one process."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -56,7 +56,7 @@ class OneBatch(Stepped):
 
     @property
     def model(self) -> nn.Module:
-        """What is called with the batch."""
+        """The module that is called with the batch."""
         return self._model
 
     def compute(self) -> None:

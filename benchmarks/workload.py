@@ -1,4 +1,4 @@
-"""What every contender of a benchmark computes: a Llama with equal weights, and its batch. Timing is rounds.py."""
+"""The workload of every contender of a benchmark: a Llama with equal weights, and its batch. Timing is rounds.py."""
 
 from dataclasses import dataclass
 

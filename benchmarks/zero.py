@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def measure_bytes(contenders: Sequence[DataParallel]) -> dict[str, Any]:
-    """What is held. Communicates."""
+    """Bytes in memory. Communicates."""
     return {
         "held": measure_held(contenders),
         "ledger": {each.name: each.held() for each in contenders if isinstance(each, EchelonZero)},

@@ -1,4 +1,4 @@
-"""Who takes part in the benchmarks of ZeRO: the stages of Echelon, and torch's own of zero_peers.py."""
+"""Contenders of the benchmarks of ZeRO: the stages of Echelon, and torch's own of zero_peers.py."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -45,7 +45,7 @@ class EchelonZero(DataParallel):
         return self._optimizer.gradients()
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """Those of every contender; at stage 2 `parameter.grad` is a placeholder for the ranks' slices."""
+        """Tensors of every contender; at stage 2 `parameter.grad` is a placeholder for the ranks' slices."""
         found = super().tensors()
         whole = [each for each in found["gradients"] if not isinstance(each, ShardedGradient)]
         return {**found, "gradients": [*whole, *(each.own_gradients for each in self._optimizer.buckets)]}
@@ -66,7 +66,7 @@ class EchelonZero(DataParallel):
 
 
 def name_of(stage: int) -> str:
-    """How the tables call a stage of Echelon."""
+    """The name of a stage of Echelon in the tables."""
     return f"echelon stage {stage}"
 
 

@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def start_alone(name: str, num_ranks: int) -> dict[str, Any]:
-    """What `measure_alone` finds, in processes started for it with the same arguments.
+    """Results of `measure_alone`, in processes started for it with the same arguments.
 
     Raises:
         RuntimeError: they failed.

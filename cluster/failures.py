@@ -222,7 +222,7 @@ class _Watch:
         self._store_is_lost = True
 
     def _heartbeat(self) -> Heartbeat:
-        """Where the main thread stands; it goes on meanwhile."""
+        """The stack of the main thread, which goes on meanwhile."""
         here = self._here
         return replace(
             here,

@@ -261,7 +261,7 @@ def has_ended(process_id: int) -> bool:
 
 
 def default_timeout() -> timedelta:
-    """That of the default group; torch gives other groups its own default instead. Private to torch."""
+    """The timeout of the default group; torch gives other groups its own default instead. Private to torch."""
     world = distributed_c10d._get_default_group()
     timeout: timedelta = max(world._get_backend(device).options._timeout for device in world._device_types)
     return timeout

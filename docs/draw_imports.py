@@ -45,7 +45,7 @@ def imported(package: str) -> set[str]:
 
 
 def heights(graph: Mapping[str, set[str]]) -> dict[str, int]:
-    """How many imports the longest way from a package down has."""
+    """Number of imports on the longest way from a package down."""
     found: dict[str, int] = {}
 
     def height(package: str, above: tuple[str, ...] = ()) -> int:

@@ -78,7 +78,7 @@ def part_and_passing(rank: int) -> list[Patch]:
 
 
 def stretches(rank: int) -> tuple[int, int]:
-    """Those that a rank holds in zigzag order."""
+    """Stretches of a rank in zigzag order."""
     return rank, NUM_STRETCHES - 1 - rank
 
 
@@ -190,7 +190,7 @@ def draw_arrow(axes: Axes, left: float, middle: float, sent: str) -> None:
 
 
 def draw_square(axes: Axes, patches: Iterable[Patch], *, left: float, top: float) -> None:
-    """What one rank holds at one point."""
+    """The memory of one rank at one point."""
     for patch in patches:
         axes.add_artist(
             Rectangle(

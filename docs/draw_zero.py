@@ -27,7 +27,7 @@ _ROW, _CELL = 0.8, 19.0  # the height of a rank, the width of a phase; a byte is
 
 
 class Hold(Enum):
-    """What a rank has of a part of the memory."""
+    """Share of a rank in a part of the memory."""
 
     NOTHING = "nothing"
     WHOLE = "held"
@@ -159,7 +159,7 @@ def draw_rank(axes: Axes, places: tuple[Place, ...], rank: int, *, left: float, 
 
 
 def look(hold: Hold, colour: str) -> dict[str, object]:
-    """How a slice of a rank is filled."""
+    """Filling of a slice of a rank."""
     return {
         Hold.NOTHING: {"facecolor": "white", "linewidth": 0},
         Hold.WHOLE: {"facecolor": colour, "linewidth": 0},

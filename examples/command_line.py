@@ -1,4 +1,4 @@
-"""What the examples' command lines share: the plugin's options as flags, and faults told by one rank.
+"""Common part of the examples' command lines: the plugin's options as flags, and errors reported by one rank.
 
 The flags are made from the signature of HybridParallelPlugin and checked by it, so that all it takes is there.
 """
@@ -45,7 +45,7 @@ BAD_ARGUMENTS = 2
 
 
 class Refused(Exception):
-    """What was asked for cannot be done, and the first rank has said why."""
+    """The arguments cannot be carried out, and the first rank has reported why."""
 
 
 class FirstRankParser(argparse.ArgumentParser):
@@ -64,7 +64,7 @@ class FirstRankParser(argparse.ArgumentParser):
 
 
 def is_first_process() -> bool:
-    """Whether torchrun made this the first process, or there is no other. Known before any process group."""
+    """Return True if torchrun made this the first process, or there is no other. Known before any process group."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -80,7 +80,7 @@ def add_plugin_options(parser: argparse.ArgumentParser) -> None:
 
 
 def default_of(parameter: Parameter) -> Any:
-    """What holds where the flag is not given."""
+    """The value where the flag is not given."""
     return DEFAULTS.get(parameter.name, parameter.default)
 
 
@@ -106,7 +106,7 @@ def kind_of(parameter: Parameter) -> type | None:
 
 
 def described(documented: type) -> dict[str, str]:
-    """What the docstring of a class says about each argument."""
+    """Descriptions of each argument in the docstring of a class."""
     items = re.findall(r"^    (\w[\w, ]*): (.+(?:\n {8}.+)*)", cleandoc(documented.__doc__ or ""), flags=re.M)
     return {name: " ".join(text.split()) for names, text in items for name in names.split(", ")}
 
@@ -226,7 +226,7 @@ def refuse(faults: Sequence[str]) -> None:
 
 
 def tell_faults(faults: Sequence[str], *, program: str) -> bool:
-    """Whether any rank found a fault; the first rank tells all of them. All-gather over the world."""
+    """Return True if any rank found an error; the first rank reports all of them. All-gather over the world."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, list(faults))
     distinct = dict.fromkeys(itertools.chain.from_iterable(found))

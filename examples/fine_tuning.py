@@ -1,4 +1,4 @@
-"""What the fine-tuning examples share: their options, the run that these make, and how it ends."""
+"""Common part of the fine-tuning examples: their options, the run that these make, and how it ends."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""What is told of a training run: memory, a line and a JSON object per step, a picture of the losses."""
+"""Report of a training run: memory, a line and a JSON object per step, a picture of the losses."""
 
 import importlib.util
 import json
@@ -41,7 +41,7 @@ def highest_memory() -> tuple[int, str]:
 
 
 def progress_of(record: dict[str, Any]) -> str:
-    """What stands beside the progress bar."""
+    """Text beside the progress bar."""
     told = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.2e}"]
     told += [
         f"{value:.0f} {name.removesuffix(PER_SECOND)}/s"

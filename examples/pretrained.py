@@ -17,7 +17,7 @@ def pretrained_faults(name_or_path: str | None) -> list[str]:
 
 
 def hub_is_reachable(timeout_seconds: float = 5.0) -> bool:
-    """Whether the hub answers. Its client retries for nearly a minute before it says that it does not."""
+    """Return True if the hub answers. Its client retries for nearly a minute before it says that it does not."""
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", ""):
         return False
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")

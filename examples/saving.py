@@ -66,7 +66,7 @@ def saving_faults(arguments: argparse.Namespace) -> list[str]:
 
 
 def folder_faults(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
-    """Which of these options name a folder that could not be made or written to."""
+    """Options of these that name a folder that could not be made or written to."""
     paths = {name: getattr(arguments, name) for name in names}
     places = {name: _unwritable(path) for name, path in paths.items() if path is not None}
     return [
@@ -101,7 +101,7 @@ class Saving:
 
     @staticmethod
     def of(arguments: argparse.Namespace, **settings: Any) -> "Saving":
-        """What the arguments ask for.
+        """The saving that the arguments ask for.
 
         Args:
             settings: further ones that make the run.
@@ -116,7 +116,7 @@ class Saving:
         )
 
     def is_due(self, step: int, num_steps: int) -> bool:
-        """Whether it is to be saved after this step."""
+        """Return True if it is to be saved after this step."""
         if self.directory is None:
             return False
         return step == num_steps or (self.every is not None and step % self.every == 0)
@@ -211,7 +211,7 @@ class Keeper:
             raise NotSaved
 
     def _is_saved(self) -> bool:
-        """Whether the last save was written, once it has ended; why it was not is told by whoever wrote."""
+        """Return True if the last save was written, once it has ended; whoever wrote reports why it was not."""
         try:
             if self._last is not None:
                 self._last.wait()
@@ -268,7 +268,7 @@ def _steps_seen_in(path: Path) -> list[Path]:
 
 
 def _unwritable(path: Path) -> Path | None:
-    """What of a path is in the way of making a folder there; None where nothing is."""
+    """The obstacle to making a folder at a path; None where nothing is in the way."""
     # Not Path.exists, which raises where a folder above may not be looked into.
     nearest = next(each for each in (path, *path.absolute().parents) if os.path.exists(each))
     return None if os.path.isdir(nearest) and os.access(nearest, os.R_OK | os.W_OK | os.X_OK) else nearest

@@ -26,7 +26,7 @@ from echelon import Booster, DistCoordinator, launch_from_torch
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is trained, and on what.
+    """Model, optimizer and data of a training run.
 
     Args:
         booster: how.
@@ -54,7 +54,7 @@ class Run:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """What `booster.save_checkpoint` and `load_checkpoint` take of it."""
+        """Arguments of `booster.save_checkpoint` and `load_checkpoint`."""
         return {
             "model": self.model,
             "optimizer": self.optimizer,

@@ -33,7 +33,7 @@ class Geometry:
 
     @staticmethod
     def of(tensor: Tensor) -> "Geometry":
-        """That of a tensor."""
+        """The geometry of a tensor."""
         return Geometry(
             dtype=tensor.dtype,
             size=tuple(tensor.size()),

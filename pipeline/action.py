@@ -56,7 +56,7 @@ Schedule = list[list[Action]]
 
 
 class Transfer(NamedTuple):
-    """How the result of a computation reaches the stage that needs it: `step` stages further."""
+    """Transfer of a computation's result to the stage that needs it: `step` stages further."""
 
     send: Op
     receive: Op

@@ -104,7 +104,7 @@ class _Layout:
         return True
 
     def _waits(self, rank: int) -> bool:
-        """Whether the last action of a rank is a send whose receive does not stand anywhere yet."""
+        """Return True if the last action of a rank is a send whose receive does not stand anywhere yet."""
         return rank in self._awaited and self._awaited[rank] not in self._posted
 
     def _do(self, rank: int, action: Action) -> None:

@@ -155,7 +155,7 @@ class StagePlan:
         return [path for stack in self.stacks(model) for path in stack.paths]
 
     def num_layers(self, model: nn.Module) -> int:
-        """How many layers the model has."""
+        """The number of layers of the model."""
         return len(self.layer_paths(model))
 
     def path_errors(self, model: nn.Module) -> list[str]:
@@ -181,7 +181,7 @@ class StagePlan:
         ]
 
     def collects(self, model: nn.Module) -> bool:
-        """Whether a model of this class reads the outputs of layers of all stages; see [Note: collecting]."""
+        """Return True if a model of this class reads the outputs of layers of all stages; see [Note: collecting]."""
         return any(hasattr(model, name) for name in self.collecting)
 
     @property
@@ -214,7 +214,7 @@ class StagePlan:
         return [stacks[-1].stop - 1]
 
     def _is_everywhere(self, model: nn.Module, name: str) -> bool:
-        """Whether every stage holds this: by the plan, or since it is a parameter of a module around the layers."""
+        """Return True if every stage has this: by the plan, or as a parameter of a module around the layers."""
         plans = (self,) if self.encoder is None else (self, self.encoder)
         if any(is_within(name, path) for plan in plans for path in plan.everywhere):
             return True
@@ -278,16 +278,16 @@ class Stack(NamedTuple):
         return {path: (self.paths.index(path), end) for path, end in ends.items()}
 
     def changes_shape(self, path: str) -> bool:
-        """Whether this layer is what stands between two lists of layers."""
+        """Return True if this layer is what stands between two lists of layers."""
         return bool(self.plan.between) and path.rpartition(".")[2] == self.plan.between
 
     def repeats(self, name: str) -> bool:
-        """Whether this parameter or module of the first layer is one that every stage of the stack needs."""
+        """Return True if this parameter or module of the first layer is one that every stage of the stack needs."""
         return any(is_within(name, f"{self.paths[0]}.{module}") for module in self.plan.repeated)
 
 
 def _has(model: nn.Module, path: str) -> bool:
-    """Whether there is a module at a path, or a stand-in for one around it."""
+    """Return True if there is a module at a path, or a stand-in for one around it."""
     try:
         model.get_submodule(path)
     except AttributeError:
@@ -296,7 +296,7 @@ def _has(model: nn.Module, path: str) -> bool:
 
 
 def is_within(name: str, path: str) -> bool:
-    """Whether a dotted name is `path` or lies below it."""
+    """Return True if a dotted name is `path` or lies below it."""
     return name == path or name.startswith(f"{path}.")
 
 

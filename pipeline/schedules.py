@@ -233,7 +233,7 @@ def build_stage_ranks(
 
 
 def splits_backward(style: str | UserSchedule, num_ranks: int, num_microbatches: int | None = None) -> bool:
-    """Whether weight gradients are computed apart, in a schedule that has no `style_errors`."""
+    """Return True if weight gradients are computed apart, in a schedule that has no `style_errors`."""
     schedule = build_schedule(style, num_ranks, num_microbatches, 1)
     return any(action.op is _W for actions in schedule for action in actions)
 

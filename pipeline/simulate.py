@@ -69,7 +69,7 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """When the last rank is done; the first starts at 0."""
+        """The time at which the last rank is done; the first starts at 0."""
         return max((spans[-1].end for spans in self.spans if spans), default=0.0)
 
     @property
@@ -87,7 +87,7 @@ class Timeline:
         ]
 
     def idle(self, rank: int) -> float:
-        """How long a rank did nothing until the last one was done."""
+        """The time for which a rank did nothing until the last one was done."""
         return self.end - self._work(rank)
 
     def _work(self, rank: int) -> float:

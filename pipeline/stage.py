@@ -116,7 +116,7 @@ class Stage:
         return [self.model.get_submodule(path) for path in self._layer_paths]
 
     def parameters(self) -> list[Parameter]:
-        """What the stage's forward uses, each once; one that is tied to another stage's belongs to both."""
+        """Parameters that the stage's forward uses, each once; one that is tied to another stage's belongs to both."""
         with self.seated():
             own = list(self.model.parameters())
         borrowed = [parameter for each in self._borrowed for parameter in each.module.parameters()]
@@ -317,7 +317,7 @@ def as_arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
 
 
 def takes(model: nn.Module, argument: str) -> bool:
-    """Whether the model's forward takes this argument, itself or by handing its keywords to its base model."""
+    """Return True if the model's forward takes this argument, itself or by handing its keywords to its base model."""
     named = inspect.signature(model.forward).parameters
     if argument in named:
         return True
@@ -334,7 +334,7 @@ def argument(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], name: str
 
 
 def depends_on_cache(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call may have other masks with a cache than without: see [Note: packed texts]."""
+    """Return True if a call may have other masks with a cache than without: see [Note: packed texts]."""
     is_given = argument(model, args, kwargs, "position_ids") is not None
     return is_given and argument(model, args, kwargs, "attention_mask") is None
 

@@ -64,11 +64,11 @@ class PipelineStageManager:
         return tuple(stage for stage, rank in enumerate(self.stage_ranks) if rank == self.rank)
 
     def is_first_stage(self, ignore_chunk: bool = False) -> bool:
-        """Whether this rank embeds. It is asked of the rank and not of a chunk, so `ignore_chunk` changes nothing."""
+        """Return True if this rank embeds. Asked of the rank and not of a chunk: `ignore_chunk` changes nothing."""
         return self.stage_ranks[0] == self.rank
 
     def is_last_stage(self, ignore_chunk: bool = False) -> bool:
-        """Whether this rank has the outputs and the loss; `ignore_chunk` changes nothing."""
+        """Return True if this rank has the outputs and the loss; `ignore_chunk` changes nothing."""
         return self.stage_ranks[-1] == self.rank
 
     def ranks_of(self, stages: Sequence[int]) -> list[int]:

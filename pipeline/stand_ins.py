@@ -228,7 +228,7 @@ class Borrowed:
 
     @property
     def module(self) -> nn.Module:
-        """What stands there now."""
+        """The module that stands there now."""
         return self._owner.get_submodule(self._path)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ Specs = tuple[tuple[torch.Size, torch.dtype], ...]  # of the tensors of one tran
 
 
 def takes_gradient(dtype: torch.dtype) -> bool:
-    """Whether the next stage answers a tensor of this dtype with a gradient."""
+    """Return True if the next stage answers a tensor of this dtype with a gradient."""
     return dtype.is_floating_point or dtype.is_complex
 
 

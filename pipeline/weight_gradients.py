@@ -57,7 +57,7 @@ class WeightGradients:
 
     @property
     def is_deferring(self) -> bool:
-        """Whether backwards are to defer weight gradients now."""
+        """Return True if backwards are to defer weight gradients now."""
         return self._deferring is not None
 
     def forget(self) -> None:

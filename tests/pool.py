@@ -102,7 +102,7 @@ class _Failure:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether another rank's end explains this one: a broken connection, or the wait for it."""
+        """Return True if another rank's end explains this one: a broken connection, or the wait for it."""
         if isinstance(self.error, RankHung) or type(self.error).__name__ == "RankFailure":
             return True
         message = str(self.error).lower()

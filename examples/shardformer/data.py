@@ -22,7 +22,7 @@ def words(count: int, *, length: int, seed: int) -> Tensor:
 
 
 def prompts(words_BL: Tensor) -> Tensor:
-    """What a model reads before it answers: a word and its end, (B, L + 1)."""
+    """Prompts of a model: a word and its end, (B, L + 1)."""
     return torch.cat([words_BL, torch.full_like(words_BL[:, :1], END)], dim=1)
 
 

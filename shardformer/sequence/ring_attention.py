@@ -153,7 +153,7 @@ class OnlineSoftmax:
 
 
 class _Call(NamedTuple):
-    """What forward and backward of one call share: the length of its sequence, and the view but for what is seen."""
+    """State that forward and backward of one call share: its sequence's length, and the view but for what is seen."""
 
     mask: Mask
     axis: SequenceAxis

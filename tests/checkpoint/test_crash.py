@@ -182,13 +182,13 @@ def place_of(folder: Path, death: Death) -> Path:
 
 
 def is_commit(call: str, kind: Kind) -> bool:
-    """Whether the save holds from this call on."""
+    """Return True if the save holds from this call on."""
     words = call.split()
     return words[0] in ("rename", "replace") and Path(words[-1]).name == COMMITTED[kind]
 
 
 def require_on_disk(calls: list[str]) -> None:
-    """Whether every file that was written was brought to the disk after its last write; a crash of power needs it.
+    """Every file that was written was brought to the disk after its last write, as a crash of power needs it.
 
     Not those of a folder for what transformers writes, whose content is written anew in its place.
     """

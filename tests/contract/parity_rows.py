@@ -71,7 +71,7 @@ def layout_of(row: Row) -> Layout:
 
 
 def takes(model_type: str, row: Row) -> bool:
-    """Whether a model type takes the row's sequences, recomputation and ties."""
+    """Return True if a model type takes the row's sequences, recomputation and ties."""
     return (
         model_type not in REFUSED_MODES.get(row["sequence"], ())
         and not (row["recompute"] and model_type in NOT_RECOMPUTED)
@@ -80,7 +80,7 @@ def takes(model_type: str, row: Row) -> bool:
 
 
 def is_valid(row: Row) -> bool:
-    """Whether a row is a layout of few ranks that some model of its kind takes."""
+    """Return True if a row is a layout of few ranks that some model of its kind takes."""
     layout = layout_of(row)
     return (
         layout.world_size <= MOST_RANKS

@@ -64,7 +64,7 @@ def random_schedule(generator: random.Random, num_ranks: int | None = None) -> t
 
 
 def is_behind_a_backward(action: Action, waiting: Iterable[Action]) -> bool:
-    """Whether a backward of the same stage and an earlier microbatch is still to come."""
+    """Return True if a backward of the same stage and an earlier microbatch is still to come."""
     return action.op is not Op.FORWARD and any(
         other.op is not Op.FORWARD and other.stage == action.stage and other.microbatch < action.microbatch
         for other in waiting

@@ -74,7 +74,7 @@ def evaluate(
 
 
 def figures_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """Whether each sample is right, and its loss, (samples, 2)."""
+    """For each sample 1 if it is right, and its loss, (samples, 2)."""
     return torch.stack([logits.argmax(-1) == labels, cross_entropy(logits, labels, reduction="none")], dim=1)
 
 

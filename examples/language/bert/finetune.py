@@ -107,7 +107,7 @@ def evaluate(
 
 
 def counts_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """Which of COUNTS each sample is, (samples, COUNTS)."""
+    """One-hot COUNTS of each sample, (samples, COUNTS)."""
     predicted, labels = logits.argmax(-1) == 1, labels == 1
     return torch.stack(
         [predicted & labels, predicted & ~labels, ~predicted & labels, predicted == labels], dim=1

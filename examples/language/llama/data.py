@@ -33,7 +33,7 @@ IGNORED_LABEL = -100  # transformers takes no loss for it
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of packed texts.
+    """Figures of packed texts.
 
     Args:
         documents: how many files.
@@ -54,7 +54,7 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What packed texts are made from.
+    """Sources and settings of packed texts.
 
     Args:
         files: the documents, in order.

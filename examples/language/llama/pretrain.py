@@ -148,7 +148,7 @@ def chosen_config(arguments: argparse.Namespace) -> tuple[PretrainedConfig | Non
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run works with, known to be sound."""
+    """Checked inputs of a run."""
 
     booster: Booster
     config: PretrainedConfig

@@ -122,7 +122,7 @@ def evaluate(
 
 
 def is_right(answers: Tensor, labels: Tensor) -> Tensor:
-    """Whether answers (B, A) have every token of the labels, and then nothing."""
+    """Return True if answers (B, A) have every token of the labels, and then nothing."""
     is_counted = labels != tasks.IGNORED_LABEL
     return ((answers == labels) | ~is_counted).all(1)
 

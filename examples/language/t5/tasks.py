@@ -35,7 +35,7 @@ TASKS: dict[str, Callable[[Sequence[str]], Sequence[str]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """What is asked, and the answer.
+    """A question and its answer.
 
     Args:
         task: one of TASKS.
@@ -64,7 +64,7 @@ def make_pairs(*, num_train: int, num_test: int, longest: int, seed: int) -> tup
 
 
 def number_of_texts(longest: int) -> tuple[int, int]:
-    """How many texts there are to train on and to test with; of up to five digits, where there are more."""
+    """Numbers of texts to train on and to test with; of up to five digits, where there are more."""
     numbers = {False: 0, True: 0}
     for length in range(2, min(longest, 5) + 1):
         for digits in itertools.product(DIGITS, repeat=length):
@@ -73,7 +73,7 @@ def number_of_texts(longest: int) -> tuple[int, int]:
 
 
 def is_for_test(digits: Sequence[str]) -> bool:
-    """Whether these digits are tested with, in whatever order."""
+    """Return True if these digits are tested with, in whatever order."""
     return zlib.crc32("".join(sorted(digits)).encode()) % TEST_SHARE == 0
 
 
