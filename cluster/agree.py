@@ -152,7 +152,7 @@ def on_all_ranks(work: Callable[[], Result], *groups: dist.ProcessGroup) -> list
     for group in groups:
         every = {rank: each for found in gather_objects(every, group) for rank, each in found.items()}
     if failures := {rank: each for rank, each in every.items() if isinstance(each, Exception)}:
-        raise joined_errors(failures) from cause
+        raise joined_errors(failures, len(every)) from cause
     return list(every.values())  # type: ignore[arg-type]  # none is an error
 
 
@@ -169,16 +169,22 @@ def on_first_rank(work: Callable[[], Result], group: dist.ProcessGroup) -> Resul
     return done  # type: ignore[return-value]  # the first rank's is one
 
 
-def joined_errors(errors: Mapping[int, BaseException]) -> Exception:
-    """One error for those of several ranks: each text once, with its ranks; see `on_all_ranks`."""
+def joined_errors(errors: Mapping[int, BaseException], num_ranks: int | None = None) -> Exception:
+    """One error for those of several ranks; see `on_all_ranks`.
+
+    Args:
+        errors: by rank.
+        num_ranks: of all that worked. Each text stands once, with its ranks unless it is that of all of several.
+    """
     plain = {rank: _plain_error(error) for rank, error in errors.items()}
     ranks: dict[str, list[int]] = {}
     for rank, error in plain.items():
         ranks.setdefault(str(error), []).append(rank)
+    is_common = len(ranks) == 1 and len(errors) == num_ranks != 1
     kinds = (kind for kind in _KINDS if all(isinstance(each, kind) for each in plain.values()))
     return next(kinds, AgreedError)(
         "; ".join(
-            f"{text} (rank{'s' * (len(where) > 1)} {', '.join(map(str, where))})"
+            text if is_common else f"{text} (rank{'s' * (len(where) > 1)} {', '.join(map(str, where))})"
             for text, where in ranks.items()
         )
     )
