@@ -70,12 +70,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="echelon-curves-") as folder:
         results = measure(arguments, training, Path(folder))
     tell(results, arguments)
-    faults = curve_faults(results["departures"])
-    for fault in faults:
-        print(f"curves.py: {fault}", file=sys.stderr)
+    errors = curve_errors(results["departures"])
+    for error in errors:
+        print(f"curves.py: {error}", file=sys.stderr)
     worst = max(each.loss for each in results["departures"].values())
     print(f"largest_difference={worst:.2e}")
-    return 1 if faults else 0
+    return 1 if errors else 0
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -99,9 +99,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure(arguments: argparse.Namespace, training: Training, folder: Path) -> dict[str, Any]:
     """The curves of the reference and of every layout, their departures, seconds, and facts of the text."""
-    files, faults = texts.library_files() if arguments.data is None else texts.files_of(arguments.data)
-    if faults:
-        raise SystemExit("\n".join(faults))
+    files, errors = texts.library_files() if arguments.data is None else texts.files_of(arguments.data)
+    if errors:
+        raise SystemExit("\n".join(errors))
     recipe = texts.Recipe(files=files, vocabulary=arguments.vocabulary, sequence_length=arguments.sequence)
     place = folder / recipe.digest()
     texts.prepare(recipe, place)
@@ -182,7 +182,7 @@ def relative(found: Sequence[float | None], expected: Sequence[float]) -> list[f
     ]
 
 
-def curve_faults(departures: Mapping[str, Departure]) -> list[str]:
+def curve_errors(departures: Mapping[str, Departure]) -> list[str]:
     """Layouts whose curves are not the reference's, in words."""
     return [
         f"the {what} of {name} departs from the reference's by {distance:.1e} of it; {allowed:.0e} is allowed"

@@ -78,10 +78,10 @@ def require_held(name: str, held: Mapping[str, int], expected: Mapping[str, int]
     Raises:
         ValueError: it holds less, or more than that.
     """
-    faults = [
+    errors = [
         f"{held[kind]} bytes of {kind} instead of {size}"
         for kind, size in expected.items()
         if not size <= held[kind] <= size + (8 * padding if size else 0)
     ]
-    if faults:
-        raise ValueError(f"{name} holds {'; '.join(faults)}")
+    if errors:
+        raise ValueError(f"{name} holds {'; '.join(errors)}")

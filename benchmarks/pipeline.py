@@ -179,8 +179,8 @@ def balanced_layers(workload: Workload, holders: Sequence[int]) -> list[int]:
         workload: what is computed; its head counts as many layers as its products are.
         holders: the rank of each stage.
     """
-    if faults := layer_errors(workload.layers, len(holders), None):
-        raise ValueError("; ".join(faults))
+    if errors := layer_errors(workload.layers, len(holders), None):
+        raise ValueError("; ".join(errors))
     counts = deal_layers(workload.layers, len(holders))
     while True:
         work = [*counts[:-1], counts[-1] + workload.head_in_layers]

@@ -118,7 +118,7 @@ def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def refused_options(arguments: argparse.Namespace) -> list[str]:
-    """A fault where options were given that the chosen plugin does not take."""
+    """An error where options were given that the chosen plugin does not take."""
     own = {
         *signature(PLUGINS[arguments.plugin]).parameters,
         "max_norm",
@@ -144,7 +144,7 @@ def make_booster(arguments: argparse.Namespace, world_size: int) -> Booster:
     """The booster that is asked for.
 
     Raises:
-        ValueError: the plugin does not take what was given; all faults at once, on every rank.
+        ValueError: the plugin does not take what was given; all errors at once, on every rank.
     """
     if arguments.plugin == "torch_ddp":
         return Booster(plugin=TorchDDPPlugin(), mixed_precision="fp32")
@@ -168,46 +168,46 @@ def make_booster(arguments: argparse.Namespace, world_size: int) -> Booster:
     return Booster(plugin=HybridParallelPlugin(**{**options, "tp_size": tp_size, "pp_size": pp_size}))
 
 
-def booster_or_faults(
+def booster_or_errors(
     arguments: argparse.Namespace, world_size: int
 ) -> tuple[Booster, list[str]] | tuple[None, list[str]]:
-    """The booster and no faults, or None and what the plugin says against it."""
+    """The booster and no errors, or None and what the plugin says against it."""
     try:
         return make_booster(arguments, world_size), []
     except ValueError as error:
-        _, *faults = str(error).split("\n- ")
-        return None, faults or [str(error)]
+        _, *errors = str(error).split("\n- ")
+        return None, errors or [str(error)]
 
 
-def range_faults(
+def range_errors(
     arguments: argparse.Namespace, lowest: Mapping[str, float], highest: Mapping[str, float]
 ) -> list[str]:
     """Numbers that were given and lie out of their range; what is None is passed over."""
-    faults = []
+    errors = []
     for name, low in lowest.items():
         value, high = getattr(arguments, name), highest.get(name, math.inf)
         if value is not None and not low <= value <= high:
             allowed = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-            faults.append(f"--{name} {value} must be {allowed}")
-    return faults
+            errors.append(f"--{name} {value} must be {allowed}")
+    return errors
 
 
-def batch_faults(arguments: argparse.Namespace, booster: Booster, names: Sequence[str]) -> list[str]:
+def batch_errors(arguments: argparse.Namespace, booster: Booster, names: Sequence[str]) -> list[str]:
     """Why batches of these sizes, of all processes together, cannot be dealt out and cut."""
-    faults = []
+    errors = []
     num_replicas = booster.plugin.data_rank[1]
     is_cut = not isinstance(booster.plugin, TorchDDPPlugin) and arguments.microbatch_size is None
     parts = (arguments.num_microbatches or DEFAULTS["num_microbatches"]) if is_cut else 1
     for name in names:
         size = getattr(arguments, name)
         if size % num_replicas:
-            faults.append(f"--{name} {size} does not divide by {num_replicas} data-parallel ranks")
+            errors.append(f"--{name} {size} does not divide by {num_replicas} data-parallel ranks")
         elif size < num_replicas * parts:
-            faults.append(
+            errors.append(
                 f"--{name} {size} is too small for {num_replicas} data-parallel rank(s) with {parts} microbatches "
                 f"each: use at least {num_replicas * parts}, or fewer --num_microbatches"
             )
-    return faults
+    return errors
 
 
 def max_norm_of(arguments: argparse.Namespace) -> float:
@@ -215,22 +215,22 @@ def max_norm_of(arguments: argparse.Namespace) -> float:
     return DEFAULTS["max_norm"] if arguments.max_norm is None else arguments.max_norm
 
 
-def refuse(faults: Sequence[str]) -> None:
-    """Go on where no rank found a fault. All-gather over the world.
+def refuse(errors: Sequence[str]) -> None:
+    """Go on where no rank found an error. All-gather over the world.
 
     Raises:
-        Refused: there are faults, which the first rank has told.
+        Refused: there are errors, which the first rank has reported.
     """
-    if tell_faults(faults, program=Path(sys.argv[0]).name):
+    if report_errors(errors, program=Path(sys.argv[0]).name):
         raise Refused
 
 
-def tell_faults(faults: Sequence[str], *, program: str) -> bool:
+def report_errors(errors: Sequence[str], *, program: str) -> bool:
     """Return True if any rank found an error; the first rank reports all of them. All-gather over the world."""
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, list(faults))
+    dist.all_gather_object(found, list(errors))
     distinct = dict.fromkeys(itertools.chain.from_iterable(found))
     if dist.get_rank() == 0:
-        for fault in distinct:
-            print(f"{program}: error: {fault}", file=sys.stderr, flush=True)
+        for error in distinct:
+            print(f"{program}: error: {error}", file=sys.stderr, flush=True)
     return bool(distinct)

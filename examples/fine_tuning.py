@@ -12,15 +12,15 @@ import torch.distributed as dist
 from command_line import (
     FirstRankParser,
     add_plugin_options,
-    batch_faults,
-    booster_or_faults,
+    batch_errors,
+    booster_or_errors,
     max_norm_of,
-    range_faults,
+    range_errors,
     refuse,
     refused_options,
 )
-from pretrained import pretrained_faults
-from saving import Saving, add_saving_options, export_model, saving_faults
+from pretrained import pretrained_errors
+from saving import Saving, add_saving_options, export_model, saving_errors
 from torch import nn
 from training import Run, boost, make_optimizer, start, train
 from transformers import PreTrainedTokenizerBase, get_linear_schedule_with_warmup
@@ -95,22 +95,22 @@ def main(fine_tune: FineTune, arguments: argparse.Namespace) -> int:
     return start(run, arguments)
 
 
-def make_booster(arguments: argparse.Namespace, further_faults: Sequence[str] = ()) -> Booster:
+def make_booster(arguments: argparse.Namespace, further_errors: Sequence[str] = ()) -> Booster:
     """The booster that is asked for. All-gather over the world.
 
     Args:
-        further_faults: what the script itself found wrong with its arguments.
+        further_errors: what the script itself found wrong with its arguments.
 
     Raises:
-        Refused: something is wrong with the arguments; all of it was told.
+        Refused: something is wrong with the arguments; all of it was reported.
     """
-    booster, plugin_faults = booster_or_faults(arguments, dist.get_world_size())
-    faults = range_faults(arguments, LOWEST, HIGHEST) + refused_options(arguments)
-    faults += metrics.file_faults(arguments.metrics, arguments.curve) + saving_faults(arguments)
-    faults += [*pretrained_faults(arguments.model_name_or_path), *further_faults, *plugin_faults]
+    booster, plugin_errors = booster_or_errors(arguments, dist.get_world_size())
+    errors = range_errors(arguments, LOWEST, HIGHEST) + refused_options(arguments)
+    errors += metrics.file_errors(arguments.metrics, arguments.curve) + saving_errors(arguments)
+    errors += [*pretrained_errors(arguments.model_name_or_path), *further_errors, *plugin_errors]
     if booster is not None:
-        faults += batch_faults(arguments, booster, ["batch_size"])
-    refuse(faults)
+        errors += batch_errors(arguments, booster, ["batch_size"])
+    refuse(errors)
     assert booster is not None
     return booster
 
@@ -126,7 +126,7 @@ def make_run(
     """The run that trains a model, equal on all ranks, on a data set. Collective over the world.
 
     Raises:
-        Refused: the model cannot be split so, or there is too little data for a batch; the reason was told.
+        Refused: the model cannot be split so, or there is too little data for a batch; the reason was reported.
     """
     plugin = booster.plugin
     loader = plugin.prepare_dataloader(

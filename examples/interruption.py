@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 class Interrupted(Exception):
-    """The run was interrupted, on every rank, and the first one has told what is left of it.
+    """The run was interrupted, on every rank, and the first one has reported what is left of it.
 
     Args:
         number: of the signal.

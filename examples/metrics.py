@@ -101,20 +101,20 @@ class JsonLines:
         self._file.flush()
 
 
-def file_faults(lines: Path | None, curve: Path | None) -> list[str]:
+def file_errors(lines: Path | None, curve: Path | None) -> list[str]:
     """Why these files could not be written at the end; found before training."""
     given = {name: path for name, path in (("metrics", lines), ("curve", curve)) if path is not None}
-    faults = [f"--{name} {path}: {fault}" for name, path in given.items() if (fault := _file_fault(path))]
+    errors = [f"--{name} {path}: {error}" for name, path in given.items() if (error := _file_error(path))]
     if curve is not None and curve.suffix not in PICTURES:
-        faults.append(f"--curve {curve}: the name must end in one of {', '.join(PICTURES)}")
+        errors.append(f"--curve {curve}: the name must end in one of {', '.join(PICTURES)}")
     if curve is not None and importlib.util.find_spec("matplotlib") is None:
-        faults.append(
+        errors.append(
             "--curve needs matplotlib, which is not installed: pip install 'echelon[plot]', or leave --curve out"
         )
-    return faults
+    return errors
 
 
-def _file_fault(path: Path) -> str | None:
+def _file_error(path: Path) -> str | None:
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
     if path.is_dir():

@@ -6,7 +6,7 @@ import urllib.request
 from pathlib import Path
 
 
-def pretrained_faults(name_or_path: str | None) -> list[str]:
+def pretrained_errors(name_or_path: str | None) -> list[str]:
     """Why a model cannot be had: it is no directory here, and the hub cannot be asked for it."""
     if name_or_path is None or Path(name_or_path).is_dir() or hub_is_reachable():
         return []

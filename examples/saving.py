@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch.distributed as dist
-from command_line import plugin_parameters, range_faults, refuse
+from command_line import plugin_parameters, range_errors, refuse
 from interruption import Interrupted, Interruption
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -48,24 +48,24 @@ def add_saving_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def saving_faults(arguments: argparse.Namespace) -> list[str]:
+def saving_errors(arguments: argparse.Namespace) -> list[str]:
     """Why there could be no such checkpoints; found before any work."""
-    faults = range_faults(arguments, {"save_every": 1, "keep_last": 1}, {})
-    faults += folder_faults(arguments, ("save_dir", "save_model"))
+    errors = range_errors(arguments, {"save_every": 1, "keep_last": 1}, {})
+    errors += folder_errors(arguments, ("save_dir", "save_model"))
     if arguments.save_dir is None:
         names = ("save_every", "keep_last", "save_async", "resume")
         needing = [f"--{name}" for name in names if getattr(arguments, name)]
         if needing:
-            faults.append(f"{', '.join(needing)} without --save_dir: give the folder of the checkpoints, too")
+            errors.append(f"{', '.join(needing)} without --save_dir: give the folder of the checkpoints, too")
     elif arguments.resume is None and (there := _steps_seen_in(arguments.save_dir)):
-        faults.append(
+        errors.append(
             f"--save_dir {arguments.save_dir} has checkpoints already, the last one {there[0].name}: give --resume "
             "auto to go on from it, or another folder"
         )
-    return faults
+    return errors
 
 
-def folder_faults(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
+def folder_errors(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
     """Options of these that name a folder that could not be made or written to."""
     paths = {name: getattr(arguments, name) for name in names}
     places = {name: _unwritable(path) for name, path in paths.items() if path is not None}
@@ -77,7 +77,7 @@ def folder_faults(arguments: argparse.Namespace, names: Sequence[str]) -> list[s
 
 
 class NotSaved(Exception):
-    """The run came to its end and its last checkpoint could not be written, which the first rank has told."""
+    """The run came to its end and its last checkpoint could not be written, which the first rank has reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ def resumed_records(load: Callable[..., Resumed | None], saving: Saving, num_ste
         num_steps: of the whole run.
 
     Raises:
-        Refused: there is no such checkpoint, or it is damaged, or of another run; the reason was told.
+        Refused: there is no such checkpoint, or it is damaged, or of another run; the reason was reported.
     """
     if saving.resume is None:
         return []

@@ -89,7 +89,7 @@ def boost(booster: Booster, model: nn.Module, *others: Any, **named: Any) -> tup
     """`booster.boost`, which refuses what only the whole model shows, on every rank alike.
 
     Raises:
-        Refused: the model does not fit the plugin; the reason was told.
+        Refused: the model does not fit the plugin; the reason was reported.
     """
     try:
         return booster.boost(model, *others, **named)
@@ -131,7 +131,7 @@ def train(
 
     Raises:
         NotSaved: all steps were taken, and the last checkpoint was not written.
-        Refused: it cannot go on from what is there; the reason was told.
+        Refused: it cannot go on from what is there; the reason was reported.
         Interrupted: a signal ended the run, which is saved.
     """
     is_first, num_steps = dist.get_rank() == 0, run.num_steps

@@ -20,7 +20,7 @@ class StagePlan:
 
     An encoder-decoder has a plan of its own for the encoder, whose layers come first. All paths are seen from
     the model. Layers are counted over both. A parameter that stands on a module around the layers, and so in no
-    module that has one stage, is held by every stage of them; its gradients are summed as those of a tied one.
+    module that has one stage, is on every stage of them; its gradients are summed as those of a tied one.
 
     Args:
         layers: path of the list of layers. A `*` in it stands for each entry of a list of such lists, which run one

@@ -25,8 +25,8 @@ from echelon.plugins.state import SplitCheckpoints
 
 sys.path.append(str(Path(__file__).parents[1]))  # what the examples share
 import metrics
-from command_line import FirstRankParser, range_faults, refuse
-from saving import Keeper, Saving, add_saving_options, resumed_records, saving_faults
+from command_line import FirstRankParser, range_errors, refuse
+from saving import Keeper, Saving, add_saving_options, resumed_records, saving_errors
 from training import endless, progress_bar, start
 
 NUM_WORDS, NUM_TEST_WORDS = 20000, 500
@@ -58,11 +58,11 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def argument_faults(arguments: argparse.Namespace, world_size: int) -> list[str]:
+def argument_errors(arguments: argparse.Namespace, world_size: int) -> list[str]:
     """All that is wrong with the numbers."""
-    if found := range_faults(arguments, LOWEST, {}):
+    if found := range_errors(arguments, LOWEST, {}):
         return found
-    found += metrics.file_faults(arguments.metrics, None) + saving_faults(arguments)
+    found += metrics.file_errors(arguments.metrics, None) + saving_errors(arguments)
     if world_size % arguments.tp_size:
         found.append(f"--tp_size {arguments.tp_size} does not divide the {world_size} processes")
     elif arguments.batch_size % (world_size // arguments.tp_size):
@@ -155,11 +155,11 @@ def finetune(arguments: argparse.Namespace) -> int:
         The exit status: 0, or 1 where the target is missed.
 
     Raises:
-        Refused: something is wrong with the arguments or with the model for them; all of it was told.
+        Refused: something is wrong with the arguments or with the model for them; all of it was reported.
     """
     began, coordinator = time.monotonic(), DistCoordinator()
     arguments.tp_size = coordinator.world_size if arguments.tp_size is None else arguments.tp_size
-    refuse(argument_faults(arguments, coordinator.world_size))
+    refuse(argument_errors(arguments, coordinator.world_size))
     mesh = ParallelMesh(tp=arguments.tp_size)
     shard_former = ShardFormer(
         ShardConfig(

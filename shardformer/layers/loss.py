@@ -26,16 +26,16 @@ class _VocabParallelCrossEntropy(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_NP: Tensor, labels_N: Tensor, held: VocabRange, group: dist.ProcessGroup
+        ctx: Any, logits_NP: Tensor, labels_N: Tensor, entries: VocabRange, group: dist.ProcessGroup
     ) -> Tensor:
         scores_NP = logits_NP.to(torch.float32, copy=True)
-        scores_NP[:, held.valid :] = -torch.inf
+        scores_NP[:, entries.valid :] = -torch.inf
         maximum_N = scores_NP.amax(-1)
         dist.all_reduce(maximum_N, dist.ReduceOp.MAX, group=group)
         scores_NP -= maximum_N.unsqueeze(-1)
 
-        here_N = (labels_N >= held.first) & (labels_N < held.first + held.valid)
-        index_N = (labels_N - held.first).masked_fill(~here_N, 0)
+        here_N = (labels_N >= entries.first) & (labels_N < entries.first + entries.valid)
+        index_N = (labels_N - entries.first).masked_fill(~here_N, 0)
         label_score_N = scores_NP.gather(-1, index_N.unsqueeze(-1)).squeeze(-1).masked_fill(~here_N, 0.0)
         exponentials_NP = scores_NP.exp_()
         sums_2N = all_reduce(torch.stack([exponentials_NP.sum(-1), label_score_N]), group)
@@ -58,7 +58,7 @@ def vocab_parallel_cross_entropy(
     logits_NP: Tensor,
     labels_N: Tensor,
     *,
-    held: VocabRange,
+    entries: VocabRange,
     group: dist.ProcessGroup,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -70,7 +70,7 @@ def vocab_parallel_cross_entropy(
     Args:
         logits_NP: (N, P/T), this rank's columns.
         labels_N: (N,), equal on all ranks.
-        held: which entries this rank's columns are.
+        entries: those of the vocabulary that this rank's columns are.
         group: the tensor axis.
         ignore_index: the label that counts for nothing.
         reduction: "mean" over the labels that count, "sum" or "none".
@@ -84,12 +84,14 @@ def vocab_parallel_cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r} must be 'mean', 'sum' or 'none'")
     ignored_N = labels_N == ignore_index
-    is_entry_N = ignored_N | ((labels_N >= 0) & (labels_N < held.vocab_size))
+    is_entry_N = ignored_N | ((labels_N >= 0) & (labels_N < entries.vocab_size))
     require_all(
         is_entry_N,
-        lambda: f"label {labels_N[~is_entry_N][0].item()} is outside the vocabulary of {held.vocab_size}",
+        lambda: f"label {labels_N[~is_entry_N][0].item()} is outside the vocabulary of {entries.vocab_size}",
     )
-    losses_N = _VocabParallelCrossEntropy.apply(logits_NP, labels_N, held, group).masked_fill(ignored_N, 0.0)
+    losses_N = _VocabParallelCrossEntropy.apply(logits_NP, labels_N, entries, group).masked_fill(
+        ignored_N, 0.0
+    )
     if reduction == "none":
         return losses_N
     return losses_N.sum() if reduction == "sum" else losses_N.sum() / (~ignored_N).sum()
@@ -151,7 +153,7 @@ def _causal_lm_loss(
     total = vocab_parallel_cross_entropy(
         logits.flatten(0, -2),
         shift_labels.flatten().to(logits.device),
-        held=head.range,
+        entries=head.range,
         group=head.group,
         ignore_index=ignore_index,
         reduction="mean" if num_items_in_batch is None else "sum",

@@ -253,5 +253,5 @@ def test_examples_refuse_folders_that_they_may_not_look_into(tmp_path: Path) -> 
     for path in (tmp_path, tmp_path / "below" / "it"):
         arguments = mock.Mock(save_dir=path, save_model=path, resume=None, save_every=1, keep_last=None)
         with denied(tmp_path):
-            errors = saving.saving_faults(arguments)
+            errors = saving.saving_errors(arguments)
         assert [error.partition(" ")[0] for error in errors] == ["--save_dir", "--save_model"]

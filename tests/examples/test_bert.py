@@ -70,9 +70,9 @@ def test_a_missing_folder_and_a_hub_that_cannot_be_reached_say_what_to_give(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConnectionError, match="hub, which cannot be reached from here: give --data_dir"):
         data.mrpc_from_hub()
-    (fault,) = pretrained.pretrained_faults("some/model")
-    assert "some/model is no directory here, and the Hugging Face hub cannot be reached" in fault
-    assert pretrained.pretrained_faults(str(tmp_path)) == pretrained.pretrained_faults(None) == []
+    (error,) = pretrained.pretrained_errors("some/model")
+    assert "some/model is no directory here, and the Hugging Face hub cannot be reached" in error
+    assert pretrained.pretrained_errors(str(tmp_path)) == pretrained.pretrained_errors(None) == []
 
 
 @pytest.mark.slow

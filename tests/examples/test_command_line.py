@@ -67,8 +67,8 @@ def test_the_help_says_what_the_plugin_says(capsys: pytest.CaptureFixture[str]) 
     ],
 )
 def test_options_that_a_plugin_does_not_take_are_named(words: str, refused: str) -> None:
-    (fault,) = command_line.refused_options(parsed(*words.split()))
-    assert f" does not take {refused}: leave out" in fault
+    (error,) = command_line.refused_options(parsed(*words.split()))
+    assert f" does not take {refused}: leave out" in error
 
 
 def test_only_the_first_process_speaks(

@@ -96,10 +96,10 @@ def test_the_digest_follows_contents_and_settings(files: list[Path]) -> None:
 
 
 def test_the_default_texts_are_bounded_and_always_the_same() -> None:
-    chosen, faults = data.library_files(200_000)
-    assert faults == []
+    chosen, errors = data.library_files(200_000)
+    assert errors == []
     assert 100_000 < sum(path.stat().st_size for path in chosen) <= 200_000
-    assert (chosen, faults) == data.library_files(200_000)
+    assert (chosen, errors) == data.library_files(200_000)
     assert not [path for path in chosen if {"site-packages", "test"} & set(path.parts)]
     assert "fits --max_bytes 1" in data.library_files(1)[1][0]
 
@@ -110,9 +110,9 @@ def test_what_is_wrong_with_files_is_reported_of_all_of_them(tmp_path: Path) -> 
     (tmp_path / "bytes.txt").write_bytes(b"fine\nnot \xff fine\n")
     (tmp_path / "folder").mkdir()
     (tmp_path / "good.txt").write_text("good")
-    _, faults = data.files_of([tmp_path, tmp_path / "nowhere", tmp_path / "folder"])
-    assert len(faults) == 5
-    reported = "\n".join(faults)
+    _, errors = data.files_of([tmp_path, tmp_path / "nowhere", tmp_path / "folder"])
+    assert len(errors) == 5
+    reported = "\n".join(errors)
     assert "marked.txt: the file is empty" in reported
     assert "bytes.txt, line 2: not UTF-8" in reported
     assert "empty.txt: the file is empty" in reported
@@ -141,12 +141,12 @@ def test_every_type_is_built_in_the_size_that_is_asked_for(model_type: str) -> N
     assert torch.equal(first, second)  # without dropout
     assert first.item() == pytest.approx(math.log(300), abs=0.5)
     assert model.get_input_embeddings().weight.shape == (300, 128)
-    assert models.split_faults(config, tp_size=2, num_stages=2) == []
+    assert models.layout_errors(config, tp_size=2, num_stages=2) == []
 
 
 def test_a_model_that_cannot_be_split_is_refused_without_its_weights() -> None:
     config = models.sized_config("llama", "7b", vocabulary=300, sequence_length=16)
-    layers, *widths = models.split_faults(config, tp_size=3, num_stages=33)
+    layers, *widths = models.layout_errors(config, tp_size=3, num_stages=33)
     assert "32 layers and the pipeline 33 stages" in layers
     assert any("11008 entries along dim 0 are not divisible by 3 ranks" in width for width in widths)
 
@@ -182,7 +182,7 @@ def test_all_bad_arguments_are_reported_at_once(pool: Pool, tmp_path: Path) -> N
         *("--gradient_checkpoint_ratio", "1.5", "--cache_dir", str(tmp_path / "file" / "texts")),
         status=2,
     )
-    for fault in (
+    for error in (
         "nowhere: there is no such file",
         "--data and --max_bytes exclude each other",
         "--steps 0 must be at least 1",
@@ -195,7 +195,7 @@ def test_all_bad_arguments_are_reported_at_once(pool: Pool, tmp_path: Path) -> N
         "file is no folder that can be written to",
         "1.5 must be",  # not by the plugin's name too
     ):
-        assert reported.count(fault) == 1, fault
+        assert reported.count(error) == 1, error
 
 
 def test_one_rank_reports_what_is_wrong_with_a_layout(pool: Pool) -> None:
@@ -226,10 +226,10 @@ def test_one_rank_reports_what_is_wrong_with_a_layout(pool: Pool) -> None:
 def test_a_config_that_does_not_fit_is_refused(tmp_path: Path, settings: dict, reported: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(settings))
-    config, faults = models.config_from_file(path, None)
+    config, errors = models.config_from_file(path, None)
     if config is not None:
-        faults = models.config_faults(config, sequence_length=16, vocabulary=300)
-    assert [reported in fault for fault in faults] == [True]
+        errors = models.config_errors(config, sequence_length=16, vocabulary=300)
+    assert [reported in error for error in errors] == [True]
 
 
 @pytest.mark.slow

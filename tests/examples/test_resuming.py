@@ -84,8 +84,8 @@ def test_a_run_that_had_ended_says_so_and_another_one_is_refused(make: Make, tmp
     assert again.splitlines()[-1].rpartition(" ")[0] == first.splitlines()[-1].rpartition(" ")[0]
     assert trial.metrics.read_text() == expected
     reported = trial.run(1, "--steps", "1", "--lr", "1", "--weight_decay", "0.5", "--max_norm", "3", status=2)
-    for fault in ("--lr is 1.0 here, and ", "was saved with 0.003: give", "--weight_decay is 0.5 here"):
-        assert reported.count(fault) == 1, reported
+    for error in ("--lr is 1.0 here, and ", "was saved with 0.003: give", "--weight_decay is 0.5 here"):
+        assert reported.count(error) == 1, reported
     assert trial.metrics.read_text() == expected
     assert "there is no checkpoint" in trial.run(1, "--steps", "1", "--resume", "2", status=2)
     read = AutoModelForCausalLM.from_pretrained(model)
@@ -124,22 +124,22 @@ def options(*words: str) -> argparse.Namespace:
 
 
 def test_options_that_make_no_sense_are_reported_before_any_work(tmp_path: Path) -> None:
-    (fault,) = saving.saving_faults(options("--save_every", "5", "--save_async", "--resume", "auto"))
-    assert fault.startswith("--save_every, --save_async, --resume without --save_dir")
+    (error,) = saving.saving_errors(options("--save_every", "5", "--save_async", "--resume", "auto"))
+    assert error.startswith("--save_every, --save_async, --resume without --save_dir")
     (tmp_path / "file").touch()
     words = ("--save_dir", str(tmp_path / "file" / "below"), "--save_model", str(tmp_path / "file"))
-    faults = saving.saving_faults(options(*words, "--save_every", "0", "--keep_last", "0"))
-    assert [fault.partition(" ")[0] for fault in faults] == [
+    errors = saving.saving_errors(options(*words, "--save_every", "0", "--keep_last", "0"))
+    assert [error.partition(" ")[0] for error in errors] == [
         "--save_every",
         "--keep_last",
         "--save_dir",
         "--save_model",
     ]
     (tmp_path / "step-00000007").mkdir()
-    (fault,) = saving.saving_faults(options("--save_dir", str(tmp_path)))
-    assert "has checkpoints already, the last one step-00000007: give --resume auto" in fault
+    (error,) = saving.saving_errors(options("--save_dir", str(tmp_path)))
+    assert "has checkpoints already, the last one step-00000007: give --resume auto" in error
     assert (
-        saving.saving_faults(options("--save_dir", str(tmp_path / "new" / "folder"), "--resume", "3")) == []
+        saving.saving_errors(options("--save_dir", str(tmp_path / "new" / "folder"), "--resume", "3")) == []
     )
     assert (options("--resume", "none").resume, options("--resume", "12").resume) == (None, 12)
 

@@ -67,9 +67,9 @@ def test_losses_and_norms_are_those_of_one_process(
 
 def test_all_bad_arguments_are_reported_at_once(pool: Pool) -> None:
     reported = run(pool, SCRIPT, "--tp_size", "2", "--key_value_heads", "3", "--length", "2", status=2)
-    for fault in (
+    for error in (
         "--tp_size 2 does not divide the 1 processes",
         "--key_value_heads 3 does not divide 4 heads",
         "--length 2 makes too few words",
     ):
-        assert reported.count(fault) == 1, fault
+        assert reported.count(error) == 1, error

@@ -118,13 +118,13 @@ def test_what_cannot_be_made_is_reported_by_one_rank(pool: Pool) -> None:
     words = ("--longest", "2", "--num_test", "100", "--num_train", "262", "--lr", "-1", "--batch_size", "5")
     (status, reported), *others = pool.run(2, run_here, SCRIPT, *words, "--tp_size", "1", "--pp_size", "1")
     assert (status, others) == (2, [(2, "")])
-    for fault in (
+    for error in (
         "--num_train 262 can be at most 261 with --longest 2",
         "--num_test 100 can be at most 39 with --longest 2",
         "--lr -1.0 must be at least 0",
         "--batch_size 5 does not divide by 2 data-parallel ranks",
     ):
-        assert reported.count(fault) == 1, fault
+        assert reported.count(error) == 1, error
 
 
 def test_the_first_steps_of_tp2_pp2_are_those_of_one_process(pool: Pool, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ LAYOUTS = {
     "pp2zbh1": (2, f"{FP32} --tp_size 1 --pp_size 2 --pp_style zbh1"),
     "ddp2": (2, "--plugin torch_ddp"),
 }
-needs_digits = pytest.mark.skipif(bool(digits.faults()), reason="scikit-learn is not installed")
+needs_digits = pytest.mark.skipif(bool(digits.errors()), reason="scikit-learn is not installed")
 
 
 @needs_digits
@@ -64,14 +64,14 @@ def test_all_that_is_wrong_is_reported_at_once_by_one_rank(pool: Pool) -> None:
     words = ("--epochs", "0", "--dropout", "2", "--precision", "fp8", "--metrics", "/nowhere/log.jsonl")
     (status, reported), *others = pool.run(2, without_scikit_learn, *words)
     assert (status, others) == (2, [(2, "")])
-    for fault in (
+    for error in (
         "digits come with scikit-learn, which is not installed: pip install scikit-learn",
         "--epochs 0 must be at least 1",
         "--dropout 2.0 must be from 0 to 1",
         "precision='fp8'",
         "there is no folder /nowhere",
     ):
-        assert reported.count(fault) == 1, fault
+        assert reported.count(error) == 1, error
 
 
 @needs_digits

@@ -74,7 +74,7 @@ def check(
     local.requires_grad_()
     expected = F.cross_entropy(whole.float(), labels, **settings)
     before = local.detach().clone()
-    found = vocab_parallel_cross_entropy(local, labels, held=held, group=dist.group.WORLD, **settings)
+    found = vocab_parallel_cross_entropy(local, labels, entries=held, group=dist.group.WORLD, **settings)
     assert torch.equal(local, before), "the logits were written to"
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6 * max(1, scale), equal_nan=True)
@@ -125,7 +125,9 @@ def check_local(
     if overflows:
         local[0, 0] = torch.inf
     local.requires_grad_()
-    return local, vocab_parallel_cross_entropy(local, labels, held=held, group=dist.group.WORLD, **settings)
+    return local, vocab_parallel_cross_entropy(
+        local, labels, entries=held, group=dist.group.WORLD, **settings
+    )
 
 
 def causal_losses() -> None:

@@ -16,7 +16,7 @@ HIGHEST_VALUE = 16.0  # of a pixel; the lowest is 0
 Sample = dict[str, Tensor]
 
 
-def faults() -> list[str]:
+def errors() -> list[str]:
     """Why there are no digits: scikit-learn is not installed."""
     if importlib.util.find_spec("sklearn") is not None:
         return []

@@ -80,7 +80,7 @@ def figures_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 def fine_tune(arguments: argparse.Namespace) -> dict[str, float]:
     """Train and evaluate; what the last evaluation finds."""
-    booster = fine_tuning.make_booster(arguments, digits.faults())
+    booster = fine_tuning.make_booster(arguments, digits.errors())
     model = make_model(arguments)
     trained, tested = digits.splits(side=model.config.image_size, num_channels=model.config.num_channels)
     run = fine_tuning.make_run(arguments, booster, model, trained)

@@ -86,16 +86,16 @@ class Recipe:
 def files_of(paths: Sequence[Path]) -> tuple[tuple[Path, ...], list[str]]:
     """The files in the order given, a folder's *.txt sorted, and what is wrong with them."""
     files: list[Path] = []
-    faults: list[str] = []
+    errors: list[str] = []
     for path in paths:
         found = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
         if not found:
-            faults.append(f"--data {path}: the folder has no *.txt below it: name its files")
+            errors.append(f"--data {path}: the folder has no *.txt below it: name its files")
         files += found
-    return tuple(files), faults + [fault for path in files for fault in file_faults(path)]
+    return tuple(files), errors + [error for path in files for error in file_errors(path)]
 
 
-def file_faults(path: Path) -> list[str]:
+def file_errors(path: Path) -> list[str]:
     """Why this is no text to train on."""
     if not path.is_file():
         return [f"--data {path}: there is no such file"]
@@ -105,14 +105,14 @@ def file_faults(path: Path) -> list[str]:
                 return [f"--data {path}: the file is empty"]
             file.seek(0)
             for number, line in enumerate(file, start=1):  # b"\n" is a part of no other character
-                if fault := decoding_fault(line):
-                    return [f"--data {path}, line {number}: not UTF-8: {fault}"]
+                if wrong := decoding_error(line):
+                    return [f"--data {path}, line {number}: not UTF-8: {wrong}"]
     except OSError as error:
         return [f"--data {path}: cannot be read: {error.strerror}"]
     return []
 
 
-def decoding_fault(line: bytes) -> str | None:
+def decoding_error(line: bytes) -> str | None:
     """Why this is not UTF-8, or None."""
     try:
         line.decode()
@@ -136,7 +136,7 @@ def library_files(max_bytes: int = MAX_BYTES) -> tuple[tuple[Path, ...], list[st
     total = 0
     for path in (root / name for name in names):
         size = path.stat().st_size
-        if total + size <= max_bytes and not file_faults(path):
+        if total + size <= max_bytes and not file_errors(path):
             files.append(path)
             total += size
     if not files:

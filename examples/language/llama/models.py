@@ -114,18 +114,18 @@ def config_from_file(path: Path, model_type: str | None) -> tuple[PretrainedConf
         return None, [f"--config {path}: transformers does not take it: {error}"]
 
 
-def config_faults(config: PretrainedConfig, *, sequence_length: int, vocabulary: int) -> list[str]:
+def config_errors(config: PretrainedConfig, *, sequence_length: int, vocabulary: int) -> list[str]:
     """Why a model of this config cannot read these sequences."""
-    faults = []
+    errors = []
     longest = getattr(config, "max_position_embeddings", sequence_length)
     if sequence_length > longest:
-        faults.append(f"--sequence_length {sequence_length} is more than the config's {longest} positions")
+        errors.append(f"--sequence_length {sequence_length} is more than the config's {longest} positions")
     if vocabulary > config.vocab_size:
-        faults.append(f"--vocab_size {vocabulary} is more than the config's vocab_size {config.vocab_size}")
-    return faults
+        errors.append(f"--vocab_size {vocabulary} is more than the config's vocab_size {config.vocab_size}")
+    return errors
 
 
-def split_faults(config: PretrainedConfig, *, tp_size: int, num_stages: int) -> list[str]:
+def layout_errors(config: PretrainedConfig, *, tp_size: int, num_stages: int) -> list[str]:
     """Why a model of this config cannot be built or split so; known without its weights."""
     try:
         with torch.device("meta"):

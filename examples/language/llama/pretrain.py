@@ -41,14 +41,14 @@ import models
 from command_line import (
     FirstRankParser,
     add_plugin_options,
-    batch_faults,
-    booster_or_faults,
+    batch_errors,
+    booster_or_errors,
     max_norm_of,
-    range_faults,
+    range_errors,
     refuse,
     refused_options,
 )
-from saving import Record, Saving, add_saving_options, export_model, folder_faults, saving_faults
+from saving import Record, Saving, add_saving_options, export_model, folder_errors, saving_errors
 from train_step import on_device_of
 from training import Run, boost, make_optimizer, start, train
 
@@ -117,11 +117,11 @@ def value_errors(arguments: argparse.Namespace) -> list[str]:
         "gradient_checkpoint_ratio": 0,
     }
     highest = dict.fromkeys(("warmup_fraction", "min_lr_fraction", "gradient_checkpoint_ratio"), 1)
-    faults = range_faults(arguments, lowest, highest)
+    errors = range_errors(arguments, lowest, highest)
     for first, second in (("steps", "epochs"), ("size", "config"), ("data", "max_bytes")):
         if getattr(arguments, first) is not None and getattr(arguments, second) is not None:
-            faults.append(f"--{first} and --{second} exclude each other: give one")
-    return faults
+            errors.append(f"--{first} and --{second} exclude each other: give one")
+    return errors
 
 
 def chosen_config(arguments: argparse.Namespace) -> tuple[PretrainedConfig | None, int, list[str]]:
@@ -135,14 +135,14 @@ def chosen_config(arguments: argparse.Namespace) -> tuple[PretrainedConfig | Non
             sequence_length=arguments.sequence_length,
         )
         return config, vocabulary, []
-    config, faults = models.config_from_file(arguments.config, arguments.model_type)
+    config, errors = models.config_from_file(arguments.config, arguments.model_type)
     if config is None:
-        return None, 0, faults
+        return None, 0, errors
     vocabulary = arguments.vocab_size or config.vocab_size
     return (
         config,
         vocabulary,
-        models.config_faults(config, sequence_length=arguments.sequence_length, vocabulary=vocabulary),
+        models.config_errors(config, sequence_length=arguments.sequence_length, vocabulary=vocabulary),
     )
 
 
@@ -159,26 +159,26 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     """All that is asked for. All-gather.
 
     Raises:
-        Refused: something is wrong with it; all of it was told.
+        Refused: something is wrong with it; all of it was reported.
     """
-    faults = value_errors(arguments) + refused_options(arguments)
-    faults += metrics.file_faults(arguments.metrics, arguments.curve) + saving_faults(arguments)
-    faults += folder_faults(arguments, ("cache_dir",))
+    errors = value_errors(arguments) + refused_options(arguments)
+    errors += metrics.file_errors(arguments.metrics, arguments.curve) + saving_errors(arguments)
+    errors += folder_errors(arguments, ("cache_dir",))
     if arguments.data is None:
-        files, file_faults = texts.library_files(arguments.max_bytes or texts.MAX_BYTES)
+        files, file_errors = texts.library_files(arguments.max_bytes or texts.MAX_BYTES)
     else:
-        files, file_faults = texts.files_of(arguments.data)
-    config, vocabulary, config_faults = chosen_config(arguments)
-    booster, plugin_faults = booster_or_faults(arguments, dist.get_world_size())
-    faults += file_faults + config_faults + plugin_faults
+        files, file_errors = texts.files_of(arguments.data)
+    config, vocabulary, config_errors = chosen_config(arguments)
+    booster, plugin_errors = booster_or_errors(arguments, dist.get_world_size())
+    errors += file_errors + config_errors + plugin_errors
     if booster is not None:
-        faults += batch_faults(arguments, booster, ["batch_size", "eval_batch_size"])
+        errors += batch_errors(arguments, booster, ["batch_size", "eval_batch_size"])
         if config is not None:
             plugin = booster.plugin
             is_cut = isinstance(plugin, HybridParallelPlugin)
             num_stages = plugin.stage_manager.num_stages if is_cut else 1
-            faults += models.split_faults(config, tp_size=plugin.tp_size, num_stages=num_stages)
-    refuse(faults)
+            errors += models.layout_errors(config, tp_size=plugin.tp_size, num_stages=num_stages)
+    refuse(errors)
     assert booster is not None and config is not None
     recipe = texts.Recipe(files=files, vocabulary=vocabulary, sequence_length=arguments.sequence_length)
     return Plan(booster=booster, config=config, recipe=recipe)
@@ -209,12 +209,12 @@ def packed_texts(recipe: texts.Recipe, folder: Path) -> Path:
     """
     digests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, recipe.digest())
-    faults = [
+    errors = [
         f"the texts on rank {rank}, or its versions of datasets and tokenizers, differ from those on rank 0"
         for rank, digest in enumerate(digests)
         if digest != digests[0]
     ]
-    refuse(faults)
+    refuse(errors)
     place = folder / digests[0]
     with DistCoordinator().priority_execution():
         texts.prepare(recipe, place)
@@ -305,7 +305,7 @@ def train_and_judge(
         place: of the packed texts.
 
     Raises:
-        Refused, Interrupted, NotSaved: the model does not fit the plugin, and see `train`; the reason was told.
+        Refused, Interrupted, NotSaved: the model does not fit the plugin, and see `train`; the reason was reported.
     """
     optimizer = make_optimizer(model, lr=arguments.lr, weight_decay=arguments.weight_decay, betas=(0.9, 0.95))
     scheduler = models.make_scheduler(
@@ -351,8 +351,8 @@ def pretrain(arguments: argparse.Namespace) -> int:
     with folder_of_texts(arguments.cache_dir) as folder:
         place = packed_texts(plan.recipe, folder)
         facts = texts.facts_of(place)
-        num_steps, faults = number_of_steps(arguments, facts.sequences)
-        refuse(faults)
+        num_steps, errors = number_of_steps(arguments, facts.sequences)
+        refuse(errors)
         model = make_model(arguments, plan)
         coordinator.print_on_master(
             f"{facts.documents} documents, {facts.tokens} tokens of {facts.vocabulary}, {facts.sequences} sequences, "

@@ -21,7 +21,7 @@ from echelon import Booster, DistCoordinator
 sys.path.append(str(Path(__file__).parents[2]))  # what all examples share
 import fine_tuning
 import tasks
-from command_line import range_faults
+from command_line import range_errors
 from decoding import greedy_answers
 from evaluation import outputs_of, sums_over
 
@@ -40,10 +40,10 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def task_faults(arguments: argparse.Namespace) -> list[str]:
+def task_errors(arguments: argparse.Namespace) -> list[str]:
     """Why there are no such texts."""
-    if faults := range_faults(arguments, LOWEST, {}):
-        return faults
+    if errors := range_errors(arguments, LOWEST, {}):
+        return errors
     there_are = tasks.number_of_texts(arguments.longest)
     return [
         f"--{name} {getattr(arguments, name)} can be at most {most} with --longest {arguments.longest}"
@@ -157,7 +157,7 @@ def show_answers(
 
 def fine_tune(arguments: argparse.Namespace) -> dict[str, float]:
     """Train and evaluate; what the last evaluation finds."""
-    booster = fine_tuning.make_booster(arguments, task_faults(arguments))
+    booster = fine_tuning.make_booster(arguments, task_errors(arguments))
     tokenizer = make_tokenizer(arguments)
     trained, tested = tasks.make_pairs(
         num_train=arguments.num_train,
