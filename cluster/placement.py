@@ -126,7 +126,7 @@ class Shard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shared:
+class PartialGrad:
     """Whole and equal on the ranks of the tensor axis, but each computes a part of its gradient.
 
     For what is used between split activations: a per-head norm inside attention, a router.
@@ -135,7 +135,7 @@ class Shared:
     size: int
 
 
-Placement = Shard | Shared
+Placement = Shard | PartialGrad
 
 
 def place(parameter: Parameter, placement: Placement, rank: int) -> None:

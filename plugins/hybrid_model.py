@@ -16,7 +16,7 @@ from ..cluster.errors import raise_errors
 from ..cluster.failures import meet_all_ranks, naming_failures
 from ..cluster.hooks import own
 from ..cluster.mesh import ParallelMesh
-from ..cluster.placement import Placement, Shard, Shared, is_primary, placement_of
+from ..cluster.placement import PartialGrad, Placement, Shard, is_primary, placement_of
 from ..cluster.ring import Rings
 from ..lazy import materialize
 from ..pipeline.stage import argument, refuse_direct_calls, takes, without_cache
@@ -229,7 +229,7 @@ def managed_parameters(
 
 def _partial_groups(placement: Placement | None, mesh: ParallelMesh) -> list[dist.ProcessGroup]:
     """The groups over which a parameter's gradient is in parts. Collective where replicas form groups."""
-    if isinstance(placement, Shared):
+    if isinstance(placement, PartialGrad):
         return [mesh.group("tp")]
     if isinstance(placement, Shard) and placement.replicas > 1:
         parts = [

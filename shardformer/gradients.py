@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from ..cluster.collectives import all_gather, all_reduce
-from ..cluster.placement import Shard, Shared, is_primary, placement_of
+from ..cluster.placement import PartialGrad, Shard, is_primary, placement_of
 from ..pipeline.stage import local_stages
 
 _AXES = "_echelon_axes"
@@ -116,7 +116,7 @@ class DataAverage:
 def _num_parts(parameter: Parameter) -> int:
     """Number of neighbouring ranks of the tensor axis that have a part each of a parameter's gradient."""
     placement = placement_of(parameter)
-    if isinstance(placement, Shared):
+    if isinstance(placement, PartialGrad):
         return placement.size
     return placement.replicas if isinstance(placement, Shard) else 1
 

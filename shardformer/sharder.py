@@ -144,9 +144,9 @@ class ModelSharder:
         Returns:
             The parameters that several stages hold: for each, its tensor by stage.
         """
-        shared = self.cut_stages()
+        ties = self.cut_stages()
         self.split_layers()
-        return shared
+        return ties
 
     def cut_stages(self, device: torch.device | None = None) -> list[dict[int, Tensor]]:
         """Release all layers that are not of this rank's stages; see `shard`.
@@ -155,7 +155,7 @@ class ModelSharder:
             device: where the model will compute, if it is to be moved there next; None is where it is.
         """
         self.model = self.policy.preprocess()
-        shared = self.policy.get_shared_params()
+        ties = self.policy.get_shared_params()
         self._last_layer = self._sharded_layer()
         self._classes = _replace_class(self.model, self.policy)
         manager, plan = self.shard_config.pipeline_stage_manager, self.policy.stage_plan()
@@ -164,7 +164,7 @@ class ModelSharder:
                 plan = reckoning(plan)
             bounds = self.policy.stage_bounds()
             cut_stages(self.model, plan, stages=manager.stages, bounds=bounds, device=device)
-        return shared
+        return ties
 
     def split_layers(self) -> None:
         """Shard the sequences within the local layers, and their weights over the tensor axis; after `cut_stages`."""

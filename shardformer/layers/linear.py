@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from transformers.pytorch_utils import Conv1D
 
 from ...cluster.collectives import copy_beside, gather_from, gather_to, reduce_from, scatter_to
-from ...cluster.placement import Shared, place
+from ...cluster.placement import PartialGrad, place
 from ...cluster.random import SplitRandom
 from ...pipeline.weight_gradients import WeightGradients
 from .deferred_linear import Deferral, LaterProduct, Regather, linear
@@ -266,7 +266,7 @@ class Linear1D_Row(_SplitLinear):
         )
         place(self.weight, shard, process_group.rank())
         if self.bias is not None and sequence is not None:
-            place(self.bias, Shared(size=process_group.size()), process_group.rank())
+            place(self.bias, PartialGrad(size=process_group.size()), process_group.rank())
 
     def forward(self, x_BSI: Tensor) -> Tensor:
         """(B, S, I/T) in, or (B, S, I) with `split_input`; (B, S, O) out, equal on all ranks, or a part of S."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
-from ...cluster.placement import Shard, Shared, place, placement_of
+from ...cluster.placement import PartialGrad, Shard, place, placement_of
 from ...cluster.random import SplitRandom
 from .linear import Linear1D_Col, Linear1D_Row, SharedKeyValueLinear1D_Col
 from .parallel_module import is_of_peft
@@ -105,7 +105,7 @@ def _split_outputs(
     for name, native in list(module.lora_B.items()):
         module.lora_B[name] = kind(native, group, **kwargs)
         if not base.reduce_input_gradient:
-            place(module.lora_A[name].weight, Shared(size=group.size()), group.rank())
+            place(module.lora_A[name].weight, PartialGrad(size=group.size()), group.rank())
         if split_random is not None:
             _draw_alike(module.lora_dropout[name], split_random)
 
@@ -117,7 +117,7 @@ def _split_inputs(module: Any, base: Linear1D_Row, group: dist.ProcessGroup) -> 
         module.lora_A[name] = Linear1D_Row(native, group, sequence=base.sequence, **sizes)
         if base.sequence is not None:  # B computes on this rank's part of the sequence alone
             for parameter in module.lora_B[name].parameters():
-                place(parameter, Shared(size=group.size()), group.rank())
+                place(parameter, PartialGrad(size=group.size()), group.rank())
         if isinstance(module.lora_dropout[name], nn.Dropout):  # identity draws nothing
             SplitRandom(group.rank(), device).around(module.lora_dropout[name])
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...cluster.collectives import reduce_from
-from ...cluster.placement import Shared, place
+from ...cluster.placement import PartialGrad, place
 from ...cluster.random import SplitRandom
 from .linear import Linear1D_Col, ProductLayer, enter
 from .parallel_module import change_inputs, first_tensor, shard_of
@@ -143,9 +143,9 @@ class PartialGradient:
     def from_native_module(
         module: nn.Module, process_group: dist.ProcessGroup, *, name: str | None = None
     ) -> nn.Module:
-        """Place the module's parameters, or the one of this name alone, as `Shared`; the module stays as it is."""
+        """Place the module's parameters, or the one of this name alone, as `PartialGrad`; the module stays as it is."""
         for parameter in module.parameters() if name is None else [module.get_parameter(name)]:
-            place(parameter, Shared(size=process_group.size()), process_group.rank())
+            place(parameter, PartialGrad(size=process_group.size()), process_group.rank())
         return module
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from echelon.cluster.placement import Placement, Shard, Shared, place, placement_of
+from echelon.cluster.placement import PartialGrad, Placement, Shard, place, placement_of
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
@@ -105,7 +105,7 @@ def test_placing_cuts_the_parameter_in_place() -> None:
     assert placement_of(parameter) == Shard(size=2, dim=0, blocks=(6,))
 
 
-@pytest.mark.parametrize("other", [Shard(size=2, dim=1, blocks=(4,)), Shared(size=2)])
+@pytest.mark.parametrize("other", [Shard(size=2, dim=1, blocks=(4,)), PartialGrad(size=2)])
 def test_a_tied_parameter_with_two_placements_is_an_error(other: Placement) -> None:
     parameter = Parameter(torch.zeros(4, 4))
     place(parameter, Shard(size=2, dim=0, blocks=(4,)), 0)
@@ -116,6 +116,6 @@ def test_a_tied_parameter_with_two_placements_is_an_error(other: Placement) -> N
 def test_a_shared_parameter_stays_whole() -> None:
     parameter = Parameter(torch.arange(4.0))
     assert placement_of(parameter) is None
-    place(parameter, Shared(size=2), 1)
+    place(parameter, PartialGrad(size=2), 1)
     assert parameter.tolist() == [0, 1, 2, 3]
-    assert placement_of(parameter) == Shared(size=2)
+    assert placement_of(parameter) == PartialGrad(size=2)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon import Booster, HybridParallelPlugin, ShardConfig, ShardFormer, shard_model
-from echelon.cluster.placement import Shard, Shared, placement_of
+from echelon.cluster.placement import PartialGrad, Shard, placement_of
 from echelon.shardformer.layers import Linear1D_Col, VocabParallelLMHead1D
 
 from ..pool import Pool
@@ -79,7 +79,7 @@ def require_split(model: Any) -> None:
     for name, parameter in block.named_parameters():
         placement = placement_of(parameter)
         if "query_norm" in name or "key_norm" in name:
-            assert isinstance(placement, Shared), name
+            assert isinstance(placement, PartialGrad), name
         elif "_norm" in name or name in ("attention.out.bias", "mlp.down.bias"):
             assert placement is None, name
         else:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from echelon.cluster.collectives import all_gather
-from echelon.cluster.placement import Shard, Shared, placement_of
+from echelon.cluster.placement import PartialGrad, Shard, placement_of
 from echelon.shardformer import ModelSharder, ShardConfig, policy_for
 
 # No number of ranks divides it, and with padding to a multiple of 8 per rank all ranks hold some of it.
@@ -161,7 +161,7 @@ def whole_of(parameter: Parameter, *, gradient: bool, name: str = "") -> Tensor:
         require_equal_on_ranks(tensor, name)
         return tensor
     all_pieces = pieces(tensor)
-    if isinstance(placement, Shared):
+    if isinstance(placement, PartialGrad):
         return torch.stack(all_pieces).sum(0) if gradient else tensor
     if not gradient:
         return placement.whole(all_pieces)
