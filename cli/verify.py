@@ -5,6 +5,7 @@ torch is imported inside functions: help is answered without it.
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -135,11 +136,8 @@ def layout_of(options: Mapping[str, Any]) -> "Layout":
     from ..verify.layout import Layout
 
     sequence = options["sp_mode"] or ("all_to_all" if options["sp"] > 1 else None)
-    same = ("tp", "pp", "dp", "sp", "wp", "zero", "precision", "schedule", "chunks", "microbatches")
-    return Layout(
-        **{name: options[name] for name in (*same, "max_norm", "recompute")},
-        sequence=sequence,
-    )
+    same = {each.name: options[each.name] for each in fields(Layout) if each.name in options}
+    return Layout(**same, sequence=sequence)
 
 
 def part_errors(choice: "ModelChoice", parts: Sequence["Part"]) -> list[str]:

@@ -19,7 +19,7 @@ AXES = ("pp", "dp", "sp", "tp")
 # An axis that joins others: the ranks that add to the gradients of the same parameters.
 JOINED = {"data": ("dp", "sp")}
 # Axes of so many neighbours of "data" each. A placement may name one: ZeRO then has the rest of "data" for replicas.
-PARTS_OF_DATA = ("weight",)
+PARTS_OF_DATA = ("wp",)
 _PATIENCE = timedelta(hours=6)
 
 
@@ -89,7 +89,7 @@ def torch_mesh(device_type: str, shape: tuple[int, ...], dims: tuple[str, ...]) 
 class ParallelMesh:
     """All ranks of the default group arranged as pp × dp × sp × tp, tp innermost.
 
-    Derived axes: "data" is dp and sp together, the ranks whose gradients are averaged. "weight", where wp > 1, is so
+    Derived axes: "data" is dp and sp together, the ranks whose gradients are averaged. "wp", where it is above 1, is so
     many neighbours of it, over which the weights of linear layers are sharded.
 
     Building it is collective over the world: every rank calls it with the same sizes. Groups are made here
@@ -98,7 +98,7 @@ class ParallelMesh:
     Args:
         pp, sp, tp: sizes of the pipeline, sequence and tensor axes.
         dp: the number of replicas; None takes what the world size leaves.
-        wp: size of the weight axis; it divides dp * sp.
+        wp: size of the axis "wp"; it divides dp * sp.
 
     Raises:
         ValueError: the sizes do not multiply to the world size.
@@ -152,7 +152,7 @@ class ParallelMesh:
     def group(self, axis: str) -> dist.ProcessGroup:
         """The ranks that differ from this one in `axis` alone, in the order of their coordinates.
 
-        There is none for "weight" where wp is 1.
+        There is none for a part of "data" of one rank.
         """
         group = self._groups[self._simplest(axis), 0]
         assert group is not None  # every rank is in one
@@ -162,8 +162,8 @@ class ParallelMesh:
         """The world's ranks of `group(axis)`, by coordinate."""
         return dist.get_process_group_ranks(self.group(axis))
 
-    def model_ranks(self) -> list[int]:
-        """The world's ranks that compute one replica, on this rank's stage: axes sp and tp."""
+    def replica_stage_ranks(self) -> list[int]:
+        """Those of `replica_ranks` that compute the same stage as this one: axes sp and tp."""
         return _line_of(self.global_rank, self._along("sp", "tp"))
 
     def replica_ranks(self) -> list[int]:

@@ -38,7 +38,7 @@ class Shard:
             gradient is partial on each of them.
         stretches: how many equal stretches the whole has, each with an equal part of `blocks`; a stretch is cut over
             its own neighbouring ranks alone (the heads that share a key-value head). 1 cuts over all ranks.
-        axis: of the mesh: "tp", or "weight" for what is whole wherever it is used.
+        axis: of the mesh: "tp", or a part of "data" ("wp"), over which the parameter is gathered before each use.
     """
 
     size: int
@@ -154,6 +154,14 @@ def place(parameter: Parameter, placement: Placement, rank: int) -> None:
     if isinstance(placement, Shard):
         parameter.data = placement.local(parameter.data, rank)
     setattr(parameter, _ATTRIBUTE, placement)
+
+
+def num_parts(parameter: Tensor) -> int:
+    """The number of neighbouring ranks of the tensor axis that compute a part each of a parameter's gradient."""
+    placement = placement_of(parameter)
+    if isinstance(placement, PartialGrad):
+        return placement.size
+    return 1 if placement is None else placement.replicas
 
 
 def is_primary(parameter: Tensor, rank: int) -> bool:

@@ -136,7 +136,7 @@ class ScheduleRun:
         # own memory is free once it was sent.
         self._received: dict[_Place, list[Tensor]] = {}
         self._edges: dict[_Place, list[GradientEdge | None]] = {}
-        self._graphs: dict[_Place, Tensor] = {}
+        self._loss_graphs: dict[_Place, Tensor] = {}
         # Until the end, by microbatch:
         self._keys: dict[int, Hashable] = {}
         self._losses: dict[int, Tensor] = {}
@@ -211,7 +211,7 @@ class ScheduleRun:
         place = action.place
         if self.stages[action.stage].is_last:
             self._begin()
-            loss = self.scale(self._graphs.pop(place))
+            loss = self.scale(self._loss_graphs.pop(place))
             _differentiate([loss], [torch.ones_like(loss)])
         else:
             gradients = _arrived(self._gradients.pop((action.stage + 1, action.microbatch)))
@@ -310,7 +310,7 @@ class ScheduleRun:
             self._weights[microbatch] = torch.as_tensor(given, dtype=dtype, device=loss.device).detach()
         self._losses[microbatch] = loss.detach()
         if self._trains:
-            self._graphs[action.place] = loss
+            self._loss_graphs[action.place] = loss
 
     def _key(self, action: Action) -> Hashable:
         """Decides the shapes of a transfer, known on both ends; evaluation may differ from training."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..cluster.agree import batch_hash, broadcast_object, differing_ranks, gather_integers
 from ..cluster.errors import raise_errors
 from ..cluster.failures import meet_all_ranks, rename_call
-from ..cluster.mesh import ParallelMesh
+from ..cluster.mesh import PARTS_OF_DATA, ParallelMesh
 from ..cluster.random import ForwardRandom
 from ..cluster.step_agreement import COMPARED_CALLS, StepAgreement
 from ..pipeline.action import Action, Op, Schedule
@@ -90,12 +90,16 @@ class PipelineEngine:
         # Whether criterions return weights in training.
         self._is_weighted: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self._first_weight = 1.0  # of the calls before a step: the samples of a replica in the first of them
-        self._normalizes_together = has_sync_batch_norm(module)
+        # What communicates over replicas in every microbatch, so that all must run equally many.
+        self._microbatch_collectives = [
+            *(f"{axis}_size={size}" for axis in PARTS_OF_DATA if (size := mesh.size(axis)) > 1),
+            *["SyncBatchNorm"] * has_sync_batch_norm(module),
+        ]
         # Collectives that depend on the number of microbatches, where that depends on each rank's batch.
         self._compares_numbers = config.microbatch_size is not None and (
-            config.zero_stage == 2 or mesh.size("weight") > 1 or self._normalizes_together
+            config.zero_stage == 2 or bool(self._microbatch_collectives)
         )
-        self._equal_steps: list[bool] = []
+        self._equal_batches: list[bool] = []
         self._has_noted_outputs = False
         self.trace: list[Span] | None = None
 
@@ -236,7 +240,7 @@ class PipelineEngine:
         Returns:
             The random number of the first rank, and what the ranks of this replica ask for together.
         """
-        is_first = own.trains and len(self._equal_steps) < COMPARED_CALLS and self._mesh.size("dp") > 1
+        is_first = own.trains and len(self._equal_batches) < COMPARED_CALLS and self._mesh.size("dp") > 1
         is_hashed = has_batch and (is_first or self._mesh.size("pp", "sp", "tp") > 1)
         noted = (batch_hash(batch) if is_hashed else 0, batch_size(batch) if has_batch else 0, drawn)
         rows = gather_integers((int(has_batch), self._mesh.rank("dp"), *noted, *map(int, own)))
@@ -268,8 +272,8 @@ class PipelineEngine:
 
     def _note_replicas(self, *, are_equal: bool) -> None:
         """Log once where all replicas were given equal batches in each of the first steps: no error, data may be so."""
-        self._equal_steps.append(are_equal)
-        if self._equal_steps == [True] * COMPARED_CALLS and self._mesh.global_rank == 0:
+        self._equal_batches.append(are_equal)
+        if self._equal_batches == [True] * COMPARED_CALLS and self._mesh.global_rank == 0:
             _LOG.warning(
                 f"all {self._mesh.size('dp')} replicas were given equal batches in each of the first {COMPARED_CALLS} "
                 "steps: give the dataloader to booster.boost, or build it with booster.plugin.prepare_dataloader"
@@ -298,14 +302,13 @@ class PipelineEngine:
 
     def _check_sharing_ranks(self, samples: Sequence[int]) -> None:
         """Ranks that gather weights, or normalize, together in every microbatch must run equally many."""
-        shares = self._mesh.size("weight") > 1
-        if shares or self._normalizes_together:
+        if self._microbatch_collectives:
             counts = sorted(set(samples))
             numbers = ", ".join(f"{self._num_microbatches(count)} for {count} samples" for count in counts)
-            why = f"wp_size={self._mesh.size('weight')}" if shares else "SyncBatchNorm"
             raise ValueError(
-                f"with {why} every rank must run equally many microbatches, and the ranks' batches make {numbers}: "
-                "give num_microbatches instead of microbatch_size, or drop_last=True in the dataloader"
+                f"with {self._microbatch_collectives[0]} every rank must run equally many microbatches, and the ranks' "
+                f"batches make {numbers}: give num_microbatches instead of microbatch_size, or drop_last=True in the "
+                "dataloader"
             )
 
     def to_compute(self, batch: Any) -> Any:

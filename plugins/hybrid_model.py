@@ -15,8 +15,8 @@ from ..cluster.agree import require_equal
 from ..cluster.errors import raise_errors
 from ..cluster.failures import meet_all_ranks, naming_failures
 from ..cluster.hooks import own
-from ..cluster.mesh import ParallelMesh
-from ..cluster.placement import PartialGrad, Placement, Shard, is_primary, placement_of
+from ..cluster.mesh import PARTS_OF_DATA, ParallelMesh
+from ..cluster.placement import is_primary, num_parts
 from ..cluster.ring import Rings
 from ..lazy import materialize
 from ..pipeline.stage import argument, refuse_direct_calls, takes, without_cache
@@ -105,7 +105,7 @@ def plan_boost(
         ValueError: something cannot be done; all reasons at once.
     """
     errors = optimizer_errors(model, optimizer) + config.fused.model_errors(model, mesh.device)
-    if getattr(model, "_compiled_call_impl", None) is not None and not _compiles(config):
+    if getattr(model, "_compiled_call_impl", None) is not None and not _compiles(mesh):
         errors.append(COMPILED)
     sharder = weights = None
     recomputed: Mapping[int, Sequence[nn.Module]] = {}
@@ -158,7 +158,7 @@ def shard_weights(
     apply_weight_sharding(
         model,
         weights,
-        mesh.group("weight"),
+        mesh.group("wp"),
         overlap=config.wp_overlap,
         gradient_dtype=config.wire_dtype,
     )
@@ -213,8 +213,7 @@ def managed_parameters(
     managed = []
     for name, parameter in local.items():
         ranks, tie_group = tied.get(parameter, ([stage_manager.rank], None))
-        placement = placement_of(parameter)
-        groups = [*_partial_groups(placement, mesh), *([] if tie_group is None else [tie_group])]
+        groups = [*_partial_groups(parameter, mesh), *([] if tie_group is None else [tie_group])]
         managed.append(
             ManagedParameter(
                 name=name,
@@ -227,18 +226,16 @@ def managed_parameters(
     return managed
 
 
-def _partial_groups(placement: Placement | None, mesh: ParallelMesh) -> list[dist.ProcessGroup]:
+def _partial_groups(parameter: Parameter, mesh: ParallelMesh) -> list[dist.ProcessGroup]:
     """The groups over which a parameter's gradient is in parts. Collective where replicas form groups."""
-    if isinstance(placement, PartialGrad):
+    parts, size = num_parts(parameter), mesh.size("tp")
+    if parts == 1:
+        return []
+    if parts == size:
         return [mesh.group("tp")]
-    if isinstance(placement, Shard) and placement.replicas > 1:
-        parts = [
-            range(first, first + placement.replicas) for first in range(0, placement.size, placement.replicas)
-        ]
-        group = mesh.subgroup("tp", parts)
-        assert group is not None
-        return [group]
-    return []
+    group = mesh.subgroup("tp", [range(first, first + parts) for first in range(0, size, parts)])
+    assert group is not None
+    return [group]
 
 
 def wrap_optimizer(
@@ -317,9 +314,9 @@ COMPILED = (
 )
 
 
-def _compiles(config: HybridConfig) -> bool:
+def _compiles(mesh: ParallelMesh) -> bool:
     """Return True where no layer talks to other ranks."""
-    return config.tp_size == config.sp == config.wp_size == 1
+    return mesh.size("tp", "sp", *PARTS_OF_DATA) == 1
 
 
 class HybridParallelModule(BoostedModule):
@@ -372,14 +369,14 @@ class HybridParallelModule(BoostedModule):
             RuntimeError: under a pipeline.
             ValueError: ranks that compute one model have other inputs than their first one; on all of them.
         """
-        if torch.compiler.is_compiling() and not _compiles(self.config):
+        if torch.compiler.is_compiling() and not _compiles(self.mesh):
             _refuse_compiling()
         refuse_pipeline("model(**batch)", self.mesh)
         return super().forward(*args, **kwargs)
 
     def ranks_of_call(self) -> Sequence[int]:
         """The ranks that compute one model."""
-        return self.mesh.model_ranks()
+        return self.mesh.replica_stage_ranks()
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the outputs of inputs that all ranks of the model have alike."""
@@ -397,12 +394,12 @@ class HybridParallelModule(BoostedModule):
             RuntimeError: pp_size, sp_size or wp_size is above 1.
             ValueError: ranks that compute one model have other inputs than their first one; on all of them.
         """
-        if self.mesh.size("pp", "sp") * self.config.wp_size > 1:
+        if self.mesh.size("pp", "sp", *PARTS_OF_DATA) > 1:
             raise RuntimeError(
                 "model.generate needs pp_size, sp_size and wp_size of 1: save the model by booster.save_model, and "
                 "generate with what from_pretrained loads"
             )
-        with naming_failures("model.generate", self.mesh.model_ranks()):
+        with naming_failures("model.generate", self.mesh.replica_stage_ranks()):
             self._require_equal_inputs(args, kwargs)
             module: Any = self.module
             return module.generate(*self.engine.to_compute(args), **self.engine.to_compute(kwargs))
@@ -413,7 +410,7 @@ class HybridParallelModule(BoostedModule):
         Raises:
             RuntimeError: layers talk to other ranks.
         """
-        if not _compiles(self.config):
+        if not _compiles(self.mesh):
             raise RuntimeError(COMPILED)
         self.module.compile(*args, **kwargs)
 

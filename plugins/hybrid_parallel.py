@@ -271,7 +271,7 @@ class HybridParallelPlugin(Plugin):
                 "detach(), item() or torch.no_grad()"
             )
         averages = optimizer.reducer.may_launch  # else replicas may run different numbers of backwards
-        with naming_failures("backward", None if averages else self.mesh.model_ranks()):
+        with naming_failures("backward", None if averages else self.mesh.replica_stage_ranks()):
             optimizer.backward(loss)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from ..cluster.collectives import all_gather, all_reduce
-from ..cluster.placement import PartialGrad, Shard, is_primary, placement_of
+from ..cluster.placement import is_primary, num_parts, placement_of
 from ..pipeline.stage import local_stages
 
 _AXES = "_echelon_axes"
@@ -63,9 +63,9 @@ def make_gradients_whole(model: nn.Module, *, tensor: ProcessGroup | None, data:
     parameters = list(model.parameters())
     if tensor is not None:
         for parameter in parameters:
-            if (num_parts := _num_parts(parameter)) > 1:
+            if (parts := num_parts(parameter)) > 1:
                 with _requiring_gradient(parameter):
-                    parameter.register_hook(_summing(tensor, num_parts))
+                    parameter.register_hook(_summing(tensor, parts))
     average = None if data is None else DataAverage(parameters, data)
     vars(model)[_AXES] = Axes(tensor, data, average)
 
@@ -113,23 +113,15 @@ class DataAverage:
                 parameter.grad = gradient.copy_(pieces[index].view_as(gradient))
 
 
-def _num_parts(parameter: Parameter) -> int:
-    """Number of neighbouring ranks of the tensor axis that have a part each of a parameter's gradient."""
-    placement = placement_of(parameter)
-    if isinstance(placement, PartialGrad):
-        return placement.size
-    return placement.replicas if isinstance(placement, Shard) else 1
-
-
-def _summing(group: ProcessGroup, num_parts: int) -> Callable[[Tensor], Tensor]:
+def _summing(group: ProcessGroup, parts: int) -> Callable[[Tensor], Tensor]:
     """A hook that sums a gradient over so many neighbours of a group."""
 
     def summed(gradient: Tensor) -> Tensor:
-        if num_parts == group.size():
+        if parts == group.size():
             return all_reduce(gradient, group)
         # Among all, for want of a group of these alone: making one would be collective over the world.
-        first = group.rank() // num_parts * num_parts
-        return all_gather(gradient[None], group, 0)[first : first + num_parts].sum(0)
+        first = group.rank() // parts * parts
+        return all_gather(gradient[None], group, 0)[first : first + parts].sum(0)
 
     return summed
 

@@ -108,7 +108,7 @@ def apply_weight_sharding(
     Args:
         model: of this rank.
         layers: of the whole model; those that this rank does not hold are left alone.
-        group: the weight axis, `mesh.group("weight")`.
+        group: the weight axis, `mesh.group("wp")`.
         overlap, gradient_dtype: see `WeightPool`.
     """
     pool = WeightPool(group, overlap=overlap, gradient_dtype=gradient_dtype)

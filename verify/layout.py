@@ -1,6 +1,7 @@
 """A layout to verify and the training that it goes through, as data."""
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 from torch import nn
@@ -54,13 +55,13 @@ class Layout:
     @property
     def world_size(self) -> int:
         """The number of its processes."""
-        return self.tp * self.pp * self.dp * self.sp
+        return prod(getattr(self, axis) for axis in AXES)
 
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments of HybridParallelPlugin that mean the same."""
         return {
-            **{f"{axis}_size": getattr(self, axis) for axis in (*AXES, "wp")},
+            **{f"{axis}_size": getattr(self, axis) for axis in (*AXES, *mesh.PARTS_OF_DATA)},
             "zero_stage": self.zero,
             "zero_size": self.zero_size,
             "overlap_allgather": self.overlap_allgather,
@@ -100,7 +101,7 @@ class Layout:
         schedule = [f"{self.schedule}{chunks}"] if self.pp > 1 and self.schedule != "1f1b" else []
         rest = [self.sequence or ""] * bool(self.sequence)
         rest += [f"inner{self.inner_ring}"] * bool(self.inner_ring)
-        rest += [f"wp{self.wp}"] * (self.wp > 1)
+        rest += [f"{axis}{size}" for axis in mesh.PARTS_OF_DATA if (size := getattr(self, axis)) > 1]
         rest += [f"zero{self.zero}"] * bool(self.zero)
         rest += [f"of{self.zero_size}"] * (self.zero_size > 0)
         rest += ["late"] * self.overlap_allgather

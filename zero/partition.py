@@ -2,7 +2,7 @@
 
 [Note: replication] ZeRO has one rule: a parameter is replicated over the data axes that its placement does not name.
 Its gradient is averaged over these replicas, and they share its optimizer state. A parameter that no data axis shards
-has the whole "data" axis for replicas; one that is sharded over "weight" has the ranks with the same shard.
+has the whole "data" axis for replicas; one that is sharded over "wp" has the ranks with the same shard.
 """
 
 from collections.abc import Hashable

@@ -65,7 +65,7 @@ class ShardedLinear(ParallelModule):
         self.in_features, self.out_features = _features(native)  # a tied weight may be cut already
         size, rows = process_group.size(), self.in_features if self.is_transposed else self.out_features
         # The dimension that comes first in memory: the shards end to end are the whole.
-        shard = Shard(size=size, dim=0, blocks=(rows,), padded=(-(-rows // size) * size,), axis="weight")
+        shard = Shard(size=size, dim=0, blocks=(rows,), padded=(-(-rows // size) * size,), axis="wp")
         place(self.weight, shard, process_group.rank())
         self.pool = WeightPool(process_group) if pool is None else pool
         self.train(native.training)

@@ -25,7 +25,7 @@ SHARDS = (
     Shard(size=4, dim=0, blocks=(6, 2), replicas=2),
     Shard(size=4, dim=1, blocks=(4, 2, 4, 2), stretches=2),
     Shard(size=4, dim=0, blocks=(4, 2, 4, 2), stretches=2, replicas=2),
-    Shard(size=2, dim=-1 + 3, blocks=(4,), axis="weight"),
+    Shard(size=2, dim=-1 + 3, blocks=(4,), axis="wp"),
 )
 
 

@@ -47,15 +47,15 @@ def test_replicas_and_parts_of_a_sequence_are_one_axis(pool: Pool) -> None:
 
 def weight_axis(dp: int, sp: int, pp: int, wp: int) -> tuple[int, int, list[int], str, str]:
     mesh = ParallelMesh(dp=dp, sp=sp, pp=pp, wp=wp)
-    names = mesh.axis_of(mesh.group("weight")), mesh.axis_of(mesh.group("data"))
-    return mesh.size("weight"), mesh.rank("weight"), mesh.global_ranks("weight"), *names
+    names = mesh.axis_of(mesh.group("wp")), mesh.axis_of(mesh.group("data"))
+    return mesh.size("wp"), mesh.rank("wp"), mesh.global_ranks("wp"), *names
 
 
 def test_weights_are_shared_out_over_neighbours_of_the_data_axis(pool: Pool) -> None:
     pairs = [(2, 0, [0, 1]), (2, 1, [0, 1]), (2, 0, [2, 3]), (2, 1, [2, 3])]
     for sizes, data in (((4, 1, 1), "dp"), ((2, 2, 1), "data"), ((1, 2, 2), "sp")):
-        assert pool.run(4, weight_axis, *sizes, 2) == [(*pair, "weight", data) for pair in pairs]
-    whole = [(4, rank, [0, 1, 2, 3], "weight", "data") for rank in range(4)]
+        assert pool.run(4, weight_axis, *sizes, 2) == [(*pair, "wp", data) for pair in pairs]
+    whole = [(4, rank, [0, 1, 2, 3], "wp", "data") for rank in range(4)]
     assert pool.run(4, weight_axis, 2, 2, 1, 4) == whole  # with a group of its own
 
 

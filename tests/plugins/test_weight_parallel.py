@@ -46,7 +46,7 @@ def measure(stage: int, wp: int) -> tuple[dict[str, int], dict[tuple[str, str], 
         with booster.plugin.ledger(optimizer) as ledger:
             booster.execute_pipeline(share(booster, LLAMA, step), model, loss_of, optimizer)
             optimizer.step()
-    sent = {key: count.sent for key, count in ledger.traffic.items() if key[0] == "weight"}
+    sent = {key: count.sent for key, count in ledger.traffic.items() if key[0] == "wp"}
     return dict(ledger.held.items()), sent, sharded, whole
 
 
@@ -57,8 +57,8 @@ def test_weights_at_rest_and_their_states_are_sharded(pool: Pool, ranks: int, st
         assert held["parameters"] == pytest.approx(4 * (sharded / 2 + whole), rel=0.03)
         states = 8 * (sharded + whole) / 4 if stage else 2 * held["parameters"]
         assert held["states"] == pytest.approx(states, rel=0.03)
-        gathered = sent["weight", "all_gather"] + sent.get(("weight", "small all_gather"), 0)
-        scattered = sent["weight", "reduce_scatter"] + sent.get(("weight", "small reduce_scatter"), 0)
+        gathered = sent["wp", "all_gather"] + sent.get(("wp", "small all_gather"), 0)
+        scattered = sent["wp", "reduce_scatter"] + sent.get(("wp", "small reduce_scatter"), 0)
         assert gathered == pytest.approx(2 * scattered)
         assert gathered + scattered == pytest.approx(3 * 4 * sharded / 2, rel=0.03)
 

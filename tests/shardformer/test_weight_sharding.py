@@ -217,7 +217,7 @@ def count() -> tuple[dict[Any, Any], int]:
     mesh = ParallelMesh(wp=dist.get_world_size())
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), nn.Linear(64, 8))
-    apply_weight_sharding(model, list(model)[:-1], mesh.group("weight"))
+    apply_weight_sharding(model, list(model)[:-1], mesh.group("wp"))
     for _ in range(3):
         with Traffic(mesh) as traffic:
             model(torch.ones(2, 64, requires_grad=True)).sum().backward()
@@ -229,8 +229,8 @@ def test_a_step_moves_every_weight_three_times(pool: Pool, ranks: int) -> None:
     for counts, elements in pool.run(ranks, count):
         share = 4 * elements * (ranks - 1) / ranks
         assert counts == {
-            ("weight", "all_gather"): (6, 2 * share),
-            ("weight", "reduce_scatter"): (3, share),
+            ("wp", "all_gather"): (6, 2 * share),
+            ("wp", "reduce_scatter"): (3, share),
         }
 
 

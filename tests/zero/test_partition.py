@@ -67,7 +67,7 @@ def test_a_sharded_parameter_is_averaged_over_the_ranks_with_the_same_shard(
 
 
 def average_over_replicas(num_slices: int) -> tuple[list[int], int, bool, list[float]]:
-    partition = Partition.all_of(ParallelMesh(wp=2), num_slices)["weight"]
+    partition = Partition.all_of(ParallelMesh(wp=2), num_slices)["wp"]
     gradients = torch.arange(8.0) * 10 + dist.get_rank()
     work = partition.average_(gradients)
     assert work is not None

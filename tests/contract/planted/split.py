@@ -98,7 +98,7 @@ FAULTS = {
         notice="attention",
     ),
     "parts of gradients are not summed without a booster": fault(
-        "shardformer.gradients:_num_parts", returning(1), check=in_parts, notice="^step 1: gradient of "
+        "shardformer.gradients:num_parts", returning(1), check=in_parts, notice="^step 1: gradient of "
     ),
     "replicas do not average without a booster": fault(
         "shardformer.gradients:DataAverage._average",
