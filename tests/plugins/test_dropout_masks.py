@@ -167,7 +167,8 @@ def test_layers_that_compute_again_drop_the_same_entries(
         found = pool.run(2, losses_of, kind, sizes | RECOMPUTED)
     else:
         found = pool.run(2, losses_of, kind, sizes, **changed)
-    assert found == expected
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-6)  # what is recomputed may differ in its last digit
     assert expected[0][0] != expected[0][1]
 
 
