@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..cluster.agree import AgreedError, alike, on_first_rank
+from ..cluster.agree import AgreedError, on_first_rank, run_or_raise_together
 from ..cluster.errors import raise_errors
 from ..cluster.failures import meet_all_ranks, naming_failures
 from ..cluster.mesh import ParallelMesh
@@ -168,7 +168,7 @@ class Checkpoints:
         """See `Booster.load_model`."""
         group, path = self.group, Path(checkpoint)
         on_first_rank(lambda: finish_placing(path), group)
-        stored = alike(lambda: open_pretrained(path, model.module), group)
+        stored = run_or_raise_together(lambda: open_pretrained(path, model.module), group)
         fit(model.tensors, stored=stored, names=model.names, strict=strict, what=str(path), group=group)()
         model.loaded()
 

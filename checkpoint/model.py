@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from ..cluster.agree import alike, on_all_ranks, on_first_rank
+from ..cluster.agree import on_all_ranks, on_first_rank, run_or_raise_together
 from .background import Keep
 from .commit import (
     Replaced,
@@ -122,7 +122,7 @@ def prepare_model(
             if describe is not None:
                 records.update(_describe_into(folder, partial(describe, _largest_format(entries))))
 
-        alike(end, group)
+        run_or_raise_together(end, group)
         return records
 
     return write

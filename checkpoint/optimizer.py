@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..cluster.agree import alike, on_all_ranks, on_first_rank
+from ..cluster.agree import on_all_ranks, on_first_rank, run_or_raise_together
 from .background import Keep
 from .box import coverage_errors
 from .commit import Replaced
@@ -124,7 +124,7 @@ def prepare_states(trained: Trained, keep: Keep, group: dist.ProcessGroup) -> Wr
 
     def write(folder: Path) -> Records:
         records = save_states(kept, folder, group=group)
-        content = alike(
+        content = run_or_raise_together(
             lambda: write_values(folder / GROUPS, described) if group.rank() == 0 else None, group
         )
         return records if content is None else records | {GROUPS: content}
@@ -167,7 +167,7 @@ def fit_trained(trained: Trained, folder: Path, group: dist.ProcessGroup) -> Fit
         FileNotFoundError: there is none.
     """
     described = on_first_rank(lambda: _described(folder), group)
-    stored = alike(lambda: StateFiles(folder), group)
+    stored = run_or_raise_together(lambda: StateFiles(folder), group)
     members = _members(on_all_ranks(lambda: [[p.name for p in each] for each in trained.groups], group))
     errors = _errors(trained, described, members, stored)
     raise_of_all(errors, f"{folder} does not fit this optimizer", group)
@@ -182,7 +182,7 @@ def fit_trained(trained: Trained, folder: Path, group: dist.ProcessGroup) -> Fit
                 name = f"{key}/{piece.name}"
                 state[key] = torch.zeros_like(piece.key, dtype=stored.dtype(name), requires_grad=False)
                 tensors[name] = piece.local(name, state[key])
-        alike(lambda: read_into(tensors, stored), group)
+        run_or_raise_together(lambda: read_into(tensors, stored), group)
         trained.install(_torch_state(trained, described, states), described["extra"])
 
     return FittingStates(any(name.startswith(f"{MASTER}/") for name in stored.names), load)

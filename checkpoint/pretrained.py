@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..cluster.agree import alike, on_all_ranks
+from ..cluster.agree import on_all_ranks, run_or_raise_together
 from ..lazy.context import refuse_quantized
 from ..lazy.files import open_tensors
 from ..lazy.tensor import LazyTensor, lazily, real
@@ -331,7 +331,7 @@ def fit(
         fitting_errors(shapes, stored, names, strict=strict), f"{what} does not fit this model", group
     )
     places = _places(stored, names)
-    return lambda: alike(lambda: read_into(local, stored, places), group)
+    return lambda: run_or_raise_together(lambda: read_into(local, stored, places), group)
 
 
 def fitting_errors(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..cluster.agree import alike, batch_hash, on_all_ranks, on_first_rank
+from ..cluster.agree import batch_hash, on_all_ranks, on_first_rank, run_or_raise_together
 from ..cluster.errors import raise_errors
 from ..cluster.mesh import AXES, ParallelMesh
 from .background import Keep
@@ -138,7 +138,7 @@ def _training_bytes(values: Mapping[str, Any], group: dist.ProcessGroup) -> byte
                 raise ValueError(f"`{name}` cannot be saved: {error}") from error
         return torch_bytes(values), None if values["user"] is None else batch_hash(values["user"])
 
-    content, user = alike(checked, group)
+    content, user = run_or_raise_together(checked, group)
     users = on_all_ranks(lambda: user, group)
     if others := [rank for rank, each in enumerate(users) if each not in (None, users[0])]:
         raise ValueError(
@@ -258,12 +258,12 @@ def load_step(
             lr_scheduler, training["scheduler"], f"the scheduler's in {path / TRAINING}"
         )
     raise_errors(errors)
-    stored = alike(lambda: open_pretrained(path / MODEL), group)
+    stored = run_or_raise_together(lambda: open_pretrained(path / MODEL), group)
     fitting = partial(fit, stored=stored, names=model.names, what=str(path / MODEL), group=group)
     load_weights = fitting(model.tensors, strict=strict)
     states = None if trained is None else fit_trained(trained, path / OPTIMIZER, group)
     if dataloader is not None:
-        alike(lambda: dataloader.load_state_dict(training["data"]), group)
+        run_or_raise_together(lambda: dataloader.load_state_dict(training["data"]), group)
     load_weights()
     model.loaded()
     if trained is not None and states is not None:
@@ -325,7 +325,7 @@ def _restore_random(path: Path, training: dict[str, Any], mesh: ParallelMesh) ->
         rank = nearest_rank(mesh, training["layout"]["sizes"])
         restore_random_state(read_values(path / RANDOM / random_file(rank)), mesh)
 
-    alike(restore, mesh.side_group())
+    run_or_raise_together(restore, mesh.side_group())
 
 
 def scheduler_errors(lr_scheduler: Any, state: Any, what: str) -> list[str]:

@@ -156,8 +156,11 @@ def on_all_ranks(work: Callable[[], Result], *groups: dist.ProcessGroup) -> list
     return list(every.values())  # type: ignore[arg-type]  # none is an error
 
 
-def alike(work: Callable[[], Result], *groups: dist.ProcessGroup) -> Result:
-    """Do it here, and return what it gave here, unless it failed somewhere; see `on_all_ranks`."""
+def run_or_raise_together(work: Callable[[], Result], *groups: dist.ProcessGroup) -> Result:
+    """Do it here, and return what it gave here; where it failed on some rank, raise on every rank.
+
+    One all-gather of objects over each group. Arguments and errors as of `on_all_ranks`.
+    """
     result: list[Result] = []
     on_all_ranks(lambda: result.append(work()), *groups)
     return result[0]

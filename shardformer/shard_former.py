@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, default_collate
 
-from ..cluster.agree import alike
+from ..cluster.agree import run_or_raise_together
 from ..cluster.launch import default_device, launch_from_torch
 from ..cluster.mesh import ParallelMesh
 from ..data.loader import WORKER_SETTINGS, loader_errors, shared_loader
@@ -114,7 +114,7 @@ class ShardFormer:
             sharder = sharder_or_errors(model, policy, config, errors)
         groups = [each for each in (config.split_group, config.replica_group) if each is not None]
         if groups:
-            alike(partial(_raise, errors), *groups)
+            run_or_raise_together(partial(_raise, errors), *groups)
             require_equal_models(model, *groups)
         _raise(errors)
         fused.choose_attention(model, device)

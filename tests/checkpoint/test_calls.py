@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from echelon.checkpoint.step import choose_step
 from echelon.checkpoint.steps import begin_step, commit_step
-from echelon.cluster.agree import AgreedError, alike, on_all_ranks
+from echelon.cluster.agree import AgreedError, on_all_ranks, run_or_raise_together
 
 from ..examples.scripts import EXAMPLES, load
 from ..pool import Pool
@@ -120,7 +120,7 @@ def fail_on_the_last(kind: type[Exception]) -> list[int]:
         return dist.get_rank()
 
     assert on_all_ranks(dist.get_rank, dist.group.WORLD) == [0, 1]
-    return alike(work, dist.group.WORLD)
+    return run_or_raise_together(work, dist.group.WORLD)
 
 
 @pytest.mark.parametrize("kind", (OSError, FileNotFoundError, ValueError, KeyError))
