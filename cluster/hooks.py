@@ -9,8 +9,8 @@ _MARK = "_echelon_hook"
 Hook = TypeVar("Hook", bound=Callable)
 
 
-def own(hook: Hook) -> Hook:
-    """Mark a hook as one that needs no gradient to look at."""
+def mark_internal(hook: Hook) -> Hook:
+    """Mark a hook as Echelon's own, which `has_foreign_hooks` and `has_foreign_last_hooks` then ignore."""
     setattr(hook, _MARK, True)
     return hook
 

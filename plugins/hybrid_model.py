@@ -14,7 +14,7 @@ from ..checkpoint.local import Adapter, TensorNames, saved_state
 from ..cluster.agree import require_equal
 from ..cluster.errors import raise_errors
 from ..cluster.failures import meet_all_ranks, naming_failures
-from ..cluster.hooks import own
+from ..cluster.hooks import mark_internal
 from ..cluster.mesh import PARTS_OF_DATA, ParallelMesh
 from ..cluster.placement import is_primary, num_parts
 from ..cluster.ring import Rings
@@ -30,7 +30,7 @@ from ..shardformer.shard_former import sharder_or_errors
 from ..shardformer.sharder import ModelSharder
 from ..shardformer.table_policy import expert_width_errors
 from ..shardformer.weight_sharding import apply_weight_sharding, plan_weight_sharding
-from ..zero.groups import optimizer_options
+from ..zero.inner_optimizer import optimizer_options
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.partition import ManagedParameter
 from ..zero.precision import PrecisionConfig
@@ -305,7 +305,7 @@ def _refuse_backward(model: nn.Module) -> None:
 
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(own(refuse))
+            parameter.register_post_accumulate_grad_hook(mark_internal(refuse))
 
 
 COMPILED = (

@@ -14,7 +14,7 @@ from ..cluster.agree import begin_require_equal
 from ..cluster.collectives import InFlight
 from ..cluster.failures import naming_failures
 from ..zero.clipping import require_clip_norm, require_clip_value, require_finite_norm
-from ..zero.groups import EQUAL_OPTIONS, NOT_PICKLED, StepGuard, optimizer_options
+from ..zero.inner_optimizer import EQUAL_OPTIONS, NOT_PICKLED, StepGuard, optimizer_options
 from ..zero.precision import beyond_fp16
 
 # torch's GradScaler has no lowest scale: it halves until it multiplies by 0, and skips every step without a word. The

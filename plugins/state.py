@@ -30,7 +30,7 @@ from ..cluster.mesh import ParallelMesh
 from ..cluster.placement import Shard, placement_of
 from ..shardformer.refusals import is_partial
 from ..zero.bucket import Slot
-from ..zero.groups import layout_lines
+from ..zero.inner_optimizer import layout_lines
 from ..zero.optimizer import ShardedOptimizer
 
 

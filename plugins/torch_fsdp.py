@@ -29,7 +29,7 @@ from ..shardformer.fused import switch_errors
 from ..shardformer.recompute import recomputable_layers
 from ..shardformer.refusals import is_partial, mark_taken, refuse_partial_state
 from ..zero.elementwise import require_elementwise
-from ..zero.groups import PARTIAL_STATE
+from ..zero.inner_optimizer import PARTIAL_STATE
 from ..zero.precision import DTYPES, is_finite_number, precision_errors
 from .base import optimizer_errors, own_arguments, require_process_group
 from .colossalai import FSDP, unavailable_errors

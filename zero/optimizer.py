@@ -24,7 +24,7 @@ from ..cluster.step_agreement import StepAgreement
 from .bucket import Bucket, make_buckets
 from .clipping import ReducedGradients, require_clip_norm, require_clip_value, require_finite_norm
 from .elementwise import require_elementwise
-from .groups import (
+from .inner_optimizer import (
     EQUAL_OPTIONS,
     PARTIAL_STATE,
     OptimizerWrapper,

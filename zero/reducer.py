@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from ..cluster.agree import gather_integers
-from ..cluster.hooks import has_foreign_last_hooks, own
+from ..cluster.hooks import has_foreign_last_hooks, mark_internal
 from ..cluster.step_agreement import CHECK_EVERY, is_compared
 from .bucket import Bucket, GradientState, Slot
 from .partition import ManagedParameter
@@ -39,7 +39,7 @@ _CALLS = ("backward()", "reduce_gradients()", "step()")  # that communicate
 class _Backward(Enum):
     """Backwards that may run now."""
 
-    FOREIGN = auto()  # none of the optimizer's own; another may be autograd.grad's
+    OUTSIDE = auto()  # any but the optimizer's own: a plain loss.backward(), or autograd.grad's
     ACCUMULATING = auto()  # one that adds to gradients
     LAUNCHING = auto()  # one that starts averages
 
@@ -94,7 +94,7 @@ class Reducer:
         self._places = {slot.parameter: (slot, bucket) for bucket in buckets for slot in bucket.slots}
         self._launches = group.size() > 1 and (overlap or self.shards_gradients)
         self._max_in_flight = 1 if overlap else 0  # at stage 2, while another bucket gets its gradients
-        self._backward = _Backward.FOREIGN
+        self._backward = _Backward.OUTSIDE
         self._is_held_back = False
         self.check_every, self._num_steps = CHECK_EVERY, 0
         # Of the backward that is running: buckets to be launched, and their parameters whose gradients are to come.
@@ -171,7 +171,7 @@ class Reducer:
             yield
         finally:
             self._backward = before
-            if before is _Backward.FOREIGN:
+            if before is _Backward.OUTSIDE:
                 self.writes.note()
 
     def note(self, parameter: Parameter) -> None:
@@ -319,7 +319,7 @@ class Reducer:
 
     def _before_accumulation(self, bucket: Bucket, slot: Slot, gradient: Tensor | None) -> None:
         """Hook of a parameter's gradient once all its uses are differentiated; None where it is deferred."""
-        if self._backward is _Backward.FOREIGN:
+        if self._backward is _Backward.OUTSIDE:
             if not _accumulates(slot.parameter):
                 return
             if self.writes.begin_plain_backward():
@@ -332,7 +332,7 @@ class Reducer:
 
     def _after_accumulation(self, slot: Slot, _: Parameter) -> None:
         """Hook of an accumulated gradient. Where a foreign hook may change it yet, the end of backward completes it."""
-        if self._backward is _Backward.FOREIGN:
+        if self._backward is _Backward.OUTSIDE:
             self.writes.note_unscaled()
         slot.collect()
         if not has_foreign_last_hooks(slot.parameter):
@@ -391,4 +391,4 @@ def _weakly(method: WeakMethod[Callable[..., None]], *references: ref) -> Callab
         if bound is not None and None not in found:
             bound(*found, argument)
 
-    return own(call)
+    return mark_internal(call)

@@ -44,7 +44,7 @@ class WriteWatch:
         self._had = [slot.parameter.grad is not None for slot in self._slots]
 
     def note_again(self) -> None:
-        """Accept that reduced gradients were kept aside, unless a foreign backward is running."""
+        """Accept that reduced gradients were kept aside, unless a plain backward is running."""
         if self._versions is not None:
             self.note()
 
