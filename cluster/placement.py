@@ -127,12 +127,17 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class PartialGrad:
-    """Whole and equal on the ranks of the tensor axis, but each computes a part of its gradient.
+    """Whole and equal on the ranks of an axis, but each computes a part of its gradient.
 
     For what is used between split activations: a per-head norm inside attention, a router.
+
+    Args:
+        size: ranks of the axis.
+        axis: of the mesh.
     """
 
     size: int
+    axis: str = "tp"
 
 
 Placement = Shard | PartialGrad
@@ -157,18 +162,18 @@ def place(parameter: Parameter, placement: Placement, rank: int) -> None:
 
 
 def num_parts(parameter: Tensor) -> int:
-    """The number of neighbouring ranks of the tensor axis that compute a part each of a parameter's gradient."""
+    """The number of neighbouring ranks of its placement's axis that compute a part each of a parameter's gradient."""
     placement = placement_of(parameter)
     if isinstance(placement, PartialGrad):
         return placement.size
     return 1 if placement is None else placement.replicas
 
 
-def is_primary(parameter: Tensor, rank: int) -> bool:
-    """Return True if this rank is the first of the tensor axis that has the parameter, or this piece of it."""
+def is_primary(parameter: Tensor, rank: int, *, axis: str) -> bool:
+    """Return True if this is the first rank along an axis that holds the parameter, or this shard of it."""
     placement = placement_of(parameter)
-    if isinstance(placement, Shard) and placement.axis == "tp":
-        return rank % placement.replicas == 0
+    if placement is not None and placement.axis == axis:
+        return rank % num_parts(parameter) == 0
     return rank == 0
 
 

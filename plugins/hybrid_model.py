@@ -16,7 +16,6 @@ from ..cluster.errors import raise_errors
 from ..cluster.failures import meet_all_ranks, naming_failures
 from ..cluster.hooks import mark_internal
 from ..cluster.mesh import PARTS_OF_DATA, ParallelMesh
-from ..cluster.placement import is_primary, num_parts
 from ..cluster.ring import Rings
 from ..lazy import materialize
 from ..pipeline.stage import argument, refuse_direct_calls, takes, without_cache
@@ -204,38 +203,22 @@ def managed_parameters(
         stage_manager: which rank holds which stage.
         stages: the parameters that one stage of this rank uses alone, by stage.
     """
-    units = {parameter: stage for stage, parameters in stages.items() for parameter in parameters}
-    tied: dict[Tensor, tuple[list[int], dist.ProcessGroup | None]] = {}
+    stage_of = {parameter: stage for stage, parameters in stages.items() for parameter in parameters}
+    tie_groups: dict[Tensor, dist.ProcessGroup | None] = {}
     for tie in ties:
         ranks = stage_manager.ranks_of(sorted(tie))
-        tie_group = stage_manager.tie_group(ranks) if len(ranks) > 1 else None
-        tied[next(iter(tie.values()))] = (ranks, tie_group)
-    managed = []
-    for name, parameter in local.items():
-        ranks, tie_group = tied.get(parameter, ([stage_manager.rank], None))
-        groups = [*_partial_groups(parameter, mesh), *([] if tie_group is None else [tie_group])]
-        managed.append(
-            ManagedParameter(
-                name=name,
-                parameter=parameter,
-                sum_groups=tuple(groups),
-                is_primary=stage_manager.rank == ranks[0] and is_primary(parameter, mesh.rank("tp")),
-                unit=units.get(parameter),
-            )
+        if len(ranks) > 1:
+            tie_groups[next(iter(tie.values()))] = stage_manager.tie_group(ranks)
+    return [
+        ManagedParameter.of(
+            name,
+            parameter,
+            mesh=mesh,
+            tie_group=tie_groups.get(parameter),
+            stage=stage_of.get(parameter),
         )
-    return managed
-
-
-def _partial_groups(parameter: Parameter, mesh: ParallelMesh) -> list[dist.ProcessGroup]:
-    """The groups over which a parameter's gradient is in parts. Collective where replicas form groups."""
-    parts, size = num_parts(parameter), mesh.size("tp")
-    if parts == 1:
-        return []
-    if parts == size:
-        return [mesh.group("tp")]
-    group = mesh.subgroup("tp", [range(first, first + parts) for first in range(0, size, parts)])
-    assert group is not None
-    return [group]
+        for name, parameter in local.items()
+    ]
 
 
 def wrap_optimizer(

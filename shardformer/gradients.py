@@ -197,7 +197,9 @@ def clip_grad_norm_(
     group = None if axes is None else axes.tensor
     rank = 0 if group is None else group.rank()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    counted = [each.grad for each in parameters if each.grad is not None and is_primary(each, rank)]
+    counted = [
+        each.grad for each in parameters if each.grad is not None and is_primary(each, rank, axis="tp")
+    ]
     norm = _norm(counted, norm_type, parameters[0].device if parameters else torch.device("cpu"))
     if group is not None:
         norm = torch.linalg.vector_norm(all_gather(norm[None], group, 0), norm_type)

@@ -168,7 +168,7 @@ class Bucket:
     before, unrounded. All ranks of the partition start from the values of its first. One broadcast.
 
     Args:
-        members: the parameters, all on one device, with equal `sum_groups`.
+        members: the parameters, all of one device, stage, partition and `sum_groups`; see `make_buckets`.
         group_index: the optimizer's parameter group.
         dtype: the format that the parameters compute in.
         partition: how the replicas share it out.
@@ -414,31 +414,42 @@ def make_buckets(
     *,
     partitions: Mapping[str | None, Partition],
     bucket_size: int,
-    **arguments: Any,
+    dtype: torch.dtype,
+    pool: BufferPool | None = None,
+    communication_dtype: torch.dtype = torch.float32,
+    is_offloaded: bool = False,
 ) -> list[Bucket]:
     """Buckets of at most `bucket_size` elements, or of one larger parameter. One broadcast per bucket.
 
-    None spans two parameter groups, devices, units or partitions, or parameters that are summed over other groups.
+    The parameters of a bucket have one parameter group, device, stage, partition and tuple of `sum_groups`.
 
     Args:
         groups: the parameters of each parameter group.
         partitions: by `ManagedParameter.sharded_over`.
         bucket_size: in elements.
-        arguments: as of `Bucket`.
+        dtype, pool, communication_dtype, is_offloaded: as of `Bucket`.
     """
     buckets = []
     for index, group in enumerate(groups):
         alike: dict[Hashable, list[ManagedParameter]] = {}
         for managed in group:
-            # What is summed waits for the end of all backwards, and its ranks may have other units.
-            unit = None if managed.needs_sum else managed.unit
+            # What is summed waits for the end of all backwards, and its ranks may have other stages.
+            stage = None if managed.needs_sum else managed.stage
             sums = managed.sum_groups if managed.needs_sum else ()
-            key = (managed.parameter.device, unit, sums, managed.sharded_over)
+            key = (managed.parameter.device, stage, sums, managed.sharded_over)
             alike.setdefault(key, []).append(managed)
         for members in alike.values():
             for portion in _portions(members, bucket_size):
-                partition = partitions[portion[0].sharded_over]
-                buckets.append(Bucket(portion, group_index=index, partition=partition, **arguments))
+                bucket = Bucket(
+                    portion,
+                    group_index=index,
+                    dtype=dtype,
+                    partition=partitions[portion[0].sharded_over],
+                    pool=pool,
+                    communication_dtype=communication_dtype,
+                    is_offloaded=is_offloaded,
+                )
+                buckets.append(bucket)
     return buckets
 
 

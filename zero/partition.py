@@ -3,9 +3,12 @@
 [Note: replication] ZeRO has one rule: a parameter is replicated over the data axes that its placement does not name.
 Its gradient is averaged over these replicas, and they share its optimizer state. A parameter that no data axis shards
 has the whole "data" axis for replicas; one that is sharded over "wp" has the ranks with the same shard.
+
+[Note: who reduces a parameter] Its gradient is summed over `ManagedParameter.sum_groups`, then averaged over the
+`group` of the `Partition` that `sharded_over` chooses. `ManagedParameter.of` reads all of it from the placement and
+from ties between stages.
 """
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from math import gcd
 
@@ -16,31 +19,59 @@ from torch.nn import Parameter
 
 from ..cluster.collectives import Handle, InFlight, begin_all_gather, begin_reduce_scatter
 from ..cluster.mesh import PARTS_OF_DATA, ParallelMesh, divisors
-from ..cluster.placement import Shard, placement_of
+from ..cluster.placement import Shard, is_primary, num_parts, placement_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class ManagedParameter:
-    """A parameter of this rank's part of the model.
+    """A parameter of this rank's part of the model, and how its gradient is reduced and counted.
+
+    See [Note: who reduces a parameter].
 
     Args:
         name: its Hugging Face name, the same under every layout.
-        parameter: the parameter object; it keeps its identity.
+        parameter: the parameter object; it keeps its identity. With a placement it is this rank's shard.
         sum_groups: its gradient is partial over each of these groups and is summed there before anything
             else: ties across pipeline stages, replicas of key-value heads, norms inside a tensor-parallel
             region. All ranks of a group list the parameters of that group in the same order, and all ranks
             that hold the parameter list its groups in the same order of axes.
-        is_primary: True on one of the ranks that hold the same piece along the tensor and pipeline axes: it counts the
-            gradient in the norm, and may save the piece. Replicas along the data axis are the optimizer's own matter.
-        unit: what it gets its gradients together with, a pipeline stage for example: a backward that gives them
-            to some parameters of a unit gives them to all of it. Buckets do not span units.
+        is_primary: True on one of the ranks that hold the same shard along the tensor and pipeline axes: it counts the
+            gradient in the norm, and may save the shard. Replicas along the data axis are the optimizer's own matter.
+        stage: the pipeline stage that uses it alone, None for several: a backward that gives gradients to some
+            parameters of a stage gives them to all of it. Buckets do not span stages.
     """
 
     name: str
     parameter: Parameter
     sum_groups: tuple[ProcessGroup, ...] = ()
     is_primary: bool = True
-    unit: Hashable = None
+    stage: int | None = None
+
+    @staticmethod
+    def of(
+        name: str,
+        parameter: Parameter,
+        *,
+        mesh: ParallelMesh,
+        tie_group: ProcessGroup | None = None,
+        stage: int | None = None,
+    ) -> "ManagedParameter":
+        """Describe a parameter by its placement. Collective over the world where replicas of a shard form groups.
+
+        Args:
+            name, parameter, stage: as of the class.
+            mesh: whose axes the placement names.
+            tie_group: the pipeline ranks that share the parameter; None where only this one has it.
+        """
+        groups = (_partial_group(parameter, mesh), tie_group)
+        is_first_of_tie = tie_group is None or tie_group.rank() == 0
+        return ManagedParameter(
+            name=name,
+            parameter=parameter,
+            sum_groups=tuple(group for group in groups if group is not None),
+            is_primary=is_first_of_tie and is_primary(parameter, mesh.rank("tp"), axis="tp"),
+            stage=stage,
+        )
 
     @property
     def needs_sum(self) -> bool:
@@ -70,20 +101,21 @@ class Partition:
     copies: ProcessGroup | None
 
     @staticmethod
-    def of(mesh: ParallelMesh, num_slices: int, *, sharded_over: str | None = None) -> "Partition":
-        """Partition over the replicas, by neighborhoods of `num_slices` ranks.
+    def of(mesh: ParallelMesh, zero_size: int, *, sharded_over: str | None = None) -> "Partition":
+        """Partition over the replicas, by neighborhoods of `zero_size` ranks.
 
         Collective over the world.
 
         Args:
             mesh: the ranks.
-            num_slices: neighbors on the data axis that own a slice each; -1 or 0 are the whole axis.
+            zero_size: neighbors on the data axis over which slices are dealt out; -1 or 0 are the whole axis. Of a
+                parameter that is sharded over some of them, only those that are replicas own one.
             sharded_over: a part of the axis, over which a parameter is not replicated.
         """
         apart = 1 if sharded_over is None else mesh.size(sharded_over)  # the next replica on the axis
         whole = mesh.size("data")
         size = whole // apart
-        num_slices = size if num_slices in (-1, 0) else gcd(max(1, num_slices // apart), size)
+        num_slices = size if zero_size in (-1, 0) else gcd(max(1, zero_size // apart), size)
         replicas = [range(first, whole, apart) for first in range(apart)]
         along = [each[at : at + num_slices] for each in replicas for at in range(0, size, num_slices)]
         across = [each[index::num_slices] for each in replicas for index in range(num_slices)]
@@ -94,10 +126,10 @@ class Partition:
         )
 
     @staticmethod
-    def all_of(mesh: ParallelMesh, num_slices: int) -> dict[str | None, "Partition"]:
+    def all_of(mesh: ParallelMesh, zero_size: int) -> dict[str | None, "Partition"]:
         """Partitions by the part of the data axis that parameters are sharded over. Collective over the world."""
         parts = [part for part in PARTS_OF_DATA if mesh.size(part) > 1]
-        return {each: Partition.of(mesh, num_slices, sharded_over=each) for each in (None, *parts)}
+        return {each: Partition.of(mesh, zero_size, sharded_over=each) for each in (None, *parts)}
 
     @property
     def num_slices(self) -> int:
@@ -180,6 +212,17 @@ def zero_size_errors(zero_size: int, data_size: int) -> list[str]:
         f"zero_size={zero_size} must divide the {data_size} data-parallel ranks: use one of "
         f"{', '.join(map(str, divisors(data_size)))}, or -1 for all of them"
     ]
+
+
+def _partial_group(parameter: Parameter, mesh: ParallelMesh) -> ProcessGroup | None:
+    """The ranks of the placement's axis that each have a part of the gradient; None where it is whole."""
+    placement, size = placement_of(parameter), num_parts(parameter)
+    if placement is None or size == 1:
+        return None
+    if size == placement.size:
+        return mesh.group(placement.axis)
+    parts = [range(first, first + size) for first in range(0, placement.size, size)]
+    return mesh.subgroup(placement.axis, parts)
 
 
 def _group(mesh: ParallelMesh, parts: list[range]) -> ProcessGroup:
