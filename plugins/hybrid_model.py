@@ -81,9 +81,9 @@ def boost(
         statistics = own_batch_norms(model, mesh.group("data"))
         refuse_partial_state(model)
         boosted = HybridParallelModule(model, names, config, mesh, stage_manager.stage_ranks, adapters)
-        boosted.optimizer = wrap_optimizer(boosted, optimizer, ties, stage_manager)
+        boosted.optimizer = wrap_optimizer(boosted, optimizer, ties, stage_manager, statistics)
         config.fused.fuse(model, config.dtype)
-        connect_optimizer(boosted, statistics)
+        connect_optimizer(boosted)
     return boosted
 
 
@@ -226,6 +226,7 @@ def wrap_optimizer(
     optimizer: Optimizer | None,
     ties: list[dict[int, Tensor]],
     stage_manager: PipelineStageManager,
+    statistics: RunningStatistics,
 ) -> ShardedOptimizer | None:
     """Wrap the optimizer and cast all parameters. Collective over the world.
 
@@ -234,6 +235,7 @@ def wrap_optimizer(
         optimizer: torch's; None for none.
         ties: the parameters that several stages hold, as `managed_parameters` takes them.
         stage_manager: the assignment of stages to ranks.
+        statistics: of batch norms, averaged after each step.
     """
     config, mesh, wrapped = boosted.config, boosted.mesh, None
     if optimizer is not None:
@@ -256,6 +258,9 @@ def wrap_optimizer(
             precision=PrecisionConfig(**config.precision_settings),
             max_norm=config.max_norm,
             bucket_size=int(config.zero_bucket_size_in_m * 2**20),
+            agreement=boosted.engine.agreement,
+            check_every=config.check_every,
+            after_step=statistics.average,
         )
     for parameter in boosted.module.parameters():  # those that no optimizer manages
         if parameter.is_floating_point() and parameter.dtype != config.dtype:
@@ -263,18 +268,13 @@ def wrap_optimizer(
     return wrapped
 
 
-def connect_optimizer(boosted: "HybridParallelModule", statistics: RunningStatistics) -> None:
-    """Let a step compare what ranks noted and average statistics; without an optimizer refuse backward."""
-    optimizer = boosted.optimizer
-    if optimizer is None:
-        if boosted.mesh.world_size > 1:
-            _refuse_backward(boosted.module)
-        return
-    optimizer.agreement = boosted.engine.agreement
-    optimizer.reducer.check_every = boosted.config.check_every
-    optimizer.after_step = statistics.average
-    if boosted.config.overlap_allgather:
-        optimizer.publisher.overlap_with_forward(boosted.module)
+def connect_optimizer(boosted: "HybridParallelModule") -> None:
+    """Let modules wait for parameters that a step still gathers; without an optimizer refuse backward."""
+    if boosted.optimizer is not None:
+        if boosted.config.overlap_allgather:
+            boosted.optimizer.publisher.overlap_with_forward(boosted.module)
+    elif boosted.mesh.world_size > 1:
+        _refuse_backward(boosted.module)
 
 
 def _refuse_backward(model: nn.Module) -> None:

@@ -162,10 +162,11 @@ class Slot:
 
 
 class Bucket:
-    """Parameters of one parameter group that are reduced and gathered together.
+    """Flat memory of parameters that are reduced and gathered together, its masters, and the state of its gradients.
 
     Building it moves the parameters into flat memory of dtype `dtype`, and the masters are what they were
-    before, unrounded. All ranks of the partition start from the values of its first. One broadcast.
+    before, unrounded. All ranks of the partition start from the values of its first. One broadcast. Later only
+    `start_reduction` communicates; sums over `sum_groups` are the reducer's, gathering is the publisher's.
 
     Args:
         members: the parameters, all of one device, stage, partition and `sum_groups`; see `make_buckets`.

@@ -44,7 +44,7 @@ class ReducedGradients:
     @property
     def multiplier(self) -> float | Tensor:
         """The factor that makes the slices true and unclipped by a step."""
-        return (1.0 if self.factor is None else self.factor) * self._unclip * self._reducer.to_true
+        return (1.0 if self.factor is None else self.factor) * self._unclip * self._reducer.unscale_factor
 
     def renew(self) -> None:
         """Expect others: new gradients were reduced, or all were dropped."""
@@ -65,8 +65,7 @@ class ReducedGradients:
             norm_type: the p of the norm.
             code, share: see `norm_over_all_ranks`.
         """
-        has_gradients = self._reducer.has_gradients
-        assert has_gradients is not None  # reduced
+        assert self._reducer.is_reduced
         norm, is_agreed = norm_over_all_ranks(
             [run for bucket in self._buckets for run in bucket.counted],
             [run for bucket in self._buckets for run in bucket.watched],
@@ -78,29 +77,23 @@ class ReducedGradients:
         factor = torch.as_tensor(
             1.0 if self.factor is None else self.factor, dtype=torch.float64, device=self._device
         )
-        figures = torch.cat([torch.stack([norm, factor, is_agreed.double()]), has_gradients.double()])
+        figures = torch.cat(
+            [torch.stack([norm, factor, is_agreed.double()]), self._reducer.has_gradients.double()]
+        )
         measured, factor_, agreed, *flags = figures.tolist()
         self.is_agreed = agreed > 0
-        self._reducer.to_true *= factor_
+        self._reducer.multiply(factor_)
         self.factor = 1.0  # and not None: the gradients of another batch know that one was taken in
         self.has_gradients = [flag > 0 for flag in flags]
-        true = measured * abs(self._reducer.to_true)
+        true = measured * abs(self._reducer.unscale_factor)
         if self.norm is None and norm_type == 2:
             self.norm = true
         return true
 
-    def scale_(self, coefficient: float = 1.0) -> None:
-        """Make the slices the true gradients times a coefficient. They have been measured."""
-        if self._reducer.to_true * coefficient != 1.0:
-            for bucket in self._buckets:
-                bucket.own_gradients.mul_(self._reducer.to_true * coefficient)
-            self._reducer.writes.note()
-        self._reducer.to_true = 1.0
-
     def clip_for_step_(self, norm: float, max_norm: float) -> None:
         """Make them the true ones, of this norm, clipped to another; 0 never clips. `multiplier` undoes it."""
         coefficient = clip_coefficient(norm, max_norm)
-        self.scale_(coefficient)
+        self._reducer.unscale_(coefficient)
         self._unclip = 1 / coefficient
 
     def clip_by_norm_(self, max_norm: float, norm_type: float) -> float:
@@ -109,13 +102,13 @@ class ReducedGradients:
         if norm_type != 2:
             norm = self.measure(norm_type)
         if isfinite(norm):
-            self.scale_(clip_coefficient(norm, max_norm))
+            self._reducer.unscale_(clip_coefficient(norm, max_norm))
         return norm
 
     def clip_by_value_(self, clip_value: float) -> None:
         """Make them the true ones and clip every entry, unless one is not finite: it stays so. See `measure`."""
         if isfinite(self.measure()):
-            self.scale_()
+            self._reducer.unscale_()
             for bucket in self._buckets:
                 bucket.own_gradients.clamp_(-clip_value, clip_value)
             self._reducer.writes.note()
@@ -152,15 +145,13 @@ def norm_over_all_ranks(
     codes = torch.cat([codes, torch.as_tensor(share, dtype=torch.float64, device=device).view(1)])
     if isinf(norm_type):
         # A maximum over ranks may drop a NaN (gloo's does), never an infinity.
-        figures = torch.where(local.isfinite(), local, torch.inf).max().view(1)
-        reductions = [(figures, dist.ReduceOp.MAX), (codes, dist.ReduceOp.SUM)]
+        norm = torch.where(local.isfinite(), local, torch.inf).max()
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX)
+        dist.all_reduce(codes)
     else:
         figures = torch.cat([local.pow(norm_type).sum().view(1), codes])
-        reductions = [(figures, dist.ReduceOp.SUM)]
-    for tensor, op in reductions:
-        dist.all_reduce(tensor, op=op)
-    norm = figures[0] if isinf(norm_type) else figures[0].pow(1 / norm_type)
-    codes = codes if isinf(norm_type) else figures[1:]
+        dist.all_reduce(figures)
+        norm, codes = figures[0].pow(1 / norm_type), figures[1:]
     total, first, shares = codes
     return norm, (total == first * dist.get_world_size()) & (shares == 0)
 

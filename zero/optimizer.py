@@ -20,7 +20,7 @@ from ..cluster.agree import require_equal, settings_hash
 from ..cluster.buffers import BufferPool
 from ..cluster.failures import naming_failures
 from ..cluster.mesh import ParallelMesh
-from ..cluster.step_agreement import StepAgreement
+from ..cluster.step_agreement import CHECK_EVERY, StepAgreement
 from .bucket import Bucket, make_buckets
 from .clipping import ReducedGradients, require_clip_norm, require_clip_value, require_finite_norm
 from .elementwise import require_elementwise
@@ -70,6 +70,9 @@ class ShardedOptimizer(OptimizerWrapper):
             torch that has a fused CPU kernel steps by it, unless it was built with `fused` or `foreach` given.
         accumulation_steps: calls of `backward`, or blocks of `accumulate_and_reduce`, whose mean each step takes; with
             1 it takes the sum of any number.
+        agreement: what the ranks noted in the calls of a step, compared with the norm; None compares options alone.
+        check_every: ranks compare their calls in every `check_every`-th step.
+        after_step: is called at the end of every step, also of one that was skipped, on all ranks alike.
 
     Attributes:
         inner: the user's optimizer.
@@ -77,8 +80,6 @@ class ShardedOptimizer(OptimizerWrapper):
         reducer: brings gradients to this rank's slices; its contexts are for backwards that are not called through
             `backward`.
         publisher: brings updated parameters to all ranks; can let them arrive during the next forward.
-        agreement: what the ranks noted in the calls of a step, compared with the norm; None compares options alone.
-        after_step: is called at the end of every step, also of one that was skipped, on all ranks alike.
         skipped_steps: how many steps were skipped since their gradients were not finite on some rank.
         accumulation_steps: as given.
     """
@@ -98,13 +99,16 @@ class ShardedOptimizer(OptimizerWrapper):
         communication_dtype: torch.dtype = torch.float32,
         cpu_offload: bool = False,
         accumulation_steps: int = 1,
+        agreement: StepAgreement | None = None,
+        check_every: int = CHECK_EVERY,
+        after_step: Callable[[], None] | None = None,
     ) -> None:
         require_elementwise(optimizer)
         self.accumulation_steps = accumulation_steps
         self.last_norm: float | None = None
         self.skipped_steps = 0
-        self.after_step: Callable[[], None] | None = None
-        self.agreement: StepAgreement | None = None
+        self._agreement = agreement
+        self._after_step = after_step
         self._num_calls = 0  # since the last step, where there are to be several
         self._mesh = mesh
         self._max_norm = max_norm
@@ -132,6 +136,7 @@ class ShardedOptimizer(OptimizerWrapper):
             device=mesh.device,
             overlap=overlap_communication,
             scaler=self._scaler,
+            check_every=check_every,
         )
         self._gradients = ReducedGradients(self.buckets, self.reducer, device=mesh.device)
         self.publisher = Publisher(self.buckets)
@@ -217,8 +222,8 @@ class ShardedOptimizer(OptimizerWrapper):
         self._gradients.renew()
         self._gradients.factor = None
         self._num_calls = 0
-        if self.agreement is not None:
-            self.agreement.clear()
+        if self._agreement is not None:
+            self._agreement.clear()
         self.reducer.drop(to_zeros=not set_to_none)
 
     @torch.no_grad()
@@ -312,8 +317,8 @@ class ShardedOptimizer(OptimizerWrapper):
             self._skip()
         if self._scaler is not None:
             self._scaler.update(not isfinite(norm))
-        if self.after_step is not None:
-            self.after_step()
+        if self._after_step is not None:
+            self._after_step()
         return loss
 
     def _require_steppable(self) -> None:
@@ -343,7 +348,7 @@ class ShardedOptimizer(OptimizerWrapper):
     def _measure(self) -> float:
         """The norm of the gradients, once all ranks agree on options and batches. One all-reduce over the world."""
         options = optimizer_options(self.inner)
-        agreement = self.agreement
+        agreement = self._agreement
         if agreement is None:
             norm = self._gradients.measure(code=settings_hash(options))
         else:
@@ -389,7 +394,7 @@ class ShardedOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: the gradients are not reduced.
         """
-        if self.reducer.has_gradients is None:
+        if not self.reducer.is_reduced:
             raise RuntimeError("gradients() needs reduced gradients: call reduce_gradients() or step() first")
         multiplier = self._gradients.multiplier
         named = self._named(lambda bucket: bucket.partition.gathered(bucket.own_gradients) * multiplier)

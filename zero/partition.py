@@ -87,7 +87,10 @@ class ManagedParameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """Equal slices of every buffer, one per rank of a group, or a single slice that every rank owns.
+    """Division of a buffer into equal slices, and the collectives that bring gradients and parameters there and back.
+
+    One slice per rank of a group (ZeRO), or a single one that every rank owns. `average_` is a reduce-scatter or an
+    all-reduce over the replicas, `gather_` an all-gather where there are several slices.
 
     Args:
         group: the replicas, whose gradients are averaged.

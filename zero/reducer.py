@@ -45,21 +45,27 @@ class _Backward(Enum):
 
 
 class Reducer:
-    """Collects, reduces, keeps and forgets gradients.
+    """Brings gradients from backward to the means in this rank's slices, and knows which state they are in.
+
+    Hooks collect them into buckets. Within `last_backward` each complete bucket begins its average over the data axis.
+    `reduce` sums the others over their `sum_groups`, averages what is left, and exchanges which parameters have a
+    gradient: one all-reduce over the data axis.
 
     Args:
-        buckets: their memory.
+        buckets: memory of the gradients.
         parameters: of the buckets, in the order of the model.
         group: all ranks of the data axis.
         device: where flags are exchanged.
         overlap: begin averages while backward runs.
         scaler: of the losses of the optimizer's own backwards.
+        check_every: ranks compare their calls in every `check_every`-th step.
 
     Attributes:
         slots: the places of all parameters, in the order of the model: ranks that share some in other buckets go
             through them in one order.
-        has_gradients: (len(slots),) float32, above 0 where any rank has a gradient; None while they are not reduced.
-        to_true: what makes reduced gradients the true ones, which carry no loss scale.
+        is_reduced: True from a reduction until the next backward or drop.
+        has_gradients: (len(slots),) float32, above 0 where any rank has a gradient, as of the last reduction.
+        unscale_factor: makes reduced gradients the true ones, which carry no loss scale; `unscale_` multiplies it in.
         shards_gradients: whether every backward averages its gradients into the ranks' slices (stage 2).
         writes: detects who else wrote to gradients since the last backward or reduction.
     """
@@ -73,13 +79,15 @@ class Reducer:
         device: torch.device,
         overlap: bool = True,
         scaler: DynamicScaler | None = None,
+        check_every: int = CHECK_EVERY,
     ) -> None:
         position = {managed.parameter: index for index, managed in enumerate(parameters)}
         self.slots = sorted(
             (slot for bucket in buckets for slot in bucket.slots), key=lambda slot: position[slot.parameter]
         )
-        self.has_gradients: Tensor | None = None
-        self.to_true = 1.0
+        self.is_reduced = False
+        self.has_gradients = torch.empty(0)
+        self.unscale_factor = 1.0
         self.shards_gradients = any(bucket.shards_gradients for bucket in buckets)
         self.writes = WriteWatch(buckets, has_loss_scale=scaler is not None)
         self._group, self._device, self._scaler = group, device, scaler
@@ -96,7 +104,7 @@ class Reducer:
         self._max_in_flight = 1 if overlap else 0  # at stage 2, while another bucket gets its gradients
         self._backward = _Backward.OUTSIDE
         self._is_held_back = False
-        self.check_every, self._num_steps = CHECK_EVERY, 0
+        self._check_every, self._num_steps = check_every, 0
         # Of the backward that is running: buckets to be launched, and their parameters whose gradients are to come.
         self._awaited: dict[Bucket, set[Parameter]] = {}
         self._in_flight: deque[Bucket] = deque()
@@ -185,11 +193,6 @@ class Reducer:
     # Reduction
 
     @property
-    def is_reduced(self) -> bool:
-        """Return True from a reduction until the next backward or drop."""
-        return self.has_gradients is not None
-
-    @property
     def loss_scale(self) -> float:
         """The factor of the losses of the optimizer's own backwards."""
         return 1.0 if self._scaler is None else self._scaler.scale
@@ -205,8 +208,8 @@ class Reducer:
         self.require_untouched()
         if self.is_reduced and self.writes.were_dropped:
             self.drop(to_zeros=False)
-        factor = self.loss_scale * self.to_true if self.is_reduced else 1.0
-        self.has_gradients = None
+        factor = self.loss_scale * self.unscale_factor if self.is_reduced else 1.0
+        self.is_reduced = False
         for bucket in self._buckets:
             bucket.open(factor)
         self._in_flight.clear()
@@ -235,16 +238,28 @@ class Reducer:
         self._finish(0)
         if self.slots and self._group.size() > 1:
             dist.all_reduce(has_gradients, op=dist.ReduceOp.MAX, group=self._group)
-        self.has_gradients = has_gradients
-        self.to_true = 1 / self.loss_scale
+        self.is_reduced, self.has_gradients = True, has_gradients
+        self.unscale_factor = 1 / self.loss_scale
         self.writes.note()
+
+    def multiply(self, factor: float) -> None:
+        """Let the true gradients be multiplied by a factor, which the slices get with the next `unscale_`."""
+        self.unscale_factor *= factor
+
+    def unscale_(self, coefficient: float = 1.0) -> None:
+        """Make this rank's slices the true gradients times a coefficient. They are reduced."""
+        if self.unscale_factor * coefficient != 1.0:
+            for bucket in self._buckets:
+                bucket.own_gradients.mul_(self.unscale_factor * coefficient)
+            self.writes.note()
+        self.unscale_factor = 1.0
 
     def drop(self, *, to_zeros: bool) -> None:
         """Forget all gradients; with `to_zeros`, parameters that have one get one of zeros."""
         self._awaited.clear()
         self._finish(0)
         self.writes.forget()
-        self.has_gradients = None
+        self.is_reduced = False
         for bucket in self._buckets:
             bucket.drop(to_zeros=to_zeros)
 
@@ -269,7 +284,7 @@ class Reducer:
             RuntimeError: ranks are in different calls, or some forgot what others hold; on every rank.
         """
         is_step = call == "step()"
-        is_due = is_compared(self._num_steps, self.check_every)
+        is_due = is_compared(self._num_steps, self._check_every)
         self._num_steps += is_step
         if self._group.size() == 1 or not is_due:
             return
