@@ -132,7 +132,7 @@ class Booster:
     ) -> Save:
         """Write the model in files that Hugging Face reads, each rank its share of them. Collective over the world.
 
-        No rank gathers the model: the one that writes a tensor is sent the pieces of it. Of a model with adapters the
+        No rank gathers the model: the one that writes a tensor is sent the shards of it. Of a model with adapters the
         weights have the model's own names, and adapters stand beside them under peft's.
 
         Args:

@@ -1,9 +1,9 @@
-"""Boxes of a whole tensor, where a rank's pieces lie in it, and tensors on disk that are read by boxes.
+"""Boxes of a whole tensor, where a rank's shards lie in it, and tensors on disk that are read by boxes.
 
-[Note: boxes] A rank holds a flat stretch, in row-major order, of its piece of a tensor: all of the piece, or the part
-that ZeRO left of it. The piece is cut out of the whole along one dimension, perhaps in several stretches, for fused
-projections, and perhaps longer than it, by padding. So it takes a few boxes: a flat stretch of a tensor of n
-dimensions is at most 2n − 1 of them, and each is cut where the stretches of the piece end.
+[Note: boxes] A rank holds a flat stretch, in row-major order, of its shard of a tensor: all of the shard, or the
+piece that ZeRO leaves of it. The shard is cut out of the whole along one dimension, perhaps in several stretches, for
+fused projections, and perhaps longer than it, by padding. So it takes a few boxes: a flat stretch of a tensor of n
+dimensions is at most 2n − 1 of them, and each is cut where the stretches of the shard end.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -79,39 +79,39 @@ class Stored(Protocol):
 
 
 class Cut(NamedTuple):
-    """A box of the whole tensor, and the same entries as a box of a rank's piece."""
+    """A box of the whole tensor, and the same entries as a box of a rank's shard."""
 
     whole: Box
-    piece: Box
+    shard: Box
 
 
-def whole_shape(piece_shape: Sequence[int], placement: Placement | None) -> tuple[int, ...]:
-    """The shape of a whole tensor without padding, from that of a rank's piece."""
-    shape = list(piece_shape)
+def whole_shape(shard_shape: Sequence[int], placement: Placement | None) -> tuple[int, ...]:
+    """The shape of a whole tensor without padding, from that of a rank's shard."""
+    shape = list(shard_shape)
     if isinstance(placement, Shard):
         shape[placement.dim] = sum(placement.blocks)
     return tuple(shape)
 
 
 def cuts_of(box: Box, placement: Placement | None, rank: int) -> Iterator[Cut]:
-    """Yield the parts of a box of a rank's piece that are no padding, with their place in the whole tensor.
+    """Yield the parts of a box of a rank's shard that are no padding, with their place in the whole tensor.
 
     Args:
-        box: in the piece.
+        box: in the shard.
         placement: how the whole is cut.
         rank: of the axis that it is cut over.
     """
     if not isinstance(placement, Shard):
         if box.numel:
-            yield Cut(whole=box, piece=box)
+            yield Cut(whole=box, shard=box)
         return
     dim = placement.dim
     first, last = box.offset[dim], box.ends()[dim]
     for interval in placement.intervals_of(rank):
-        begin, end = max(first, interval.piece), min(last, interval.piece + interval.length)
+        begin, end = max(first, interval.shard), min(last, interval.shard + interval.length)
         if begin < end and box.numel:
-            whole = box.along(dim, interval.whole + begin - interval.piece, end - begin)
-            yield Cut(whole=whole, piece=box.along(dim, begin, end - begin))
+            whole = box.along(dim, interval.whole + begin - interval.shard, end - begin)
+            yield Cut(whole=whole, shard=box.along(dim, begin, end - begin))
 
 
 def flat_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:

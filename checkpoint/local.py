@@ -54,38 +54,38 @@ class LocalTensor:
         return replace(self, parts=tuple(Part(part.box, keep(part.local)) for part in self.parts))
 
 
-def local_piece(
-    name: str, piece: Tensor, placement: Placement | None, rank: int, *, may_save: bool = True
+def local_shard(
+    name: str, shard: Tensor, placement: Placement | None, rank: int, *, may_save: bool = True
 ) -> LocalTensor:
-    """A tensor of which this rank has a piece, all of it in one tensor.
+    """A tensor of which this rank has a shard, all of it in one tensor.
 
     Args:
-        piece: in the shape that the placement gives it, padding included.
+        shard: in the shape that the placement gives it, padding included.
         placement: how the whole is cut, None where it is not.
         rank: of the axis that it is cut over.
     """
-    return _local(name, piece, [Box.whole(piece.shape)], tuple(piece.shape), placement, rank, may_save)
+    return _local(name, shard, [Box.whole(shard.shape)], tuple(shard.shape), placement, rank, may_save)
 
 
-def local_slice(
+def local_piece(
     name: str,
     flat: Tensor,
     start: int,
-    piece_shape: Iterable[int],
+    shard_shape: Iterable[int],
     placement: Placement | None,
     rank: int,
     *,
     may_save: bool = True,
 ) -> LocalTensor:
-    """A tensor of whose piece this rank has a stretch, as ZeRO shards it.
+    """A tensor of whose shard this rank has a piece, as ZeRO divides it.
 
     Args:
-        flat: 1-D, the stretch.
-        start: where it begins in the flattened piece.
-        piece_shape: of the whole piece, padding included.
-        placement, rank: as of `local_piece`.
+        flat: 1-D, the piece.
+        start: where it begins in the flattened shard.
+        shard_shape: of the whole shard, padding included.
+        placement, rank: as of `local_shard`.
     """
-    shape = tuple(piece_shape)
+    shape = tuple(shard_shape)
     boxes = list(flat_boxes(start, start + flat.numel(), shape))
     return _local(name, flat, boxes, shape, placement, rank, may_save)
 
@@ -105,21 +105,21 @@ def _local(
     name: str,
     memory: Tensor,
     boxes: list[Box],
-    piece_shape: tuple[int, ...],
+    shard_shape: tuple[int, ...],
     placement: Placement | None,
     rank: int,
     may_save: bool,
 ) -> LocalTensor:
-    """From boxes of a piece that lie end to end in memory."""
+    """From boxes of a shard that lie end to end in memory."""
     memory, parts, start = memory.detach(), [], 0
     flat = None if len(boxes) == 1 and tuple(memory.shape) == boxes[0].size else memory.view(-1)
     for box in boxes:
         covering = memory if flat is None else flat[start : start + box.numel].view(box.size)
-        parts += [Part(cut.whole, covering[cut.piece.within(box)]) for cut in cuts_of(box, placement, rank)]
+        parts += [Part(cut.whole, covering[cut.shard.within(box)]) for cut in cuts_of(box, placement, rank)]
         start += box.numel
     return LocalTensor(
         name=name,
-        shape=whole_shape(piece_shape, placement),
+        shape=whole_shape(shard_shape, placement),
         dtype=memory.dtype,
         parts=tuple(parts),
         may_save=may_save,

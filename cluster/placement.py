@@ -17,10 +17,10 @@ _MOST_RANKS = 64  # that an error proposes
 
 
 class Interval(NamedTuple):
-    """Consecutive entries along the dimension that is cut: where they begin in the whole and in a piece; how many."""
+    """Consecutive entries along the dimension that is cut: where they begin in the whole and in a shard; how many."""
 
     whole: int
-    piece: int
+    shard: int
     length: int
 
 
@@ -34,7 +34,7 @@ class Shard:
         blocks: lengths of the fused blocks along `dim` in the whole tensor (q, k and v of one projection);
             each is cut on its own. They add up to the whole length, padding excluded.
         padded: lengths of the blocks once padded with zeros at their ends, where their own do not divide.
-        replicas: how many neighbouring ranks hold the same piece (key-value heads fewer than ranks); a piece's
+        replicas: how many neighbouring ranks hold the same shard (key-value heads fewer than ranks); a shard's
             gradient is partial on each of them.
         stretches: how many equal stretches the whole has, each with an equal part of `blocks`; a stretch is cut over
             its own neighbouring ranks alone (the heads that share a key-value head). 1 cuts over all ranks.
@@ -59,61 +59,61 @@ class Shard:
         if stretch * self.stretches != self._padded_blocks() or (self.size // self.replicas) % self.stretches:
             raise ValueError(
                 f"stretches={self.stretches} neither repeats blocks={self._padded_blocks()} nor divides the "
-                f"{self.size // self.replicas} pieces"
+                f"{self.size // self.replicas} shards"
             )
-        pieces = self._pieces_of_stretch
+        shards = self._shards_of_stretch
         for length in self._padded_blocks():
-            if length % pieces:
+            if length % shards:
                 fitting = [each for each in range(1, min(length, _MOST_RANKS) + 1) if length % each == 0]
                 raise ValueError(
-                    f"{length} entries along dim {self.dim} are not divisible by {pieces} ranks: use a number of ranks "
+                    f"{length} entries along dim {self.dim} are not divisible by {shards} ranks: use a number of ranks "
                     f"that divides them, one of {fitting}"
                 )
 
     def local(self, whole: Tensor, rank: int) -> Tensor:
-        """This rank's piece of the whole tensor, in memory of its own."""
+        """This rank's shard of the whole tensor, in memory of its own."""
         if whole.shape[self.dim] != sum(self.blocks):
             raise AssertionError(f"length {whole.shape[self.dim]} of dim {self.dim}, blocks {self.blocks}")
-        stretch, piece = divmod(rank // self.replicas, self._pieces_of_stretch)
+        stretch, index = divmod(rank // self.replicas, self._shards_of_stretch)
         blocks = list(whole.split(list(self.blocks), self.dim))
         blocks = [
             self._pad(block, length) for block, length in zip(blocks, self._padded_blocks(), strict=True)
         ]
         count = len(blocks) // self.stretches
         own = blocks[stretch * count : (stretch + 1) * count]
-        mine = [block.chunk(self._pieces_of_stretch, self.dim)[piece] for block in own]
+        mine = [block.chunk(self._shards_of_stretch, self.dim)[index] for block in own]
         return mine[0].clone() if len(mine) == 1 else torch.cat(mine, self.dim)
 
     def whole(self, locals_: Sequence[Tensor]) -> Tensor:
-        """The whole tensor from the pieces of all ranks of the axis, in their order; padding is cut off."""
-        pieces, count = self._pieces_of_stretch, len(self.blocks) // self.stretches
-        lengths = [length // pieces for length in self._padded_blocks()[:count]]
-        split = [piece.split(lengths, self.dim) for piece in locals_[:: self.replicas]]
+        """The whole tensor from the shards of all ranks of the axis, in their order; padding is cut off."""
+        shards, count = self._shards_of_stretch, len(self.blocks) // self.stretches
+        lengths = [length // shards for length in self._padded_blocks()[:count]]
+        split = [shard.split(lengths, self.dim) for shard in locals_[:: self.replicas]]
         blocks = [
-            torch.cat([piece[index] for piece in split[first : first + pieces]], self.dim)
-            for first in range(0, len(split), pieces)
+            torch.cat([shard[index] for shard in split[first : first + shards]], self.dim)
+            for first in range(0, len(split), shards)
             for index in range(count)
         ]
         real = [block.narrow(self.dim, 0, length) for block, length in zip(blocks, self.blocks, strict=True)]
         return torch.cat(real, self.dim)
 
     def intervals_of(self, rank: int) -> list[Interval]:
-        """The parts of the whole in a rank's piece, in its order; padding is in none of them."""
-        own, index = divmod(rank // self.replicas, self._pieces_of_stretch)
+        """The parts of the whole in a rank's shard, in its order; padding is in none of them."""
+        own, index = divmod(rank // self.replicas, self._shards_of_stretch)
         count = len(self.blocks) // self.stretches
-        found, in_piece = [], 0
+        found, in_shard = [], 0
         for number, (length, padded) in enumerate(zip(self.blocks, self._padded_blocks(), strict=True)):
-            share = padded // self._pieces_of_stretch
+            share = padded // self._shards_of_stretch
             if number // count != own:
                 continue
             real = min(length, (index + 1) * share) - index * share
             if real > 0:
-                found.append(Interval(sum(self.blocks[:number]) + index * share, in_piece, real))
-            in_piece += share
+                found.append(Interval(sum(self.blocks[:number]) + index * share, in_shard, real))
+            in_shard += share
         return found
 
     @property
-    def _pieces_of_stretch(self) -> int:
+    def _shards_of_stretch(self) -> int:
         return self.size // self.replicas // self.stretches
 
     def _padded_blocks(self) -> tuple[int, ...]:
@@ -144,7 +144,7 @@ Placement = Shard | PartialGrad
 
 
 def place(parameter: Parameter, placement: Placement, rank: int) -> None:
-    """Give a parameter its placement and keep this rank's piece of it, in the same Parameter object.
+    """Give a parameter its placement and keep this rank's shard of it, in the same Parameter object.
 
     A parameter that already has this placement (a tied one) is left as it is.
 

@@ -3,7 +3,7 @@
 [Note: lazy tensors] A LazyTensor is a tensor on the meta device, of a class of its own, so that torch hands every call
 that takes one to `record`, inside a LazyInitContext and after it, also through `.data`. What its memory is to hold
 stands on the (empty) storage itself: views share it, and `parameter.data = ...` takes it along. So the cutting of a
-lazy parameter is recorded as everything else is, and materializing it then computes the whole and keeps the piece.
+lazy parameter is recorded as everything else is, and materializing it then computes the whole and keeps the shard.
 
 A call that asks for numbers (`item()`, `if tensor.any():`) gets them: they are computed, and forgotten.
 """

@@ -21,7 +21,7 @@ class DeferredGradient(NamedTuple):
     """A weight's gradient that is computed later.
 
     Args:
-        parameter: the weight, or this rank's piece of it.
+        parameter: the weight, or this rank's shard of it.
         begin: begins to compute the gradient.
         backward: autograd's number of the backward that it belongs to.
     """

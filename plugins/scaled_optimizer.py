@@ -122,7 +122,7 @@ class ScaledOptimizer(Optimizer):
     ) -> Tensor:
         """Clip the true gradients to a norm, after all backwards of a step; returns the norm before.
 
-        Where they are sharded it is that over all pieces, by an all-reduce over the shard group.
+        Where they are sharded it is that over all shards, by an all-reduce over the shard group.
 
         Args:
             max_norm: gradients of a larger norm are scaled down to it; `inf` measures alone.

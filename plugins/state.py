@@ -20,7 +20,7 @@ from ..checkpoint.local import (
     TensorNames,
     local_dtensor,
     local_piece,
-    local_slice,
+    local_shard,
     saved_state,
 )
 from ..checkpoint.optimizer import Trained, TrainedPiece
@@ -35,14 +35,14 @@ from ..zero.optimizer import ShardedOptimizer
 
 
 def local_of(name: str, tensor: Tensor, *, like: Tensor, mesh: ParallelMesh) -> LocalTensor:
-    """This rank's piece of a tensor that is sharded as a parameter is. A replicated one may be saved by any rank."""
+    """This rank's shard of a tensor that is sharded as a parameter is. A replicated one may be saved by any rank."""
     if isinstance(tensor, DTensor):
         return local_dtensor(name, tensor)
-    return local_piece(name, tensor, placement_of(like), _rank(like, mesh))
+    return local_shard(name, tensor, placement_of(like), _rank(like, mesh))
 
 
 def local_tensors(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, LocalTensor]:
-    """Pieces of a model's tensors, by name."""
+    """Shards of a model's tensors, by name."""
     return {name: local_of(name, tensor, like=tensor, mesh=mesh) for name, tensor in tensors.items()}
 
 
@@ -59,12 +59,12 @@ def local_module(module: nn.Module, mesh: ParallelMesh, adapters: Sequence[Adapt
 
 
 def trained_shards(optimizer: ShardedOptimizer, mesh: ParallelMesh) -> Trained:
-    """The tensors that this rank steps: slices of its pieces of parameters."""
+    """The tensors that this rank steps: its pieces of parameters, or of shards of them."""
     groups: list[list[TrainedPiece]] = [[] for _ in optimizer.param_groups]
     for bucket in optimizer.buckets:
         for slot in bucket.slots:
             if slot.piece is not None:
-                local = partial(_local_slice, slot=slot, mesh=mesh)
+                local = partial(_local_piece, slot=slot, mesh=mesh)
                 groups[bucket.group_index].append(TrainedPiece(slot.managed.name, slot.piece, local))
     return Trained(
         inner=optimizer.inner,
@@ -75,9 +75,9 @@ def trained_shards(optimizer: ShardedOptimizer, mesh: ParallelMesh) -> Trained:
     )
 
 
-def _local_slice(name: str, flat: Tensor, *, slot: Slot, mesh: ParallelMesh) -> LocalTensor:
+def _local_piece(name: str, flat: Tensor, *, slot: Slot, mesh: ParallelMesh) -> LocalTensor:
     parameter = slot.parameter
-    return local_slice(
+    return local_piece(
         name,
         flat,
         slot.piece_start,

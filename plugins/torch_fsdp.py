@@ -49,7 +49,7 @@ class TorchFSDPPlugin(TorchPlugin):
             fp32 on a CPU, bf16 on a GPU that computes in it, else fp16.
         shard_size: ranks over which a model is sharded, neighbours; the groups of so many hold replicas (hybrid
             sharding). It divides the world size; None is the whole world.
-        cpu_offload: keep pieces of parameters, gradients and states on the CPU, where the optimizer then steps.
+        cpu_offload: keep shards of parameters, gradients and states on the CPU, where the optimizer then steps.
         reshard_after_forward: free a layer after its forward and gather it again for backward. None frees layers
             and keeps the rest of the model, which backward needs at once; False keeps all, True frees all.
         initial_scale, growth_factor, backoff_factor, growth_interval: the loss scale of fp16, as in the other plugins;
@@ -235,7 +235,7 @@ class TorchFSDPModel(TorchModel):
             self.root[0].set_requires_gradient_sync(True)
 
     def free_whole_parameters(self) -> None:
-        """Keep this rank's pieces alone, also after a forward without a backward."""
+        """Keep this rank's shards alone, also after a forward without a backward."""
         for module in self._sharded_modules():
             module.reshard()
 
@@ -311,14 +311,14 @@ class FSDPOptimizer(ScaledOptimizer):
         model: TorchFSDPModel,
         names: Mapping[Parameter, str],
     ) -> None:
-        pieces = dict(model.module.named_parameters())
-        super().__init__(optimizer, scaler, {piece: name for name, piece in pieces.items()})
+        shards = dict(model.module.named_parameters())
+        super().__init__(optimizer, scaler, {shard: name for name, shard in shards.items()})
         self.model = model
         for group in optimizer.param_groups:
-            group["params"] = [pieces[names[parameter]] for parameter in group["params"]]
+            group["params"] = [shards[names[parameter]] for parameter in group["params"]]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's pieces, or skip on all ranks where a scaled gradient overflowed; see `ScaledOptimizer`.
+        """Update this rank's shards, or skip on all ranks where a scaled gradient overflowed; see `ScaledOptimizer`.
 
         Raises:
             RuntimeError: gradients of a `no_sync` block were never reduced.
@@ -350,7 +350,7 @@ class FSDPOptimizer(ScaledOptimizer):
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Clip the true gradients to a norm over all pieces; see `ScaledOptimizer`. Every rank calls."""
+        """Clip the true gradients to a norm over all shards; see `ScaledOptimizer`. Every rank calls."""
         self._require_reduced("clip_grad_by_norm()")
         return super().clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
 

@@ -106,17 +106,17 @@ def require_equal_inputs(
 
 
 def _refuse_average(group: ProcessGroup) -> None:
-    """Refuse a call through torch's DistributedDataParallel over ranks of the tensor axis, whose pieces differ."""
+    """Refuse a call through torch's DistributedDataParallel over ranks of the tensor axis, whose shards differ."""
     around = DistributedDataParallel._get_active_ddp_module()
     if around is None:
         return
     axis, averaged = (set(dist.get_process_group_ranks(each)) for each in (group, around.process_group))
     if len(axis & averaged) > 1:
         raise ValueError(
-            f"torch's DistributedDataParallel around this model gave the pieces of one rank to all of "
+            f"torch's DistributedDataParallel around this model gave the shards of one rank to all of "
             f"{sorted(averaged)}, of which {sorted(axis & averaged)} hold different ones: build and split it anew and "
             "leave it out (ShardConfig(data_parallel_size=...) averages over replicas), or give it the process_group "
-            "of ranks that hold equal pieces. transformers' Trainer puts it around every model: train in a loop"
+            "of ranks that hold equal shards. transformers' Trainer puts it around every model: train in a loop"
         )
 
 

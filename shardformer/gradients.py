@@ -24,8 +24,8 @@ class Axes:
     """Over which ranks a model's gradients are whole without a booster; None is an axis of one rank.
 
     Args:
-        tensor: the ranks that hold different pieces.
-        data: the ranks that hold equal pieces and train on different batches.
+        tensor: the ranks that hold different shards.
+        data: the ranks that hold equal shards and train on different batches.
         average: what averages over `data`.
     """
 
@@ -41,12 +41,12 @@ def axes_of(model: nn.Module) -> Axes | None:
 
 
 def is_split(model: nn.Module) -> bool:
-    """Return True where a plugin or ShardFormer had the model: it has pieces, or hooks for its gradients."""
+    """Return True where a plugin or ShardFormer had the model: it has shards, or hooks for its gradients."""
     return axes_of(model) is not None or any(placement_of(each) is not None for each in model.parameters())
 
 
 def make_gradients_whole(model: nn.Module, *, tensor: ProcessGroup | None, data: ProcessGroup | None) -> None:
-    """Let every backward leave gradients as one process has them: this rank's piece of each. By hooks.
+    """Let every backward leave gradients as one process has them: this rank's shard of each. By hooks.
 
     Over the tensor axis, gradients that are a part on each rank (norms inside a region, replicas of key-value heads)
     are summed when autograd has the whole one of a backward, so accumulating over several counts none twice. Over the
@@ -106,11 +106,11 @@ class DataAverage:
             # In float32 also for 16 bits, whose sum over many ranks would lose digits.
             flat = torch.cat([*(each.float().flatten() for each in gradients), flags.to(bucket[0].device)])
             mean = all_reduce(flat, self._group) / self._group.size()
-            *pieces, flags = mean.split([*(each.numel() for each in bucket), len(bucket)])
+            *means, flags = mean.split([*(each.numel() for each in bucket), len(bucket)])
             for index, (parameter, gradient) in enumerate(zip(bucket, gradients, strict=True)):
                 if parameter.grad is None and not flags[index]:
                     continue
-                parameter.grad = gradient.copy_(pieces[index].view_as(gradient))
+                parameter.grad = gradient.copy_(means[index].view_as(gradient))
 
 
 def _summing(group: ProcessGroup, parts: int) -> Callable[[Tensor], Tensor]:
@@ -164,7 +164,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip the gradients of a model that `ShardFormer` split to a norm: that of the whole model's.
 
-    torch.nn.utils.clip_grad_norm_ would take each rank's pieces for the whole: every rank would clip by another norm.
+    torch.nn.utils.clip_grad_norm_ would take each rank's shards for the whole: every rank would clip by another norm.
     An all-gather of one number over the tensor axis, whose ranks all call.
 
     Args:

@@ -84,7 +84,7 @@ def refuse_partial_state(model: nn.Module) -> None:
 
 
 def is_partial(tensor: Tensor | None) -> bool:
-    """Return True where this rank has only a piece of a tensor, or nothing of it."""
+    """Return True where this rank has only a shard of a tensor, or nothing of it."""
     if isinstance(tensor, DTensor):
         sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
         return any(placement.is_shard() and size > 1 for placement, size in sizes)
@@ -108,7 +108,7 @@ class PartialState:
         raise RuntimeError(self._message)
 
     def refuse_loading(self, module: nn.Module, *_: Any) -> NoReturn:
-        """Refuse whole tensors, and pieces of whatever layout."""
+        """Refuse whole tensors, and shards of whatever layout."""
         raise RuntimeError(
             f"this rank has only a part of this {self._kind}, into which load_state_dict() puts no whole tensors: call "
             "booster.load_model(model, path) on every rank, or load the plain model before it is split"
@@ -130,7 +130,7 @@ class PartialState:
 
 
 def _is_partial(module: nn.Module) -> bool:
-    """Return True where the module's own tensors are pieces, or are on another stage."""
+    """Return True where the module's own tensors are shards, or are on another stage."""
     if isinstance(module, StandIn):
         return next(chain(module.native.parameters(), module.native.buffers()), None) is not None
     return any(is_partial(each) for each in chain(module._parameters.values(), module._buffers.values()))

@@ -22,7 +22,7 @@ class ShardConfig:
         tensor_parallel_process_group: the tensor axis; without it and without a size nothing is split.
         tensor_parallel_size: its number of ranks; None is what the group says, or 1. Given without a group, it is
             `ShardFormer.init_distributed` that makes one.
-        data_parallel_process_group: the ranks that hold equal pieces and train on different batches.
+        data_parallel_process_group: the ranks that hold equal shards and train on different batches.
         data_parallel_size: their number; None is what the group says, or 1. Without a group as above.
         pipeline_stage_manager: which stages this rank holds; None, or one stage in all, cuts nothing.
         parallel_output: leave logits split over the vocabulary after training calls with labels, as
@@ -192,7 +192,7 @@ class ShardConfig:
             if len(common := set.intersection(*ranks)) > 1:
                 found.append(
                     f"tensor_parallel_process_group and data_parallel_process_group have the ranks {sorted(common)} in "
-                    "common, and a rank's pieces would be averaged with others: two axes share this rank alone"
+                    "common, and a rank's shards would be averaged with others: two axes share this rank alone"
                 )
         for axis, other in (_AXES, _AXES[::-1]):
             size, group = getattr(self, f"{axis}_size"), groups[axis]

@@ -32,7 +32,7 @@ from .tables.table import Table, table_for, table_for_class
 class ShardFormer:
     """Splits transformers models as a config asks, and lets them train and answer without a booster.
 
-    A split model trains in a plain loop: after `loss.backward()` each rank has its piece of the true gradients,
+    A split model trains in a plain loop: after `loss.backward()` each rank has its shard of the true gradients,
     averaged over the data axis, for an optimizer that updates every entry on its own (AdamW, SGD, …). Clip with
     `clip_grad_norm_`, not with torch's. A call compares its inputs over the tensor axis, so that different
     batches raise an error.
@@ -91,7 +91,7 @@ class ShardFormer:
     ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
         """Cut the model down to this rank's stage and split it over the tensor axis, in place.
 
-        Parameter objects and names stay; a split one holds this rank's piece (`cluster.placement`). An all-gather over
+        Parameter objects and names stay; a split one holds this rank's shard (`cluster.placement`). An all-gather over
         each axis compares the models. Of a lazily built model only local parameters are materialized. Move
         the model to its device before.
 

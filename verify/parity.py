@@ -288,7 +288,7 @@ def gather_whole(
     on the CPU. Replicas (over dp and sp, and of tied tensors on several stages) are taken once.
 
     Args:
-        local: this rank's piece of every tensor of its stage, by name, in one order on all ranks of an axis.
+        local: this rank's shard of every tensor of its stage, by name, in one order on all ranks of an axis.
         placements: how each is sharded.
         mesh: the mesh.
     """
@@ -304,14 +304,14 @@ def gather_whole(
 
 
 def _over_axis(local: Tensor, placement: Placement | None, mesh: ParallelMesh) -> Tensor:
-    """A tensor that is whole on its axis, from the pieces of all its ranks."""
+    """A tensor that is whole on its axis, from the shards of all its ranks."""
     if not isinstance(placement, Shard) or placement.size == 1:
         return local
     return placement.whole(begin_gather(local, mesh.group(placement.axis)).wait().unbind(0))
 
 
 def _whole(boosted: HybridParallelModule, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Whole float32 tensors on rank 0, by parameter name, from all ranks' pieces. Collective over the world."""
+    """Whole float32 tensors on rank 0, by parameter name, from all ranks' shards. Collective over the world."""
     placements = {name: placement_of(boosted.local_parameters[name]) for name in tensors}
     whole = gather_whole(tensors, placements, boosted.mesh)
     return {name: tensor.float().cpu().clone() for name, tensor in whole.items()}
@@ -334,8 +334,8 @@ def _unequal_copies(boosted: HybridParallelModule, optimizer: ShardedOptimizer) 
     own = {}
     for name, parameter in boosted.local_parameters.items():
         placement = placement_of(parameter)
-        piece = mesh.rank(placement.axis) // placement.replicas if isinstance(placement, Shard) else 0
-        own[name, piece] = batch_hash([parameter.detach(), masters.get(name)])
+        shard = mesh.rank(placement.axis) // placement.replicas if isinstance(placement, Shard) else 0
+        own[name, shard] = batch_hash([parameter.detach(), masters.get(name)])
     hashes: dict[tuple[str, int], set[int]] = {}
     for of_rank in gather_objects(own):
         for key, code in of_rank.items():

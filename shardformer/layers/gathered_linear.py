@@ -92,7 +92,7 @@ class ShardedLinear(ParallelModule):
         """As of other parallel layers."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"piece={tuple(self.weight.shape)}, ranks={self.pool.group.size()}"
+            f"shard={tuple(self.weight.shape)}, ranks={self.pool.group.size()}"
         )
 
 

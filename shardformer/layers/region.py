@@ -150,7 +150,7 @@ class PartialGradient:
 
 
 class SplitParameter:
-    """Cuts one parameter of a module inside a region; the module computes with this rank's piece as with the whole."""
+    """Cuts one parameter of a module inside a region; the module computes with this rank's shard as with the whole."""
 
     @staticmethod
     def from_native_module(

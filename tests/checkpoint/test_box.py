@@ -1,4 +1,4 @@
-"""Boxes put a whole tensor together from every rank's piece, once, and one rank sends each to the writer."""
+"""Boxes put a whole tensor together from every rank's shard, once, and one rank sends each to the writer."""
 
 import random
 from math import prod
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from echelon.checkpoint.box import Box, coverage_errors, flat_boxes
 from echelon.checkpoint.exchange import Offer, entries_of, plan_files, split_into_files
-from echelon.checkpoint.local import LocalTensor, local_piece, local_slice
+from echelon.checkpoint.local import LocalTensor, local_piece, local_shard
 from echelon.checkpoint.tensor_file import Entry
 from echelon.cluster.placement import Shard
 
@@ -43,11 +43,11 @@ def put(into: Tensor, times: Tensor, local: LocalTensor) -> None:
 
 
 @pytest.mark.parametrize("shard", SHARDS, ids=str)
-def test_the_pieces_of_all_ranks_make_the_whole_once_per_copy(shard: Shard) -> None:
+def test_the_shards_of_all_ranks_make_the_whole_once_per_copy(shard: Shard) -> None:
     whole = whole_of(shard)
     found, times = torch.full_like(whole, -1), torch.zeros_like(whole)
     for rank in range(shard.size):
-        local = local_piece("w", shard.local(whole, rank), shard, rank)
+        local = local_shard("w", shard.local(whole, rank), shard, rank)
         assert local.shape == whole.shape
         put(found, times, local)
     assert torch.equal(found, whole)
@@ -55,26 +55,26 @@ def test_the_pieces_of_all_ranks_make_the_whole_once_per_copy(shard: Shard) -> N
 
 
 @pytest.mark.parametrize("shard", SHARDS, ids=str)
-def test_flat_slices_of_the_pieces_make_the_whole(shard: Shard) -> None:
+def test_pieces_of_the_shards_make_the_whole(shard: Shard) -> None:
     draw = random.Random(str(shard))
     whole = whole_of(shard)
     found, times = torch.full_like(whole, -1), torch.zeros_like(whole)
     for rank in range(shard.size):
-        piece = shard.local(whole, rank)
-        ends = sorted(draw.choices(range(piece.numel() + 1), k=3))
-        for start, stop in zip([0, *ends], [*ends, piece.numel()], strict=True):
-            flat = piece.view(-1)[start:stop].clone()
-            put(found, times, local_slice("w", flat, start, piece.shape, shard, rank))
+        local = shard.local(whole, rank)
+        ends = sorted(draw.choices(range(local.numel() + 1), k=3))
+        for start, stop in zip([0, *ends], [*ends, local.numel()], strict=True):
+            flat = local.view(-1)[start:stop].clone()
+            put(found, times, local_piece("w", flat, start, local.shape, shard, rank))
     assert torch.equal(found, whole)
     assert bool((times == shard.replicas).all())
 
 
 def test_parts_are_views_that_loading_may_write_to() -> None:
     shard = Shard(size=2, dim=1, blocks=(4, 2))
-    piece = shard.local(torch.zeros(3, 6), 1)
-    for part in local_piece("w", piece, shard, 1).parts:
+    local = shard.local(torch.zeros(3, 6), 1)
+    for part in local_shard("w", local, shard, 1).parts:
         part.local.fill_(1.0)
-    assert bool((piece == 1).all())
+    assert bool((local == 1).all())
 
 
 def test_a_flat_stretch_takes_few_boxes_in_its_order() -> None:
@@ -89,8 +89,8 @@ def test_a_flat_stretch_takes_few_boxes_in_its_order() -> None:
 
 
 def test_scalars_and_empty_tensors_are_held() -> None:
-    assert local_piece("step", torch.tensor(3.0), None, 0).parts[0].box == Box((), ())
-    assert local_piece("none", torch.empty(0, 4), None, 0).parts == ()
+    assert local_shard("step", torch.tensor(3.0), None, 0).parts[0].box == Box((), ())
+    assert local_shard("none", torch.empty(0, 4), None, 0).parts == ()
 
 
 def test_boxes_without_anything_in_common() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from echelon.checkpoint.box import Box
 from echelon.checkpoint.dcp import StateFiles, save_states
-from echelon.checkpoint.local import LocalTensor, local_slice
+from echelon.checkpoint.local import LocalTensor, local_piece
 from echelon.checkpoint.pretrained import Weights, read_into
 from echelon.checkpoint.tensor_file import damage_of_tensors, read_values, write_values
 
@@ -79,7 +79,7 @@ WHOLE = torch.arange(120, dtype=torch.float32).view(SHAPE)
 
 def local(flat: Tensor, ends: list[int]) -> dict[str, LocalTensor]:
     start, stop = ([0, *ends, 120])[dist.get_rank()], ([*ends, 120])[dist.get_rank()]
-    return {"exp_avg/w": local_slice("w", flat[start:stop], start, SHAPE, None, 0)}
+    return {"exp_avg/w": local_piece("w", flat[start:stop], start, SHAPE, None, 0)}
 
 
 def save(folder: Path, ends: list[int]) -> None:
@@ -88,8 +88,8 @@ def save(folder: Path, ends: list[int]) -> None:
 
 def save_replicas(folder: Path) -> list[str]:
     """Two ranks that have the same: each box is in one of their files."""
-    whole = {"exp_avg/w": local_slice("w", WHOLE.view(-1), 0, SHAPE, None, 0)}
-    whole |= {"exp_avg/v": local_slice("v", WHOLE.view(-1)[:20], 0, (4, 5), None, 0)}
+    whole = {"exp_avg/w": local_piece("w", WHOLE.view(-1), 0, SHAPE, None, 0)}
+    whole |= {"exp_avg/v": local_piece("v", WHOLE.view(-1)[:20], 0, (4, 5), None, 0)}
     return list(save_states(whole, folder, group=dist.group.WORLD))
 
 

@@ -33,9 +33,9 @@ def test_the_whole_comes_back_from_the_pieces(
     shape = [2, 3, 5]
     shape[dim] = sum(blocks)
     whole = torch.randn(shape)
-    pieces = [shard.local(whole, rank) for rank in range(size)]
-    assert torch.equal(shard.whole(pieces), whole)
-    assert len({piece.shape for piece in pieces}) == 1
+    shards = [shard.local(whole, rank) for rank in range(size)]
+    assert torch.equal(shard.whole(shards), whole)
+    assert len({local.shape for local in shards}) == 1
 
 
 PIECES: dict[str, tuple[Shard, list[list[int]]]] = {
@@ -59,16 +59,16 @@ PIECES: dict[str, tuple[Shard, list[list[int]]]] = {
 
 
 @pytest.mark.parametrize("name", PIECES)
-def test_pieces_are_those_of_blocks_copies_and_stretches(name: str) -> None:
+def test_shards_are_those_of_blocks_copies_and_stretches(name: str) -> None:
     shard, expected = PIECES[name]
     whole = torch.arange(1, 1 + sum(shard.blocks))
-    pieces = [shard.local(whole, rank) for rank in range(shard.size)]
-    assert [piece.tolist() for piece in pieces] == expected
-    assert torch.equal(shard.whole(pieces), whole)
-    for rank, piece in enumerate(pieces):
+    shards = [shard.local(whole, rank) for rank in range(shard.size)]
+    assert [local.tolist() for local in shards] == expected
+    assert torch.equal(shard.whole(shards), whole)
+    for rank, local in enumerate(shards):
         for interval in shard.intervals_of(rank):
             of_whole = whole[interval.whole : interval.whole + interval.length]
-            assert torch.equal(piece[interval.piece : interval.piece + interval.length], of_whole)
+            assert torch.equal(local[interval.shard : interval.shard + interval.length], of_whole)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_pieces_are_those_of_blocks_copies_and_stretches(name: str) -> None:
             {"size": 4, "blocks": (4, 2, 2, 4), "stretches": 2},
             r"stretches=2 neither repeats blocks=\(4, 2, 2, 4\)",
         ),
-        ({"blocks": (2, 2, 2, 2), "stretches": 4}, "nor divides the 2 pieces"),
+        ({"blocks": (2, 2, 2, 2), "stretches": 4}, "nor divides the 2 shards"),
         ({"size": 4, "blocks": (8, 10)}, "10 entries along dim 0 are not divisible by 4 ranks"),
         ({"size": 4, "blocks": (12,), "replicas": 3}, "replicas=3 does not divide size=4"),
     ],

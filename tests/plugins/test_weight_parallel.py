@@ -64,7 +64,7 @@ def test_weights_at_rest_and_their_states_are_sharded(pool: Pool, ranks: int, st
 
 
 def save_and_load(folder: Path, settings: dict[str, Any]) -> None:
-    """The file is the whole model's, whatever the layout; a lazy model loads its pieces, masters and states."""
+    """The file is the whole model's, whatever the layout; a lazy model loads its shards, masters and states."""
     booster = hybrid(**settings)
     model, optimizer = boosted(booster, ODD)
     booster.execute_pipeline(share(booster, ODD, 0), model, loss_of, optimizer)

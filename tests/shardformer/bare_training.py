@@ -104,12 +104,12 @@ def departure(
 
 
 def _whole(parameter: Tensor, tensor: Tensor, group: dist.ProcessGroup | None, name: str) -> Tensor:
-    """The whole tensor from the pieces of the tensor axis; nan where ranks that hold the same have others."""
+    """The whole tensor from the shards of the tensor axis; nan where ranks that hold the same have others."""
     placement = placement_of(parameter)
     tensor = tensor.detach().float()
-    pieces = [tensor] if group is None else list(all_gather(tensor[None], group, 0).unbind(0))
-    replicas = placement.replicas if isinstance(placement, Shard) else len(pieces)
-    for index, piece in enumerate(pieces):
-        if not torch.allclose(piece, pieces[index // replicas * replicas], rtol=1e-5, atol=1e-9):
+    shards = [tensor] if group is None else list(all_gather(tensor[None], group, 0).unbind(0))
+    replicas = placement.replicas if isinstance(placement, Shard) else len(shards)
+    for index, shard in enumerate(shards):
+        if not torch.allclose(shard, shards[index // replicas * replicas], rtol=1e-5, atol=1e-9):
             return torch.full_like(tensor, torch.nan)
-    return placement.whole(pieces).clone() if isinstance(placement, Shard) else tensor.clone()
+    return placement.whole(shards).clone() if isinstance(placement, Shard) else tensor.clone()

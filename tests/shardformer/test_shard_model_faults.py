@@ -114,10 +114,10 @@ def refuse_different_inputs() -> None:
 
 
 def refuse_an_average_over_pieces() -> None:
-    """It would give all ranks the pieces of the first one, by a loss that looks right."""
+    """It would give all ranks the shards of the first one, by a loss that looks right."""
     wrapped = DistributedDataParallel(formed().shard_model(build("LlamaForCausalLM")))
     with pytest.raises(
-        ValueError, match=r"the pieces of one rank to all of \[0, 1\], of which \[0, 1\] hold"
+        ValueError, match=r"the shards of one rank to all of \[0, 1\], of which \[0, 1\] hold"
     ):
         wrapped(**causal_batch(2, seed=0))
 

@@ -71,7 +71,7 @@ def mean_gradients(model: nn.Module, times: int = 1) -> dict[str, Tensor]:
 
 
 def require_gradients(model: nn.Module, expected: dict[str, Tensor], names: Any = None) -> None:
-    """Pieces of what is cut, all of what is not."""
+    """Shards of what is cut, all of what is not."""
     for name, parameter in model.named_parameters():
         if names is not None and name not in names:
             assert parameter.grad is None, name

@@ -140,11 +140,11 @@ def without_options(state: Callable[..., dict[str, Any]]) -> Callable[..., dict[
     return found
 
 
-def shifted(local_slice: Callable[..., LocalTensor]) -> Callable[..., LocalTensor]:
+def shifted(local_piece: Callable[..., LocalTensor]) -> Callable[..., LocalTensor]:
     """The first box of a tensor lies one row further on."""
 
     def found(*args: Any, **kwargs: Any) -> LocalTensor:
-        local = local_slice(*args, **kwargs)
+        local = local_piece(*args, **kwargs)
         first = next(iter(local.parts), None)
         if first is None or not local.shape or first.box.ends()[0] == local.shape[0]:
             return local
@@ -238,7 +238,7 @@ FAULTS = {
         notice="loaded.*group 0",
     ),
     "a box is off by one row": fault(
-        "plugins.state:local_slice", around(shifted), check=resumed_under_zero, args=("fp32",)
+        "plugins.state:local_piece", around(shifted), check=resumed_under_zero, args=("fp32",)
     ),
     "a state is left at zero": fault(
         "checkpoint.optimizer:read_into",

@@ -47,12 +47,12 @@ def unchanged() -> str | None:
 
 
 def in_parts() -> str | None:
-    """Return what departs where two ranks hold different pieces."""
+    """Return what departs where two ranks hold different shards."""
     return train("Qwen3ForCausalLM", 2, 1, QWEN3, "sizes")
 
 
 def in_replicas() -> str | None:
-    """Return what departs where two ranks hold equal pieces."""
+    """Return what departs where two ranks hold equal shards."""
     return train("LlamaForCausalLM", 1, 2, {}, "sizes")
 
 
