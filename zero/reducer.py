@@ -39,7 +39,7 @@ _CALLS = ("backward()", "reduce_gradients()", "step()")  # that communicate
 class _Backward(Enum):
     """Backwards that may run now."""
 
-    OUTSIDE = auto()  # any but the optimizer's own: a plain loss.backward(), or autograd.grad's
+    OUTSIDE = auto()  # none of the optimizer's own; a plain loss.backward() or autograd.grad's may
     ACCUMULATING = auto()  # one that adds to gradients
     LAUNCHING = auto()  # one that starts averages
 

@@ -30,7 +30,7 @@ OFFLOAD = {"cpu_offload": True}
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy of a tensor, with the pieces of all ranks."""
+    """A copy of a tensor, with the shards of all ranks."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 

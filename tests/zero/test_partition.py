@@ -3,9 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from echelon.cluster.mesh import ParallelMesh
-from echelon.zero.partition import Partition, zero_size_errors
+from echelon.cluster.placement import PartialGrad, Placement, Shard, place
+from echelon.zero.partition import ManagedParameter, Partition, zero_size_errors
 
 from ..cluster.helpers import SLICES, with_slices
 from ..pool import Pool
@@ -74,6 +76,42 @@ def average_over_replicas(num_slices: int) -> tuple[list[int], int, bool, list[f
     work.wait()
     ranks = dist.get_process_group_ranks(partition.group)
     return ranks, partition.index, partition.is_counted, partition.own(gradients).tolist()
+
+
+def test_placement_and_tie_say_where_a_gradient_is_summed_and_who_counts_it(pool: Pool) -> None:
+    found = pool.run(4, reduced_over)
+    assert [each["whole"] for each in found] == [([], rank == 0) for rank in range(4)]
+    assert [each["norm"] for each in found] == [([[0, 1, 2, 3]], rank == 0) for rank in range(4)]
+    neighbours = [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [each["key"] for each in found] == [([neighbours[rank]], rank % 2 == 0) for rank in range(4)]
+    same_place = [[0, 2], [1, 3], [0, 2], [1, 3]]  # in the stages' tensor axes
+    tied = pool.run(4, reduced_over_tie)
+    assert tied == [([neighbours[rank], same_place[rank]], rank == 0) for rank in range(4)]
+
+
+def reduced_over() -> dict[str, tuple[list[list[int]], bool]]:
+    mesh = ParallelMesh(tp=4)
+    placements = {
+        "whole": None,
+        "norm": PartialGrad(size=4),
+        "key": Shard(size=4, dim=0, blocks=(4,), replicas=2),
+    }
+    return {name: how_reduced(placement, mesh) for name, placement in placements.items()}
+
+
+def reduced_over_tie() -> tuple[list[list[int]], bool]:
+    mesh = ParallelMesh(pp=2, tp=2)
+    return how_reduced(PartialGrad(size=2), mesh, mesh.group("pp"))
+
+
+def how_reduced(
+    placement: Placement | None, mesh: ParallelMesh, tie_group: dist.ProcessGroup | None = None
+) -> tuple[list[list[int]], bool]:
+    parameter = nn.Parameter(torch.zeros(4))
+    if placement is not None:
+        place(parameter, placement, mesh.rank("tp"))
+    managed = ManagedParameter.of("w", parameter, mesh=mesh, tie_group=tie_group)
+    return [dist.get_process_group_ranks(group) for group in managed.sum_groups], managed.is_primary
 
 
 @pytest.mark.parametrize("stage", [1, 2])
