@@ -23,10 +23,10 @@ def open_tensors(path: Path) -> dict[str, Tensor]:
     with open(path, "rb") as file:
         start = file.read(9)
     with _disable_current_modes():  # of LazyInitContext
+        if start[8:] == b"{":  # before it the length of a header, which may begin like a file of torch
+            return _of_safetensors(path)
         if start.startswith((b"PK", b"\x80")):
             return _of_torch(path, is_mapped=start.startswith(b"PK"))
-        if start[8:] == b"{":
-            return _of_safetensors(path)
     raise ValueError(
         f"{path} is neither a safetensors nor a torch file, since it begins with {start!r}: give one of these, or the "
         "folder of a model"

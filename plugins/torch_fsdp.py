@@ -264,7 +264,13 @@ class TorchFSDPModel(TorchModel):
     def _whole_parameters(self) -> Iterator[tuple[Any, Parameter]]:
         """Each parameter that was whole before, behind fully_shard's own record of it. Private to torch."""
         for module in self._sharded_modules():
-            groups: list[FSDPParamGroup] = module._get_fsdp_state()._fsdp_param_groups
+            state: Any = module._get_fsdp_state()
+            # Before torch 2.13 there was at most one.
+            groups: Sequence[FSDPParamGroup] = (
+                state._fsdp_param_groups
+                if hasattr(state, "_fsdp_param_groups")
+                else [each for each in (state._fsdp_param_group,) if each is not None]
+            )
             for record in (each for group in groups for each in group.fsdp_params):
                 if hasattr(record, "_unsharded_param"):
                     yield record, record._unsharded_param

@@ -161,13 +161,10 @@ def set_attention(model: nn.Module, kernel: str) -> None:
     """Let a model and its parts compute attention with a kernel; `attention_errors` found nothing against it."""
     chosen: Any = model
     chosen.set_attn_implementation(kernel)
-    others = {
-        path: part.config._attn_implementation
-        for path, part in _parts(model).items()
-        if part.config._attn_implementation != kernel
-    }
-    if others:
-        raise AssertionError(f"transformers took {kernel!r} for none of {others}")
+    for part in _parts(model).values():  # some releases do not reach all of them from the model
+        if part.config._attn_implementation != kernel:
+            part.set_attn_implementation(kernel)
+            assert part.config._attn_implementation == kernel, (part, kernel)
 
 
 def _parts(model: nn.Module) -> dict[str, PreTrainedModel]:

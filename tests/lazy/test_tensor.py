@@ -1,7 +1,9 @@
 """What is recorded of lazily built modules and of tensors of files, and materializing it."""
 
 import copy
+import json
 import pickle
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -292,6 +294,15 @@ def test_files_are_neither_written_to_nor_needed_once_a_tensor_is_materialized(t
     assert path.read_bytes() == content
     path.write_bytes(bytes(len(content)))
     assert model.weight.tolist() == [0, 1, 2, 3, 4, 5] and model.changed.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("start", [b"\x80\0", b"PK"])
+def test_a_header_of_such_a_length_as_a_file_of_torch_begins_with(tmp_path: Path, start: bytes) -> None:
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    length = int.from_bytes(start, "little")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + header.ljust(length) + struct.pack("<f", 2.5))
+    assert open_tensors(path)["weight"].tolist() == [2.5]
 
 
 def test_a_call_that_fails_is_named_with_the_parameter() -> None:
