@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..cluster.agree import on_all_ranks, raise_different
 from ..cluster.errors import raise_errors
-from ..data.loader import SharedLoader
+from ..data.loader import ShardedLoader
 from .local import LocalModel, saved_state
 from .model import config_errors
 from .optimizer import Trained, saved_options
@@ -115,7 +115,7 @@ def lr_scheduler_errors(value: Any) -> list[str]:
 
 
 def _dataloader_errors(value: Any) -> list[str]:
-    if isinstance(value, SharedLoader):  # of others it may begin a pass to ask for their position
+    if isinstance(value, ShardedLoader):  # of others it may begin a pass to ask for their position
         try:
             return value_errors(value.state_dict(), "the position in the data")
         except ValueError as error:

@@ -1,1 +1,1 @@
-"""Data dealt out over the data axis: the order of samples, dataloaders, and the place in them."""
+"""Data sharded over the data axis: the order of samples, dataloaders, and the place in them."""

@@ -1,4 +1,4 @@
-"""A DataLoader of the user's, dealt out over the data axis: its sampler's order, and the generators it draws from."""
+"""A DataLoader of the user's, sharded over the data axis: its sampler's order, and the generators it draws from."""
 
 import copy
 import logging
@@ -17,8 +17,8 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from ..cluster.agree import broadcast_object, require_equal
-from .loader import WORKER_SETTINGS, SharedLoader, loader_errors
-from .sampler import Dealer, Dealt, Draw, key_errors
+from .loader import WORKER_SETTINGS, ShardedLoader, loader_errors
+from .sampler import BegunPass, Draw, StatefulSampler, key_errors
 
 
 class Streams:
@@ -113,8 +113,8 @@ class Place(NamedTuple):
     entropy: int | None
 
 
-class GivenSampler(Sampler[int], Dealer):
-    """Deals out the samples of a sampler as `ResumableSampler` does: the batches of all replicas are its next ones.
+class GivenSampler(Sampler[int], StatefulSampler):
+    """Shards the samples of a sampler as `ResumableSampler` does: the batches of all replicas are its next ones.
 
     What it does not define is the inner sampler's.
 
@@ -153,7 +153,7 @@ class GivenSampler(Sampler[int], Dealer):
         with self._streams.drawing():
             return iter([*islice(self.sampler, self.rank, None, self.num_replicas)])
 
-    def begin(self, batch_size: int) -> Dealt:
+    def begin(self, batch_size: int) -> BegunPass:
         """Begin a pass: the next one, or the one that was loaded, at its place."""
         place, is_loaded, self._is_loaded = self.position, self._is_loaded, False
         if place.samples and not is_loaded:  # the pass before broke off
@@ -164,7 +164,7 @@ class GivenSampler(Sampler[int], Dealer):
             self._streams.release()
         entropy = self._drawn() if place.entropy is None else place.entropy
         self.position = place._replace(start=self._streams.state_dict(), entropy=entropy)
-        return Dealt(place.epoch, self._num_batches(batch_size, place.samples), self._draws(batch_size))
+        return BegunPass(place.epoch, self._num_batches(batch_size, place.samples), self._draws(batch_size))
 
     def state_dict(self) -> dict[str, Any]:
         """The place of all replicas together, and the generators as the pass began."""
@@ -235,11 +235,14 @@ class GivenSampler(Sampler[int], Dealer):
 
 
 _LOG = logging.getLogger("echelon")
-_LEAVE = "leave it out of boost if it gives each replica its own samples, or build it with plugin.prepare_dataloader"
+_LEAVE = (
+    "leave the dataloader out of boost if it gives each replica its own samples, or build it with "
+    "plugin.prepare_dataloader"
+)
 _MOST_COMPARED = 4096
 
 
-def sharded_loader(loader: Any, *, rank: int, size: int) -> Any:
+def shard_given_loader(loader: Any, *, rank: int, size: int) -> Any:
     """A loader that gives this replica its share of a plain DataLoader's samples, or the loader where there is no need.
 
     `batch_size` is that of each replica. All ranks draw the order from the generators of rank 0 as they are now, which
@@ -248,12 +251,12 @@ def sharded_loader(loader: Any, *, rank: int, size: int) -> Any:
     Collective over the world.
 
     Args:
-        loader: a plain DataLoader; or None, one of `shared_loader` or with a DistributedSampler, which are left as
-            they are; and so is, for one replica, what cannot be dealt out.
+        loader: a plain DataLoader; or None, one of `sharded_loader` or with a DistributedSampler, which are left as
+            they are; and so is, for one replica, what cannot be sharded.
         rank, size: of the data axis.
 
     Raises:
-        ValueError: it cannot be dealt out, or differs between ranks; on every rank.
+        ValueError: it cannot be sharded, or differs between ranks; on every rank.
     """
     errors = [] if _is_sharded(loader) else loader_errors(loader)
     is_left = _is_sharded(loader) or (size == 1 and bool(errors))
@@ -273,10 +276,10 @@ def sharded_loader(loader: Any, *, rank: int, size: int) -> Any:
             loader.batch_sampler.batch_size,
             loader.batch_sampler.batch_size * size,
         )
-    return dealt_out(loader, streams, seed=seed, rank=rank, size=size)
+    return rebuilt_loader(loader, streams, seed=seed, rank=rank, size=size)
 
 
-def dealt_out(loader: DataLoader, streams: Streams, *, seed: int, rank: int, size: int) -> SharedLoader:
+def rebuilt_loader(loader: DataLoader, streams: Streams, *, seed: int, rank: int, size: int) -> ShardedLoader:
     """One rank's share of a DataLoader.
 
     Args:
@@ -286,8 +289,8 @@ def dealt_out(loader: DataLoader, streams: Streams, *, seed: int, rank: int, siz
     """
     sampler = GivenSampler(loader, streams, num_replicas=size, rank=rank)
     own = ("dataset", "collate_fn", "generator", "worker_init_fn", *WORKER_SETTINGS)
-    return SharedLoader(
-        dealer=sampler,
+    return ShardedLoader(
+        stateful_sampler=sampler,
         seed=(seed, rank),
         batch_size=loader.batch_sampler.batch_size,  # type: ignore[union-attr]
         sampler=sampler,
@@ -297,8 +300,8 @@ def dealt_out(loader: DataLoader, streams: Streams, *, seed: int, rank: int, siz
 
 
 def _is_sharded(loader: Any) -> bool:
-    """Return True if there is nothing to deal out: no loader, or one that gives each replica its own samples."""
-    if loader is None or isinstance(loader, SharedLoader):
+    """Return True if there is nothing to shard: no loader, or one that gives each replica its own samples."""
+    if loader is None or isinstance(loader, ShardedLoader):
         return True
     if not isinstance(loader, DataLoader):
         return False

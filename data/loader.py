@@ -1,4 +1,4 @@
-"""Dataloaders whose samples are dealt out over the data axis, with the place that training has reached."""
+"""Dataloaders whose samples are sharded over the data axis, with the place that training has reached."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -12,28 +12,28 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from ..cluster.random import generators_put_back, seed_torch
-from .sampler import Dealer, Dealt, Draw, ForeignSampler, ResumableSampler, derived_seed
+from .sampler import BegunPass, Draw, ForeignSampler, ResumableSampler, StatefulSampler, derived_seed
 
 
 def dataset_errors(dataset: Any) -> list[str]:
-    """Return the reasons that keep the samples of a data set from being dealt out to replicas."""
+    """Return the reasons why a data set cannot be sharded over replicas."""
     name = type(dataset).__name__
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         return [
-            f"a {name} gives its samples in its own order, or has no length, so they cannot be dealt out to replicas: "
-            "give a data set with __len__ and __getitem__"
+            f"the data set ({name}) gives its samples in an order of its own or has no length, so it cannot be "
+            "sharded: give one with __len__ and __getitem__"
         ]
     if isinstance(dataset, Mapping) and len(dataset) and 0 not in dataset:
         keys = ", ".join(map(repr, list(dataset)[:4]))
-        return [f"a {name} of {keys} has no sample 0: give one of the data sets in it"]
+        return [f"the data set ({name}) has samples {keys} and none at 0: give one of the data sets in it"]
     if not hasattr(dataset, "__getitem__"):
-        return [f"a {name} has no __getitem__: give a data set with __len__ and __getitem__"]
+        return [f"the data set ({name}) has no __getitem__: give one with __len__ and __getitem__"]
     return []
 
 
 _REFUSED = {
-    "sampler": "samples are dealt out to replicas: give a class as distributed_sampler_cls instead",
-    "batch_sampler": "samples are dealt out to replicas: give batch_size, and a class as distributed_sampler_cls",
+    "sampler": "samples are sharded over the replicas: give a class as distributed_sampler_cls instead",
+    "batch_sampler": "samples are sharded over the replicas: give batch_size, and a class as distributed_sampler_cls",
     "generator": "random numbers follow from the seed and a batch's place: give seed instead",
 }
 
@@ -57,7 +57,7 @@ def argument_errors(batch_size: Any, kwargs: Mapping[str, Any]) -> list[str]:
 
 
 def loader_errors(loader: Any) -> list[str]:
-    """Return the reasons that keep a user's dataloader from being dealt out as it is."""
+    """Return the reasons why a user's dataloader cannot be sharded as it is."""
     if type(loader) is not DataLoader:
         return [
             f"it is a {type(loader).__name__}, and only a plain torch.utils.data.DataLoader can be rebuilt"
@@ -71,7 +71,7 @@ def loader_errors(loader: Any) -> list[str]:
     return argument_errors(loader.batch_sampler.batch_size, {"in_order": loader.in_order})
 
 
-def shared_loader(
+def sharded_loader(
     dataset: Dataset,
     batch_size: int,
     *,
@@ -83,7 +83,7 @@ def shared_loader(
     collate_fn: Callable,
     sampler_class: type[DistributedSampler] | None = None,
     **kwargs: Any,
-) -> "SharedLoader":
+) -> "ShardedLoader":
     """A dataloader of one rank's share of a data set. Whatever it draws follows from the seed and the place of a batch.
 
     Args:
@@ -96,21 +96,21 @@ def shared_loader(
         kwargs: further arguments for the DataLoader.
 
     Raises:
-        ValueError: something cannot be dealt out; all errors at once.
+        ValueError: something cannot be sharded; all errors at once.
     """
     if errors := [*dataset_errors(dataset), *argument_errors(batch_size, kwargs)]:
         raise ValueError("\n".join(errors))
     sampler = (sampler_class or ResumableSampler)(
         dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
     )
-    dealer = (
+    stateful_sampler = (
         sampler
         if isinstance(sampler, ResumableSampler)
         else ForeignSampler(sampler, seed=seed, rank=rank, drop_last=drop_last)
     )
-    return SharedLoader(
+    return ShardedLoader(
         dataset,
-        dealer=dealer,
+        stateful_sampler=stateful_sampler,
         seed=(seed, rank),
         batch_size=batch_size,
         sampler=sampler,
@@ -120,14 +120,14 @@ def shared_loader(
     )
 
 
-class SharedLoader(DataLoader[Any]):
+class ShardedLoader(DataLoader[Any]):
     """A DataLoader that knows how much of the data was taken from it, by all replicas together.
 
     Its length is that of a whole epoch. `iter` of it has the length of what that pass gives, which is less where the
     pass goes on within an epoch.
 
     Args:
-        dealer: begins passes over the samples of `sampler`.
+        stateful_sampler: begins passes over the samples of `sampler`.
         seed: what worker processes are seeded from, besides the epoch.
         settings: of the DataLoader.
     """
@@ -136,14 +136,14 @@ class SharedLoader(DataLoader[Any]):
         self,
         dataset: Dataset,
         *,
-        dealer: Dealer,
+        stateful_sampler: StatefulSampler,
         seed: tuple[int, ...],
         batch_size: int,
         sampler: Sampler[int],
         **settings: Any,
     ) -> None:
         super().__init__(dataset, batch_size=batch_size, sampler=sampler, **settings)
-        self.dealer = dealer
+        self.stateful_sampler = stateful_sampler
         self.num_passes = 0
         self._num_samples = batch_size
         self._seed = seed
@@ -152,11 +152,11 @@ class SharedLoader(DataLoader[Any]):
 
     def __iter__(self) -> "Pass":  # type: ignore[override]
         """Begin a pass; see `ResumableSampler` for its epoch and where in it."""
-        dealt = self.dealer.begin(self._num_samples)
+        begun = self.stateful_sampler.begin(self._num_samples)
         self.num_passes += 1
         if self._maker is None or not self.persistent_workers:
-            self._maker = self._new_maker(dealt.epoch)
-        return Pass(self, dealt, self._maker, self._current)
+            self._maker = self._new_maker(begun.epoch)
+        return Pass(self, begun, self._maker, self._current)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data: what the training loop has taken, not what workers hold ready.
@@ -169,7 +169,7 @@ class SharedLoader(DataLoader[Any]):
         Raises:
             ValueError: a sampler class of the user's has no state.
         """
-        return self.dealer.state_dict()
+        return self.stateful_sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next pass go on where another run stood, and the one after it be a whole next epoch.
@@ -179,7 +179,7 @@ class SharedLoader(DataLoader[Any]):
         Raises:
             ValueError: the position is one in other data or another order; all errors at once.
         """
-        self.dealer.load_state_dict(state)
+        self.stateful_sampler.load_state_dict(state)
 
     def _new_maker(self, epoch: int) -> DataLoader[Any]:
         """The DataLoader that makes batches of draws, here or in workers."""
@@ -222,12 +222,14 @@ class Pass(Iterator[Any]):
     Its length is the number of batches that it gives from its beginning.
     """
 
-    def __init__(self, loader: SharedLoader, dealt: Dealt, maker: DataLoader[Any], current: _Current) -> None:
+    def __init__(
+        self, loader: ShardedLoader, begun: BegunPass, maker: DataLoader[Any], current: _Current
+    ) -> None:
         self._loader = loader
         self._number = loader.num_passes
-        self._num_batches = dealt.num_batches
+        self._num_batches = begun.num_batches
         self._positions: dict[int, Any] = {}  # after each batch that was drawn and not yet taken
-        current.draws = _noted(dealt.draws, self._positions)
+        current.draws = _noted(begun.draws, self._positions)
         self._batches = iter(maker)
 
     def __next__(self) -> Any:
@@ -237,7 +239,7 @@ class Pass(Iterator[Any]):
                 "of this one: finish one pass before the next, or leave out persistent_workers"
             )
         number, batch = next(self._batches)
-        self._loader.dealer.reached(self._positions.pop(number))
+        self._loader.stateful_sampler.position = self._positions.pop(number)
         return batch
 
     def __len__(self) -> int:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sized
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ class Draw(NamedTuple):
     entropy: tuple[int, ...]
 
 
-class Dealt(NamedTuple):
+class BegunPass(NamedTuple):
     """A pass over the data that has begun.
 
     Args:
@@ -40,30 +41,26 @@ class Dealt(NamedTuple):
     draws: Iterator[tuple[Draw, Any]]
 
 
-class Dealer:
-    """Gives out the samples of a data set to replicas, and knows the place that training has reached.
+class StatefulSampler(ABC):
+    """A sampler of one replica that knows the place in the data that training has reached.
 
     Attributes:
-        position: the place.
+        position: the place; whoever takes a batch sets it to the one that came with the batch's draw.
     """
 
     position: Any
 
-    def begin(self, batch_size: int) -> Dealt:
+    @abstractmethod
+    def begin(self, batch_size: int) -> BegunPass:
         """Begin a pass: the next one, or the one that was loaded, at its place."""
-        raise NotImplementedError
 
-    def reached(self, position: Any) -> None:
-        """Note that training has taken the batches up to a place that came with a draw."""
-        self.position = position
-
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """The place of all replicas together."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next pass go on at a place."""
-        raise NotImplementedError
 
 
 def derived_seed(*entropy: int) -> int:
@@ -78,7 +75,7 @@ class Position(NamedTuple):
     samples: int
 
 
-class ResumableSampler(DistributedSampler[int], Dealer):
+class ResumableSampler(DistributedSampler[int], StatefulSampler):
     """torch's DistributedSampler, whose passes can begin within an epoch, for any number of replicas.
 
     The order of an epoch follows from its number and the seed alone. It is dealt out like cards: the first batches
@@ -114,7 +111,7 @@ class ResumableSampler(DistributedSampler[int], Dealer):
         if epoch != self.position.epoch:
             self.position = self._next_position()
 
-    def begin(self, batch_size: int) -> Dealt:
+    def begin(self, batch_size: int) -> BegunPass:
         """Begin a pass: the batches of this rank, from the place where it begins to the end of the epoch."""
         if not self._is_due:
             self.epoch += 1
@@ -124,7 +121,7 @@ class ResumableSampler(DistributedSampler[int], Dealer):
         num_batches = rounded(len(own) / batch_size)
         self._loaded, self._is_due = None, False
         self.position = first if num_batches else Position(first.epoch, self.size)
-        return Dealt(first.epoch, num_batches, self._draws(first, own, batch_size, num_batches))
+        return BegunPass(first.epoch, num_batches, self._draws(first, own, batch_size, num_batches))
 
     def state_dict(self) -> dict[str, Any]:
         """The position of all replicas together, and what differs in another order; equal on all ranks."""
@@ -224,7 +221,7 @@ class Reached(NamedTuple):
     state: Any
 
 
-class ForeignSampler(Dealer):
+class ForeignSampler(StatefulSampler):
     """The passes of a sampler that knows nothing of positions; those count as epochs for random numbers.
 
     Args:
@@ -243,7 +240,7 @@ class ForeignSampler(Dealer):
         self.position = Reached(0, 0, None)
         self._goes_on = True  # the next pass is the one of the position
 
-    def begin(self, batch_size: int) -> Dealt:
+    def begin(self, batch_size: int) -> BegunPass:
         """Begin a pass: the batches that the sampler gives."""
         total = self._num_batches(batch_size)
         epoch, first, state = self.position
@@ -253,7 +250,7 @@ class ForeignSampler(Dealer):
             state = self._own_state()
         self.position, self._goes_on = Reached(epoch, first, state), False
         batches = BatchSampler(self._sampler, batch_size, self._drop_last)
-        return Dealt(epoch, None if total is None else total - first, self._draws(batches, epoch, first))
+        return BegunPass(epoch, None if total is None else total - first, self._draws(batches, epoch, first))
 
     def state_dict(self) -> dict[str, Any]:
         """The sampler's state as of what training has taken, and how far this pass has come.

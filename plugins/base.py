@@ -23,8 +23,8 @@ from ..checkpoint.optimizer import Trained
 from ..cluster.failures import naming_failures
 from ..cluster.launch import default_device
 from ..cluster.mesh import ParallelMesh
-from ..data.given import sharded_loader
-from ..data.loader import SharedLoader, shared_loader
+from ..data.given import shard_given_loader
+from ..data.loader import ShardedLoader, sharded_loader
 from ..shardformer.refusals import given_errors, is_taken
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.precision import default_precision
@@ -166,7 +166,7 @@ class Plugin(ABC):
             ValueError: it cannot be sharded; on every rank.
         """
         rank, size = self.data_rank
-        return sharded_loader(dataloader, rank=rank, size=size)
+        return shard_given_loader(dataloader, rank=rank, size=size)
 
     def prepare_dataloader(
         self,
@@ -180,7 +180,7 @@ class Plugin(ABC):
         distributed_sampler_cls: type[DistributedSampler] | None = None,
         collate_fn: Callable | None = None,
         **kwargs: Any,
-    ) -> SharedLoader:
+    ) -> ShardedLoader:
         """A dataloader that gives each data-parallel rank its share, and equal batches within a replica.
 
         It reports its position in the data by `state_dict()`, and goes on at one after `load_state_dict()`, also with
@@ -203,10 +203,10 @@ class Plugin(ABC):
             kwargs: further arguments for the DataLoader, without `sampler`, `batch_sampler` and `generator`.
 
         Raises:
-            ValueError: the dataset or the arguments cannot be dealt out; all errors at once.
+            ValueError: the dataset or the arguments cannot be sharded; all errors at once.
         """
         rank, size = self.data_rank
-        return shared_loader(
+        return sharded_loader(
             dataset,
             batch_size,
             rank=rank,

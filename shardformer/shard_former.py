@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 from ..cluster.agree import run_or_raise_together
 from ..cluster.launch import default_device, launch_from_torch
 from ..cluster.mesh import ParallelMesh
-from ..data.loader import WORKER_SETTINGS, loader_errors, shared_loader
+from ..data.loader import WORKER_SETTINGS, loader_errors, sharded_loader
 from ..lazy import materialize
 from . import tables as tables  # registers them
 from .derived import derived_table
@@ -169,7 +169,7 @@ class ShardFormer:
         }
         chosen = {name: value for name, value in given.items() if value is not None}
         group = config.replica_group
-        return shared_loader(
+        return sharded_loader(
             rank=0 if group is None else group.rank(),
             size=1 if group is None else group.size(),
             seed=seed,
@@ -296,7 +296,7 @@ def loader_settings(source: Dataset | DataLoader) -> dict[str, Any]:
     """The arguments of a dataloader that reads the same in the same way.
 
     Raises:
-        ValueError: it has an order of its own that nobody could deal out.
+        ValueError: it has an order of its own that cannot be sharded.
     """
     if not isinstance(source, DataLoader):
         plain = {"batch_size": 1, "shuffle": False, "drop_last": False, "collate_fn": default_collate}
@@ -308,7 +308,7 @@ def loader_settings(source: Dataset | DataLoader) -> dict[str, Any]:
         errors.append(f"its samples are chosen by a {type(sampler).__name__}")
     if errors:
         raise ValueError(
-            f"this DataLoader cannot be dealt out, since {errors[0]}: give one with shuffle=True or False and a "
+            f"this DataLoader cannot be sharded, since {errors[0]}: give one with shuffle=True or False and a "
             "batch_size, or the data set itself"
         )
     names = (

@@ -193,7 +193,7 @@ class OwnLoader(DataLoader):
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "stream": (
         lambda: DataLoader(Stream(), 2),
-        "boost cannot shard the dataloader: a Stream gives its samples in its own order",
+        "boost cannot shard the dataloader: the data set (Stream) gives its samples in an order of its own",
     ),
     "buckets": (
         lambda: DataLoader(Numbers(), batch_sampler=Buckets()),
@@ -235,7 +235,7 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank(pool: Pool) -> None:
     assert first == second
     for kind, message in first.items():
         assert message.startswith(REFUSED[kind][1])
-        assert "leave it out of boost" in message
+        assert "leave the dataloader out of boost" in message
 
 
 def leave_as_they_are() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
-from echelon.data.loader import SharedLoader, shared_loader
+from echelon.data.loader import ShardedLoader, sharded_loader
 
 
 def as_list(samples: list) -> list:
@@ -30,37 +30,37 @@ WORKERS: dict[str, dict[str, Any]] = {
 }
 
 
-def loader_of(dataset: Any = range(20), batch_size: int = 2, **settings: Any) -> SharedLoader:
+def loader_of(dataset: Any = range(20), batch_size: int = 2, **settings: Any) -> ShardedLoader:
     plain: dict[str, Any] = {"rank": 0, "size": 2, "shuffle": True, "seed": 3, "drop_last": False}
-    return shared_loader(dataset, batch_size, **{**plain, "collate_fn": as_list, **settings})
+    return sharded_loader(dataset, batch_size, **{**plain, "collate_fn": as_list, **settings})
 
 
-def going_on(loader: SharedLoader, **settings: Any) -> SharedLoader:
+def going_on(loader: ShardedLoader, **settings: Any) -> ShardedLoader:
     """Another run's loader, at the place of this one."""
     found = loader_of(**settings)
     found.load_state_dict(loader.state_dict())
     return found
 
 
-def place(loader: SharedLoader) -> tuple[int, int]:
+def place(loader: ShardedLoader) -> tuple[int, int]:
     state = loader.state_dict()
     return state["epoch"], state["samples"]
 
 
-def epochs(loader: SharedLoader, first: int, last: int) -> Iterator[Any]:
+def epochs(loader: ShardedLoader, first: int, last: int) -> Iterator[Any]:
     """The loop of most scripts."""
     for epoch in range(first, last):
         loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         yield from loader
 
 
-def unnamed(loader: SharedLoader, first: int, last: int) -> Iterator[Any]:
+def unnamed(loader: ShardedLoader, first: int, last: int) -> Iterator[Any]:
     """A loop that leaves the epoch to the loader."""
     for _ in range(first, last):
         yield from loader
 
 
-def each_step(loader: SharedLoader, first: int, last: int) -> Iterator[Any]:
+def each_step(loader: ShardedLoader, first: int, last: int) -> Iterator[Any]:
     """A loop that names the epoch before each batch, and only learns from the end of a pass that there is no more."""
     for epoch in range(first, last):
         batches = iter(loader)
@@ -231,7 +231,7 @@ class Seeds(Opened):
 
 
 def test_workers_are_seeded_by_the_epoch() -> None:
-    def seeds(loader: SharedLoader) -> set[int]:
+    def seeds(loader: ShardedLoader) -> set[int]:
         return set(itertools.chain.from_iterable(loader))
 
     first, other = (loader_of(Seeds(), rank=rank, num_workers=1) for rank in (0, 1))
@@ -322,27 +322,29 @@ class Stream(IterableDataset):
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "a Stream gives its samples in its own order": {"dataset": Stream()},
-    "a generator gives its samples in its own order, or has no length": {"dataset": (one for one in "ab")},
-    "a set has no __getitem__": {"dataset": {1, 2}},
-    "a DatasetDict of 'train', 'test' has no sample 0": {
+    r"the data set \(Stream\) gives its samples in an order of its own": {"dataset": Stream()},
+    r"\(generator\) gives its samples in an order of its own or has no length": {
+        "dataset": (one for one in "ab")
+    },
+    r"the data set \(set\) has no __getitem__": {"dataset": {1, 2}},
+    r"\(DatasetDict\) has samples 'train', 'test' and none at 0": {
         "dataset": datasets.DatasetDict(
             train=datasets.Dataset.from_dict({}), test=datasets.Dataset.from_dict({})
         )
     },
     "batch_size=0 must be a whole number from 1": {"batch_size": 0},
     "batch_size=None must be": {"batch_size": None},
-    "sampler is not taken: samples are dealt out.*\n.*batch_sampler is not taken.*\n.*generator is not taken": {
+    "sampler is not taken: samples are sharded.*\n.*batch_sampler is not taken.*\n.*generator is not taken": {
         "sampler": range(3),
         "batch_sampler": [[1]],
         "generator": torch.Generator(),
     },
     "in_order=False would give the ranks of a replica batches in other orders": {"in_order": False},
-    "a set has no __getitem__.*\nbatch_size=1.5": {"dataset": {1, 2}, "batch_size": 1.5},
+    r"\(set\) has no __getitem__.*\nbatch_size=1.5": {"dataset": {1, 2}, "batch_size": 1.5},
 }
 
 
-def test_what_cannot_be_dealt_out_is_refused() -> None:
+def test_what_cannot_be_sharded_is_refused() -> None:
     for error, settings in REFUSED.items():
         with pytest.raises(ValueError, match=error):
             loader_of(**settings)

@@ -1,4 +1,4 @@
-"""A user's DataLoader with workers, dealt out: the order of a plain loop, and the place that training has reached."""
+"""A user's DataLoader with workers, sharded: the order of a plain loop, and the place that training has reached."""
 
 import itertools
 from typing import Any
@@ -7,19 +7,19 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from echelon.data.given import Streams, dealt_out
-from echelon.data.loader import SharedLoader
+from echelon.data.given import Streams, rebuilt_loader
+from echelon.data.loader import ShardedLoader
 
 from .test_dataloader import WORKERS, as_list, drawing
 
 SIZE = 20
 
 
-def dealt(rank: int = 0, size: int = 1, batch_size: int = 4, **settings: Any) -> SharedLoader:
+def sharded(rank: int = 0, size: int = 1, batch_size: int = 4, **settings: Any) -> ShardedLoader:
     """One replica's, where the global generator of all stands alike."""
     torch.manual_seed(3)
     loader: DataLoader = DataLoader(range(SIZE), batch_size, shuffle=True, collate_fn=drawing, **settings)  # type: ignore[arg-type]
-    return dealt_out(loader, Streams([], apart=True), seed=3, rank=rank, size=size)
+    return rebuilt_loader(loader, Streams([], apart=True), seed=3, rank=rank, size=size)
 
 
 def indices(batches: Any) -> list[list[int]]:
@@ -32,14 +32,14 @@ def test_workers_see_the_order_of_a_plain_loop_and_what_they_draw_goes_on(worker
     torch.manual_seed(3)
     plain: DataLoader = DataLoader(range(SIZE), 4, shuffle=True, **settings)  # type: ignore[arg-type]
     expected = [list(plain) for _ in range(3)]
-    first = dealt(**WORKERS[workers])
+    first = sharded(**WORKERS[workers])
     whole = [list(first) for _ in range(3)]
     assert [indices(epoch) for epoch in whole] == expected
     numbers = [sample[1] for epoch in whole for batch in epoch for sample in batch]
     assert len(set(numbers)) == 3 * SIZE
-    stopped = dealt(**WORKERS[workers])
+    stopped = sharded(**WORKERS[workers])
     taken = [*stopped, *itertools.islice(stopped, 2)]
-    resumed = dealt(**WORKERS[workers])
+    resumed = sharded(**WORKERS[workers])
     torch.manual_seed(8)
     resumed.load_state_dict(stopped.state_dict())
     rest = iter(resumed)
@@ -49,15 +49,15 @@ def test_workers_see_the_order_of_a_plain_loop_and_what_they_draw_goes_on(worker
 
 
 def test_a_pass_that_broke_off_is_followed_by_the_next_one() -> None:
-    loader = dealt()
+    loader = sharded()
     whole = [list(loader) for _ in range(2)]
-    loader = dealt()
+    loader = sharded()
     list(itertools.islice(loader, 2))
     assert list(loader) == whole[1]
 
 
 def test_a_position_in_other_data_or_of_a_prepared_loader_is_refused() -> None:
-    loader = dealt()
+    loader = sharded()
     with pytest.raises(
         ValueError, match="size=21, and this dataloader has size=20: give the same data as the run"
     ):

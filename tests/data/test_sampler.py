@@ -26,7 +26,7 @@ def take(ranks: list[ResumableSampler], batch_size: int, most: int | None = None
         if len(found) == most:
             break
         for each, (_, position) in zip(ranks, parts, strict=True):
-            each.reached(position)
+            each.position = position
         shares = [draw.indices for draw, _ in parts]
         assert len(set(map(len, shares))) == 1
         found.append(list(chain.from_iterable(zip(*shares, strict=True))))
@@ -51,10 +51,10 @@ def test_a_whole_epoch_is_dealt_out_as_torch_does(drop_last: bool, shuffle: bool
             for epoch in (0, 4):
                 own.set_epoch(epoch)
                 theirs.set_epoch(epoch)
-                dealt = own.begin(batch_size)
+                begun = own.begin(batch_size)
                 batches = torch.utils.data.BatchSampler(theirs, batch_size, drop_last)
-                assert [draw.indices for draw, _ in dealt.draws] == list(batches)
-                assert (dealt.num_batches, dealt.epoch, list(own)) == (len(batches), epoch, list(theirs))
+                assert [draw.indices for draw, _ in begun.draws] == list(batches)
+                assert (begun.num_batches, begun.epoch, list(own)) == (len(batches), epoch, list(theirs))
 
 
 def test_stopping_anywhere_and_going_on_with_other_sizes_shows_what_an_uninterrupted_run_shows() -> None:
@@ -129,10 +129,10 @@ def test_named_epochs_and_passes_follow_the_place(name: str) -> None:
             epoch, samples = call
             assert (*chain.from_iterable(take([one], 2)),) == (*order(8, epoch)[samples:],)
             assert one.position == (epoch, 8)
-    dealt = one.begin(2)
-    for _, position in dealt.draws:
-        one.reached(position)
-        one.set_epoch(dealt.epoch)  # in every step
+    begun = one.begin(2)
+    for _, position in begun.draws:
+        one.position = position
+        one.set_epoch(begun.epoch)  # in every step
         assert one.position == position
 
 

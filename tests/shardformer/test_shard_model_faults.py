@@ -32,11 +32,11 @@ class Stream(IterableDataset):
 
 def refuse_data() -> None:
     shard_former = formed()
-    with pytest.raises(ValueError, match="Stream gives its samples in its own order"):
+    with pytest.raises(ValueError, match=r"Stream\) gives its samples in an order of its own"):
         shard_former.shard_dataset(Stream(), batch_size=1)
     loader = DataLoader([1, 2], sampler=SubsetRandomSampler([0]))
     with pytest.raises(
-        ValueError, match="cannot be dealt out, since its samples are chosen by a SubsetRandomSampler"
+        ValueError, match="cannot be sharded, since its samples are chosen by a SubsetRandomSampler"
     ):
         shard_former.shard_dataset(loader)
 
