@@ -110,10 +110,10 @@ class Checkpoints:
         model: LocalModel,
         checkpoint: str | Path,
         *,
-        shard: bool,
-        size_per_shard: float,
-        use_safetensors: bool,
-        use_async: bool,
+        shard: bool = False,
+        size_per_shard: float = 1024,
+        use_safetensors: bool = True,
+        use_async: bool = False,
         prefix: str | None = None,
         gather_dtensor: bool = True,
     ) -> Save:
@@ -224,12 +224,12 @@ class Checkpoints:
         *,
         model: LocalModel,
         optimizer: Trained | None,
-        lr_scheduler: Any,
-        dataloader: Any,
-        user: Any,
-        keep_last: int | None,
-        size_per_shard: float,
-        use_async: bool,
+        lr_scheduler: Any = None,
+        dataloader: Any = None,
+        user: Any = None,
+        keep_last: int | None = None,
+        size_per_shard: float = 1024,
+        use_async: bool = False,
     ) -> Save:
         """See `Booster.save_checkpoint`."""
         path = Path(directory).absolute()  # the run may go elsewhere meanwhile
@@ -257,10 +257,10 @@ class Checkpoints:
         *,
         model: LocalModel,
         optimizer: Trained | None,
-        lr_scheduler: Any,
-        dataloader: Any,
-        resume: Resume,
-        strict: bool,
+        lr_scheduler: Any = None,
+        dataloader: Any = None,
+        resume: Resume = "auto",
+        strict: bool = True,
     ) -> Resumed | None:
         """See `Booster.load_checkpoint`."""
         path = choose_step(Path(directory), resume, self.group)

@@ -153,11 +153,11 @@ class SplitCheckpoints:
 
     def save_checkpoint(self, directory: str | Path, step: int, **options: Any) -> Save:
         """See `Booster.save_checkpoint`, which has the same options but for the model and its optimizer."""
-        return self._checkpoints.save_step(directory, step, **self._parts(), **{**_SAVED, **options})
+        return self._checkpoints.save_step(directory, step, **self._parts(), **options)
 
     def load_checkpoint(self, directory: str | Path, **options: Any) -> Resumed | None:
         """See `Booster.load_checkpoint`, which has the same options but for the model and its optimizer."""
-        return self._checkpoints.load_step(directory, **self._parts(), **{**_LOADED, **options})
+        return self._checkpoints.load_step(directory, **self._parts(), **options)
 
     def save_model(self, checkpoint: str | Path, *, size_per_shard: float = 1024) -> Save:
         """Write the whole model as a Hugging Face folder; see `Booster.save_model`."""
@@ -166,8 +166,6 @@ class SplitCheckpoints:
             checkpoint,
             shard=True,
             size_per_shard=size_per_shard,
-            use_safetensors=True,
-            use_async=False,
         )
 
     def _parts(self) -> dict[str, Any]:
@@ -179,15 +177,3 @@ class SplitCheckpoints:
             install=lambda state, extra: self._optimizer.load_state_dict(state),
         )
         return {"model": local_module(self._model, self._mesh), "optimizer": trained}
-
-
-# The defaults of Booster's methods.
-_LOADED = {"lr_scheduler": None, "dataloader": None, "resume": "auto", "strict": True}
-_SAVED = {
-    "lr_scheduler": None,
-    "dataloader": None,
-    "user": None,
-    "keep_last": None,
-    "use_async": False,
-    "size_per_shard": 1024,
-}
