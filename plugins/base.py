@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import cached_property
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,11 +25,11 @@ from ..cluster.launch import default_device
 from ..cluster.mesh import ParallelMesh
 from ..data.given import shard_given_loader
 from ..data.loader import ShardedLoader, sharded_loader
-from ..shardformer.refusals import given_errors, is_taken
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.precision import default_precision
 from .scaled_optimizer import ScaledOptimizer
 
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 Returned = bool | Literal["all_ranks"]
 Boosted = tuple[nn.Module, Optimizer | None, Callable | None, DataLoader | None, LRScheduler | None]
 
@@ -223,11 +223,13 @@ class Plugin(ABC):
 
 
 def own_arguments(scope: Mapping[str, Any]) -> dict[str, Any]:
-    """The named arguments of an `__init__` that begins with `own_arguments(locals())`; a precision in any case."""
-    arguments = {name: value for name, value in scope.items() if name not in ("self", "others", "__class__")}
-    if arguments.get("precision", "") is None:
-        arguments["precision"] = default_precision(default_device())
-    return arguments
+    """The named arguments of an `__init__` that begins with `own_arguments(locals())`."""
+    return {name: value for name, value in scope.items() if name not in ("self", "others", "__class__")}
+
+
+def given_precision(precision: str | None) -> str:
+    """The precision of a plugin, or this device's default where none was given."""
+    return default_precision(default_device()) if precision is None else precision
 
 
 def require_process_group() -> None:
@@ -240,7 +242,20 @@ def require_process_group() -> None:
         raise RuntimeError("no process group is started: call echelon.launch_from_torch() before the plugin")
 
 
-class BoostedModule(nn.Module):
+def require_boosted(optimizer: Optimizer, kind: type[AnyOptimizer], call: str) -> AnyOptimizer:
+    """The optimizer, as what a plugin whose optimizers are of this kind has boosted.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    if not isinstance(optimizer, kind):
+        raise ValueError(
+            f"{call} takes the optimizer that booster.boost returned, and this is a {type(optimizer).__name__}"
+        )
+    return optimizer
+
+
+class BoostedModule(nn.Module, ABC):
     """A boosted model; `unwrap()` is the model itself.
 
     Args:
@@ -290,22 +305,6 @@ class BoostedModule(nn.Module):
             "a boosted model has process groups and cannot be copied or pickled: call booster.save_model(model, path) "
             "on every rank, or booster.save_checkpoint"
         )
-
-
-def model_errors(model: nn.Module) -> list[str]:
-    """List reasons why a model cannot be boosted: it is none, has no values, or a plugin or ShardFormer had it before.
-
-    ShardFormer's hooks sum and average gradients, which an optimizer of ours would do once more; so do a plugin's.
-    Other checks would stumble over these. Empty when it can.
-    """
-    if errors := given_errors(model):
-        return errors
-    if is_taken(model):
-        return [
-            "the model is already boosted, or ShardFormer has split it: give booster.boost the plain transformers "
-            "model, once"
-        ]
-    return []
 
 
 def optimizer_errors(model: nn.Module, optimizer: Optimizer | None) -> list[str]:

@@ -68,9 +68,8 @@ class PipelineEngine:
     def __init__(
         self, module: nn.Module, config: HybridConfig, mesh: ParallelMesh, stage_ranks: Sequence[int]
     ) -> None:
-        self._module, self._stages = module, local_stages(module)
-        self._mesh, self._last_rank = mesh, stage_ranks[-1]
-        self._config, self._cutting = config, config.cutting
+        self.module, self.config, self.mesh = module, config, mesh
+        self._stages, self._last_rank, self._cutting = local_stages(module), stage_ranks[-1], config.cutting
         self.random = ForwardRandom(mesh)
         self.agreement = StepAgreement(mesh, config.check_every)
         self._weight_gradients = defer_weight_gradients(module) if config.splits_backward else None
@@ -147,7 +146,7 @@ class PipelineEngine:
     ) -> RunResult:
         """Compute this rank's actions of the schedule; the forwards draw random numbers that follow from `drawn`."""
         schedule = self._schedule(len(microbatches), trains=torch.is_grad_enabled())
-        trace = None if self.trace is None else Trace(self._mesh.device)
+        trace = None if self.trace is None else Trace(self.mesh.device)
         with self.random.following(drawn) as begin_forward:
             run = ScheduleRun(
                 stages=self._stages,
@@ -161,7 +160,7 @@ class PipelineEngine:
                 around_backward=None if optimizer is None else self._accumulating(optimizer),
                 trace=trace,
             )
-            result = run.run(schedule[self._mesh.rank("pp")])
+            result = run.run(schedule[self.mesh.rank("pp")])
         if trace is not None and self.trace is not None:
             self.trace += trace.spans()
         return result
@@ -175,10 +174,10 @@ class PipelineEngine:
         key = num_microbatches, trains
         if key in self._schedules:
             return self._schedules[key]
-        computations = self._config.schedule(num_microbatches)
+        computations = self.config.schedule(num_microbatches)
         computations = computations if trains else forward_only(computations)
-        schedule = with_communication(computations, ahead=self._config.overlap_p2p)
-        codes = gather_integers((batch_hash(repr(schedule)),), self._mesh.group("pp"))
+        schedule = with_communication(computations, ahead=self.config.overlap_p2p)
+        codes = gather_integers((batch_hash(repr(schedule)),), self.mesh.group("pp"))
         if differing := differing_ranks(codes):
             raise ValueError(
                 f"the schedule for {num_microbatches} microbatches on pipeline rank(s) {differing} differs from that "
@@ -218,7 +217,7 @@ class PipelineEngine:
             )
         batch = next(data_iter, _ENDED)
         has_batch = batch is not _ENDED
-        drawn = self.random.draw(self._module) if has_batch else 0
+        drawn = self.random.draw(self.module) if has_batch else 0
         is_compared = self.agreement.is_due() or not own.trains or self._compares_numbers
         if not is_compared and has_batch and own != self._asked:
             meet_all_ranks()  # ranks that ask as before never come
@@ -230,7 +229,7 @@ class PipelineEngine:
             meet_all_ranks()
             raise StopIteration
         rename_call("execute_pipeline in training")  # ranks that evaluate never meet it
-        self._check_batch(batch, {self._mesh.global_rank: batch_size(batch)})
+        self._check_batch(batch, {self.mesh.global_rank: batch_size(batch)})
         self.agreement.note(batch, {"the random number of the batch": drawn})
         return batch, drawn, self._wanted
 
@@ -240,13 +239,13 @@ class PipelineEngine:
         Returns:
             The random number of the first rank, and what the ranks of this replica ask for together.
         """
-        is_first = own.trains and len(self._equal_batches) < COMPARED_CALLS and self._mesh.size("dp") > 1
-        is_hashed = has_batch and (is_first or self._mesh.size("pp", "sp", "tp") > 1)
+        is_first = own.trains and len(self._equal_batches) < COMPARED_CALLS and self.mesh.size("dp") > 1
+        is_hashed = has_batch and (is_first or self.mesh.size("pp", "sp", "tp") > 1)
         noted = (batch_hash(batch) if is_hashed else 0, batch_size(batch) if has_batch else 0, drawn)
-        rows = gather_integers((int(has_batch), self._mesh.rank("dp"), *noted, *map(int, own)))
+        rows = gather_integers((int(has_batch), self.mesh.rank("dp"), *noted, *map(int, own)))
         have, replicas, codes, samples, numbers, trains, losses, outputs, everywhere = zip(*rows, strict=True)
         _require_same_calls(have, trains)
-        is_own = [each == self._mesh.rank("dp") for each in replicas]
+        is_own = [each == self.mesh.rank("dp") for each in replicas]
         wanted = _Wanted(
             trains=any(trains),
             loss=any(losses),  # which takes communication, that ranks which want none join
@@ -273,14 +272,14 @@ class PipelineEngine:
     def _note_replicas(self, *, are_equal: bool) -> None:
         """Log once where all replicas were given equal batches in each of the first steps: no error, data may be so."""
         self._equal_batches.append(are_equal)
-        if self._equal_batches == [True] * COMPARED_CALLS and self._mesh.global_rank == 0:
+        if self._equal_batches == [True] * COMPARED_CALLS and self.mesh.global_rank == 0:
             _LOG.warning(
-                f"all {self._mesh.size('dp')} replicas were given equal batches in each of the first {COMPARED_CALLS} "
+                f"all {self.mesh.size('dp')} replicas were given equal batches in each of the first {COMPARED_CALLS} "
                 "steps: give the dataloader to booster.boost, or build it with booster.plugin.prepare_dataloader"
             )
 
     def _check_batch(self, batch: Any, samples: dict[int, int]) -> None:
-        wanted = self._config.num_microbatches or 1
+        wanted = self.config.num_microbatches or 1
         short = [rank for rank, count in samples.items() if count < wanted]
         if short:
             raise ValueError(
@@ -290,7 +289,7 @@ class PipelineEngine:
             )
         if not isinstance(batch, Mapping):
             return
-        if self._mesh.size("pp") > 1:
+        if self.mesh.size("pp") > 1:
             raise_errors(setting_errors(batch, "the batch"))
         most = max(map(self._num_microbatches, samples.values()))
         if most > 1 and batch.get("num_items_in_batch") is not None:
@@ -313,11 +312,11 @@ class PipelineEngine:
 
     def to_compute(self, batch: Any) -> Any:
         """A batch on this rank's device, floating tensors in the model's precision."""
-        dtype = self._config.dtype
+        dtype = self.config.dtype
 
         def convert(tensor: Tensor) -> Tensor:
             return tensor.to(
-                self._mesh.device, dtype if tensor.is_floating_point() else None, non_blocking=True
+                self.mesh.device, dtype if tensor.is_floating_point() else None, non_blocking=True
             )
 
         return map_tensors(batch, convert)
@@ -334,13 +333,13 @@ class PipelineEngine:
         All-reduce over the world, where there are stages or replicas. The optimizer is given what corrects the
         gradients where the criterion returned weights.
         """
-        num_replicas, replica = self._mesh.size("dp"), self._mesh.rank("dp")
-        is_reduced = self._mesh.size("pp", "dp") > 1
+        num_replicas, replica = self.mesh.size("dp"), self.mesh.rank("dp")
+        is_reduced = self.mesh.size("pp", "dp") > 1
         # Of each replica R its loss, its weight, and 1 where it has one; float32 whatever torch's default is.
-        figures_R3 = torch.zeros(num_replicas, 3, dtype=torch.float32, device=self._mesh.device)
+        figures_R3 = torch.zeros(num_replicas, 3, dtype=torch.float32, device=self.mesh.device)
         # The other ranks of a replica have the same.
-        is_counted = self._mesh.rank("tp") == self._mesh.rank("sp") == 0 or not is_reduced
-        if self._mesh.rank("pp") == self._last_rank and is_counted:
+        is_counted = self.mesh.rank("tp") == self.mesh.rank("sp") == 0 or not is_reduced
+        if self.mesh.rank("pp") == self._last_rank and is_counted:
             figures_R3[replica, 0] = torch.stack([loss.float() for loss in result.losses]).sum()
             if result.weights is None:
                 figures_R3[replica, 0] /= weighting.num_microbatches
@@ -367,7 +366,7 @@ class PipelineEngine:
         Raises:
             ValueError: it does on some replicas alone; on every rank, here or by `agreement`.
         """
-        num_replicas = self._mesh.size("dp")
+        num_replicas = self.mesh.size("dp")
         message = (
             "the criterion returned (loss_sum, weight) on {} data-parallel ranks and a plain loss on the others: "
             "return the same kind for every batch"
@@ -389,12 +388,12 @@ class PipelineEngine:
     def _returned_outputs(self, result: RunResult, asked: "_Wanted", wanted: "_Wanted") -> Any:
         """The outputs that this rank asked for. Broadcast over pp where a rank of the replica wants them everywhere."""
         outputs = None if result.outputs is None else merge([_whole(output) for output in result.outputs])
-        is_last = self._mesh.rank("pp") == self._last_rank
-        if wanted.outputs_everywhere and self._mesh.size("pp") > 1:
+        is_last = self.mesh.rank("pp") == self._last_rank
+        if wanted.outputs_everywhere and self.mesh.size("pp") > 1:
             on_cpu = map_tensors(outputs, Tensor.cpu) if is_last else None  # devices are numbered by process
-            arrived = broadcast_object(on_cpu, self._last_rank, self._mesh.group("pp"))
+            arrived = broadcast_object(on_cpu, self._last_rank, self.mesh.group("pp"))
             if not is_last:
-                outputs = map_tensors(arrived, lambda tensor: tensor.to(self._mesh.device))
+                outputs = map_tensors(arrived, lambda tensor: tensor.to(self.mesh.device))
         elif asked.outputs and not is_last:
             self._note_absent_outputs()
         return outputs if asked.outputs and (is_last or asked.outputs_everywhere) else None
@@ -402,7 +401,7 @@ class PipelineEngine:
     def _note_absent_outputs(self) -> None:
         """Log once, on the first rank without outputs, where they are; a script may well expect None."""
         first = 1 if self._last_rank == 0 else 0
-        is_first = self._mesh.rank("pp") == first and self._mesh.rank("data") == self._mesh.rank("tp") == 0
+        is_first = self.mesh.rank("pp") == first and self.mesh.rank("data") == self.mesh.rank("tp") == 0
         if is_first and not self._has_noted_outputs:
             self._has_noted_outputs = True
             _LOG.warning(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..cluster.launch import default_device
-from ..cluster.mesh import mesh_errors
+from ..cluster.mesh import ParallelMesh, mesh_errors
 from ..pipeline.action import Schedule
 from ..pipeline.schedules import (
     UserSchedule,
@@ -17,11 +17,13 @@ from ..pipeline.schedules import (
     splits_backward,
     style_errors,
 )
-from ..shardformer.fused import FusedKernels, switch_errors
+from ..pipeline.stage_manager import PipelineStageManager
+from ..shardformer.fused import switch_errors
 from ..shardformer.policy import Policy
 from ..shardformer.recompute import PipelineGradientCheckpointConfig
 from ..shardformer.refusals import policy_errors
-from ..shardformer.sequence.config import SequenceParallelism
+from ..shardformer.sequence.config import SequenceParallelism, double_ring
+from ..shardformer.shard_config import ShardConfig, ShardOptions
 from ..shardformer.tables.table import Table
 from ..shardformer.weight_sharding import weight_errors
 from ..zero.partition import zero_size_errors
@@ -29,7 +31,7 @@ from ..zero.precision import DTYPES, PrecisionConfig, precision_errors
 
 
 @dataclass(frozen=True, kw_only=True)
-class HybridConfig:
+class HybridConfig(ShardOptions):
     """Arguments of a HybridParallelPlugin, which documents them; see there."""
 
     tp_size: int = 1
@@ -47,20 +49,10 @@ class HybridConfig:
     num_model_chunks: int = 1
     gradient_checkpoint_config: PipelineGradientCheckpointConfig | None = None
     overlap_p2p: bool = True
-    enable_all_optimization: bool = False
-    enable_fused_normalization: bool = False
-    enable_flash_attention: bool = False
-    enable_jit_fused: bool = False
-    enable_xformers: bool = False
-    enable_sequence_parallelism: bool = False
-    enable_sequence_overlap: bool = False
-    sequence_parallelism_mode: str | None = None
     inner_ring_size: int | None = None
-    enable_sequence_regather: bool = False
     wp_size: int = 1
     wp_overlap: bool = True
     parallel_output: bool = True
-    make_vocab_size_divisible_by: int = 64
     initial_scale: float = 2**16
     min_scale: float = 1
     growth_factor: float = 2
@@ -80,29 +72,22 @@ class HybridConfig:
     @cached_property
     def sequence(self) -> SequenceParallelism:
         """The sharding of sequences over the tensor or the sequence axis."""
-        return SequenceParallelism.asked(
-            enable=self.enable_sequence_parallelism,
-            mode=self.sequence_parallelism_mode,
-            sp_size=self.sp_size,
-            regathers=self.enable_sequence_regather,
-            overlaps=self.enable_sequence_overlap,
-            inner_ring_size=self.inner_ring_size,
-        )
+        return self.sequence_over(self.sp_size, inner_ring_size=self.inner_ring_size)
 
     @property
     def sp(self) -> int:
         """The size of the sequence axis."""
         return self.sequence.own_axis(sp_size=self.sp_size, tp_size=self.tp_size)
 
-    @property
-    def fused(self) -> FusedKernels:
-        """The fused kernels that the model is to use."""
-        return FusedKernels.asked(
-            flash_attention=self.enable_flash_attention,
-            xformers=self.enable_xformers,
-            normalization=self.enable_fused_normalization,
-            jit=self.enable_jit_fused,
-            everything=self.enable_all_optimization,
+    def shard_config(self, mesh: ParallelMesh, stage_manager: PipelineStageManager) -> ShardConfig:
+        """The options that are ShardFormer's, with the groups of a mesh. Collective over the world: rings form some."""
+        return ShardConfig(
+            tensor_parallel_process_group=mesh.group("tp"),
+            pipeline_stage_manager=stage_manager,
+            sequence_parallel_process_group=mesh.group("sp"),
+            sequence_parallel_rings=double_ring(mesh, self.inner_ring_size),
+            parallel_output=self.parallel_output,
+            **{each.name: getattr(self, each.name) for each in fields(ShardOptions)},
         )
 
     @property

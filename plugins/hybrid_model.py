@@ -16,14 +16,13 @@ from ..cluster.errors import raise_errors
 from ..cluster.failures import meet_all_ranks, naming_failures
 from ..cluster.hooks import mark_internal
 from ..cluster.mesh import PARTS_OF_DATA, ParallelMesh
-from ..cluster.ring import Rings
 from ..lazy import materialize
 from ..pipeline.stage import argument, refuse_direct_calls, takes, without_cache
 from ..pipeline.stage_manager import PipelineStageManager
 from ..shardformer.equal_ranks import require_equal_inputs, require_equal_models, tensors_of_call
 from ..shardformer.layers.batch_norm import RunningStatistics, own_batch_norms
 from ..shardformer.recompute import checkpoint_layers, recomputable_layers, recompute_errors
-from ..shardformer.refusals import mark_taken, refuse_partial_state
+from ..shardformer.refusals import given_errors, mark_taken, refuse_partial_state
 from ..shardformer.shard_config import ShardConfig
 from ..shardformer.shard_former import sharder_or_errors
 from ..shardformer.sharder import ModelSharder
@@ -33,7 +32,7 @@ from ..zero.inner_optimizer import optimizer_options
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.partition import ManagedParameter
 from ..zero.precision import PrecisionConfig
-from .base import BoostedModule, model_errors, optimizer_errors
+from .base import BoostedModule, optimizer_errors
 from .engine import PipelineEngine
 from .hybrid_config import HybridConfig
 from .lora import peft_model_errors, unwrapped
@@ -46,7 +45,7 @@ def boost(
     config: HybridConfig,
     mesh: ParallelMesh,
     stage_manager: PipelineStageManager,
-    rings: Rings | None,
+    shard_config: ShardConfig,
 ) -> "HybridParallelModule":
     """Parallelize a model in place and wrap its optimizer, which the returned module holds. Collective over the world.
 
@@ -56,35 +55,67 @@ def boost(
         config: the options of the plugin.
         mesh: the ranks.
         stage_manager: the assignment of stages to ranks.
-        rings: groups of a double ring of attention; None for one ring.
+        shard_config: what layers are split by, over these ranks and stages.
 
     Raises:
         ValueError: all reasons why this model cannot be trained under this config, before anything changed.
     """
-    raise_errors(model_errors(model) or peft_model_errors(model))
+    raise_errors(given_errors(model) or peft_model_errors(model))
     model, adapters = unwrapped(model)
-    shard_config = _shard_config(config, mesh=mesh, stage_manager=stage_manager, rings=rings)
-    sharder, weights, recomputed = plan_boost(model, optimizer, config, mesh, shard_config)
+    plan = plan_boost(model, optimizer, config, mesh, shard_config)
     with naming_failures("boost"):
         require_equal_boosts(model, optimizer)
         names = ParameterNames.of(model)  # Hugging Face's, of the whole model
         config.fused.choose_attention(model, mesh.device)
-        if config.gradient_checkpoint_config is not None:  # before layers are split: sequences wrap it
-            checkpoint_layers(recomputed, config.gradient_checkpoint_config)
-        ties = sharder.cut_stages(mesh.device) if sharder else []  # before anything reaches the device
+        plan.recompute_layers(config)  # before they are split: sequences wrap it
+        ties = plan.cut_stages(mesh)  # before anything reaches the device
         model.to(mesh.device)
-        if sharder:
-            sharder.split_layers()
-        if weights:
-            shard_weights(model, weights, config, mesh)
+        plan.split_layers()
+        plan.shard_weights(model, config, mesh)
         materialize(model)
         statistics = own_batch_norms(model, mesh.group("data"))
         refuse_partial_state(model)
-        boosted = HybridParallelModule(model, names, config, mesh, stage_manager.stage_ranks, adapters)
+        engine = PipelineEngine(model, config, mesh, stage_manager.stage_ranks)
+        boosted = HybridParallelModule(engine, names, adapters)
         boosted.optimizer = wrap_optimizer(boosted, optimizer, ties, stage_manager, statistics)
         config.fused.fuse(model, config.dtype)
         connect_optimizer(boosted)
     return boosted
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoostPlan:
+    """The parts of a whole model that `boost` changes; a method changes nothing where its option is off.
+
+    Args:
+        sharder: cuts the model into stages and splits its layers; None leaves it as it is.
+        weights: layers whose weights are sharded over the weight axis; None for none.
+        recomputed: the layers of each stage, of which some are recomputed.
+    """
+
+    sharder: ModelSharder | None
+    weights: Sequence[nn.Module] | None
+    recomputed: Mapping[int, Sequence[nn.Module]]
+
+    def recompute_layers(self, config: HybridConfig) -> None:
+        """Let layers be recomputed in backward."""
+        if config.gradient_checkpoint_config is not None:
+            checkpoint_layers(self.recomputed, config.gradient_checkpoint_config)
+
+    def cut_stages(self, mesh: ParallelMesh) -> list[dict[int, Tensor]]:
+        """Cut the model into stages; returns the parameters that several stages hold, as `ModelSharder` does."""
+        return [] if self.sharder is None else self.sharder.cut_stages(mesh.device)
+
+    def split_layers(self) -> None:
+        """Split the layers over the tensor and the sequence axis."""
+        if self.sharder is not None:
+            self.sharder.split_layers()
+
+    def shard_weights(self, model: nn.Module, config: HybridConfig, mesh: ParallelMesh) -> None:
+        """Shard the weights of linear layers over the weight axis."""
+        if self.weights is not None:
+            group, overlap, dtype = mesh.group("wp"), config.wp_overlap, config.wire_dtype
+            apply_weight_sharding(model, self.weights, group, overlap=overlap, gradient_dtype=dtype)
 
 
 def plan_boost(
@@ -93,12 +124,8 @@ def plan_boost(
     config: HybridConfig,
     mesh: ParallelMesh,
     shard_config: ShardConfig,
-) -> tuple[ModelSharder | None, Sequence[nn.Module] | None, Mapping[int, Sequence[nn.Module]]]:
+) -> BoostPlan:
     """Check all that `boost` will do, by a dry run on the meta device. Changes and communicates nothing.
-
-    Returns:
-        What cuts the model into stages and splits its layers, None where it stays as it is; the layers whose weights
-        are sharded over the weight axis, None for none; the layers of each stage, of which some are recomputed.
 
     Raises:
         ValueError: something cannot be done; all reasons at once.
@@ -118,25 +145,7 @@ def plan_boost(
         recomputed = {0: recomputable_layers(model)} if sharder is None else sharder.layers_by_stage()
         errors += recompute_errors(recomputed, config.gradient_checkpoint_config)
     raise_errors(errors)
-    return sharder, weights, recomputed
-
-
-def _shard_config(
-    config: HybridConfig, *, mesh: ParallelMesh, stage_manager: PipelineStageManager, rings: Rings | None
-) -> ShardConfig:
-    """The options of the plugin that are ShardFormer's."""
-    return ShardConfig(
-        tensor_parallel_process_group=mesh.group("tp"),
-        pipeline_stage_manager=stage_manager,
-        sequence_parallel_process_group=mesh.group("sp"),
-        sequence_parallel_rings=rings,
-        parallel_output=config.parallel_output,
-        make_vocab_size_divisible_by=config.make_vocab_size_divisible_by,
-        enable_sequence_parallelism=config.enable_sequence_parallelism,
-        sequence_parallelism_mode=config.sequence.mode,
-        enable_sequence_overlap=config.enable_sequence_overlap,
-        enable_sequence_regather=config.enable_sequence_regather,
-    )
+    return BoostPlan(sharder=sharder, weights=weights, recomputed=recomputed)
 
 
 def require_equal_boosts(model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -148,19 +157,6 @@ def require_equal_boosts(model: nn.Module, optimizer: Optimizer | None) -> None:
     meet_all_ranks()
     require_equal_models(model)
     require_equal(optimizer_options(optimizer), what="the optimizer")
-
-
-def shard_weights(
-    model: nn.Module, weights: Sequence[nn.Module], config: HybridConfig, mesh: ParallelMesh
-) -> None:
-    """Shard the weights of linear layers over the weight axis."""
-    apply_weight_sharding(
-        model,
-        weights,
-        mesh.group("wp"),
-        overlap=config.wp_overlap,
-        gradient_dtype=config.wire_dtype,
-    )
 
 
 @dataclass(frozen=True)
@@ -308,35 +304,25 @@ class HybridParallelModule(BoostedModule):
     Calling it runs the forward at pp_size=1, and under a pipeline says what to call instead.
 
     Args:
-        module: split and cut.
+        engine: runs the model, which is split and cut.
         names: of the whole model.
-        config: the options of the plugin.
-        mesh: the ranks.
-        stage_ranks: the pipeline rank of each stage.
         adapters: what is saved of it as LoRA.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        names: ParameterNames,
-        config: HybridConfig,
-        mesh: ParallelMesh,
-        stage_ranks: Sequence[int],
-        adapters: Sequence[Adapter] = (),
+        self, engine: PipelineEngine, names: ParameterNames, adapters: Sequence[Adapter] = ()
     ) -> None:
         super().__init__(adapters)
-        self.module = module
+        self.module = module = engine.module
+        self.engine, self.config, self.mesh = engine, engine.config, engine.mesh
         mark_taken(module)
-        if mesh.size("pp") > 1:
+        if self.mesh.size("pp") > 1:
             refuse_direct_calls(module)
-        self.config, self.mesh = config, mesh
         self.optimizer: ShardedOptimizer | None = None
         # Not `names` itself, which would keep the parameters of all other stages in memory.
         self.state_names = names.state
         self._local_parameters = names.local(module)
         self._takes_cache = takes(module, "use_cache")
-        self.engine = PipelineEngine(module, config, mesh, stage_ranks)
 
     @property
     def local_parameters(self) -> dict[str, nn.Parameter]:

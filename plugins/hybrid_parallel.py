@@ -26,10 +26,17 @@ from ..pipeline.schedules import UserSchedule
 from ..pipeline.stage_manager import PipelineStageManager
 from ..shardformer.policy import Policy
 from ..shardformer.recompute import PipelineGradientCheckpointConfig
-from ..shardformer.sequence.config import double_ring
 from ..shardformer.tables.table import Table
 from ..zero.optimizer import ShardedOptimizer
-from .base import PipelineLoss, Plugin, Returned, own_arguments, require_process_group
+from .base import (
+    PipelineLoss,
+    Plugin,
+    Returned,
+    given_precision,
+    own_arguments,
+    require_boosted,
+    require_process_group,
+)
 from .colossalai import HYBRID, unavailable_errors
 from .hybrid_config import HybridConfig
 from .hybrid_model import HybridParallelModule, boost, refuse_pipeline
@@ -196,15 +203,15 @@ class HybridParallelPlugin(Plugin):
         custom_policy: Policy | Table | None = None,
         **others: Any,
     ) -> None:
-        self.config = HybridConfig(**own_arguments(locals()))
+        self.config = HybridConfig(**own_arguments(locals()) | {"precision": given_precision(precision)})
         unavailable = unavailable_errors(type(self), self._unavailable, others)
         require_process_group()
         raise_errors([*unavailable, *self.config.errors(dist.get_world_size())])
         require_equal(self.config, what="the plugin")
         self.has_default_precision = precision is None
         self.mesh = ParallelMesh(pp=pp_size, dp=dp_size, sp=self.config.sp, tp=tp_size, wp=wp_size)
-        self.rings = double_ring(self.mesh, inner_ring_size)
         self.stage_manager = PipelineStageManager(self.mesh, self.config.stage_ranks, num_layers_per_stage)
+        self.shard_config = self.config.shard_config(self.mesh, self.stage_manager)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path, **others: Any) -> "HybridParallelPlugin":
@@ -246,7 +253,7 @@ class HybridParallelPlugin(Plugin):
             config=self.config,
             mesh=self.mesh,
             stage_manager=self.stage_manager,
-            rings=self.rings,
+            shard_config=self.shard_config,
         )
         return boosted, boosted.optimizer
 
@@ -259,8 +266,7 @@ class HybridParallelPlugin(Plugin):
             ValueError: the loss has no graph, or the optimizer is not what `booster.boost` returned.
         """
         refuse_pipeline("booster.backward(loss, optimizer)", self.mesh)
-        if not isinstance(optimizer, ShardedOptimizer):
-            raise ValueError("booster.backward takes the optimizer that booster.boost returned")
+        sharded = require_boosted(optimizer, ShardedOptimizer, "booster.backward")
         if not isinstance(loss, Tensor):
             raise ValueError(f"booster.backward takes a loss, a tensor, and got a {type(loss).__name__}")
         if isinstance(loss, PipelineLoss):
@@ -270,9 +276,9 @@ class HybridParallelPlugin(Plugin):
                 "booster.backward got a loss without a graph: compute it from the outputs of model(**batch), without "
                 "detach(), item() or torch.no_grad()"
             )
-        averages = optimizer.reducer.may_launch  # else replicas may run different numbers of backwards
+        averages = sharded.reducer.may_launch  # else replicas may run different numbers of backwards
         with naming_failures("backward", None if averages else self.mesh.replica_stage_ranks()):
-            optimizer.backward(loss)
+            sharded.backward(loss)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
         """Inside, execute_pipeline starts no reduction: for all but the last of several calls before a step.
@@ -376,6 +382,4 @@ class HybridParallelPlugin(Plugin):
 
     def trained(self, optimizer: Optimizer) -> Trained:
         """The tensors that a boosted optimizer steps on this rank."""
-        if not isinstance(optimizer, ShardedOptimizer):
-            raise ValueError("saving and loading takes the optimizer that booster.boost returned")
-        return trained_shards(optimizer, self.mesh)
+        return trained_shards(require_boosted(optimizer, ShardedOptimizer, "saving and loading"), self.mesh)

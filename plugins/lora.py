@@ -17,9 +17,9 @@ from transformers.models.auto import modeling_auto
 from ..checkpoint.local import Adapter
 from ..checkpoint.model import ADAPTER_SAFETENSORS, ADAPTER_TORCH
 from ..cluster.errors import raise_errors
-from ..shardformer.gradients import is_split
 from ..shardformer.layers.lora import adapted
 from ..shardformer.layers.parallel_module import is_of_peft
+from ..shardformer.refusals import is_taken
 
 _PREFIX = "base_model.model."  # of the transformers model, in peft's
 
@@ -147,7 +147,7 @@ def enable_lora(
             "booster.save_lora_as_pretrained or peft's save_pretrained wrote",
         ),
         (
-            is_split(model) or hasattr(model, "unwrap"),
+            is_taken(model),
             "the model is already boosted or split: call booster.enable_lora before booster.boost, which then splits",
         ),
         (

@@ -61,9 +61,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         **others: Any,
     ) -> None:
         arguments = own_arguments(locals())
-        unavailable_errors(
-            type(self), ZERO, others
-        )  # an unknown name here may be one of HybridParallelPlugin
+        unavailable_errors(type(self), ZERO, others)  # an unknown name may be one of HybridParallelPlugin
         renamed = {_RENAMED.get(name, name): value for name, value in arguments.items()}
         try:
             super().__init__(**renamed, **others)
@@ -72,4 +70,3 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
             for name, other in _RENAMED.items():
                 text = text.replace(other, name)
             raise ValueError(text) from None
-        self.has_default_precision = precision is None

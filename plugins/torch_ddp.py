@@ -21,9 +21,9 @@ from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom
 from ..lazy import materialize
 from ..shardformer.layers.batch_norm import own_batch_norms
-from ..shardformer.refusals import mark_taken
+from ..shardformer.refusals import given_errors, mark_taken
 from ..zero.precision import DTYPES, default_precision
-from .base import BoostedModule, Plugin, model_errors, own_arguments, require_process_group
+from .base import BoostedModule, Plugin, own_arguments, require_boosted, require_process_group
 from .colossalai import DDP, unavailable_errors
 from .lora import unwrapped
 from .scaled_optimizer import ScaledOptimizer
@@ -68,7 +68,7 @@ class TorchPlugin(Plugin):
         return self._precision
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
-        raise_errors(model_errors(model))
+        raise_errors(given_errors(model))
         model, adapters = unwrapped(model)
         raise_errors(self._errors(model, optimizer))
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -108,7 +108,7 @@ class TorchPlugin(Plugin):
         They take the memory of one gradient of every parameter on every rank.
         """
         if optimizer is not None:
-            require_boosted(optimizer, "booster.no_sync")
+            require_boosted(optimizer, ScaledOptimizer, "booster.no_sync")
         return self._accumulating(self._boosted(model, "booster.no_sync").no_sync())
 
     def local_model(self, model: nn.Module) -> LocalModel:
@@ -124,7 +124,7 @@ class TorchPlugin(Plugin):
 
     def trained(self, optimizer: Optimizer) -> Trained:
         """The tensors that a boosted optimizer steps on this rank."""
-        scaled = require_boosted(optimizer, "saving and loading")
+        scaled = require_boosted(optimizer, ScaledOptimizer, "saving and loading")
         extra = {"scaler": scaled.scaler_state(), "skipped_steps": scaled.skipped_steps}
         return trained_parameters(
             scaled.optim, scaled.names, self.mesh, extra=extra, install=scaled.install_state
@@ -136,7 +136,7 @@ class TorchPlugin(Plugin):
         Raises:
             ValueError: the optimizer is not what `booster.boost` returned.
         """
-        scaled = require_boosted(optimizer, "booster.backward")
+        scaled = require_boosted(optimizer, ScaledOptimizer, "booster.backward")
         with naming_failures("backward", () if self._accumulates else None):
             scaled.backward(loss)
 
@@ -148,19 +148,6 @@ class TorchPlugin(Plugin):
                 yield
         finally:
             self._accumulates = before
-
-
-def require_boosted(optimizer: Optimizer, call: str) -> ScaledOptimizer:
-    """The optimizer, as what `booster.boost` returned.
-
-    Raises:
-        ValueError: it is another one.
-    """
-    if not isinstance(optimizer, ScaledOptimizer):
-        raise ValueError(
-            f"{call} takes the optimizer that booster.boost returned, and not a {type(optimizer).__name__} of torch's"
-        )
-    return optimizer
 
 
 class TorchDDPPlugin(TorchPlugin):

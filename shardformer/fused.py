@@ -44,18 +44,6 @@ class FusedKernels:
     normalization: bool = False
     jit: bool = False
 
-    @classmethod
-    def asked(
-        cls, *, flash_attention: bool, xformers: bool, normalization: bool, jit: bool, everything: bool
-    ) -> "FusedKernels":
-        """Combine single options with the one for everything; xFormers is only ever asked for by name."""
-        return cls(
-            flash_attention=flash_attention or everything,
-            xformers=xformers,
-            normalization=normalization or everything,
-            jit=jit or everything,
-        )
-
     def errors(self, device: torch.device, dtype: torch.dtype | None) -> list[str]:
         """List what this machine lacks or what contradicts itself, each with what would work. No communication.
 

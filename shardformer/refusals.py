@@ -28,13 +28,21 @@ def is_taken(model: nn.Module) -> bool:
 
 
 def given_errors(model: object) -> list[str]:
-    """Why what was given for a model is none that has values; empty when it is."""
+    """List reasons why what was given for a model cannot be split or boosted, whatever the options; empty if it can.
+
+    It is none, has no values, or a plugin or ShardFormer had it before, whose hooks sum and average gradients. Other
+    checks would stumble over these.
+    """
     if not isinstance(model, nn.Module):
         return [f"a model is a torch.nn.Module, and this is a {type(model).__name__}: give the model itself"]
     if isinstance(model, OptimizedModule):
         return [
             "the model is torch.compile's, whose parameters have other names: give the plain model, and call "
             "model.compile() on what is returned"
+        ]
+    if is_taken(model):
+        return [
+            "the model is already boosted, or ShardFormer has split it: give the plain transformers model, once"
         ]
     named = chain(model.named_parameters(), model.named_buffers())
     empty = [name for name, each in named if each.is_meta and not isinstance(each, LazyTensor)]

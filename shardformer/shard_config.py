@@ -1,6 +1,6 @@
 """Configuration of ShardFormer. policy.py and sharder.py carry it out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch.distributed as dist
 
@@ -13,7 +13,46 @@ _AXES = ("tensor_parallel", "data_parallel")  # of each an argument `_size` and 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardConfig:
+class ShardOptions:
+    """Options that ShardConfig and HybridParallelPlugin have in common; both document them."""
+
+    make_vocab_size_divisible_by: int = 64
+    enable_sequence_parallelism: bool = False
+    sequence_parallelism_mode: str | None = None
+    enable_sequence_overlap: bool = False
+    enable_sequence_regather: bool = False
+    enable_flash_attention: bool = False
+    enable_xformers: bool = False
+    enable_fused_normalization: bool = False
+    enable_jit_fused: bool = False
+    enable_all_optimization: bool = False
+
+    @property
+    def fused(self) -> FusedKernels:
+        """The fused kernels that are asked for; xFormers only ever by name."""
+        return FusedKernels(
+            flash_attention=self.enable_flash_attention or self.enable_all_optimization,
+            xformers=self.enable_xformers,
+            normalization=self.enable_fused_normalization or self.enable_all_optimization,
+            jit=self.enable_jit_fused or self.enable_all_optimization,
+        )
+
+    def sequence_over(
+        self, sp_size: int | None, *, inner_ring_size: int | None = None
+    ) -> SequenceParallelism:
+        """The sequence parallelism that is asked for, over an axis of this size."""
+        return SequenceParallelism.asked(
+            enable=self.enable_sequence_parallelism,
+            mode=self.sequence_parallelism_mode,
+            sp_size=sp_size,
+            regathers=self.enable_sequence_regather,
+            overlaps=self.enable_sequence_overlap,
+            inner_ring_size=inner_ring_size,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardConfig(ShardOptions):
     """Axes and options of a model's split.
 
     Sizes and groups that are left out follow from each other: after the constructor every size is a number.
@@ -57,19 +96,9 @@ class ShardConfig:
     parallel_output: bool = None  # type: ignore[assignment]  # True or False once constructed
     gather_output: bool = None  # type: ignore[assignment]
     inference_only: bool = False
-    make_vocab_size_divisible_by: int = 64
     enable_tensor_parallelism: bool = True
-    enable_sequence_parallelism: bool = False
-    sequence_parallelism_mode: str | None = None
     sequence_parallel_process_group: dist.ProcessGroup | None = None
-    enable_sequence_overlap: bool = False
-    enable_sequence_regather: bool = False
     sequence_parallel_rings: Rings | None = None
-    enable_flash_attention: bool = False
-    enable_xformers: bool = False
-    enable_fused_normalization: bool = False
-    enable_jit_fused: bool = False
-    enable_all_optimization: bool = False
 
     def __post_init__(self) -> None:
         if wrong := self._type_errors():
@@ -88,26 +117,9 @@ class ShardConfig:
             object.__setattr__(self, name, value)
 
     @property
-    def fused(self) -> FusedKernels:
-        """The fused kernels that are asked for."""
-        return FusedKernels.asked(
-            flash_attention=self.enable_flash_attention,
-            xformers=self.enable_xformers,
-            normalization=self.enable_fused_normalization,
-            jit=self.enable_jit_fused,
-            everything=self.enable_all_optimization,
-        )
-
-    @property
     def sequence(self) -> SequenceParallelism:
         """Sequence parallelism that is asked for."""
-        return SequenceParallelism.asked(
-            enable=self.enable_sequence_parallelism,
-            mode=self.sequence_parallelism_mode,
-            sp_size=self.sequence_parallel_size,
-            regathers=self.enable_sequence_regather,
-            overlaps=self.enable_sequence_overlap,
-        )
+        return self.sequence_over(self.sequence_parallel_size)
 
     @property
     def sequence_split(self) -> SequenceSplit | None:
@@ -162,7 +174,7 @@ class ShardConfig:
         """Errors of types, over which the other checks would stumble."""
         given = vars(self)
         groups = {name: each for name, each in given.items() if name.endswith("_group") and each is not None}
-        switches = {name: each for name, each in given.items() if isinstance(type(self).__dict__[name], bool)}
+        switches = {each.name: given[each.name] for each in fields(self) if isinstance(each.default, bool)}
         switches |= {
             name: given[name] for name in ("parallel_output", "gather_output") if given[name] is not None
         }

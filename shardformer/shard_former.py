@@ -22,7 +22,7 @@ from .gradients import make_gradients_whole
 from .layers.lora import adapted
 from .layers.parallel_module import is_of_peft
 from .policy import Policy
-from .refusals import given_errors, is_taken, policy_errors, refuse_partial_state
+from .refusals import given_errors, policy_errors, refuse_partial_state
 from .shard_config import ShardConfig
 from .sharder import ModelSharder
 from .table_policy import TablePolicy
@@ -200,8 +200,6 @@ def _split_errors(model: nn.Module, config: ShardConfig) -> list[str]:
         ]
     if errors := given_errors(model):
         return errors
-    if is_taken(model):
-        return ["the model is already split, or boosted: give the plain model, once"]
     if is_of_peft(model):
         return [
             f"the model is peft's {type(model).__name__}, whose layers have other names: give the transformers model "

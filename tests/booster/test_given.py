@@ -54,7 +54,9 @@ def refuse_what_is_boosted() -> None:
                     Booster(plugin=PLUGINS[second]()).boost(model)
             with (
                 named(first),
-                pytest.raises(ValueError, match="already split, or boosted: give the plain model"),
+                pytest.raises(
+                    ValueError, match="already boosted, or ShardFormer has split it: give the plain"
+                ),
             ):
                 shard_model(model)
 

@@ -5,7 +5,8 @@ import os
 import re
 import signal
 import weakref
-from dataclasses import replace
+from dataclasses import fields, replace
+from inspect import signature
 from typing import Any
 from unittest.mock import patch
 
@@ -14,11 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon import HybridParallelPlugin
+from echelon.plugins.hybrid_config import HybridConfig
 from echelon.verify.batch import loss_of, make_batch
 from echelon.verify.parity import make_optimizer
 
 from ..pool import Pool
 from .training import BERT, LLAMA, Numbers, boosted, hybrid, refused, share
+
+
+def test_the_config_has_the_arguments_of_the_plugin_and_their_defaults() -> None:
+    arguments = signature(HybridParallelPlugin).parameters
+    given = {name: each.default for name, each in arguments.items() if name not in ("precision", "others")}
+    assert given == {each.name: each.default for each in fields(HybridConfig) if each.name != "precision"}
 
 
 def kept_caches() -> dict[str, bool]:

@@ -59,7 +59,7 @@ def refuse_without_groups() -> None:
 def refuse_what_is_split() -> None:
     shard_former = formed()
     split = shard_former.shard_model(build("LlamaForCausalLM"))
-    with pytest.raises(ValueError, match="already split, or boosted: give the plain model, once"):
+    with pytest.raises(ValueError, match="already boosted, or ShardFormer has split it: give the plain"):
         shard_former.shard_model(split)
     plugins = [
         HybridParallelPlugin(tp_size=2, precision="fp32", num_microbatches=1),
