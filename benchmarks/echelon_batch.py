@@ -9,7 +9,6 @@ from torch import Tensor
 from workload import Workload, adamw
 
 from echelon import Booster, HybridParallelPlugin
-from echelon.cluster.placement import placement_of
 from echelon.verify.parity import gather_whole
 
 
@@ -38,6 +37,4 @@ class EchelonBatch(OneBatch):
     def gradients(self) -> Mapping[str, Tensor]:
         """Gradients by name, gathered to the first rank. Communicates over the world."""
         self._optimizer.reduce_gradients()
-        gradients = self._optimizer.gradients()
-        placements = {name: placement_of(self._model.local_parameters[name]) for name in gradients}
-        return gather_whole(gradients, placements, self._plugin.mesh)
+        return gather_whole(self._optimizer.gradients(), self._model.local_parameters, self._plugin.mesh)

@@ -264,7 +264,7 @@ class BoostedModule(nn.Module, ABC):
 
     module: nn.Module
 
-    def __init__(self, adapters: Sequence[Adapter] = ()) -> None:
+    def __init__(self, adapters: Sequence[Adapter]) -> None:
         super().__init__()
         self.adapters = tuple(adapters)
 

@@ -89,7 +89,7 @@ class BoostPlan:
 
     Args:
         sharder: cuts the model into stages and splits its layers; None leaves it as it is.
-        weights: layers whose weights are sharded over the weight axis; None for none.
+        weights: layers whose weights are sharded over the weight axis.
         recomputed: the layers of each stage, of which some are recomputed.
     """
 
@@ -113,7 +113,7 @@ class BoostPlan:
 
     def shard_weights(self, model: nn.Module, config: HybridConfig, mesh: ParallelMesh) -> None:
         """Shard the weights of linear layers over the weight axis."""
-        if self.weights is not None:
+        if self.weights:
             group, overlap, dtype = mesh.group("wp"), config.wp_overlap, config.wire_dtype
             apply_weight_sharding(model, self.weights, group, overlap=overlap, gradient_dtype=dtype)
 
@@ -309,9 +309,7 @@ class HybridParallelModule(BoostedModule):
         adapters: what is saved of it as LoRA.
     """
 
-    def __init__(
-        self, engine: PipelineEngine, names: ParameterNames, adapters: Sequence[Adapter] = ()
-    ) -> None:
+    def __init__(self, engine: PipelineEngine, names: ParameterNames, adapters: Sequence[Adapter]) -> None:
         super().__init__(adapters)
         self.module = module = engine.module
         self.engine, self.config, self.mesh = engine, engine.config, engine.mesh

@@ -180,17 +180,16 @@ class ScaledOptimizer(Optimizer):
             "overflows_since_growth": 0,
         }
 
-    def load_scaler_state(self, saved: Mapping[str, Any] | None) -> None:
-        """Go on from what `scaler_state` returned; of another precision's run nothing is taken."""
-        if saved is not None and self.scaler.is_enabled():
+    def install_state(self, state: dict[str, Any], extra: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint: the inner optimizer's state, the loss scale and the skipped steps.
+
+        A run in another precision had no loss scale, and then this one's stays.
+        """
+        self.optim.load_state_dict(state)
+        self.skipped_steps = extra["skipped_steps"]
+        if (saved := extra["scaler"]) is not None and self.scaler.is_enabled():
             taken = {"scale": saved["scale"], "_growth_tracker": saved["steps_without_overflow"]}
             self.scaler.load_state_dict(self.scaler.state_dict() | taken)
-
-    def install_state(self, state: dict[str, Any], extra: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint: the inner optimizer's state, the loss scale and the skipped steps."""
-        self.optim.load_state_dict(state)
-        self.load_scaler_state(extra["scaler"])
-        self.skipped_steps = extra["skipped_steps"]
 
     def _parameters(self) -> list[Parameter]:
         return [parameter for group in self.optim.param_groups for parameter in group["params"]]

@@ -223,7 +223,7 @@ class TorchDDPModel(TorchModel):
         mesh: ParallelMesh,
         precision: str,
         ddp_kwargs: dict[str, Any],
-        adapters: Sequence[Adapter] = (),
+        adapters: Sequence[Adapter],
     ) -> None:
         super().__init__(module, mesh, adapters)
         has_trainable = any(parameter.requires_grad for parameter in module.parameters())

@@ -117,7 +117,27 @@ class TorchFSDPPlugin(TorchPlugin):
         )
 
     def _errors(self, model: nn.Module, optimizer: Optimizer | None) -> list[str]:
-        return boost_errors(model, optimizer)
+        """List reasons why this model and optimizer cannot be sharded."""
+        found = optimizer_errors(model, optimizer)
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 0:
+                found.append(f"{name} is a scalar, which has no rows to shard: give it the shape (1,)")
+            if has_foreign_hooks(parameter):
+                found.append(f"{name} has hooks, which would be lost: register hooks on modules instead")
+        if optimizer is None or isinstance(optimizer, ScaledOptimizer):
+            return found
+        if optimizer.state:
+            return [
+                *found,
+                f"{type(optimizer).__name__} already has state for {len(optimizer.state)} parameters, which would be "
+                "lost: boost a new optimizer, before its first step, of a kind that makes its states in step()",
+            ]
+        try:
+            # Of the others torch's DTensor takes some, and Muon then departs from one process without a word.
+            require_elementwise(optimizer)
+        except ValueError as error:
+            found.append(str(error))
+        return found
 
     def _compare(self, model: nn.Module) -> None:
         require_equal_models(model)
@@ -130,30 +150,6 @@ class TorchFSDPPlugin(TorchPlugin):
     ) -> "FSDPOptimizer":
         assert isinstance(boosted, TorchFSDPModel)
         return FSDPOptimizer(optimizer, self._scaler(), boosted, names)
-
-
-def boost_errors(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
-    """List reasons why this model and optimizer cannot be sharded."""
-    found = optimizer_errors(model, optimizer)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 0:
-            found.append(f"{name} is a scalar, which has no rows to shard: give it the shape (1,)")
-        if has_foreign_hooks(parameter):
-            found.append(f"{name} has hooks, which would be lost: register hooks on modules instead")
-    if optimizer is None or isinstance(optimizer, ScaledOptimizer):
-        return found
-    if optimizer.state:
-        return [
-            *found,
-            f"{type(optimizer).__name__} already has state for {len(optimizer.state)} parameters, which would be lost: "
-            "boost a new optimizer, before its first step, of a kind that makes its states in step()",
-        ]
-    try:
-        # Of the others torch's DTensor takes some, and Muon then departs from one process without a word.
-        require_elementwise(optimizer)
-    except ValueError as error:
-        found.append(str(error))
-    return found
 
 
 def _scale_errors(initial_scale: Any) -> list[str]:
@@ -189,7 +185,7 @@ class TorchFSDPModel(TorchModel):
         module: nn.Module,
         mesh: ParallelMesh,
         policy: Mapping[str, Any],
-        adapters: Sequence[Adapter] = (),
+        adapters: Sequence[Adapter],
     ) -> None:
         super().__init__(module, mesh, adapters)
         for parameter in module.parameters():
@@ -238,10 +234,6 @@ class TorchFSDPModel(TorchModel):
         """Keep this rank's shards alone, also after a forward without a backward."""
         for module in self._sharded_modules():
             module.reshard()
-
-    def has_unreduced_gradients(self) -> bool:
-        """Return True where gradients of a `no_sync` block wait on this rank."""
-        return bool(self.unreduced_gradients())
 
     def unreduced_gradients(self) -> list[Tensor]:
         """Gradients of a `no_sync` block that wait on this rank, whole."""
@@ -366,7 +358,7 @@ class FSDPOptimizer(ScaledOptimizer):
         super().clip_grad_by_value(clip_value)
 
     def _has_gradients(self) -> bool:
-        return super()._has_gradients() or self.model.has_unreduced_gradients()
+        return super()._has_gradients() or bool(self.model.unreduced_gradients())
 
     def _norms(self) -> Tensor:
         """Of each gradient, and one of all that a `no_sync` block added up, which torch keeps elsewhere."""
@@ -379,7 +371,7 @@ class FSDPOptimizer(ScaledOptimizer):
         return gradient.detach().float().norm()
 
     def _require_reduced(self, call: str) -> None:
-        if self.model.has_unreduced_gradients():
+        if self.model.unreduced_gradients():
             raise RuntimeError(
                 f"{call} after booster.no_sync alone: its gradients are reduced by a backward outside of the block. "
                 "Leave the last microbatch of a step out of no_sync, or drop them by zero_grad()"

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Generator, Tensor
-from transformers import PretrainedConfig
 
 from .models import (
     END,
@@ -20,29 +19,24 @@ from .models import (
     ModelChoice,
 )
 
+# B batch, S sequence, P positions of a sound
+Batch = dict[str, Tensor]
 
-def make_images(
-    config: PretrainedConfig, head: str, *, num_samples: int, drawn: torch.Generator
-) -> dict[str, Tensor]:
-    """A batch for the head: (num_samples, channels, height, width) pixels of the config's size.
 
-    Args:
-        config: has `image_size` and `patch_size`, each a number or (height, width).
-        head: a key of `models.HEADS`.
-        num_samples: the number of images.
-        drawn: the generator of all numbers.
-    """
+def classified_image(choice: ModelChoice, num_samples: int, drawn: Generator) -> Batch:
+    """Images (B, channels, height, width) of the config's size, and what its head takes beside them."""
+    config = choice.config()
     height, width = _pair(config.image_size)
     patch_height, patch_width = _pair(config.patch_size)
     pixels = torch.randn(num_samples, config.num_channels, height, width, generator=drawn)
     patches = (height // patch_height) * (width // patch_width)
     hidden = torch.rand(num_samples, patches, generator=drawn) < 0.4
-    inputs: dict[str, dict[str, Tensor]] = {
+    inputs: dict[str, Batch] = {
         "image_classification": {"labels": torch.randint(0, 3, (num_samples,), generator=drawn)},
         "masked_image": {"bool_masked_pos": hidden},
         "segmentation": {"labels": torch.randint(0, 3, (num_samples, height, width), generator=drawn)},
     }
-    return {"pixel_values": pixels, **inputs.get(head, {})}
+    return {"pixel_values": pixels, **inputs.get(choice.head_name, {})}
 
 
 def _pair(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
@@ -59,7 +53,7 @@ def make_batch(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str,
     if choice.model_type in MODAL:
         return MODAL[choice.model_type](choice, num_samples, drawn)
     if choice.is_of_images:
-        return make_images(choice.config(), choice.head_name, num_samples=num_samples, drawn=drawn)
+        return classified_image(choice, num_samples, drawn)
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=drawn)
@@ -133,12 +127,6 @@ def _weighted(output: Tensor) -> Tensor:
     flat = output.float().flatten(1)
     weights = torch.arange(flat.shape[-1], device=output.device, dtype=torch.float32).cos()
     return (flat * weights).mean()
-
-
-# B batch, S sequence, P positions of a sound, G images' side in patches
-
-
-Batch = dict[str, Tensor]
 
 
 def _tokens(num_samples: int, length: int, drawn: Generator) -> tuple[Tensor, Tensor]:

@@ -280,7 +280,7 @@ def make_optimizer(model: nn.Module, *, vector_rate: float = LEARNING_RATE) -> t
 
 
 def gather_whole(
-    local: Mapping[str, Tensor], placements: Mapping[str, Placement | None], mesh: ParallelMesh
+    local: Mapping[str, Tensor], like: Mapping[str, Tensor], mesh: ParallelMesh
 ) -> dict[str, Tensor]:
     """All tensors of the model, whole, on global rank 0; an empty dict elsewhere.
 
@@ -289,10 +289,12 @@ def gather_whole(
 
     Args:
         local: this rank's shard of every tensor of its stage, by name, in one order on all ranks of an axis.
-        placements: how each is sharded.
+        like: tensors by the same names that are sharded alike and know their placement, as parameters do.
         mesh: the mesh.
     """
-    own = {name: _over_axis(tensor.detach(), placements[name], mesh) for name, tensor in local.items()}
+    own = {
+        name: _over_axis(tensor.detach(), placement_of(like[name]), mesh) for name, tensor in local.items()
+    }
     if any(mesh.rank(axis) for axis in ("dp", "sp", "tp")):
         return {}
     if mesh.size("pp") == 1:
@@ -312,8 +314,7 @@ def _over_axis(local: Tensor, placement: Placement | None, mesh: ParallelMesh) -
 
 def _whole(boosted: HybridParallelModule, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Whole float32 tensors on rank 0, by parameter name, from all ranks' shards. Collective over the world."""
-    placements = {name: placement_of(boosted.local_parameters[name]) for name in tensors}
-    whole = gather_whole(tensors, placements, boosted.mesh)
+    whole = gather_whole(tensors, boosted.local_parameters, boosted.mesh)
     return {name: tensor.float().cpu().clone() for name, tensor in whole.items()}
 
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..cluster.agree import gather_objects
-from ..cluster.placement import placement_of
 from ..pipeline.microbatch import merge, split
 from ..plugins.hybrid_model import HybridParallelModule
 from ..zero.bucket import Bucket, Slot
@@ -283,9 +282,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _whole(model: HybridParallelModule, prefix: str, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    known = model.tensors()
-    placements = {name: placement_of(known[name]) for name in local}
-    whole = gather_whole(local, placements, model.mesh)
+    whole = gather_whole(local, model.tensors(), model.mesh)
     return {
         prefix + name: tensor.cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in whole.items()
