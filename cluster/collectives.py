@@ -71,19 +71,19 @@ class InFlight(Generic[Result]):
         return replace(self, finish=finish)
 
 
-def begin_all_gather(whole: Tensor, piece: Tensor, group: dist.ProcessGroup) -> Handle:
-    """Begin to fill a 1-D buffer with the ranks' 1-D pieces, in their order. One all-gather."""
+def begin_all_gather(whole: Tensor, own_slice: Tensor, group: dist.ProcessGroup) -> Handle:
+    """Begin to fill a 1-D buffer with the ranks' 1-D slices, in their order. One all-gather."""
     if gloo.takes(whole, group):
-        return gloo.AllGather(whole, piece, group)
-    work: Handle = all_gather_single(whole, piece, group=group, async_op=True)
+        return gloo.AllGather(whole, own_slice, group)
+    work: Handle = all_gather_single(whole, own_slice, group=group, async_op=True)
     return work
 
 
-def begin_reduce_scatter(piece: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Handle:
-    """Begin to bring this rank's piece of the sum of all 1-D buffers into `piece`. One reduce-scatter."""
+def begin_reduce_scatter(own_slice: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Handle:
+    """Begin to bring this rank's slice of the sum of all 1-D buffers into `own_slice`. One reduce-scatter."""
     if gloo.takes(whole, group):
-        return gloo.ReduceScatter(piece, whole, group)
-    work: Handle = reduce_scatter_single(piece, whole, group=group, async_op=True)
+        return gloo.ReduceScatter(own_slice, whole, group)
+    work: Handle = reduce_scatter_single(own_slice, whole, group=group, async_op=True)
     return work
 
 

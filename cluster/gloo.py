@@ -17,7 +17,7 @@ from .traffic import one_collective
 
 # Shorter buffers gain nothing. A test that patches this to 0 sends slices of all, to infinity of none.
 MIN_BYTES: float = 2**16
-_PIECE = (
+_PART = (
     2**18
 )  # elements that are summed up at a time, while the next are in flight: they stay in a core's cache
 _GATHER, _REDUCE = 2**20, 2**20 + 1  # tags; those of ring.py are others
@@ -34,17 +34,17 @@ class AllGather:
     """The slices of all ranks on their way into the 1-D buffers of all. Making it begins.
 
     Args:
-        whole: the buffer; `piece` may be this rank's slice of it.
-        piece: contiguous, of one length on all ranks.
+        whole: the buffer; `own_slice` may be this rank's slice of it.
+        own_slice: contiguous, of one length on all ranks.
         group: every rank of it makes one.
     """
 
-    def __init__(self, whole: Tensor, piece: Tensor, group: dist.ProcessGroup) -> None:
+    def __init__(self, whole: Tensor, own_slice: Tensor, group: dist.ProcessGroup) -> None:
         slices, others = whole.chunk(group.size()), _others(group)
         with one_collective("all_gather", whole.nbytes, group):
             self._works = [group.recv([slices[rank]], rank, _GATHER) for rank in reversed(others)]
-            self._works += [group.send([piece], rank, _GATHER) for rank in others]
-        _copy(piece, slices[group.rank()])
+            self._works += [group.send([own_slice], rank, _GATHER) for rank in others]
+        _copy(own_slice, slices[group.rank()])
         _end_when_dropped(self, self._works)
 
     def wait(self) -> None:
@@ -58,22 +58,22 @@ class ReduceScatter:
     16-bit formats are added up in float32.
 
     Args:
-        piece: becomes this rank's slice of the sum; it may be that slice of `whole`, the rest of which stays.
+        own_slice: becomes this rank's slice of the sum; it may be that slice of `whole`, the rest of which stays.
         whole: the buffer.
         group: every rank of it makes one.
     """
 
-    def __init__(self, piece: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
-        slices, others, length = whole.chunk(group.size()), _others(group), piece.numel()
-        _copy(slices[group.rank()], piece)
+    def __init__(self, own_slice: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+        slices, others, length = whole.chunk(group.size()), _others(group), own_slice.numel()
+        _copy(slices[group.rank()], own_slice)
         arrivals = _ARRIVALS.setdefault(group, _Arrivals())
-        rows = arrivals.take((len(others), length), piece.dtype)
-        self._piece: Tensor | None = piece
+        rows = arrivals.take((len(others), length), own_slice.dtype)
+        self._own_slice: Tensor | None = own_slice
         self._works: list[dist.Work] = []
         self._receives: list[list[tuple[dist.Work, Tensor]]] = []
         with one_collective("reduce_scatter", whole.nbytes, group):
-            for start in range(0, length, _PIECE):
-                part = slice(start, start + _PIECE)
+            for start in range(0, length, _PART):
+                part = slice(start, start + _PART)
                 self._works += [group.send([slices[rank][part]], rank, _REDUCE) for rank in others]
                 targets = zip(reversed(others), (row[part] for row in rows), strict=True)
                 self._receives.append([(group.recv([into], rank, _REDUCE), into) for rank, into in targets])
@@ -87,10 +87,10 @@ class ReduceScatter:
 
     def add_up(self) -> None:
         """Wait for the slices of the others, and add them up: the memory where they arrived is free then."""
-        if self._piece is None:
+        if self._own_slice is None:
             return
-        piece, self._piece = self._piece, None
-        for own, receives in zip(piece.split(_PIECE), self._receives, strict=True):
+        own_slice, self._own_slice = self._own_slice, None
+        for own, receives in zip(own_slice.split(_PART), self._receives, strict=True):
             total = own.float() if own.dtype in (torch.bfloat16, torch.float16) else own
             for work, arrived in receives:
                 work.wait()

@@ -19,7 +19,7 @@ from .helpers import SLICES, with_slices
 
 
 def buffers(dtype: torch.dtype, rank: int | None = None) -> list[Tensor]:
-    """Those of a rank: shorter than what is added up at a time, several such pieces, the same again. Sums are exact."""
+    """Those of a rank: shorter than what is added up at a time, several such parts, the same again. Sums are exact."""
     generator = torch.Generator().manual_seed(dist.get_rank() if rank is None else rank)
     lengths = [length * dist.get_world_size() for length in (1, 250, 100, 250)]
     return [torch.randint(-9, 9, (length,), generator=generator).to(dtype) for length in lengths]
@@ -39,7 +39,7 @@ def test_sums_and_gathers_are_those_of_the_whole_buffers(
     pool.run(ranks, with_slices, slices, check_collectives, dtype)
 
 
-@patch.object(gloo, "_PIECE", 100)  # buffers have several pieces, and a shorter last one
+@patch.object(gloo, "_PART", 100)  # buffers have several parts, and a shorter last one
 def check_collectives(dtype: torch.dtype) -> None:
     world, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     given, expected = buffers(dtype), sums(dtype)

@@ -41,14 +41,14 @@ def own_slice_alone(self: Any) -> None:
         for work, _ in receives:
             work.wait()
     self._receives.clear()
-    self._piece = None
+    self._own_slice = None
 
 
 def losing(make: Callable[..., None]) -> Callable[..., None]:
     """Slices of the other rank are lost once they have arrived."""
 
-    def made(self: Any, whole: Tensor, piece: Tensor, group: Any) -> None:
-        make(self, whole, piece, group)
+    def made(self: Any, whole: Tensor, own_slice: Tensor, group: Any) -> None:
+        make(self, whole, own_slice, group)
         for work in self._works:
             work.wait()
         self._works.clear()
@@ -57,13 +57,13 @@ def losing(make: Callable[..., None]) -> Callable[..., None]:
     return made
 
 
-def not_summed(piece: Tensor, whole: Tensor, group: Any) -> InFlight[Tensor]:
+def not_summed(own_slice: Tensor, whole: Tensor, group: Any) -> InFlight[Tensor]:
     """This rank's slice of its own buffer."""
-    piece.copy_(whole.chunk(group.size())[group.rank()])
-    return InFlight(None, piece)
+    own_slice.copy_(whole.chunk(group.size())[group.rank()])
+    return InFlight(None, own_slice)
 
 
-def not_gathered(whole: Tensor, piece: Tensor, group: Any) -> InFlight[Tensor]:
+def not_gathered(whole: Tensor, own_slice: Tensor, group: Any) -> InFlight[Tensor]:
     """The buffer as it was."""
     return InFlight(None, whole)
 
