@@ -75,7 +75,10 @@ def test_the_names_of_a_training_script_are_imported_soon_after_torch_and_transf
     script = """
 import time
 import torch
+from contextlib import suppress
 from transformers import PreTrainedModel
+with suppress(ImportError):
+    import sklearn.metrics  # which older releases of transformers import with their layers
 start = time.process_time()
 from echelon import Booster, HybridParallelPlugin
 print(time.process_time() - start)
