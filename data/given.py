@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import math
 import random
 import zlib
 from collections.abc import Iterator, Mapping, Sequence, Sized
@@ -17,8 +16,9 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from ..cluster.agree import broadcast_object, require_equal
+from ..cluster.errors import raise_errors
 from .loader import WORKER_SETTINGS, ShardedLoader, loader_errors
-from .sampler import BegunPass, Draw, StatefulSampler, key_errors
+from .sampler import BegunPass, Draw, StatefulSampler, key_errors, num_parts
 
 
 class Streams:
@@ -146,7 +146,7 @@ class GivenSampler(Sampler[int], StatefulSampler):
 
     def __len__(self) -> int:
         """Samples of this rank in an epoch."""
-        return (math.floor if self.drop_last else math.ceil)(len(self.sampler) / self.num_replicas)
+        return num_parts(len(self.sampler), self.num_replicas, drop_last=self.drop_last)
 
     def __iter__(self) -> Iterator[int]:
         """Every sample that is this rank's in a whole pass."""
@@ -176,8 +176,7 @@ class GivenSampler(Sampler[int], StatefulSampler):
         Raises:
             ValueError: it is one in other data, or of a dataloader of `prepare_dataloader`.
         """
-        if errors := key_errors(state, (*Place._fields, "size")):
-            raise ValueError("\n".join(errors))
+        raise_errors(key_errors(state, (*Place._fields, "size")))
         if state["size"] != self._size:
             raise ValueError(
                 f"the position in the data is one of size={state['size']}, and this dataloader has "
@@ -230,8 +229,8 @@ class GivenSampler(Sampler[int], StatefulSampler):
     def _num_batches(self, batch_size: int, samples: int) -> int | None:
         if not isinstance(self.sampler, Sized):
             return None
-        rounded = math.floor if self.drop_last else math.ceil
-        return rounded((len(self.sampler) - samples) / (batch_size * self.num_replicas))
+        left, size = len(self.sampler) - samples, batch_size * self.num_replicas
+        return num_parts(left, size, drop_last=self.drop_last)
 
 
 _LOG = logging.getLogger("echelon")

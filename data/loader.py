@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
+from ..cluster.errors import raise_errors
 from ..cluster.random import generators_put_back, seed_torch
 from .sampler import BegunPass, Draw, ForeignSampler, ResumableSampler, StatefulSampler, derived_seed
 
@@ -98,8 +99,7 @@ def sharded_loader(
     Raises:
         ValueError: something cannot be sharded; all errors at once.
     """
-    if errors := [*dataset_errors(dataset), *argument_errors(batch_size, kwargs)]:
-        raise ValueError("\n".join(errors))
+    raise_errors([*dataset_errors(dataset), *argument_errors(batch_size, kwargs)])
     sampler = (sampler_class or ResumableSampler)(
         dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
     )

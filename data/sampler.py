@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
+from ..cluster.errors import raise_errors
+
 
 class Draw(NamedTuple):
     """The samples and random numbers that a batch is made from.
@@ -61,6 +63,11 @@ class StatefulSampler(ABC):
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next pass go on at a place."""
+
+
+def num_parts(count: int, size: int, *, drop_last: bool) -> int:
+    """The number of parts of this size, batches or shares; `drop_last` leaves out one that is not full."""
+    return count // size if drop_last else -(-count // size)
 
 
 def derived_seed(*entropy: int) -> int:
@@ -117,8 +124,7 @@ class ResumableSampler(DistributedSampler[int], StatefulSampler):
             self.epoch += 1
         first = self._next_position()
         own = self._share(first)
-        rounded = math.floor if self.drop_last else math.ceil
-        num_batches = rounded(len(own) / batch_size)
+        num_batches = num_parts(len(own), batch_size, drop_last=self.drop_last)
         self._loaded, self._is_due = None, False
         self.position = first if num_batches else Position(first.epoch, self.size)
         return BegunPass(first.epoch, num_batches, self._draws(first, own, batch_size, num_batches))
@@ -139,8 +145,7 @@ class ResumableSampler(DistributedSampler[int], StatefulSampler):
         Raises:
             ValueError: the state is none of this order; all errors at once.
         """
-        if errors := self._errors(state):
-            raise ValueError("\n".join(errors))
+        raise_errors(self._errors(state))
         self.position = self._loaded = Position(state["epoch"], state["samples"])
         self.epoch = self.position.epoch
         self._is_due = self.position.samples < self.size
@@ -269,8 +274,7 @@ class ForeignSampler(StatefulSampler):
             ValueError: the sampler has no state, or this is not one of `state_dict`.
         """
         self._require_state()
-        if errors := key_errors(state, ("sampler", "epoch", "batches")):
-            raise ValueError("\n".join(errors))
+        raise_errors(key_errors(state, ("sampler", "epoch", "batches")))
         self._sampler.load_state_dict(state["sampler"])  # type: ignore[attr-defined]
         self.position, self._goes_on = Reached(state["epoch"], state["batches"], state["sampler"]), True
 
@@ -285,7 +289,7 @@ class ForeignSampler(StatefulSampler):
     def _num_batches(self, batch_size: int) -> int | None:
         if not isinstance(self._sampler, Sized):
             return None
-        return (math.floor if self._drop_last else math.ceil)(len(self._sampler) / batch_size)
+        return num_parts(len(self._sampler), batch_size, drop_last=self._drop_last)
 
     def _require_state(self) -> None:
         if not self._has_state:

@@ -58,7 +58,6 @@ class TorchModel(BoostedModule):
 class TorchPlugin(Plugin):
     """Data parallelism over all ranks, by torch's own wrappers. No pipeline: call `model(**batch)`."""
 
-    mesh: ParallelMesh
     _precision: str
     _accumulates = False  # inside of no_sync, where ranks may run different numbers of backwards
 
