@@ -11,16 +11,28 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 
+class ErrorList(ValueError):
+    """All that is wrong with a call: `args` are the errors, of which the text has a line each."""
+
+    def __str__(self) -> str:
+        if len(self.args) == 1:
+            return str(self.args[0])
+        return "\n".join((f"{len(self.args)} errors:", *(f"- {error}" for error in self.args)))
+
+
 def raise_errors(errors: Sequence[str]) -> None:
-    """Raise all errors as one, a line each; return where there are none.
+    """Raise all errors as one; return where there are none.
 
     Raises:
-        ValueError: there are some.
+        ErrorList: there are some.
     """
-    if len(errors) == 1:
-        raise ValueError(errors[0])
     if errors:
-        raise ValueError("\n".join((f"{len(errors)} errors:", *(f"- {error}" for error in errors))))
+        raise ErrorList(*errors)
+
+
+def errors_of(error: Exception) -> tuple[str, ...]:
+    """The errors that were raised as one, or the text of any other error."""
+    return error.args if isinstance(error, ErrorList) else (str(error),)
 
 
 # What gloo says of a peer that is gone; NCCL and the store have error types of their own.

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch.nn import Parameter
 
+from ..cluster.errors import errors_of, raise_errors
 from ..pipeline.plan import StagePlan, is_within
 from .layer_split import widths
 from .layers.embedding import embedding_errors
@@ -98,7 +99,7 @@ def derived_table(model: nn.Module) -> Table:
     try:
         return _with_layers(plain, splits, layers, config)
     except ValueError as error:
-        return replace(plain, tensor_errors=tuple(str(error).split("\n")))
+        return replace(plain, tensor_errors=errors_of(error))
 
 
 def _pipeline_errors(base: nn.Module, layer: nn.Module, stack: str, order: Mapping[str, Any]) -> list[str]:
@@ -137,8 +138,7 @@ def _with_layers(plain: Table, splits: Mapping[str, str], layers: Sequence[nn.Mo
         raise ValueError("transformers has no base_model_tp_plan for this model: use tp_size=1")
     table, errors = _sorted(plain, splits, layers)
     errors += [error for layer in layers for error in _layer_errors(layer, table)]
-    if errors:
-        raise ValueError("\n".join(dict.fromkeys(errors)))
+    raise_errors(list(dict.fromkeys(errors)))
     wholes = [
         f"{path}.{name}"
         for layer in layers

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from ..cluster.errors import raise_errors
 from ..cluster.mesh import divisors
 from ..cluster.random import SplitRandom
 from ..pipeline.plan import is_within
@@ -86,8 +87,7 @@ class LayerSplit:
         Raises:
             ValueError: the layer lacks what the table names, or holds what it should name and does not.
         """
-        if found := self._adapter_errors() or [*self._missing(), *self._unnamed(), *self._part_errors()]:
-            raise ValueError("\n".join(found))
+        raise_errors(self._adapter_errors() or [*self._missing(), *self._unnamed(), *self._part_errors()])
         randoms = self._split_randoms()
         return [*self._linear_layers(randoms), *self._marks(), *self._regions(randoms), *self._parts()]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..cluster.errors import errors_of
 from ..pipeline.plan import StagePlan, setting_errors, settings_of
 from ..pipeline.stage import local_stages
 from ..pipeline.stage_manager import layer_errors
@@ -64,7 +65,7 @@ class Errors:
         try:
             yield
         except (ValueError, TypeError) as error:
-            for message in str(error).split("\n"):
+            for message in errors_of(error):
                 self.add(path, message)
 
     def add(self, path: str, message: str) -> None:
@@ -80,11 +81,6 @@ class Errors:
             f"{': ' if paths[0] else ''}{message}"
             for message, paths in self._paths.items()
         ]
-
-    def raise_any(self) -> None:
-        """Raise ValueError with all messages, where there are any."""
-        if messages := self.messages():
-            raise ValueError("\n".join(messages))
 
 
 def join(*paths: str) -> str:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 
 import torch.distributed as dist
 
+from ..cluster.errors import raise_errors
 from ..cluster.ring import Rings
 from ..pipeline.stage_manager import PipelineStageManager
 from .fused import FusedKernels, switch_errors
@@ -101,12 +102,10 @@ class ShardConfig(ShardOptions):
     sequence_parallel_rings: Rings | None = None
 
     def __post_init__(self) -> None:
-        if wrong := self._type_errors():
-            raise ValueError("\n".join(wrong))
+        raise_errors(self._type_errors())
         errors = [*self._axis_errors(), *self._switch_errors()]
         tp_size, sp_size = self._size("tensor_parallel"), self.sequence_parallel_size
-        if errors := errors or self.sequence.errors(tp_size=tp_size, sp_size=sp_size):
-            raise ValueError("\n".join(errors))
+        raise_errors(errors or self.sequence.errors(tp_size=tp_size, sp_size=sp_size))
         gathers = self.parallel_output is False if self.gather_output is None else self.gather_output
         resolved = {
             **{f"{axis}_size": self._size(axis) for axis in _AXES},

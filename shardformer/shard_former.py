@@ -1,6 +1,6 @@
 """ShardFormer: a model in, this rank's part of it out, and its data. With pipelines, ZeRO or 16 bits: booster/."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, default_collate
 
 from ..cluster.agree import run_or_raise_together
+from ..cluster.errors import errors_of, raise_errors
 from ..cluster.launch import default_device, launch_from_torch
 from ..cluster.mesh import ParallelMesh
 from ..data.loader import WORKER_SETTINGS, loader_errors, sharded_loader
@@ -82,8 +83,7 @@ class ShardFormer:
 
     def shard_model(self, model: nn.Module, policy: Policy | Table | None = None) -> nn.Module:
         """`optimize`, after the model was brought to this rank's device; returns the model alone."""
-        if errors := given_errors(model):
-            raise ValueError("\n".join(errors))
+        raise_errors(given_errors(model))
         return self.optimize(model.to(default_device()), policy)[0]
 
     def optimize(
@@ -106,7 +106,7 @@ class ShardFormer:
             ValueError: no policy is known, it cannot do what is asked, or models differ; on every rank alike.
         """
         config = self.shard_config
-        _raise(_split_errors(model, config))
+        raise_errors(_split_errors(model, config))
         fused, device, dtype = config.fused, *_computing(model)
         errors = fused.errors(device, dtype) + fused.model_errors(model, device)
         sharder = None
@@ -114,9 +114,9 @@ class ShardFormer:
             sharder = sharder_or_errors(model, policy, config, errors)
         groups = [each for each in (config.split_group, config.replica_group) if each is not None]
         if groups:
-            run_or_raise_together(partial(_raise, errors), *groups)
+            run_or_raise_together(partial(raise_errors, errors), *groups)
             require_equal_models(model, *groups)
-        _raise(errors)
+        raise_errors(errors)
         fused.choose_attention(model, device)
         shared = []
         if sharder is not None:
@@ -183,12 +183,6 @@ _NO_GROUPS = (
 )
 
 
-def _raise(errors: Sequence[str]) -> None:
-    """Raise ValueError if there are any."""
-    if errors:
-        raise ValueError("\n".join(errors))
-
-
 def _split_errors(model: nn.Module, config: ShardConfig) -> list[str]:
     """Why a model cannot be split by a config, whatever its policy."""
     if not config.has_groups:
@@ -229,7 +223,7 @@ def sharder_or_errors(
         errors += _adapter_errors(model, policy, config)
         return ModelSharder(model, policy, config)
     except ValueError as error:
-        errors += str(error).split("\n")
+        errors += errors_of(error)
         return None
 
 

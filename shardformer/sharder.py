@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from ..cluster.errors import errors_of, raise_errors
 from ..cluster.placement import Shard, placement_of
 from ..lazy.tensor import LazyTensor
 from ..pipeline.stage import cut_stages, local_stages, remember_stages
@@ -66,8 +67,8 @@ def plan_parallelism(model: nn.Module, policy: Policy, config: ShardConfig) -> n
     policy.set_model(model)
     policy.set_shard_config(config)
     plan = policy.stage_plan()
-    if plan is not None and (missing := plan.path_errors(model)):
-        raise ValueError("\n".join(missing))  # everything else would stumble over these
+    if plan is not None:
+        raise_errors(plan.path_errors(model))  # everything else would stumble over these
     if hasattr(policy, "faults"):
         raise ValueError(
             f"{type(policy).__name__} has a method faults(): call it config_errors(), without arguments"
@@ -76,7 +77,7 @@ def plan_parallelism(model: nn.Module, policy: Policy, config: ShardConfig) -> n
     for error in policy.config_errors():
         errors.add("", error)
     split = _split_dry(model, policy, config, errors)
-    errors.raise_any()
+    raise_errors(errors.messages())
     return split
 
 
@@ -105,7 +106,7 @@ def split_errors(
         )
         plan_parallelism(model, policy, config)
     except ValueError as error:
-        return str(error).split("\n")
+        return list(errors_of(error))
     return []
 
 
@@ -172,7 +173,7 @@ class ModelSharder:
         errors = Errors()
         self.policy.errors = errors
         _apply_policy(self.model, self.policy, self.shard_config.active_group, self._classes, errors)
-        errors.raise_any()
+        raise_errors(errors.messages())
         stages = local_stages(self.model)
         self.model = self.policy.postprocess()
         remember_stages(self.model, stages)  # it may be another

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..cluster.errors import raise_errors
 from ..cluster.mesh import divisors
 from ..pipeline.plan import StagePlan
 from ..pipeline.stand_ins import StandIn
@@ -73,8 +74,7 @@ class TablePolicy(Policy):
             self._parts[path] = TablePolicy(table)
             if not errors:
                 self._parts[path].set_model(part)
-        if errors:
-            raise ValueError("\n".join(errors))
+        raise_errors(errors)
 
     def set_shard_config(self, shard_config: ShardConfig) -> None:
         """Give the policy, and those of the parts, what is asked for."""

@@ -171,7 +171,7 @@ def finetune(arguments: argparse.Namespace) -> int:
     try:
         model, _ = shard_former.optimize(make_model(arguments).to(mesh.device))
     except ValueError as error:
-        refuse(str(error).split("\n"))
+        refuse(error.args)
         raise
     words = data.words(NUM_WORDS + NUM_TEST_WORDS, length=arguments.length, seed=arguments.seed)
     loader = shard_former.shard_dataset(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ...cluster.errors import raise_errors
 from ...pipeline.plan import COLLECTING, Stack, StagePlan, settings_of
 from ...pipeline.stage import (
     EmptyCache,
@@ -55,8 +56,7 @@ def shard_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> 
     Raises:
         ValueError: the layers cannot compute on parts of sequences; all reasons at once, before anything is changed.
     """
-    if errors := _errors(model, plan, split):
-        raise ValueError("\n".join(errors))
+    raise_errors(_errors(model, plan, split))
     is_data, local = split.settings.is_on_sequence_axis, list[nn.Module]()
     for stack in plan.stacks(model):
         layers = [model.get_submodule(path) for path in stack.paths]

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ...cluster.errors import raise_errors
 from ...pipeline.plan import StagePlan, is_within
 from .heads import HeadOrder
 
@@ -151,8 +152,7 @@ class Table:
     pipeline_errors: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if errors := self._errors():
-            raise ValueError("\n".join(errors))
+        raise_errors(self._errors())
 
     def region_of(self, name: str) -> str | None:
         """The innermost region that a path of the layer lies in, or None."""

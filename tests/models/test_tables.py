@@ -119,7 +119,7 @@ def policy_of(model: Any) -> TablePolicy:
 def test_a_table_of_parts_with_names_of_its_own_is_refused() -> None:
     table = table_for("sam")
     assert table is not None
-    with pytest.raises(ValueError, match=r"stage names the part 'neck'.*\nrow names modules of layers"):
+    with pytest.raises(ValueError, match=r"stage names the part 'neck'.*\n- row names modules of layers"):
         replace(table, stage=(replace(table.stage[0], part="neck"),), row=("proj",))  # type: ignore[index]
 
 

@@ -221,7 +221,7 @@ class Elsewhere(TowerPolicy):
         (Plain, "Plain has no stage_plan, so pp_size must be 1"),
         (
             Elsewhere,
-            "the stage plan names 'layers', and this Tower has no such module\nthe stage plan names 'embed'",
+            "the stage plan names 'layers', and this Tower has no such module\n- the stage plan names 'embed'",
         ),
     ],
 )
