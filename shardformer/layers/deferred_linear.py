@@ -6,7 +6,8 @@ first (cluster/collectives.py, `copy_beside`).
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -99,14 +100,6 @@ class _Later(Function):
         return gradient, None
 
 
-class Deferral(NamedTuple):
-    """A weight, and how its gradient may be deferred: see `linear`."""
-
-    weight: Parameter
-    store: WeightGradients | None
-    later: LaterProduct | None = None
-
-
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -138,10 +131,9 @@ def linear(
         return _product(x, weight, bias, is_transposed)
     part, again = (None, None) if kept is None else kept
     through = weight if later is None else later.weight
-    deferral = Deferral(
-        cast(Parameter, weight), store, later
-    )  # in a tuple the weight itself is no input of the node
-    out: Tensor = _Linear.apply(x, through, bias, part, again, is_transposed, deferral)
+    # Bound, the weight itself is no input of the node; what the node saves of it may be another object in backward.
+    finish = partial(gradient_or_deferred, cast(Parameter, weight), store, later)
+    out: Tensor = _Linear.apply(x, through, bias, part, again, is_transposed, store, finish)
     return out
 
 
@@ -174,10 +166,11 @@ class _Linear(Function):
         part: Tensor | None,
         again: Regather | None,
         is_transposed: bool,
-        deferral: Deferral,
+        store: WeightGradients | None,
+        finish: Callable[[Callable[[], Tensor]], Tensor | None],
     ) -> Tensor:
         ctx.save_for_backward(x if part is None else part, through)
-        ctx.again, ctx.is_transposed, ctx.deferral = again, is_transposed, deferral
+        ctx.again, ctx.is_transposed, ctx.store, ctx.finish = again, is_transposed, store, finish
         if again is not None:
             again.use()
         out = _product(x, through, bias, is_transposed)
@@ -188,8 +181,7 @@ class _Linear(Function):
         part, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         again: Regather | None = ctx.again
-        store = ctx.deferral.store
-        if again is not None and needs_weight and not (store is not None and store.is_deferring):
+        if again is not None and needs_weight and not (ctx.store is not None and ctx.store.is_deferring):
             again.begin(part)
         gradient_NO = gradient.reshape(-1, gradient.shape[-1])
         of_input = of_weight = None
@@ -202,20 +194,25 @@ class _Linear(Function):
                 x_NI = part.reshape(-1, part.shape[-1]) if again is None else again.rows(part)
                 return weight_gradient(x_NI, gradient_NO, is_transposed=ctx.is_transposed)
 
-            of_weight = gradient_or_deferred(product, ctx.deferral)
-        return of_input, of_weight, gradient_NO.sum(0) if needs_bias else None, None, None, None, None
+            of_weight = ctx.finish(product)
+        return of_input, of_weight, gradient_NO.sum(0) if needs_bias else None, None, None, None, None, None
 
 
-def gradient_or_deferred(product: Callable[[], Tensor], deferral: Deferral) -> Tensor | None:
-    """A weight's gradient, or None where it is deferred.
+def gradient_or_deferred(
+    weight: Parameter,
+    store: WeightGradients | None,
+    later: LaterProduct | None,
+    product: Callable[[], Tensor],
+) -> Tensor | None:
+    """A weight's gradient, or None where it is deferred; called in backward.
 
     Args:
-        product: computes it.
-        deferral: how it may be deferred.
+        weight: as the model holds it.
+        store, later: as of `linear`.
+        product: computes the gradient.
     """
     if torch.is_grad_enabled():  # a gradient of gradients may be wanted
         return product()
-    weight, store, later = deferral
     deferred = DeferredGradient(weight, lambda: InFlight(None, product()), torch._C._current_graph_task_id())
     if store is not None and store.defer(deferred):
         return None

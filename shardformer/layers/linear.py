@@ -18,49 +18,38 @@ from ...cluster.collectives import copy_beside, gather_from, gather_to, reduce_f
 from ...cluster.placement import PartialGrad, place
 from ...cluster.random import SplitRandom
 from ...pipeline.weight_gradients import WeightGradients
-from .deferred_linear import Deferral, LaterProduct, Regather, linear
+from .deferred_linear import LaterProduct, Regather, linear
 from .parallel_module import ParallelModule, require_native, shard_of
 from .split_gather import RegionSequence, enter_beside, leave, row_product
 
 
-class _NextCall:
-    """Deferrals that a region's entry hands to a layer for its next call; no nn.Module, whose attributes cost time."""
-
-    __slots__ = ("kept", "later")
-
-    def __init__(self) -> None:
-        self.later: LaterProduct | None = None
-        self.kept: tuple[Tensor, Regather] | None = None  # a part of the input, in its place
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_NextCall":
-        return _NextCall()
-
-    def __reduce__(self) -> tuple[type["_NextCall"], tuple[()]]:
-        return _NextCall, ()
-
-
 class ProductLayer(ParallelModule):
-    """A parallel layer that multiplies by its weight, whose gradient may be deferred."""
+    """A parallel layer that multiplies by its weight, whose gradient may be deferred.
+
+    Attributes:
+        later, kept: of the next call, given by a region's entry; see `linear`. Set in `vars(layer)`, since nn.Module's
+            own way takes microseconds.
+    """
 
     group: dist.ProcessGroup
     weight: Parameter
     bias: Parameter | None
     output_dim = 0  # nn.Linear holds (O, I)
     weight_gradients: WeightGradients | None = None  # queue of the schedule
+    later: LaterProduct | None = None
+    kept: tuple[Tensor, Regather] | None = None
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.next_call = _NextCall()
+    def __getstate__(self) -> dict[str, Any]:
+        """The state of a copy, whose next call is another."""
+        return {name: each for name, each in vars(self).items() if name not in ("later", "kept")}
 
     def defer_within_backward(self) -> None:
         """Of the next call: let autograd compute the weight's gradient after all that is computed from here on."""
         is_needed = torch.is_grad_enabled() and self.weight.is_leaf and self.weight.requires_grad
-        self.next_call.later = LaterProduct(self.weight) if is_needed else None
+        vars(self)["later"] = LaterProduct(self.weight) if is_needed else None
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        call = self.next_call
-        later, kept = call.later, call.kept
-        call.later = call.kept = None
+        later, kept = vars(self).pop("later", None), vars(self).pop("kept", None)
         return linear(
             x,
             self.weight,
@@ -78,7 +67,7 @@ def enter(
     layers: Sequence[ProductLayer],
     sequence: RegionSequence | None = None,
 ) -> list[Tensor]:
-    """Let inputs pass `copy_to`: nothing in forward, an all-reduce in backward.
+    """Let inputs enter a region, by `copy_beside`: nothing in forward, an all-reduce in backward.
 
     While that is in flight backward computes the weight gradients of the layers (arXiv:1909.08053, section 3, has the
     all-reduce alone).
@@ -105,7 +94,7 @@ def enter(
         begin = partial(sequence.begin_whole, length=axis.length)
         kept = by_sample, Regather(first, begin, overlap=sequence.overlap)
         for layer in layers:
-            layer.next_call.kept = kept
+            vars(layer)["kept"] = kept
     return [first, *others]
 
 
@@ -284,9 +273,8 @@ class Linear1D_Row(_SplitLinear):
         if sequence is None:
             return reduce_from(self._product(x_BSI, None), self.group)
         if sequence.overlap and self.weight.is_leaf and not torch.is_autocast_enabled(x_BSI.device.type):
-            return row_product(
-                x_BSI, sequence, self.output_dim == 1, Deferral(self.weight, self.weight_gradients)
-            )
+            is_transposed, store = self.output_dim == 1, self.weight_gradients
+            return row_product(x_BSI, self.weight, sequence, is_transposed=is_transposed, store=store)
         return leave(self._product(x_BSI, None), sequence)
 
 

@@ -60,14 +60,14 @@ class Region:
         local_heads: Sequence[int] = (),
         sequence: RegionSequence | None = None,
     ) -> nn.Module:
-        """Let the module's first tensor pass `copy_to` (backward all-reduce) before its forward.
+        """Let the module's first tensor enter the region before its forward (backward all-reduce); see `enter`.
 
         Args:
             module: called with the replicated tensor as its first argument, or with this rank's part of a sequence.
             process_group: the tensor axis.
             split_random: random state to switch to until the region's exit, where the region drops at random.
-            second_input: the name of another replicated argument that passes `copy_to` too, where it is given.
-            common_input: of all regions that may be given the same one, which then passes in the first of them alone.
+            second_input: the name of another replicated argument that enters too, where it is given.
+            common_input: of all regions that may be given the same one, which then enters in the first of them alone.
             by_head: names of arguments with an entry for each head, each with the dimension of the heads (or of
                 samples and heads, the heads innermost); this rank takes those of its heads. A length of 1 stays, and
                 so does what has two dimensions: it is of samples and tokens.
@@ -77,7 +77,7 @@ class Region:
         """
         common = common_input or CommonInput()
 
-        def pass_copy_to(xs: Sequence[Tensor]) -> list[Tensor]:
+        def enter_all(xs: Sequence[Tensor]) -> list[Tensor]:
             return enter(xs, process_group, _entry_layers(module), sequence)
 
         def enter_region(module: nn.Module, inputs: dict[str, Any]) -> None:
@@ -87,7 +87,7 @@ class Region:
             # In one order on all ranks: backward all-reduces in that order too.
             second = [] if second_input is None else [second_input]
             entering = [name for name in (first, *second) if isinstance(inputs.get(name), Tensor)]
-            entered = common.enter([inputs[name] for name in entering], pass_copy_to)
+            entered = common.enter([inputs[name] for name in entering], enter_all)
             inputs.update(zip(entering, entered, strict=True))
             for name, dim in (by_head or {}).items():
                 if isinstance(x := inputs.get(name), Tensor) and x.ndim > 2:

@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
 from torch.nn.functional import linear, pad
 
 from ...cluster.collectives import InFlight, begin_gather, begin_sum_of_rows, paired
-from .deferred_linear import Deferral, gradient_or_deferred, weight_gradient
+from ...pipeline.weight_gradients import WeightGradients
+from .deferred_linear import gradient_or_deferred, weight_gradient
 from .parallel_module import change_inputs, first_tensor
 from .sequence_axis import SequenceAxis, gather_sequence, shard_sequence
 
@@ -116,22 +118,33 @@ def leave(partial_BSH: Tensor, sequence: RegionSequence) -> Tensor:
     )
 
 
-def row_product(x_BSI: Tensor, sequence: RegionSequence, is_transposed: bool, deferral: Deferral) -> Tensor:
+def row_product(
+    x_BSI: Tensor,
+    weight: Parameter,
+    sequence: RegionSequence,
+    *,
+    is_transposed: bool,
+    store: WeightGradients | None,
+) -> Tensor:
     """The product of the layer that ends a region, summed and scattered; backward gathers beside its own product.
 
     Args:
         x_BSI: this rank's input features; or (B·S, I).
+        weight: this rank's columns of it.
         sequence: how the result is sharded. One reduce-scatter; backward one all-gather.
         is_transposed: the weight is (I, O).
-        deferral: the weight, and how its gradient may be deferred.
+        store: queue of the schedule, which may defer the weight's gradient; None for none.
 
     Returns:
         (B, s, O), or (B·s, O).
     """
     if x_BSI.ndim == 2:
         by_sample = x_BSI.unflatten(0, (-1, sequence.axis.length))
-        return row_product(by_sample, sequence, is_transposed, deferral).flatten(0, 1)
-    out: Tensor = _RowProduct.apply(x_BSI, deferral.weight, sequence, is_transposed, deferral)
+        return row_product(by_sample, weight, sequence, is_transposed=is_transposed, store=store).flatten(
+            0, 1
+        )
+    finish = partial(gradient_or_deferred, weight, store, None)
+    out: Tensor = _RowProduct.apply(x_BSI, weight, sequence, is_transposed, finish)
     return out
 
 
@@ -145,10 +158,10 @@ class _RowProduct(Function):
         weight: Tensor,
         sequence: RegionSequence,
         is_transposed: bool,
-        deferral: Deferral,
+        finish: Callable[[Callable[[], Tensor]], Tensor | None],
     ) -> Tensor:
         ctx.save_for_backward(x_BSI, weight)
-        ctx.sequence, ctx.is_transposed, ctx.deferral = sequence, is_transposed, deferral
+        ctx.sequence, ctx.is_transposed, ctx.finish = sequence, is_transposed, finish
         return sequence.begin_own_sum(linear(x_BSI, weight.T if is_transposed else weight)).wait()
 
     @staticmethod
@@ -173,7 +186,7 @@ class _RowProduct(Function):
         if needs_weight:
             x_NI, gradient_NO = x_BSI.flatten(0, 1), gradient_BSO.flatten(0, 1)
             product = partial(weight_gradient, x_NI, gradient_NO, is_transposed=ctx.is_transposed)
-            of_weight = gradient_or_deferred(product, ctx.deferral)
+            of_weight = ctx.finish(product)
         return of_input, of_weight, None, None, None
 
 

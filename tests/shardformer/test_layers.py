@@ -138,6 +138,14 @@ def heads() -> None:
             torch.testing.assert_close(layer.gathered(local), native(x), rtol=1e-5, atol=1e-5)
 
 
+def test_a_layer_is_copied_without_what_its_next_call_was_given() -> None:
+    group: Any = StandInGroup(0, 2)
+    layer = Linear1D_Col(nn.Linear(4, 4), group)
+    layer.defer_within_backward()
+    assert layer.later is not None
+    assert deepcopy(layer).later is None
+
+
 def tied() -> None:
     """Head and embedding share one weight: it is cut once, its gradient is the sum of both uses."""
     whole = nn.Sequential(drawn(nn.Embedding(23, 6, padding_idx=3)), nn.Linear(6, 23, bias=False))
