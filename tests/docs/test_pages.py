@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from echelon.plugins.internevo import plugin_arguments
 from echelon.shardformer.layers.sequence_axis import SequenceOrder
+from echelon.shardformer.tables import decoders
 
 from ..pool import Pool
 from .scripts import DOCS, ENDING, ROOT, code_blocks, losses, printed, run_script
@@ -42,6 +43,17 @@ def test_what_a_page_points_to_exists(path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_design_shows_the_table_of_llama() -> None:
+    (shown,) = code_blocks(DOCS / "design.md", "python")
+    names = {
+        "Table": decoders.Table,
+        "StagePlan": decoders.StagePlan,
+        "RegionDropout": decoders.RegionDropout,
+    }
+    exec(shown, names)
+    assert names["LLAMA"] == decoders.LLAMA
+
+
 def test_the_script_of_the_checkpoints_goes_on_under_another_layout(pool: Pool, tmp_path: Path) -> None:
     script = code_blocks(CHECKPOINTS, "py")[0]
     commands = re.findall(r"--nproc_per_node (\d) train.py (.*)", CHECKPOINTS.read_text())
