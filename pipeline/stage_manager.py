@@ -64,11 +64,11 @@ class PipelineStageManager:
         return tuple(stage for stage, rank in enumerate(self.stage_ranks) if rank == self.rank)
 
     def is_first_stage(self, ignore_chunk: bool = False) -> bool:
-        """Return True if this rank embeds. Asked of the rank and not of a chunk: `ignore_chunk` changes nothing."""
+        """Return True if this rank embeds. Of the rank, not of a chunk: ColossalAI's `ignore_chunk` changes nothing."""
         return self.stage_ranks[0] == self.rank
 
     def is_last_stage(self, ignore_chunk: bool = False) -> bool:
-        """Return True if this rank has the outputs and the loss; `ignore_chunk` changes nothing."""
+        """Return True if this rank has the outputs and the loss; as `is_first_stage`."""
         return self.stage_ranks[-1] == self.rank
 
     def ranks_of(self, stages: Sequence[int]) -> list[int]:
@@ -84,7 +84,7 @@ class PipelineStageManager:
         return layer_bounds(self.distribute_layers(num_layers, stage_size))
 
     def get_stage_index(self, layers_per_stage: Sequence[int], stage: int | None = None) -> tuple[int, int]:
-        """The first layer of a stage (this rank's first by default) and the one after its last."""
+        """The first layer of a stage (this rank's first by default) and the one after its last; as of ColossalAI."""
         bounds = layer_bounds(layers_per_stage)
         own = self.stages[0] if stage is None else stage
         return bounds[own], bounds[own + 1]

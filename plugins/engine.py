@@ -112,7 +112,11 @@ class PipelineEngine:
         return_outputs: Returned,
         average_loss: bool,
     ) -> dict[str, Any]:
-        """Run one batch, with backward where gradients are on; see `HybridParallelPlugin.execute_pipeline`."""
+        """Run one batch, with backward where gradients are on; see `HybridParallelPlugin.execute_pipeline`.
+
+        To be called within `ShardedOptimizer.accumulate_and_reduce`: each stage's last backward here starts reductions,
+        and the end of that context those that are left.
+        """
         trains = torch.is_grad_enabled()
         own = _Wanted(
             trains=trains,

@@ -1,6 +1,6 @@
-"""HybridParallelPlugin: tensor, pipeline and data parallelism, ZeRO and mixed precision put together.
+"""HybridParallelPlugin: the arguments and calls of tensor, pipeline and data parallelism, ZeRO and mixed precision.
 
-Each of them lives in its own package; here stands only how they meet. See docs/design.md, "The way of a batch".
+`hybrid_model.boost` puts them together, and `engine.PipelineEngine` runs the batches. See docs/design.md.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,49 +44,6 @@ from .internevo import in_its_words, plugin_arguments
 from .state import local_tensors, trained_shards
 
 _MEBI = 2**20
-
-
-class Ledger(Traffic):
-    """Counts communication while it is entered, and local memory whenever it is asked.
-
-        with plugin.ledger(optimizer) as ledger:
-            booster.execute_pipeline(...)
-            optimizer.step()
-        if rank == 0:
-            print(ledger.table())
-
-    Counting slows a step by some microseconds for every operation: time without it.
-
-    Args:
-        mesh: by whose axes messages are counted.
-        optimizer: what `boost` returned; None leaves memory out.
-    """
-
-    def __init__(self, mesh: ParallelMesh, optimizer: ShardedOptimizer | None) -> None:
-        super().__init__(mesh)
-        self._optimizer = optimizer
-
-    @property
-    def traffic(self) -> dict[tuple[str, str], Count]:
-        """Messages of this rank by axis and kind, see `cluster.traffic.Traffic`."""
-        return dict(self.counts)
-
-    @property
-    def held(self) -> dict[str, int] | None:
-        """Local bytes, but for activations."""
-        return None if self._optimizer is None else self._optimizer.held_bytes()
-
-    def table(self) -> str:
-        """Both as text."""
-        lines = [f"{'axis':8}{'kind':24}{'calls':>8}{'MiB':>12}{'MiB sent':>12}"]
-        lines += [
-            f"{axis:8}{kind:24}{count.calls:8}{count.nbytes / _MEBI:12.3f}{count.sent / _MEBI:12.3f}"
-            for (axis, kind), count in sorted(self.counts.items())
-        ]
-        if (held := self.held) is not None:
-            lines += ["", f"{'local memory':32}{'MiB':>20}"]
-            lines += [f"{name:32}{nbytes / _MEBI:20.3f}" for name, nbytes in held.items()]
-        return "\n".join(lines)
 
 
 class HybridParallelPlugin(Plugin):
@@ -365,7 +322,7 @@ class HybridParallelPlugin(Plugin):
             )
         return model
 
-    def ledger(self, optimizer: ShardedOptimizer | None = None) -> Ledger:
+    def ledger(self, optimizer: ShardedOptimizer | None = None) -> "Ledger":
         """A context that counts bytes and calls by axis and kind; it knows the memory of `optimizer` too."""
         return Ledger(self.mesh, optimizer)
 
@@ -383,3 +340,46 @@ class HybridParallelPlugin(Plugin):
     def trained(self, optimizer: Optimizer) -> Trained:
         """The tensors that a boosted optimizer steps on this rank."""
         return trained_shards(require_boosted(optimizer, ShardedOptimizer, "saving and loading"), self.mesh)
+
+
+class Ledger(Traffic):
+    """Counts communication while it is entered, and local memory whenever it is asked.
+
+        with plugin.ledger(optimizer) as ledger:
+            booster.execute_pipeline(...)
+            optimizer.step()
+        if rank == 0:
+            print(ledger.table())
+
+    Counting slows a step by some microseconds for every operation: time without it.
+
+    Args:
+        mesh: by whose axes messages are counted.
+        optimizer: what `boost` returned; None leaves memory out.
+    """
+
+    def __init__(self, mesh: ParallelMesh, optimizer: ShardedOptimizer | None) -> None:
+        super().__init__(mesh)
+        self._optimizer = optimizer
+
+    @property
+    def traffic(self) -> dict[tuple[str, str], Count]:
+        """Messages of this rank by axis and kind, see `cluster.traffic.Traffic`."""
+        return dict(self.counts)
+
+    @property
+    def held(self) -> dict[str, int] | None:
+        """Local bytes, but for activations."""
+        return None if self._optimizer is None else self._optimizer.held_bytes()
+
+    def table(self) -> str:
+        """Both as text."""
+        lines = [f"{'axis':8}{'kind':24}{'calls':>8}{'MiB':>12}{'MiB sent':>12}"]
+        lines += [
+            f"{axis:8}{kind:24}{count.calls:8}{count.nbytes / _MEBI:12.3f}{count.sent / _MEBI:12.3f}"
+            for (axis, kind), count in sorted(self.counts.items())
+        ]
+        if (held := self.held) is not None:
+            lines += ["", f"{'local memory':32}{'MiB':>20}"]
+            lines += [f"{name:32}{nbytes / _MEBI:20.3f}" for name, nbytes in held.items()]
+        return "\n".join(lines)

@@ -167,7 +167,10 @@ class Policy(ABC):
         return manager.bounds(plan.num_layers(self.model), plan.stage_size(self.model))
 
     def get_held_layers(self) -> list[nn.Module]:
-        """The modules that this rank's stages hold: their layers, with the entry before a first one."""
+        """The modules that this rank's stages hold: their layers, with the entry before a first one.
+
+        For policies and scripts that come from ColossalAI.
+        """
         plan, manager = self.stage_plan(), self.shard_config.pipeline_stage_manager
         if plan is None or manager is None:
             return [self.model]

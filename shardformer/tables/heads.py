@@ -84,11 +84,6 @@ class Heads:
         return self.padded_key_value * self.padded_group
 
     @property
-    def are_padded(self) -> bool:
-        """True where heads are padded."""
-        return (self.padded_query, self.padded_key_value) != (self.query, self.key_value)
-
-    @property
     def replicas(self) -> int:
         """Number of neighbouring ranks that share a key-value head."""
         return max(self.ranks // self.padded_key_value, 1)

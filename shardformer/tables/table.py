@@ -257,11 +257,6 @@ def table_for_class(kind: type) -> Table | None:
     return next((_TABLES_OF_CLASSES[name] for name in names if name in _TABLES_OF_CLASSES), None)
 
 
-def class_libraries() -> set[str]:
-    """The libraries of the classes that have a table."""
-    return {name.partition(".")[0] for name in _TABLES_OF_CLASSES}
-
-
 def table_for(model_type: str) -> Table | None:
     """The table of a model type, or None."""
     return _TABLES.get(model_type)

@@ -34,7 +34,6 @@ def test_as_few_heads_are_added_as_make_all_ranks_alike(
 ) -> None:
     heads = Heads(query=query, key_value=key_value, ranks=ranks)
     assert (heads.padded_query, heads.padded_key_value) == padded
-    assert heads.are_padded == (padded != (query, key_value))
 
 
 @pytest.mark.parametrize(
