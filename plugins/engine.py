@@ -56,7 +56,6 @@ class PipelineEngine:
         module: the model, cut into this rank's stages.
         config: how batches are cut and in which order they run.
         mesh: the mesh.
-        stage_ranks: the pipeline rank of each stage.
 
     Attributes:
         random: of the forwards in training.
@@ -65,11 +64,13 @@ class PipelineEngine:
         trace: a list makes every batch append what this rank computed when; None measures nothing.
     """
 
-    def __init__(
-        self, module: nn.Module, config: HybridConfig, mesh: ParallelMesh, stage_ranks: Sequence[int]
-    ) -> None:
+    def __init__(self, module: nn.Module, config: HybridConfig, mesh: ParallelMesh) -> None:
         self.module, self.config, self.mesh = module, config, mesh
-        self._stages, self._last_rank, self._cutting = local_stages(module), stage_ranks[-1], config.cutting
+        self._stages, self._last_rank, self._cutting = (
+            local_stages(module),
+            config.stage_ranks[-1],
+            config.cutting,
+        )
         self.random = ForwardRandom(mesh)
         self.agreement = StepAgreement(mesh, config.check_every)
         self._weight_gradients = defer_weight_gradients(module) if config.splits_backward else None
@@ -79,7 +80,7 @@ class PipelineEngine:
             for index, stage in self._stages.items()
         }
         self._transport = (
-            Transport(mesh, stage_ranks, overlap=config.overlap_p2p) if mesh.size("pp") > 1 else None
+            Transport(mesh, config.stage_ranks, overlap=config.overlap_p2p) if mesh.size("pp") > 1 else None
         )
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         # What this rank asked for, and what its replica did, in the last compared call that trained.

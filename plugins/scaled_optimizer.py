@@ -101,7 +101,7 @@ class ScaledOptimizer(Optimizer):
         self._compare_options()
         with self._guard:
             self.scaler.step(self.optim)
-        self._take_verdict()
+        self._update_scale()
         if self.after_step is not None:
             self.after_step()
         return loss
@@ -110,7 +110,7 @@ class ScaledOptimizer(Optimizer):
         """Drop the gradients."""
         if self._is_unscaled:
             # Clipped and never stepped: GradScaler would take the next ones for unscaled, too.
-            self._take_verdict()
+            self._update_scale()
         self.optim.zero_grad(set_to_none)
         self._is_scaled &= not set_to_none  # zeros are scaled by anything
         self._was_written = None
@@ -258,7 +258,7 @@ class ScaledOptimizer(Optimizer):
                 "booster.backward in fp16 after clipping would add scaled gradients to unscaled ones: call "
                 "optimizer.step() or optimizer.zero_grad() before it, and clip after the last backward of a step"
             )
-        self._take_verdict()
+        self._update_scale()
 
     def _unscale(self) -> None:
         """Make the gradients the true ones, once: GradScaler refuses a second time."""
@@ -266,7 +266,7 @@ class ScaledOptimizer(Optimizer):
             self.scaler.unscale_(self.optim)
             self._is_unscaled = True
 
-    def _take_verdict(self) -> None:
+    def _update_scale(self) -> None:
         """Let the scale fall after an overflow, or grow."""
         before = self.scaler.get_scale()
         self.scaler.update()
