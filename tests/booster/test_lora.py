@@ -266,14 +266,15 @@ def refuse_boosted(folder: Path) -> list[str]:
     assert booster.plugin.checkpoints.group  # made at its first use
     return [
         refused(lambda: booster.enable_lora(boosted, lora_config=LoraConfig(**LORA))),
+        refused(lambda: booster.enable_lora(boosted.unwrap(), lora_config=LoraConfig(**LORA))),
         refused(lambda: booster.save_lora_as_pretrained(boosted, folder)),
         refused(lambda: booster.boost(other)),
     ]
 
 
 def test_models_that_cannot_be_are_refused(pool: Pool, tmp_path: Path) -> None:
-    twice, without, other = pool.run(1, refuse_boosted, tmp_path)[0]
-    assert "already boosted" in twice
+    twice, inside, without, other = pool.run(1, refuse_boosted, tmp_path)[0]
+    assert "already boosted" in twice and "already boosted" in inside
     assert "booster.enable_lora returned" in without
     assert "type IA3" in other
 
