@@ -96,18 +96,23 @@ class ReducedGradients:
         self._reducer.unscale_(coefficient)
         self._unclip = 1 / coefficient
 
-    def clip_by_norm_(self, max_norm: float, norm_type: float) -> float:
-        """Make them the true ones and clip them to a norm, unless it is not finite; returns it. See `measure`."""
-        norm = self.measure()
+    def clip_by_norm_(self, norm: float, max_norm: float, norm_type: float) -> float:
+        """Make them the true ones and clip them to a norm, unless it is not finite; returns it. See `measure`.
+
+        Args:
+            norm: their 2-norm, as measured.
+            max_norm: 0 never clips.
+            norm_type: of `max_norm`; a norm of another type than 2 is measured here.
+        """
         if norm_type != 2:
             norm = self.measure(norm_type)
         if isfinite(norm):
             self._reducer.unscale_(clip_coefficient(norm, max_norm))
         return norm
 
-    def clip_by_value_(self, clip_value: float) -> None:
-        """Make them the true ones and clip every entry, unless one is not finite: it stays so. See `measure`."""
-        if isfinite(self.measure()):
+    def clip_by_value_(self, norm: float, clip_value: float) -> None:
+        """Make them the true ones and clip every entry, unless one is not finite: it stays so. See `clip_by_norm_`."""
+        if isfinite(norm):
             self._reducer.unscale_()
             for bucket in self._buckets:
                 bucket.own_gradients.clamp_(-clip_value, clip_value)

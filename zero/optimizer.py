@@ -264,10 +264,15 @@ class ShardedOptimizer(OptimizerWrapper):
 
         Returns:
             The norm before, unscaled, 0-d, equal on all ranks.
+
+        Raises:
+            ValueError: arguments differ between ranks, on all of them; nothing was clipped.
+            UnmatchedCall: other ranks step meanwhile.
         """
         require_clip_norm(max_norm, norm_type)
         self.reduce_gradients()
-        norm = self._gradients.clip_by_norm_(float(max_norm), float(norm_type))
+        norm = self._agreed_norm(max_norm=max_norm, norm_type=norm_type)
+        norm = self._gradients.clip_by_norm_(norm, float(max_norm), float(norm_type))
         if error_if_nonfinite:
             require_finite_norm(norm, norm_type)
         return torch.tensor(norm, dtype=torch.float32, device=self._mesh.device)
@@ -278,11 +283,12 @@ class ShardedOptimizer(OptimizerWrapper):
         """Reduce the gradients and clip every entry of the true ones to -clip_value … clip_value.
 
         Between backward and step. Collective over the world. Where any gradient is not finite all stay as they are,
-        and the step will be skipped.
+        and the step will be skipped. Errors as of `clip_grad_by_norm`.
         """
         require_clip_value(clip_value)
         self.reduce_gradients()
-        self._gradients.clip_by_value_(float(clip_value))
+        norm = self._agreed_norm(clip_value=clip_value)
+        self._gradients.clip_by_value_(norm, float(clip_value))
 
     @naming_failures("optimizer.step")
     @torch.no_grad()
@@ -346,22 +352,24 @@ class ShardedOptimizer(OptimizerWrapper):
         self.reducer.require_same_call("step()")
 
     def _measure(self) -> float:
-        """The norm of the gradients, once all ranks agree on options and batches. One all-reduce over the world."""
-        options = optimizer_options(self.inner)
-        agreement = self._agreement
-        if agreement is None:
-            norm = self._gradients.measure(code=settings_hash(options))
-        else:
-            norm = self._gradients.measure(code=agreement.code(options), share=agreement.share)
-        if not self._gradients.is_agreed:
-            require_equal(options, what="the optimizer", rule=EQUAL_OPTIONS)
-            if agreement is not None:
-                agreement.explain()
-        if agreement is not None:
-            agreement.clear()
+        """The norm for a step, once all ranks agree on batches, too. One all-reduce over the world."""
+        norm = self._agreed_norm(self._agreement)
+        if self._agreement is not None:
+            self._agreement.clear()
         self.last_norm = self._gradients.norm
         self._gradients.finish()
         self._num_calls = 0
+        return norm
+
+    def _agreed_norm(self, agreement: StepAgreement | None = None, **arguments: float) -> float:
+        """The norm of the gradients, once all ranks agree on arguments and options. One all-reduce over the world."""
+        settings = {**arguments, **optimizer_options(self.inner)}
+        code = settings_hash(settings) if agreement is None else agreement.code(settings)
+        norm = self._gradients.measure(code=code, share=0.0 if agreement is None else agreement.share)
+        if not self._gradients.is_agreed:
+            require_equal(settings, what="the optimizer", rule=EQUAL_OPTIONS)
+            if agreement is not None:
+                agreement.explain()
         return norm
 
     def _skip(self) -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.cluster.errors import UnmatchedCall
 from echelon.pipeline.action import Schedule
 from echelon.pipeline.schedules import gpipe, one_f_one_b
 from echelon.verify.batch import loss_of, make_batch
@@ -125,6 +126,24 @@ def boost_different_optimizers() -> None:
     model = LLAMA.build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank()))
     hybrid(zero_stage=1).boost(model, optimizer)
+
+
+def test_clipping_that_differs_between_ranks_is_refused_on_all(pool: Pool) -> None:
+    for differing, unmatched in pool.run(2, clip_differently):
+        assert "max_norm is 1.0 on rank(s) [0] and 2.0 on rank(s) [1]" in differing
+        assert "every rank has to make the same calls" in unmatched
+
+
+def clip_differently() -> list[str]:
+    """The errors of ranks that clip to different norms, and of a rank that clips while the other one steps."""
+    booster, rank, found = hybrid(tp_size=2), dist.get_rank(), []
+    for clips in (True, rank == 0):
+        model, optimizer = boosted(booster, LLAMA)
+        booster.execute_pipeline(share(booster, LLAMA, 0), model, loss_of, optimizer)
+        with pytest.raises((ValueError, UnmatchedCall)) as refused:
+            optimizer.clip_grad_by_norm(1.0 + rank) if clips else optimizer.step()
+        found.append(str(refused.value))
+    return found
 
 
 def test_schedules_that_differ_between_ranks_are_refused_on_all(pool: Pool) -> None:
