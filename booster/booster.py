@@ -36,7 +36,8 @@ class Booster:
         device: ColossalAI's; None alone.
 
     Raises:
-        ValueError: `mixed_precision` is unknown, or given beside a plugin with a precision of its own.
+        ValueError: `plugin` is no plugin, `mixed_precision` is unknown, or given beside a plugin with a precision of
+            its own.
     """
 
     def __init__(
@@ -51,6 +52,11 @@ class Booster:
                 "process, as launch_from_torch chose it"
             )
         self.plugin = plugin if plugin is not None else TorchDDPPlugin()
+        if not isinstance(self.plugin, Plugin):
+            raise ValueError(
+                f"plugin={plugin!r} is no plugin: make one first, as in HybridParallelPlugin(tp_size=2), or leave it "
+                "out for TorchDDPPlugin()"
+            )
         if mixed_precision is not None:
             if not isinstance(self.plugin, TorchDDPPlugin):
                 raise ValueError(
@@ -82,6 +88,7 @@ class Booster:
                 written; all reasons at once, on every rank, before anything is communicated. Or a dataloader that
                 cannot be sharded.
         """
+        raise_errors(_type_errors(optimizer, criterion, lr_scheduler))
         if isinstance(model, nn.Module):
             raise_errors(save_errors(unwrapped(model).model, optimizer, lr_scheduler))
         dataloader = self.plugin.shard_dataloader(dataloader)
@@ -359,3 +366,17 @@ class Booster:
         self.plugin.checkpoints.save_adapters(
             self.plugin.local_model(model), checkpoint, use_safetensors=use_safetensors
         )
+
+
+def _type_errors(optimizer: object, criterion: object, lr_scheduler: object) -> list[str]:
+    """List what `boost` is given beside the model that cannot be what its name says."""
+    given = (
+        ("optimizer", optimizer, "param_groups", "a torch optimizer over model.parameters()"),
+        ("criterion", criterion, "__call__", "a function of (outputs, inputs)"),
+        ("lr_scheduler", lr_scheduler, "step", "a scheduler built on the optimizer"),
+    )
+    return [
+        f"{name}={value!r} is none: give {expected}, or leave it out"
+        for name, value, attribute, expected in given
+        if value is not None and not hasattr(value, attribute)
+    ]

@@ -193,7 +193,7 @@ class TorchDDPPlugin(TorchPlugin):
         Raises:
             ValueError: another precision.
         """
-        if precision not in DTYPES:
+        if precision not in tuple(DTYPES):  # a list has no hash
             raise ValueError(
                 f"mixed_precision={precision!r} is unknown: use one of {', '.join(DTYPES)}, or None for the device's "
                 "default"

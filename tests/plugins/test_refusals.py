@@ -140,6 +140,7 @@ ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
         ("initial_scale=nan: it must be above 0 and finite",),
     ),
     (Booster, dict(device="cuda"), ("leave it out; it trains on the device of the process",)),
+    (Booster, dict(plugin="hybrid"), ("plugin='hybrid' is no plugin: make one first",)),
 ]
 
 
@@ -218,6 +219,15 @@ def boosts() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
     whole, wrapped = fsdp.boost(GPT2.build(), None)[0], fsdp.boost(*_with(make_optimizer, GPT2))[1]
     by_ddp = ddp.boost(GPT2.build())[0]
     return {
+        "names": (
+            lambda: ddp.boost(plain, "adamw", "loss", None, "linear"),  # type: ignore[arg-type]
+            (
+                "3 errors",
+                "optimizer='adamw'",
+                "criterion='loss'",
+                "lr_scheduler='linear' is none: give a scheduler",
+            ),
+        ),
         "attention": (
             hybrid_boost(exact.build(), tp_size=2, enable_flash_attention=True),
             ("BloomForCausalLM cannot compute attention", "does not go with tensor parallelism"),
@@ -270,6 +280,10 @@ def boosts() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
         ),
         "pipeline": (lambda: fsdp.execute_pipeline(iter([]), plain), ("TorchFSDPPlugin has no pipeline",)),
         "under DDP": (lambda: ddp.execute_pipeline(iter([]), plain), ("TorchDDPPlugin has no pipeline",)),
+        "an unknown precision": (
+            lambda: Booster(plugin=ddp.plugin, mixed_precision=["bf16"]),  # type: ignore[arg-type]
+            ("mixed_precision=['bf16'] is unknown: use one of fp32",),
+        ),
         "mixed_precision": (
             lambda: Booster(plugin=fsdp.plugin, mixed_precision="bf16"),
             ("give TorchFSDPPlugin precision='bf16'",),
