@@ -20,6 +20,7 @@ from ..cluster.failures import meet_all_ranks, naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom
 from ..lazy import materialize
+from ..shardformer.fused import switch_errors
 from ..shardformer.layers.batch_norm import own_batch_norms
 from ..shardformer.refusals import given_errors, mark_taken
 from ..zero.precision import DTYPES, default_precision
@@ -161,7 +162,8 @@ class TorchDDPPlugin(TorchPlugin):
 
     Raises:
         RuntimeError: no process group was started.
-        ValueError: an argument of ColossalAI's asks for what is not available.
+        ValueError: an argument has a value that it cannot have, or one of ColossalAI's asks for what is not
+            available; all errors at once.
     """
 
     precision_option = "mixed_precision"
@@ -179,7 +181,10 @@ class TorchDDPPlugin(TorchPlugin):
         given = own_arguments(locals())
         unavailable = unavailable_errors(type(self), DDP, others)
         require_process_group()
-        raise_errors(unavailable)
+        switches = {name: value for name, value in given.items() if name != "bucket_cap_mb"}
+        is_size = isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0
+        sizes = [] if is_size else [f"bucket_cap_mb={bucket_cap_mb!r} must be a number of MiB above 0"]
+        raise_errors([*unavailable, *switch_errors(switches), *sizes])
         # torch warns of some of its own arguments as deprecated even when they are what they would be anyway.
         usual = {name: parameter.default for name, parameter in signature(TorchDDPPlugin).parameters.items()}
         self._ddp_kwargs = {name: value for name, value in given.items() if value != usual[name]}

@@ -139,6 +139,11 @@ ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
         dict(initial_scale=float("nan")),
         ("initial_scale=nan: it must be above 0 and finite",),
     ),
+    (
+        TorchDDPPlugin,
+        dict(bucket_cap_mb=-1, static_graph="no", fp8_communication=True),
+        ("bucket_cap_mb=-1 must be", "static_graph='no' must be True or False", "fp8_communication=True"),
+    ),
     (Booster, dict(device="cuda"), ("leave it out; it trains on the device of the process",)),
     (Booster, dict(plugin="hybrid"), ("plugin='hybrid' is no plugin: make one first",)),
 ]
@@ -304,7 +309,7 @@ def unreported() -> list[str]:
     """Needles that are missing in the errors of arguments and models, on one rank."""
     found = []
     for plugin, arguments, needles in ARGUMENTS:
-        fp32 = {} if plugin is Booster else {"precision": "fp32"}
+        fp32 = {} if plugin in (Booster, TorchDDPPlugin) else {"precision": "fp32"}
         found += missing(refused(lambda: plugin(**(fp32 | arguments))), *needles)  # noqa: B023
     for call, needles in boosts().values():
         found += missing(refused(call), *needles)
