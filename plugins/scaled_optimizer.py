@@ -50,6 +50,7 @@ class ScaledOptimizer(Optimizer):
         self.group: dist.ProcessGroup | None = None
         self.after_step: Callable[[], None] | None = None
         self._require_equal_options: InFlight[None] | None = None  # of the last step
+        self._clipped: dict[str, float] = {}  # how, since the last step
         self._guard = StepGuard(optimizer)
         self._overflows_in_a_row = 0
         self._is_scaled = False  # whether gradients of a scaled loss have come since the last step
@@ -91,7 +92,7 @@ class ScaledOptimizer(Optimizer):
         Raises:
             RuntimeError: under a loss scale, where there are no scaled gradients, or where they overflow although it
                 has fallen to 1.
-            ValueError: options of the groups, as learning rates, differed between ranks in the step before.
+            ValueError: options of the groups, as learning rates, or clipping differed between ranks in the step before.
         """
         loss = None
         if closure is not None:
@@ -134,6 +135,7 @@ class ScaledOptimizer(Optimizer):
         """
         require_clip_norm(max_norm, norm_type)
         self._require_scaled("clip_grad_by_norm()")
+        self._clipped |= {"max_norm": max_norm, "norm_type": norm_type}
         self._unscale()
         norm = torch.nn.utils.clip_grad_norm_(self._parameters(), max_norm, norm_type)
         if isinstance(norm, DTensor):
@@ -153,6 +155,7 @@ class ScaledOptimizer(Optimizer):
         """
         require_clip_value(clip_value)
         self._require_scaled("clip_grad_by_value()")
+        self._clipped["clip_value"] = clip_value
         self._unscale()
         torch.nn.utils.clip_grad_value_(self._parameters(), clip_value)
 
@@ -222,8 +225,9 @@ class ScaledOptimizer(Optimizer):
         require, self._require_equal_options = self._require_equal_options, None
         if require is not None:
             require.wait()
+        settings, self._clipped = {**self._clipped, **optimizer_options(self.optim)}, {}
         self._require_equal_options = begin_require_equal(
-            optimizer_options(self.optim), what="the optimizer", rule=_RULE, group=self.group
+            settings, what="the optimizer", rule=_RULE, group=self.group
         )
 
     def _note_gradients(self) -> None:

@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from ..checkpoint.local import Adapter, LocalModel
 from ..checkpoint.optimizer import Trained
+from ..cluster.agree import require_equal
 from ..cluster.errors import raise_errors
-from ..cluster.failures import meet_all_ranks, naming_failures
+from ..cluster.failures import naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..cluster.random import ForwardRandom
 from ..lazy import materialize
@@ -60,6 +61,7 @@ class TorchPlugin(Plugin):
     """Data parallelism over all ranks, by torch's own wrappers. No pipeline: call `model(**batch)`."""
 
     _precision: str
+    _settings: Mapping[str, Any]  # the arguments
     _accumulates = False  # inside of no_sync, where ranks may run different numbers of backwards
 
     @property
@@ -73,7 +75,7 @@ class TorchPlugin(Plugin):
         raise_errors(self._errors(model, optimizer))
         names = {parameter: name for name, parameter in model.named_parameters()}
         with naming_failures("boost"):
-            meet_all_ranks()
+            require_equal({**self._settings, self.precision_option: self._precision}, what="the plugin")
             self._compare(model)
             materialize(model)
             statistics = own_batch_norms(model, self.mesh.group("data"))
@@ -188,6 +190,7 @@ class TorchDDPPlugin(TorchPlugin):
         # torch warns of some of its own arguments as deprecated even when they are what they would be anyway.
         usual = {name: parameter.default for name, parameter in signature(TorchDDPPlugin).parameters.items()}
         self._ddp_kwargs = {name: value for name, value in given.items() if value != usual[name]}
+        self._settings = given
         self.mesh = ParallelMesh()
         self.has_default_precision = True
         self._precision: Literal["fp32", "bf16", "fp16"] = default_precision(self.mesh.device)

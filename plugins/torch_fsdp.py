@@ -31,7 +31,7 @@ from ..shardformer.refusals import is_partial, mark_taken, refuse_partial_state
 from ..zero.elementwise import require_elementwise
 from ..zero.inner_optimizer import PARTIAL_STATE
 from ..zero.precision import DTYPES, is_finite_number, precision_errors
-from .base import given_precision, optimizer_errors, require_process_group
+from .base import given_precision, optimizer_errors, own_arguments, require_process_group
 from .colossalai import FSDP, unavailable_errors
 from .scaled_optimizer import ScaledOptimizer
 from .torch_ddp import TorchModel, TorchPlugin
@@ -74,6 +74,7 @@ class TorchFSDPPlugin(TorchPlugin):
         growth_interval: int = 1000,
         **others: Any,
     ) -> None:
+        self._settings = own_arguments(locals())
         self._precision = given_precision(precision)
         require_process_group()
         raise_errors(

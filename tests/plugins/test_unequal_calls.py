@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon import Booster, TorchDDPPlugin
 from echelon.cluster.errors import UnmatchedCall
 from echelon.pipeline.action import Schedule
 from echelon.pipeline.schedules import gpipe, one_f_one_b
@@ -144,6 +145,33 @@ def clip_differently() -> list[str]:
             optimizer.clip_grad_by_norm(1.0 + rank) if clips else optimizer.step()
         found.append(str(refused.value))
     return found
+
+
+def test_torchs_plugins_notice_settings_and_clipping_of_one_rank(pool: Pool) -> None:
+    for errors in pool.run(2, train_differently):
+        for found, reported in zip(
+            errors, ("static_graph is True on", "mixed_precision is", "max_norm is 0.1 on"), strict=True
+        ):
+            assert reported in found and "rank(s) [1]" in found
+
+
+def train_differently() -> list[str]:
+    """The errors of different arguments and precisions at boost, and at the second step that of clipping."""
+    rank, found = dist.get_rank(), []
+    plugins = [TorchDDPPlugin(static_graph=rank == 0), TorchDDPPlugin()]
+    for plugin, precision in zip(plugins, ("fp32", ("fp32", "bf16")[rank]), strict=True):
+        with pytest.raises(ValueError, match="the settings of the plugin differ") as refused:
+            boosted(Booster(plugin=plugin, mixed_precision=precision), LLAMA)  # type: ignore[arg-type]
+        found.append(str(refused.value))
+    booster = Booster(plugin=TorchDDPPlugin())
+    model, optimizer = boosted(booster, LLAMA)
+    with pytest.raises(ValueError, match="the settings of the optimizer differ") as refused:
+        for step in range(2):
+            booster.backward(model(**make_batch(LLAMA, num_samples=2, seed=step)).loss, optimizer)
+            if rank == 0:
+                optimizer.clip_grad_by_norm(0.1)
+            optimizer.step()
+    return [*found, str(refused.value)]
 
 
 def test_schedules_that_differ_between_ranks_are_refused_on_all(pool: Pool) -> None:
