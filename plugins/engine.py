@@ -29,8 +29,7 @@ from ..pipeline.stage import local_stages
 from ..pipeline.transport import Transport
 from ..shardformer.layers.batch_norm import has_sync_batch_norm
 from ..shardformer.layers.deferred_linear import defer_weight_gradients
-from ..shardformer.layers.loss import VocabParallelLogits
-from ..shardformer.sequence.loss import SequenceParallelLogits
+from ..shardformer.layers.loss import ShardedLogits
 from ..zero.optimizer import ShardedOptimizer
 from .base import PipelineLoss, Returned
 from .hybrid_config import HybridConfig
@@ -476,6 +475,6 @@ class _Wanted(NamedTuple):
 def _whole(outputs: Any) -> Any:
     """Outputs with whole logits. All-gather over tp or sp where they are sharded."""
     for name in list(getattr(outputs, "keys", tuple)()):
-        if isinstance(outputs[name], (VocabParallelLogits, SequenceParallelLogits)):
+        if isinstance(outputs[name], ShardedLogits):
             setattr(outputs, name, outputs[name].gather().detach())
     return outputs

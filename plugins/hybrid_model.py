@@ -77,7 +77,7 @@ def boost(
         refuse_partial_state(model)
         boosted = HybridParallelModule(PipelineEngine(model, config, mesh), names, adapters)
         boosted.optimizer = wrap_optimizer(boosted, optimizer, ties, stage_manager, statistics)
-        config.fused.fuse(model, config.dtype)
+        config.fused.fuse(model, config.dtype, parallel_output=config.parallel_output)
         connect_optimizer(boosted)
     return boosted
 

@@ -100,6 +100,8 @@ class HybridParallelPlugin(Plugin):
         enable_fused_normalization: norms by apex or Liger where installed on CUDA, else by torch's fused kernels.
         enable_flash_attention: attention by the flash-attn package on CUDA, elsewhere by torch's fused kernels.
         enable_jit_fused: activation formulas and dropout + addition compiled by torch.
+        enable_fused_loss: the causal loss by chunks of tokens, from what enters the head: float32 logits of a whole
+            microbatch never exist, and training calls with labels leave none.
         enable_xformers: attention by xFormers, which must be installed.
         custom_policy: how the model is split, by a policy or a table, for models without one that is registered.
         others: further arguments of ColossalAI's, taken where they ask for nothing (see `colossalai.HYBRID`).
@@ -133,6 +135,7 @@ class HybridParallelPlugin(Plugin):
         enable_fused_normalization: bool = False,
         enable_flash_attention: bool = False,
         enable_jit_fused: bool = False,
+        enable_fused_loss: bool = False,
         enable_xformers: bool = False,
         enable_sequence_parallelism: bool = False,
         enable_sequence_overlap: bool = False,

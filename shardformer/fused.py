@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 
 from .fused_code import compile_elementwise
 from .fused_norm import fuse_norms
@@ -24,6 +25,7 @@ from .layers.attention import (
     register_xformers,
     set_attention,
 )
+from .layers.chunked_loss import chunked_loss_errors, route_chunked_loss
 
 _LOG = logging.getLogger("echelon")
 
@@ -37,12 +39,14 @@ class FusedKernels:
         xformers: attention by xFormers.
         normalization: norms by apex, Liger or torch; see fused_norm.py.
         jit: activation formulas and dropout + addition compiled by torch; see fused_code.py.
+        loss: the causal loss from what enters the head; see layers/chunked_loss.py.
     """
 
     flash_attention: bool = False
     xformers: bool = False
     normalization: bool = False
     jit: bool = False
+    loss: bool = False
 
     def errors(self, device: torch.device, dtype: torch.dtype | None) -> list[str]:
         """List what this machine lacks or what contradicts itself, each with what would work. No communication.
@@ -93,13 +97,13 @@ class FusedKernels:
         return [message for is_wrong, message in rows if is_wrong]
 
     def model_errors(self, model: nn.Module, device: torch.device) -> list[str]:
-        """Why a model cannot use the attention that was asked for. No communication."""
+        """Why a whole model cannot use the attention or the loss that was asked for. No communication."""
         found = []
         if self.flash_attention:
             found += attention_errors(model, flash_kernel(device), "enable_flash_attention")
         if self.xformers:
             found += attention_errors(model, XFORMERS, "enable_xformers")
-        return found
+        return found + [f"enable_fused_loss: {each}" for each in chunked_loss_errors(model) if self.loss]
 
     def choose_attention(self, model: nn.Module, device: torch.device) -> None:
         """Set the attention, of a whole model that has no errors."""
@@ -109,8 +113,24 @@ class FusedKernels:
             register_xformers()
             set_attention(model, XFORMERS)
 
-    def fuse(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Fuse norms and elementwise code, of a model that is split already. What finds nothing to fuse is logged."""
+    def takes_loss(self, model: nn.Module) -> bool:
+        """Return True where the loss is to be computed by chunks, and this rank has the head."""
+        return self.loss and not chunked_loss_errors(model)
+
+    def route_loss(self, model: nn.Module, *, parallel_output: bool) -> None:
+        """Let a model that is split compute its loss by chunks, if it is asked for and does not yet; see `fuse`."""
+        if self.takes_loss(model):
+            assert isinstance(model, PreTrainedModel)
+            route_chunked_loss(model, parallel_output=parallel_output)
+
+    def fuse(self, model: nn.Module, dtype: torch.dtype, *, parallel_output: bool) -> None:
+        """Fuse norms, elementwise code and the loss, of a model that is split already. Logs what finds nothing to fuse.
+
+        Args:
+            model: this rank's.
+            dtype: in which it computes.
+            parallel_output: leave logits uncomputed after training calls with labels, if the loss needs none.
+        """
         kind = type(model).__name__
         lines = []
         if self.normalization:
@@ -130,6 +150,7 @@ class FusedKernels:
                 f"enable_jit_fused: {kind} has no activation by a formula and no sum behind a dropout; nothing was "
                 "compiled"
             )
+        self.route_loss(model, parallel_output=parallel_output)
         if not dist.is_initialized() or dist.get_rank() == 0:
             for line in lines:
                 _LOG.warning(line)

@@ -26,16 +26,18 @@ class ShardOptions:
     enable_xformers: bool = False
     enable_fused_normalization: bool = False
     enable_jit_fused: bool = False
+    enable_fused_loss: bool = False
     enable_all_optimization: bool = False
 
     @property
     def fused(self) -> FusedKernels:
-        """The fused kernels that are asked for; xFormers only ever by name."""
+        """The fused kernels that are asked for; xFormers and the loss only ever by name."""
         return FusedKernels(
             flash_attention=self.enable_flash_attention or self.enable_all_optimization,
             xformers=self.enable_xformers,
             normalization=self.enable_fused_normalization or self.enable_all_optimization,
             jit=self.enable_jit_fused or self.enable_all_optimization,
+            loss=self.enable_fused_loss,
         )
 
     def sequence_over(
@@ -83,7 +85,9 @@ class ShardConfig(ShardOptions):
         enable_xformers: attention by xFormers.
         enable_fused_normalization: norms by apex or Liger where installed on CUDA, else by torch's fused kernels.
         enable_jit_fused: activation formulas and dropout + addition compiled by torch.
-        enable_all_optimization: all of these but xFormers, which would take flash attention's place.
+        enable_fused_loss: the causal loss by chunks of tokens, from what enters the head: float32 logits of a whole
+            microbatch never exist, and training calls with labels leave none; see docs/fused.md.
+        enable_all_optimization: all of these but xFormers, which would take flash attention's place, and the loss.
 
     Raises:
         ValueError: the arguments contradict one another; all contradictions at once.

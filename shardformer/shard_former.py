@@ -124,7 +124,7 @@ class ShardFormer:
             model = sharder.model
         materialize(model)
         refuse_partial_state(model)
-        fused.fuse(model, dtype)
+        fused.fuse(model, dtype, parallel_output=config.parallel_output)
         if config.inference_only:
             model.requires_grad_(False).eval()
         # Also for inference only: it might be trained yet.

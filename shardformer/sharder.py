@@ -177,6 +177,7 @@ class ModelSharder:
         stages = local_stages(self.model)
         self.model = self.policy.postprocess()
         remember_stages(self.model, stages)  # it may be another
+        self.shard_config.fused.route_loss(self.model, parallel_output=self.shard_config.parallel_output)
         last = self._last_layer
         if last is not None and (axis := axis_of(self.model.get_submodule(last))) is not None:
             keep_sharded(self.model, axis)

@@ -255,7 +255,7 @@ class TablePolicy(Policy):
                 f"the forward of this {type(self.model).__name__} reads a weight itself (a fused loss does), and the "
                 "head's is split: use transformers' own forward, or tp_size=1"
             )
-        if scales_alone(self.model, name):
+        if scales_alone(self.model, name) and not self.shard_config.fused.takes_loss(self.model):
             route_loss(self.model, head, parallel_output=self.shard_config.parallel_output)
 
     def _stages_part(self) -> PartStages:

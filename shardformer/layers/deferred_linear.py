@@ -232,7 +232,9 @@ def needs_all_uses(module: nn.Embedding) -> bool:
     return module.max_norm is not None or module.scale_grad_by_freq or module.sparse
 
 
-class _OwnLinear(nn.Linear):
+class OwnLinear(nn.Linear):
+    """A linear layer whose weight gradient a schedule may defer."""
+
     weight_gradients: WeightGradients | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -246,7 +248,7 @@ class _OwnConv1D(Conv1D):
         return linear(x, self.weight, self.bias, is_transposed=True, store=self.weight_gradients)
 
 
-_OWN = {nn.Linear: _OwnLinear, Conv1D: _OwnConv1D}
+_OWN = {nn.Linear: OwnLinear, Conv1D: _OwnConv1D}
 
 
 def defer_weight_gradients(model: nn.Module) -> WeightGradients:

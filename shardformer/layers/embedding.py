@@ -138,8 +138,11 @@ class VocabParallelLMHead1D(ProductLayer):
     """A language-model head split by the vocabulary.
 
     `gather_output` is True at rest: all logits on all ranks. The loss route (loss.py) sets it to False for
-    a call whose loss is computed from split logits.
+    a call whose loss is computed from split logits. So it is with `makes_logits`, where the loss is computed from
+    the head's inputs (chunked_loss.py), which are then handed on.
     """
+
+    makes_logits = True
 
     def __init__(
         self, native: nn.Linear, process_group: dist.ProcessGroup, *, make_vocab_size_divisible_by: int = 64
@@ -164,6 +167,8 @@ class VocabParallelLMHead1D(ProductLayer):
 
     def forward(self, hidden_BSH: Tensor) -> Tensor:
         """(B, S, H) in, equal on all ranks; (B, S, V) out, or this rank's (B, S, P/T) without `gather_output`."""
+        if not self.makes_logits:
+            return hidden_BSH
         (hidden_BSH,) = enter([hidden_BSH], self.group, [self])
         logits_BSP = self._product(hidden_BSH, self.bias)
         return self.gathered(logits_BSP) if self.gather_output else logits_BSP

@@ -64,11 +64,16 @@ def exit_error(module: nn.Module, name: str, others: Collection[str]) -> str | N
     return None
 
 
-def scales_alone(model: nn.Module, head: str) -> bool:
+def scales_alone(model: nn.Module, head: str, *, hands_on: bool = False) -> bool:
     """Return True where a model's forward only scales or caps its head's result, for loss and outputs.
 
     Then each rank may do it with its own columns of logits. A head further in must be what the modules around
     it return.
+
+    Args:
+        model: its class has the forward that is read.
+        head: the path of the head.
+        hands_on: the result must not even be scaled.
     """
     head, _, path = head.partition(".")
     outer = model.get_submodule(head) if path else model
@@ -89,7 +94,11 @@ def scales_alone(model: nn.Module, head: str) -> bool:
     ]
     return all(
         _hands_on(statement, value, result)
-        or (_stored(statement) == results and _is_scaled(value, result, head))
+        or (
+            _is_call(value, head)
+            if hands_on
+            else _stored(statement) == results and _is_scaled(value, result, head)
+        )
         for statement, value in uses
     )
 

@@ -83,18 +83,23 @@ def vocab_parallel_cross_entropy(
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r} must be 'mean', 'sum' or 'none'")
+    require_labels(labels_N, entries.vocab_size, ignore_index)
     ignored_N = labels_N == ignore_index
-    is_entry_N = ignored_N | ((labels_N >= 0) & (labels_N < entries.vocab_size))
-    require_all(
-        is_entry_N,
-        lambda: f"label {labels_N[~is_entry_N][0].item()} is outside the vocabulary of {entries.vocab_size}",
-    )
     losses_N = _VocabParallelCrossEntropy.apply(logits_NP, labels_N, entries, group).masked_fill(
         ignored_N, 0.0
     )
     if reduction == "none":
         return losses_N
     return losses_N.sum() if reduction == "sum" else losses_N.sum() / (~ignored_N).sum()
+
+
+def require_labels(labels_N: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """Raise ValueError for a label that the vocabulary does not have."""
+    is_entry_N = (labels_N == ignore_index) | ((labels_N >= 0) & (labels_N < vocab_size))
+    require_all(
+        is_entry_N,
+        lambda: f"label {labels_N[~is_entry_N][0].item()} is outside the vocabulary of {vocab_size}",
+    )
 
 
 class ShardedLogits:
@@ -111,6 +116,10 @@ class ShardedLogits:
 
     def __getitem__(self, index: Any) -> Any:
         raise TypeError(f"outputs.logits[...]: {self._advice()}")
+
+    def gather(self) -> Tensor:
+        """All logits, (B, S, V), with gradients."""
+        raise NotImplementedError
 
     def _advice(self) -> str:
         return (

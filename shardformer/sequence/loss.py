@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...cluster.collectives import all_reduce, paired
 from ...pipeline.plan import StagePlan, is_within
 from ..layers.forward_code import is_by_position, is_by_position_behind_loops, scales_alone
-from ..layers.loss import ShardedLogits, VocabParallelLogits, has_causal_loss, keep_logits_sharded, shifted
+from ..layers.loss import ShardedLogits, has_causal_loss, keep_logits_sharded, shifted
 from ..layers.sequence_axis import SequenceAxis, gather_sequence, of_all_ranks
 
 
@@ -22,14 +22,14 @@ from ..layers.sequence_axis import SequenceAxis, gather_sequence, of_all_ranks
 class SequenceParallelLogits(ShardedLogits):
     """`ShardedLogits` of this rank's positions; to gather them is a call on the tensor axis too."""
 
-    part: Tensor | VocabParallelLogits
+    part: Tensor | ShardedLogits
     axis: SequenceAxis
     length: int
     _part_of = "of a part of the sequence on each rank"
 
     def gather(self) -> Tensor:
         """All logits, (B, S, V), with gradients. All-gather over the sequence axis, and the tensor axis if split."""
-        part = self.part.gather() if isinstance(self.part, VocabParallelLogits) else self.part
+        part = self.part.gather() if isinstance(self.part, ShardedLogits) else self.part
         return gather_sequence(part, self.axis, self.length, is_data=True)
 
 

@@ -158,14 +158,17 @@ def schedule_rows() -> Iterator[ParityRow]:
 ALL_AXES = Layout(tp=2, pp=2, dp=2, zero=1)
 ALL_OF_ZERO = Layout(dp=4, zero=2, zero_size=2, overlap_allgather=True, max_norm=0.1, precision="fp16")
 TWO_LAYERS = replace(T5, num_layers=2)
+FUSED_LOSS = ("enable_fused_loss",)
 # A row is quick where no other has its layout or model: all axes at once, key-value heads of two ranks, two rings, what
-# ZeRO may be given, and models without a table, of experts and of latent attention.
+# ZeRO may be given, models without a table, of experts and of latent attention, and the loss by chunks.
 QUICK_ROWS = (
     (TIED_LLAMA, ALL_AXES),
     (ModelChoice(model_type="qwen2"), Layout(tp=4)),
     (TIED_LLAMA, ALL_OF_ZERO),
     (LLAMA, Layout(sp=4, sequence="ring_attn", inner_ring=2)),
     *((ModelChoice(model_type=each), Layout(tp=2, pp=2)) for each in ("exaone_moe", "minicpm3")),
+    (TIED_LLAMA, Layout(tp=2, pp=2, options=FUSED_LOSS)),
+    (TIED_GPT2, Layout(sp=2, sequence="all_to_all", options=FUSED_LOSS)),
 )
 LAYOUT_ROWS = (
     *product(
@@ -195,6 +198,11 @@ LAYOUT_ROWS = (
     (LLAMA, Layout(dp=2, zero=1, zero_size=1)),
     (TIED_T5, Layout(pp=2, dp=2, zero=2, microbatches=4, overlap_allgather=True, precision="bf16")),
     (LLAMA, Layout(tp=2, pp=2, recompute=1.0, schedule="zbh1", precision="bf16")),
+    (LLAMA, Layout(dp=2, zero=2, precision="fp16", max_norm=0.1, options=FUSED_LOSS)),
+    (LLAMA, Layout(tp=2, dp=2, zero=1, precision="bf16", schedule="zbh1", options=FUSED_LOSS)),
+    (ModelChoice(model_type="gptj"), Layout(tp=2, options=FUSED_LOSS)),  # whose head has a bias
+    (ModelChoice(model_type="mixtral"), Layout(tp=2, pp=2, sequence="split_gather", options=FUSED_LOSS)),
+    (ModelChoice(model_type="arcee"), Layout(pp=2, schedule="zbv", options=FUSED_LOSS)),  # without a table
     (LoopChoice(model_type="granitemoe", settings=NARROW_EXPERTS), Layout(tp=4, precision="fp16")),
 )
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.cluster.collectives import all_reduce, gather_from, gather_to
+from echelon.cluster.collectives import InFlight, all_reduce, gather_from, gather_to
 from echelon.cluster.placement import place
 from echelon.shardformer.layers import Linear1D_Col, linear
 from echelon.shardformer.tables.heads import Cut, Heads
@@ -21,6 +21,7 @@ from ..mutations import around, fault, returning
 
 LAYERS = "shardformer.layers"
 TP2, TP4 = Layout(tp=2), Layout(tp=4)
+CHUNKED = Layout(tp=2, options=("enable_fused_loss",))
 LLAMA, BLOOM, T5 = (ModelChoice(model_type=name, num_layers=2) for name in ("llama", "bloom", "t5"))
 MIXTRAL, QWEN3, WHISPER, SAM = (
     ModelChoice(model_type=name) for name in ("mixtral", "qwen3", "whisper", "sam")
@@ -133,6 +134,16 @@ FAULTS = {
     "outputs of a row layer are not summed": fault(SUMS, same, LLAMA, TP2),
     "outputs of the embedding are not summed": fault(f"{LAYERS}.embedding:reduce_from", same, LLAMA, TP2),
     "logits of the labels are not summed": fault(f"{LAYERS}.loss:all_reduce", without_second_row, LLAMA, TP2),
+    "gradients of the head's inputs are not summed": fault(
+        f"{LAYERS}.chunked_loss:copy_to", same, LLAMA, CHUNKED
+    ),
+    "a chunk's sum of exponentials is of one rank": fault(
+        f"{LAYERS}.chunked_loss:begin_gather",
+        lambda own, group: InFlight(None, torch.stack([own] * group.size())),
+        LLAMA,
+        CHUNKED,
+        quick=True,
+    ),
     "the embedding's scale is lost": fault(f"{LAYERS}.embedding:scale_of", returning(None), "gemma2", TP2),
     "position biases are those of the first rank's heads": fault(
         f"{LAYERS}.region:place", lambda parameter, placement, rank: place(parameter, placement, 0), T5, TP2

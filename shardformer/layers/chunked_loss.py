@@ -1,0 +1,244 @@
+"""The causal loss of a language model from what enters its head, a chunk of tokens at a time.
+
+Logits of all tokens in float32 are by far the largest tensors of a training step where the vocabulary is large. Here
+they exist for one chunk alone: its loss and its gradients are computed together, in forward, as Liger Kernel's fused
+linear cross entropy does it (arXiv:2410.10989, section 3.2). What is kept for backward is a gradient for each input of
+the head.
+"""
+
+# N tokens, C those of a chunk, H hidden, V vocabulary, P vocabulary padded to a multiple of T, T size of the group
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from ...cluster.collectives import begin_gather, copy_to
+from .deferred_linear import OwnLinear
+from .embedding import VocabParallelLMHead1D, VocabRange
+from .forward_code import scales_alone
+from .loss import ShardedLogits, has_causal_loss, keep_logits_sharded, require_labels, shifted
+from .parallel_module import native_errors
+
+
+class _ChunkedCrossEntropy(Function):
+    """The sum of the losses; backward multiplies its gradients, which forward computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_PH: Tensor,
+        bias_P: Tensor | None,
+        labels_N: Tensor,
+        entries: VocabRange,
+        group: dist.ProcessGroup | None,
+        ignore_index: int,
+    ) -> Tensor:
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        total = hidden_NH.new_zeros((), dtype=torch.float32)
+        of_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
+        of_weight_PH = torch.zeros_like(weight_PH, dtype=torch.float32) if needs_weight else None
+        of_bias_P = total.new_zeros(entries.width) if needs_bias else None
+        length = chunk_length(len(hidden_NH), hidden_NH.shape[1], entries.width)
+        for start in range(0, len(hidden_NH), length):
+            chunk = slice(start, start + length)
+            hidden_CH, labels_C = hidden_NH[chunk], labels_N[chunk]
+            scores_CP = F.linear(hidden_CH, weight_PH, bias_P).float()
+            scores_CP[:, entries.valid :] = -torch.inf
+            is_counted_C = labels_C != ignore_index
+            here_C = is_counted_C & (labels_C >= entries.first) & (labels_C < entries.first + entries.valid)
+            index_C1 = (labels_C - entries.first).masked_fill(~here_C, 0).unsqueeze(1)
+            label_score_C = scores_CP.gather(1, index_C1).squeeze(1).masked_fill(~here_C, 0.0)
+            log_sum_C = scores_CP.logsumexp(1)
+            if group is not None:
+                every_T2C = begin_gather(torch.stack([log_sum_C, label_score_C]), group).wait()
+                log_sum_C, label_score_C = every_T2C[:, 0].logsumexp(0), every_T2C[:, 1].sum(0)
+            total += ((log_sum_C - label_score_C) * is_counted_C).sum()
+            if not any(ctx.needs_input_grad):
+                continue
+            gradient_CP = scores_CP.sub_(log_sum_C.unsqueeze(1)).exp_()
+            gradient_CP.scatter_add_(1, index_C1, -here_C.float().unsqueeze(1))
+            gradient_CP = gradient_CP.mul_(is_counted_C.unsqueeze(1)).to(hidden_NH.dtype)
+            if of_hidden_NH is not None:
+                torch.mm(gradient_CP, weight_PH, out=of_hidden_NH[chunk])
+            if of_weight_PH is not None:
+                _add_product(of_weight_PH, gradient_CP.T, hidden_CH)
+            if of_bias_P is not None:
+                of_bias_P += gradient_CP.sum(0, dtype=torch.float32)
+        ctx.save_for_backward(of_hidden_NH, of_weight_PH, of_bias_P)
+        ctx.dtype = weight_PH.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        of_hidden_NH, of_weight_PH, of_bias_P = ctx.saved_tensors
+        return (
+            None if of_hidden_NH is None else of_hidden_NH * gradient,
+            None if of_weight_PH is None else (of_weight_PH * gradient).to(ctx.dtype),
+            None if of_bias_P is None else (of_bias_P * gradient).to(ctx.dtype),
+            *[None] * 4,
+        )
+
+
+def chunk_length(num_tokens: int, hidden: int, width: int) -> int:
+    """The tokens of a chunk: its logits are about as many numbers as all inputs of the head."""
+    num_chunks = -(-width // hidden)
+    return max(1, -(-num_tokens // num_chunks))
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to float32; on CUDA one kernel does, which rounds nothing in between."""
+    if total.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+def chunked_cross_entropy(
+    hidden_NH: Tensor,
+    weight_PH: Tensor,
+    bias_P: Tensor | None,
+    labels_N: Tensor,
+    *,
+    entries: VocabRange,
+    group: dist.ProcessGroup | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """The sum of the cross entropies of a head's logits, which never exist at once.
+
+    Over a group one all-gather of 2C numbers a chunk in forward, one all-reduce of N × H in backward.
+
+    Args:
+        hidden_NH: inputs of the head, equal on all ranks of the group.
+        weight_PH: this rank's rows of the head's weight.
+        bias_P: of the head.
+        labels_N: equal on all ranks.
+        entries: those of the vocabulary that this rank's rows are.
+        group: the tensor axis; None where the head is whole.
+        ignore_index: the label that counts for nothing.
+
+    Returns:
+        A float32 scalar, equal on all ranks.
+
+    Raises:
+        ValueError: a label that the vocabulary does not have.
+    """
+    require_labels(labels_N, entries.vocab_size, ignore_index)
+    if group is not None:
+        hidden_NH = copy_to(hidden_NH, group)
+    total: Tensor = _ChunkedCrossEntropy.apply(
+        hidden_NH, weight_PH, bias_P, labels_N, entries, group, ignore_index
+    )
+    return total
+
+
+class ChunkedLossHead(OwnLinear):
+    """A whole head, which hands its inputs on while `makes_logits` is False: the loss is computed from them."""
+
+    makes_logits = True
+
+    def forward(self, hidden_BSH: Tensor) -> Tensor:
+        """(B, S, H) in; (B, S, V) out, or what came in."""
+        return super().forward(hidden_BSH) if self.makes_logits else hidden_BSH
+
+
+@dataclass(frozen=True)
+class UncomputedLogits(ShardedLogits):
+    """`ShardedLogits` of which there are only the inputs of the head."""
+
+    hidden_BSH: Tensor
+    head: nn.Module
+    _part_of = "not computed, since the loss was taken from what enters the head"
+
+    def gather(self) -> Tensor:
+        """All logits, (B, S, V), with gradients. All-gather over the tensor axis if the head is split."""
+        logits: Tensor = self.head(self.hidden_BSH)
+        return logits
+
+
+def _causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    *,
+    head: ChunkedLossHead | VocabParallelLMHead1D,
+    **kwargs: Any,
+) -> Tensor:
+    """transformers' causal language-model loss; `logits` are the inputs of the head, but where it made logits."""
+    if head.makes_logits:
+        return ForCausalLMLoss(
+            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
+        )
+    labels_N = (shifted(labels, ignore_index) if shift_labels is None else shift_labels).flatten()
+    labels_N = labels_N.to(logits.device)
+    if isinstance(head, VocabParallelLMHead1D):
+        entries, group = head.range, head.group
+    else:
+        rows, group = len(head.weight), None
+        entries = VocabRange(vocab_size=rows, first=0, width=rows, valid=rows)
+    total = chunked_cross_entropy(
+        logits.flatten(0, -2),
+        head.weight,
+        head.bias,
+        labels_N,
+        entries=entries,
+        group=group,
+        ignore_index=ignore_index,
+    )
+    if num_items_in_batch is None:
+        num_items_in_batch = (labels_N != ignore_index).sum()
+    elif isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / num_items_in_batch
+
+
+def chunked_loss_errors(model: nn.Module) -> list[str]:
+    """Why a model's loss cannot be computed from the inputs of its head; empty where it can, and does not yet."""
+    what, instead = f"the loss of {type(model).__name__}", "leave enable_fused_loss out"
+    if not isinstance(model, PreTrainedModel) or not has_causal_loss(model):
+        return [f"{what} is not the causal one of transformers, by transformers' own forward: {instead}"]
+    head: Any = model.get_output_embeddings()
+    path = next((name for name, module in model.named_modules() if module is head), None)
+    if path is None or native_errors(head, nn.Linear, OwnLinear, VocabParallelLMHead1D):
+        return [f"{what} comes from a {type(head).__name__} and not from a plain nn.Linear: {instead}"]
+    if not scales_alone(model, path, hands_on=True):
+        return [f"{what} is one of logits that its forward scales, caps or uses otherwise: {instead}"]
+    return []
+
+
+def route_chunked_loss(model: PreTrainedModel, *, parallel_output: bool) -> None:
+    """Let a model without `chunked_loss_errors` compute its loss from the inputs of its head.
+
+    Calls with labels then make no logits; others do.
+
+    Args:
+        model: a transformers model, its head split already if it is to be.
+        parallel_output: leave `UncomputedLogits` after training calls with labels; else they are computed then.
+    """
+    head: Any = model.get_output_embeddings()
+    if not isinstance(head, VocabParallelLMHead1D):
+        head.__class__ = ChunkedLossHead
+    model.loss_function = partial(_causal_lm_loss, head=head)
+    keep_logits_sharded(
+        model,
+        (head, "makes_logits"),
+        is_sharded=lambda given: given.get("labels") is not None,
+        finish=lambda hidden: (
+            UncomputedLogits(hidden, head) if model.training and parallel_output else head(hidden)
+        ),
+    )
