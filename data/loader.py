@@ -1,5 +1,6 @@
 """Dataloaders whose samples are sharded over the data axis, with the place that training has reached."""
 
+import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
@@ -39,17 +40,26 @@ _REFUSED = {
 }
 
 
-def argument_errors(batch_size: Any, kwargs: Mapping[str, Any]) -> list[str]:
-    """Return the errors of a batch size, and of further arguments for a DataLoader."""
-    errors = []
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-        errors.append(
-            f"batch_size={batch_size!r} must be a whole number from 1: the samples of a replica in a batch"
-        )
-    errors += [
-        f"{name} is not taken: {why}" for name, why in _REFUSED.items() if kwargs.get(name) is not None
+_LOWEST = {"batch_size": 1, "num_workers": 0, "seed": 0}
+_SWITCHES = ("shuffle", "drop_last", "pin_memory")
+_KNOWN = {*_LOWEST, *_SWITCHES, *inspect.signature(DataLoader).parameters}
+
+
+def argument_errors(given: Mapping[str, Any]) -> list[str]:
+    """Return the errors of arguments of a sharded dataloader, besides its data set."""
+    errors = [
+        f"{name}={given[name]!r} must be a whole number from {lowest}"
+        for name, lowest in _LOWEST.items()
+        if name in given and not (type(given[name]) is int and given[name] >= lowest)
     ]
-    if not kwargs.get("in_order", True):
+    errors += [
+        f"{name}={given[name]!r} must be True or False"
+        for name in _SWITCHES
+        if name in given and not isinstance(given[name], bool)
+    ]
+    errors += [f"{name} is no argument of a DataLoader" for name in given if name not in _KNOWN]
+    errors += [f"{name} is not taken: {why}" for name, why in _REFUSED.items() if given.get(name) is not None]
+    if not given.get("in_order", True):
         errors.append(
             "in_order=False would give the ranks of a replica batches in other orders, and no place to go on from: "
             "leave it out"
@@ -69,7 +79,7 @@ def loader_errors(loader: Any) -> list[str]:
         return ["it has batch_size=None, so its batches are the data set's own"]
     if type(loader.batch_sampler) is not BatchSampler:
         return [f"its batch_sampler is a {type(loader.batch_sampler).__name__}, whose batches are its own"]
-    return argument_errors(loader.batch_sampler.batch_size, {"in_order": loader.in_order})
+    return argument_errors({"batch_size": loader.batch_sampler.batch_size, "in_order": loader.in_order})
 
 
 def sharded_loader(
@@ -99,7 +109,8 @@ def sharded_loader(
     Raises:
         ValueError: something cannot be sharded; all errors at once.
     """
-    raise_errors([*dataset_errors(dataset), *argument_errors(batch_size, kwargs)])
+    given = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last, **kwargs}
+    raise_errors([*dataset_errors(dataset), *argument_errors(given)])
     sampler = (sampler_class or ResumableSampler)(
         dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
     )

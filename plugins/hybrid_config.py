@@ -137,8 +137,10 @@ class HybridConfig(ShardOptions):
 
     def errors(self, world_size: int) -> list[str]:
         """List all errors in a world of this size, each with what would work."""
-        if found := self._type_errors():
-            return found
+        if found := self._type_errors():  # the rules below are of numbers and switches, but for these
+            wrong = {error.partition("=")[0] for error in found}
+            settings = {name: value for name, value in self.precision_settings.items() if name not in wrong}
+            return found + policy_errors("custom_policy", self.custom_policy) + precision_errors(**settings)
         found = mesh_errors(
             world_size=world_size,
             pp=self.pp_size,

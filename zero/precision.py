@@ -66,15 +66,15 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def precision_errors(*, precision: str = "fp32", **numbers: Any) -> list[str]:
     """All that is wrong with arguments of `PrecisionConfig`, each with what is allowed; empty when they are sound."""
+    errors = []
+    if not isinstance(precision, str) or precision not in DTYPES:
+        errors.append(f"precision={precision!r}: use one of {', '.join(map(repr, DTYPES))}")
     if strange := [
         f"{name}={value!r}: it must be a finite number"
         for name, value in numbers.items()
         if not is_finite_number(value)
     ]:
-        return strange
-    errors = []
-    if not isinstance(precision, str) or precision not in DTYPES:
-        errors.append(f"precision={precision!r}: use one of {', '.join(map(repr, DTYPES))}")
+        return errors + strange
     errors += [
         f"{name}={numbers[name]}: {rule}"
         for name, (is_sound, rule) in _RULES.items()

@@ -341,6 +341,12 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "in_order=False would give the ranks of a replica batches in other orders": {"in_order": False},
     r"\(set\) has no __getitem__.*\n.*batch_size=1.5": {"dataset": {1, 2}, "batch_size": 1.5},
+    "num_workers=-1 must be a whole number.*\n.*seed='1' must be.*\n.*drop_last='no' must be .*\n.*num_worker is no": {
+        "num_workers": -1,
+        "seed": "1",
+        "drop_last": "no",
+        "num_worker": 2,
+    },
 }
 
 

@@ -72,8 +72,19 @@ ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
     ),
     (
         HybridParallelPlugin,
-        dict(tp_size="2", pp_size=1.5, gradient_accumulation_steps="2", enable_sequence_parallelism="no"),
+        dict(
+            tp_size="2",
+            pp_size=1.5,
+            gradient_accumulation_steps="2",
+            enable_sequence_parallelism="no",
+            precision=3,
+            initial_scale="a",
+            hysteresis="b",
+        ),
         (
+            "hysteresis='b' must be a whole number",
+            "precision=3: use one of 'fp32'",
+            "initial_scale='a': it must be a finite number",
             "tp_size='2' must be a whole number\n- pp_size=1.5 must be a whole number",
             "gradient_accumulation_steps='2' must be a whole number",
             "enable_sequence_parallelism='no' must be True or False",
