@@ -22,7 +22,7 @@ from checkpoint_training import SavedTraining
 from launch import enter
 from rounds import Clock, step
 
-from echelon.cluster.launch import default_device
+from echelon.cluster.device import default_device
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero1": {"tp_size": 1, "pp_size": 1, "zero_stage": 1},

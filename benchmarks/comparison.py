@@ -12,7 +12,7 @@ from rounds import time_rounds
 from stepped import OneProcess
 from workload import Workload
 
-from echelon.cluster.launch import default_device
+from echelon.cluster.device import default_device
 
 C = TypeVar("C", bound=Contender)
 

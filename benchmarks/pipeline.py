@@ -26,7 +26,7 @@ from torch import Tensor
 from workload import Workload, adamw
 
 from echelon import Booster, HybridParallelPlugin
-from echelon.cluster.launch import default_device
+from echelon.cluster.device import default_device
 from echelon.cluster.mesh import ParallelMesh
 from echelon.pipeline.schedules import build_schedule, build_stage_ranks
 from echelon.pipeline.simulate import Costs, simulate

@@ -38,7 +38,7 @@ from sequence_picture import draw
 from stepped import OneProcess
 from workload import Workload
 
-from echelon.cluster.launch import default_device
+from echelon.cluster.device import default_device
 
 _HALVINGS = 3
 _SIMULATED = (1, 2, 4, 8, 16, 32, 64)

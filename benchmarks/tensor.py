@@ -16,7 +16,7 @@ from echelon_batch import EchelonBatch
 from launch import enter
 from tensor_peers import TorchTensor, TransformersTensor
 
-from echelon.cluster.launch import default_device
+from echelon.cluster.device import default_device
 
 _NAME = "echelon"
 

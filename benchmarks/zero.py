@@ -20,7 +20,7 @@ from launch import enter
 from memory import measure_held
 from zero_contenders import EchelonZero, contender_makers, name_of
 
-from echelon.cluster.launch import default_device
+from echelon.cluster.device import default_device
 
 MAIN_STAGE = 1  # the one that the last line is about
 

@@ -31,7 +31,7 @@ from stepped import OneProcess
 from workload import Workload
 from zero_contenders import EchelonZero, contender_makers
 
-from echelon.cluster.launch import default_device
+from echelon.cluster.device import default_device
 
 _NAMES = list(contender_makers(Workload(), torch.device("cpu")))
 _WARMUP = 3  # steps: states are made in the first, and DDP lays out its buckets anew after it

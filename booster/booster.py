@@ -48,8 +48,8 @@ class Booster:
     ) -> None:
         if device is not None:
             raise ValueError(
-                f"device={device!r} of ColossalAI is not available: leave it out; it trains on the device of the "
-                "process, as launch_from_torch chose it"
+                f"device={device!r} of ColossalAI is not available: leave it out, and give it to the call that "
+                "starts the process group, as in launch_from_torch(device='cuda:1')"
             )
         self.plugin = plugin if plugin is not None else TorchDDPPlugin()
         if not isinstance(self.plugin, Plugin):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..cluster.agree import AgreedError
+from ..cluster.device import is_cuda, wait_for_stream
 
 _CHUNK = 2**26  # a power of two: torch rounds pinned memory up to one
 _ALIGNMENT = 64
@@ -37,8 +38,7 @@ class Copies:
         """Make copies, which are there at the end of the block, in the memory of the previous ones."""
         self._chunk, self._used = 0, 0
         yield self.copy
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        wait_for_stream(self._device)
 
     def copy(self, tensor: Tensor) -> Tensor:
         """A contiguous copy on the CPU."""
@@ -50,7 +50,7 @@ class Copies:
         while self._chunk < len(self._chunks) and self._used + nbytes > self._chunks[self._chunk].nbytes:
             self._chunk, self._used = self._chunk + 1, 0
         if self._chunk == len(self._chunks):
-            is_pinned = self._device.type == "cuda"
+            is_pinned = is_cuda(self._device)
             size = max(nbytes, _CHUNK)
             self._chunks.append(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_pinned))
         start = self._used

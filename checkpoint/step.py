@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ..cluster.agree import batch_hash, on_all_ranks, on_first_rank, run_or_raise_together
 from ..cluster.errors import raise_errors
 from ..cluster.mesh import AXES, ParallelMesh
+from ..cluster.random import set_torch_state, torch_state
 from .background import Keep
 from .commit import written_beside
 from .local import LocalModel
@@ -351,12 +352,13 @@ def scheduler_errors(lr_scheduler: Any, state: Any, what: str) -> list[str]:
 def random_state(mesh: ParallelMesh) -> bytes:
     """This rank's generators, as they are now, in torch's own format."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    cpu, on_device = torch_state(mesh.device)
     state = {
         "coordinates": {axis: mesh.rank(axis) for axis in AXES},
         "python": random.getstate(),
         "numpy": (name, torch.from_numpy(np.asarray(keys).copy()), position, has_gauss, gauss),
-        "cpu": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(mesh.device) if mesh.device.type == "cuda" else None,
+        "cpu": cpu,
+        "cuda": on_device,
     }
     return torch_bytes(state)
 
@@ -366,9 +368,7 @@ def restore_random_state(state: Mapping[str, Any], mesh: ParallelMesh) -> None:
     random.setstate(state["python"])
     name, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, keys.numpy(), position, has_gauss, gauss))
-    torch.set_rng_state(state["cpu"])
-    if state["cuda"] is not None and mesh.device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], mesh.device)
+    set_torch_state((state["cpu"], state["cuda"]), mesh.device)
 
 
 def random_file(rank: int) -> str:

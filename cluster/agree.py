@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import InFlight, all_gather_single
+from .device import backend_of, default_device
 from .errors import SAME_CALLS, UnmatchedCall
 from .failures import current_call, meet_all_ranks, naming_failures, raise_if_in_vain
-from .launch import default_device
 
 # The multipliers of SplitMix64's mixing (Steele, Lea, Flood 2014), as signed integers.
 _SPREAD = 0x9E3779B97F4A7C15 - 2**64
@@ -68,7 +68,7 @@ def begin_gather_integers(
     _CALLS[code] = call
     # Of one length where there are few, or gloo ends the process where ranks in different calls meet.
     message = (code, len(values), *values, *(0,) * (_FEW - len(values)))
-    device = torch.device("cpu") if "cpu" in str(dist.get_backend_config(group)) else default_device()
+    device = default_device() if backend_of("cpu", group) is None else torch.device("cpu")
     own = torch.tensor(message, dtype=torch.int64, device=device)
     found = own.new_empty(size * len(message))
     work = all_gather_single(found, own, group=group, async_op=True)

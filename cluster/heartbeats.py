@@ -261,10 +261,14 @@ def has_ended(process_id: int) -> bool:
 
 
 def default_timeout() -> timedelta:
-    """The timeout of the default group; torch gives other groups its own default instead. Private to torch."""
+    """The timeout of the default group; torch gives other groups its own default instead. Private to torch.
+
+    Of a backend that has none, a custom one for example, it is torch's default.
+    """
     world = distributed_c10d._get_default_group()
-    timeout: timedelta = max(world._get_backend(device).options._timeout for device in world._device_types)
-    return timeout
+    options = [getattr(world._get_backend(device), "options", None) for device in world._device_types]
+    given: list[timedelta] = [each._timeout for each in options if each is not None]
+    return max(given, default=distributed_c10d.default_pg_timeout)
 
 
 def default_store() -> dist.Store | None:

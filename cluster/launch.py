@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from .device import backend_of, choose_device, default_device, is_cuda, is_same_device
 from .failures import naming_failures, start_watch
 from .random import seed_everything
 
@@ -21,22 +21,26 @@ TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER
 
 def launch_from_torch(
     *,
-    backend: Literal["gloo", "nccl"] | None = None,
+    backend: str | None = None,
+    device: torch.device | str | int | None = None,
     seed: int = 1024,
     timeout_seconds: float = 600.0,
 ) -> None:
     """Start the default process group from torchrun's variables, or alone under a plain `python script.py`.
 
-    With CUDA, NCCL carries tensors on the device and gloo those on the CPU; without it, gloo carries all.
-    Each process takes the device of its LOCAL_RANK. Calling it again does nothing but seed.
+    Each process computes on the GPU of its LOCAL_RANK, or on the only one that it sees, whatever the backend; without a
+    GPU on the CPU. NCCL carries tensors of CUDA and gloo those of the CPU. Calling it again does nothing but seed.
 
     Args:
-        backend: forces one backend; None chooses by the devices found.
+        backend: "nccl", "gloo", or one that was registered with torch, which then carries the tensors of the device;
+            None is NCCL on CUDA, else gloo.
+        device: "cpu", "cuda", or a GPU by its number among those that this process sees; None is a GPU if there is one.
         seed: seeds Python, NumPy and torch equally on every rank.
         timeout_seconds: after how long a collective that a peer does not join raises.
 
     Raises:
-        ValueError: only some of torchrun's variables are set, or NCCL is asked for without CUDA.
+        ValueError: only some of torchrun's variables are set, there is no such device, or the backend has no tensors
+            there.
     """
     given = [name for name in TORCHRUN_VARIABLES if name in os.environ]
     missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
@@ -46,17 +50,15 @@ def launch_from_torch(
             f"the environment sets {', '.join(given)} but not {', '.join(missing)}: start the script with "
             "`torchrun --nproc_per_node N script.py`, or with none of these set to run alone"
         )
-    if backend == "nccl" and not torch.cuda.is_available():
-        raise ValueError(
-            "backend='nccl' needs a CUDA device and none is available: use backend='gloo' or leave it out"
-        )
-    if torch.cuda.is_available() and backend != "gloo":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        backends = "cpu:gloo,cuda:nccl"
+    if dist.is_initialized():
+        if device is not None and not is_same_device(device, default_device()):
+            raise ValueError(
+                f"device={str(device)!r}, and the process group that is there computes on {default_device()}: give it "
+                "to the call that starts the group"
+            )
     else:
-        backends = "gloo"
-    if not dist.is_initialized():
         timeout = timedelta(seconds=timeout_seconds)
+        backends = _backends(backend, _chosen_device(device, backend))
         if not missing:
             dist.init_process_group(backends, timeout=timeout)
             wait_until_all_have_connected()
@@ -69,17 +71,28 @@ def launch_from_torch(
     seed_everything(seed)
 
 
+def _chosen_device(given: torch.device | str | int | None, backend: str | None) -> torch.device:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    return choose_device(
+        given,
+        backend=backend,
+        local_rank=local_rank,
+        num_local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)),
+        shares_gpus=os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") == "1",
+    )
+
+
+def _backends(backend: str | None, device: torch.device) -> str:
+    """What carries the tensors of which device, for torch. A device that is not named is not computed on."""
+    if device.type == "cpu":
+        return f"cpu:{backend or 'gloo'}"
+    return f"cpu:gloo,{device.type}:{backend or ('nccl' if is_cuda(device) else 'gloo')}"
+
+
 def torchrun_command(num_processes: int) -> str:
     """The command line that starts this script on so many processes of this machine."""
     script = sys.argv if Path(sys.argv[0]).is_file() else ["script.py"]
     return f"torchrun --standalone --nproc_per_node {num_processes} {shlex.join(script)}"
-
-
-def default_device() -> torch.device:
-    """The device that this process computes on: its CUDA device under an NCCL group, else the CPU."""
-    if torch.cuda.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def local_store() -> dist.TCPStore:
@@ -91,7 +104,7 @@ def local_store() -> dist.TCPStore:
 def join_local_group(
     rank: int, world_size: int, *, port: int, timeout_seconds: float = 600.0
 ) -> Iterator[None]:
-    """For the block, a gloo group of processes on this machine that were started by hand.
+    """For the block, a gloo group of processes on this machine that were started by hand, which compute on its CPU.
 
     Args:
         rank, world_size: this process among them.
@@ -100,7 +113,7 @@ def join_local_group(
     """
     timeout = timedelta(seconds=timeout_seconds)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group("cpu:gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         wait_until_all_have_connected()
         yield
@@ -113,6 +126,6 @@ def wait_until_all_have_connected() -> None:
 
     A rank that failed at once would close connections that others still open, and they would report only that.
     """
-    if "gloo" in str(dist.get_backend_config()):
+    if backend_of("cpu") == "gloo":
         with naming_failures("connecting the ranks"):
             dist.all_reduce(torch.zeros(1))

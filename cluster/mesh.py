@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .device import backend_of, default_device
 from .failures import default_timeout, start_watch
-from .launch import default_device, torchrun_command, wait_until_all_have_connected
+from .launch import torchrun_command, wait_until_all_have_connected
 
 AXES = ("pp", "dp", "sp", "tp")
 # An axis that joins others: the ranks that add to the gradients of the same parameters.
@@ -80,8 +81,9 @@ def connecting_pairs_apart() -> Iterator[None]:
 def torch_mesh(device_type: str, shape: tuple[int, ...], dims: tuple[str, ...]) -> DeviceMesh:
     """A torch mesh of all ranks whose groups wait as long as the default one. Collective over the world."""
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=dims)
-    for dim in dims:
-        distributed_c10d._set_pg_timeout(default_timeout(), mesh.get_group(dim))
+    if {backend_of("cpu"), backend_of(device_type)} & {"gloo", "nccl"}:  # torch warns of others
+        for dim in dims:
+            distributed_c10d._set_pg_timeout(default_timeout(), mesh.get_group(dim))
     wait_until_all_have_connected()
     return mesh
 

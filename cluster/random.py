@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from .device import generator_of
+
 if TYPE_CHECKING:
     from .mesh import ParallelMesh
 
@@ -46,15 +48,15 @@ def seed_torch(seed: int, device: torch.device) -> None:
     `torch.manual_seed` would reseed all devices, whose generators nobody puts back, and takes 100 times as long.
     """
     torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.default_generators[_index(device)].manual_seed(seed)
+    if (own := generator_of(device)) is not None:
+        own.manual_seed(seed)
 
 
 @_not_compiled
 def torch_state(device: torch.device) -> TorchState:
-    """The states of torch's CPU generator and of a CUDA device's; waits for no device."""
-    on_device = torch.cuda.default_generators[_index(device)].get_state() if device.type == "cuda" else None
-    return torch.default_generator.get_state(), on_device
+    """The states of torch's CPU generator and of a device's, if that has one; waits for no device."""
+    own = generator_of(device)
+    return torch.default_generator.get_state(), None if own is None else own.get_state()
 
 
 @_not_compiled
@@ -62,8 +64,8 @@ def set_torch_state(state: TorchState, device: torch.device) -> None:
     """Let these generators go on from states that `torch_state` returned."""
     on_cpu, on_device = state
     torch.default_generator.set_state(on_cpu)
-    if on_device is not None:
-        torch.cuda.default_generators[_index(device)].set_state(on_device)
+    if on_device is not None and (own := generator_of(device)) is not None:
+        own.set_state(on_device)
 
 
 @contextmanager
@@ -197,7 +199,3 @@ class SplitRandom:
 def _drawn() -> int:
     """A number from torch's CPU generator."""
     return int(torch.randint(0, 2**62, (), device="cpu"))
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index

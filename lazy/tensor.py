@@ -17,6 +17,7 @@ from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..cluster.device import cuda_device
 from .replay import Call, Geometry, Read, Value, borrow, make
 
 _CONTENT = "_echelon_content"
@@ -100,8 +101,7 @@ class LazyTensor(Tensor):
 
     def cuda(self, device: torch.device | int | str | None = None, *args: Any, **kwargs: Any) -> Tensor:
         """See `to`."""
-        own = torch.cuda.current_device() if device is None else device
-        return self.to(torch.device("cuda", own) if isinstance(own, int) else torch.device(own))
+        return self.to(cuda_device(device))
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """As ever. torch itself would put a number on the meta device first, where it is lost."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
+from ..cluster.device import is_cuda, timed_event
 from .action import COMPUTES, Action, Op
 from .microbatch import map_tensors, signature
 from .simulate import Span
@@ -64,7 +65,7 @@ class Trace:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._is_cuda = is_cuda(device)
         self._start: Any = None
         self._computed: list[tuple[Action, Any, Any]] = []  # each between two seconds, or two events
 
@@ -89,11 +90,7 @@ class Trace:
         ]
 
     def _now(self) -> Any:
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return timed_event() if self._is_cuda else time.perf_counter()
 
 
 @dataclass(kw_only=True)

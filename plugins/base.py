@@ -20,8 +20,8 @@ from torch.utils.data.distributed import DistributedSampler
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.local import Adapter, LocalModel
 from ..checkpoint.optimizer import Trained
+from ..cluster.device import default_device
 from ..cluster.failures import naming_failures
-from ..cluster.launch import default_device
 from ..cluster.mesh import ParallelMesh
 from ..data.given import shard_given_loader
 from ..data.loader import ShardedLoader, sharded_loader

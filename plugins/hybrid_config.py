@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..cluster.launch import default_device
+from ..cluster.device import default_device
 from ..cluster.mesh import ParallelMesh, mesh_errors
 from ..pipeline.action import Schedule
 from ..pipeline.schedules import (

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ..checkpoint.local import Adapter, LocalModel
 from ..checkpoint.optimizer import Trained
 from ..cluster.agree import require_equal
+from ..cluster.device import is_cuda
 from ..cluster.errors import raise_errors
 from ..cluster.failures import naming_failures
 from ..cluster.mesh import ParallelMesh
@@ -234,7 +235,7 @@ class TorchDDPModel(TorchModel):
     ) -> None:
         super().__init__(module, mesh, adapters)
         has_trainable = any(parameter.requires_grad for parameter in module.parameters())
-        device_ids = [mesh.device.index] if mesh.device.type == "cuda" else None
+        device_ids = [mesh.device.index] if is_cuda(mesh.device) else None
         ddp = DistributedDataParallel(module, device_ids=device_ids, **ddp_kwargs) if has_trainable else None
         # A tuple is not registered: parameter names stay those of the model.
         self._ddp = (ddp,)

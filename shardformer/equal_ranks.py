@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from ..cluster.agree import batch_hash, differing_ranks, gather_integers
+from ..cluster.random import torch_state
 from ..lazy.replay import fingerprint
 from ..lazy.tensor import LazyTensor, content_of
 
@@ -146,8 +147,5 @@ def _drops(model: nn.Module) -> bool:
 
 
 def _random_hash(model: nn.Module) -> int:
-    states = [torch.get_rng_state()]
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return batch_hash(states)
+    return batch_hash([state for state in torch_state(device) if state is not None])

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..cluster.device import is_cuda
 from .fused_code import compile_elementwise
 from .fused_norm import fuse_norms
 from .layers.attention import (
@@ -84,7 +85,7 @@ class FusedKernels:
                 "enable_flash_attention=True, which is torch's fused attention there",
             ),
             (
-                self.jit and device.type == "cuda" and find_spec("triton") is None,
+                self.jit and is_cuda(device) and find_spec("triton") is None,
                 "enable_jit_fused=True needs the package triton on CUDA: install it (pip install triton), or leave it "
                 "out",
             ),

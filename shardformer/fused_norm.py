@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from ..cluster.device import is_cuda
 from ..pipeline.stand_ins import StandIn
 from .layers.norm import epsilon_of
 from .layers.parallel_module import ParallelModule
@@ -65,9 +66,9 @@ def fused_kernels(device: torch.device) -> tuple[str, Kernel, Kernel]:
     def of_bias(x: Tensor, bias: Tensor | None) -> Tensor:
         return x.new_zeros(x.shape[-1]) if bias is None else bias
 
-    is_cuda = device.type == "cuda"
+    on_cuda = is_cuda(device)
     # apex can be installed without its kernels, and another package has its name.
-    if is_cuda and find_spec("apex") is not None and find_spec("fused_layer_norm_cuda") is not None:
+    if on_cuda and find_spec("apex") is not None and find_spec("fused_layer_norm_cuda") is not None:
         apex = import_module("apex.normalization.fused_layer_norm")
         return (
             "apex",
@@ -78,7 +79,7 @@ def fused_kernels(device: torch.device) -> tuple[str, Kernel, Kernel]:
                 x, of_weight(x, weight), of_bias(x, bias), x.shape[-1:], epsilon
             ),
         )
-    if is_cuda and find_spec("liger_kernel") is not None:
+    if on_cuda and find_spec("liger_kernel") is not None:
         liger = import_module("liger_kernel.transformers.functional")
         return (
             "liger_kernel",

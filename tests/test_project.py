@@ -227,6 +227,34 @@ def test_few_files_beside_cluster_communicate_by_themselves() -> None:
     assert len(communicating_calls("dist.all_reduce(x)\ndist.get_rank()\ndist.batch_isend_irecv(y)")) == 2
 
 
+def device_dependent_lines(source: str) -> list[int]:
+    """The lines of a source that ask whether something is on CUDA, or use what only CUDA has."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Compare | ast.Attribute)]
+    return [
+        node.lineno
+        for node in nodes
+        if any(isinstance(each, ast.Constant) and each.value == "cuda" for each in ast.walk(node))
+        or ast.unparse(node) in ("torch.cuda", "torch.accelerator")
+        or (isinstance(node, ast.Attribute) and node.attr == "is_cuda")
+    ]
+
+
+def test_one_small_file_tells_cuda_from_other_devices() -> None:
+    own = ROOT / "cluster" / "device.py"
+    assert len(device_dependent_lines(own.read_text())) > 5 and own.read_text().count("\n") < 200
+    found = {
+        str(path.relative_to(ROOT)): lines
+        for path in package_sources()
+        if path != own and (lines := device_dependent_lines(path.read_text()))
+    }
+    # The first reads the table of a tensor's properties.
+    assert found == {
+        "shardformer/sequence/before_layers.py": found.get("shardformer/sequence/before_layers.py")
+    }
+    source = 'if x.device.type == "cuda":\n    torch.cuda.synchronize()\nx.is_cuda\nkind in ("cpu", "cuda")\nx.device'
+    assert sorted(set(device_dependent_lines(source))) == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [

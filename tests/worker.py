@@ -118,7 +118,7 @@ def _run(task: Task) -> Any:
     timeout = timedelta(seconds=task.timeout)
     store = dist.TCPStore("127.0.0.1", task.port, is_master=False, timeout=timeout)
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo",
         store=dist.PrefixStore(task.name, store),
         rank=task.rank,
         world_size=task.world_size,

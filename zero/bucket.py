@@ -28,6 +28,7 @@ from torch.nn import Parameter
 
 from ..cluster.buffers import BufferPool
 from ..cluster.collectives import Handle
+from ..cluster.device import is_cuda
 from .partition import ManagedParameter, Partition
 
 # In elements: 64 bytes of float32, 32 of a 16-bit format. Parameters and slices begin at multiples of it, so
@@ -486,5 +487,5 @@ def _view(flat: Tensor, like: Tensor, start: int) -> Tensor:
 
 def _host_copy(values: Tensor) -> Tensor:
     """The same values in new memory of the CPU, pinned where they are on CUDA."""
-    copy = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
+    copy = torch.empty_like(values, device="cpu", pin_memory=is_cuda(values.device))
     return copy.copy_(values)

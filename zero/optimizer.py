@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ..cluster.agree import require_equal, settings_hash
 from ..cluster.buffers import BufferPool
+from ..cluster.device import wait_for_stream
 from ..cluster.failures import naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..cluster.step_agreement import CHECK_EVERY, StepAgreement
@@ -37,7 +38,7 @@ from .inner_optimizer import (
 )
 from .partition import ManagedParameter, Partition
 from .precision import DynamicScaler, PrecisionConfig
-from .publish import Publisher, choose_fused_kernels, wait_for_copies
+from .publish import Publisher, choose_fused_kernels
 from .reducer import Reducer
 
 
@@ -386,7 +387,7 @@ class ShardedOptimizer(OptimizerWrapper):
             if slot.piece is not None:
                 slot.piece.grad = slot.piece_gradient if has_gradient else None
         if self._is_offloaded:
-            wait_for_copies(self._mesh.device)
+            wait_for_stream(self._mesh.device)
         with self._guard:
             self.inner.step()
 

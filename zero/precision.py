@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import torch
 
+from ..cluster.device import computes_in_bf16
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -98,7 +100,7 @@ def default_precision(device: torch.device) -> Literal["fp32", "bf16", "fp16"]:
     """The safest precision for a device: fp32 on a CPU, bf16 on a GPU that computes in it, else fp16."""
     if device.type == "cpu":
         return "fp32"
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    return "bf16" if computes_in_bf16(device) else "fp16"
 
 
 class DynamicScaler:

@@ -9,10 +9,10 @@ most kernels refuse that.
 
 [Note: copies between device and CPU] All copies of an offloaded step are made on the device's current stream, from and
 to pinned memory, without waiting. Gradients go out behind whatever reduced and scaled them, since that was given to the
-same stream or waited for by it; before the host reads any of them `wait_for_copies` waits for the stream, once for all
+same stream or waited for by it; before the host reads any of them `wait_for_stream` waits for the stream, once for all
 buckets. Parameters come in behind it: the all-gather and the next forward are given to the stream, or wait for it,
 after them. The host writes to masters while a copy to the device may still read them only in the next step, and there
-after `wait_for_copies`, or after reading the parameters, both of which are behind that copy on the stream. Loading a
+after `wait_for_stream`, or after reading the parameters, both of which are behind that copy on the stream. Loading a
 state writes to them at any time, and is followed by a copy of all masters on the same stream, so that what was torn by
 it is overwritten.
 """
@@ -150,12 +150,6 @@ class AwaitedParameters(dict[str, Parameter | None]):
     def _wait(self) -> None:
         for arrival in self._arrivals.values():
             arrival.wait()
-
-
-def wait_for_copies(device: torch.device) -> None:
-    """Have all that the device's current stream was given; see [Note: copies between device and CPU]."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 def choose_fused_kernels(optimizer: Optimizer) -> None:

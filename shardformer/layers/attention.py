@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from ...cluster.device import is_cuda
+
 # What the mask says too, and what is not about attention.
 BESIDES = frozenset(
     (
@@ -133,7 +135,7 @@ _WHOLE_STATES = ("vision-encoder-decoder", "whisper")
 
 def flash_kernel(device: torch.device) -> str:
     """Kernel of flash attention on a device, by transformers' name."""
-    return FLASH_ATTENTION_2 if device.type == "cuda" else SDPA
+    return FLASH_ATTENTION_2 if is_cuda(device) else SDPA
 
 
 def attention_errors(model: nn.Module, kernel: str, option: str) -> list[str]:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ...cluster.collectives import begin_gather, copy_to
+from ...cluster.device import is_cuda
 from .deferred_linear import OwnLinear
 from .embedding import VocabParallelLMHead1D, VocabRange
 from .forward_code import scales_alone
@@ -98,7 +99,7 @@ def chunk_length(num_tokens: int, hidden: int, width: int) -> int:
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to float32; on CUDA one kernel does, which rounds nothing in between."""
-    if total.is_cuda and a.dtype != total.dtype:
+    if is_cuda(total.device) and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     elif a.dtype == total.dtype:
         total.addmm_(a, b)

@@ -10,6 +10,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 import torch
 from torch import Tensor
 
+from ...cluster.device import is_cuda
 from .block_mask import Seen, is_hidden
 
 # B batch, N query heads, M key and value heads, Q queries, K keys, D head dim
@@ -78,7 +79,7 @@ def is_fused(q: Tensor, v: Tensor, view: View) -> bool:
         return True
     is_short = q.dtype in (torch.float16, torch.bfloat16)
     fits = q.shape[-1] <= 256 and q.shape[-1] % 8 == 0
-    return q.device.type == "cuda" and is_short and fits and not isinstance(view.seen, Tensor)
+    return is_cuda(q.device) and is_short and fits and not isinstance(view.seen, Tensor)
 
 
 def _added(view: View, dtype: torch.dtype) -> View:

@@ -18,7 +18,8 @@ SCRIPT = """
 import torch
 import torch.distributed as dist
 from echelon.cluster.coordinator import DistCoordinator
-from echelon.cluster.launch import default_device, launch_from_torch
+from echelon.cluster.device import default_device
+from echelon.cluster.launch import launch_from_torch
 
 launch_from_torch(seed=7, backend="gloo")
 coordinator = DistCoordinator()

@@ -1,0 +1,149 @@
+"""The device of this process, and what depends on its kind. Only this file tells CUDA from others.
+
+A process computes on one device, with that one's generator, and in its current stream. `launch.py` chooses it; all else
+asks the mesh for it (`ParallelMesh.device`), or a tensor. What a device has not, a CPU for example, costs nothing here.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def default_device() -> torch.device:
+    """The device that this process computes on: its current accelerator, where the default group has a backend for it.
+
+    So a group of "cpu:gloo" alone keeps a process on the CPU of a machine with GPUs. Without a group it is the CPU.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or not dist.is_initialized() or backend_of(found.type) is None:
+        return torch.device("cpu")
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def choose_device(
+    given: torch.device | str | int | None,
+    *,
+    backend: str | None,
+    local_rank: int,
+    num_local_ranks: int,
+    shares_gpus: bool,
+) -> torch.device:
+    """Make a device the current one of this process, and return it.
+
+    By itself it is the GPU of the local rank among those that this process sees, or the only one that it sees, as
+    under Slurm's --gpus-per-task. Where there are more ranks than GPUs, they take them in turn.
+
+    Args:
+        given: what was asked for: a kind, or a kind and a number among those that this process sees. None is a GPU
+            where there is one, whatever the backend.
+        backend: of the device, if it was given.
+        local_rank, num_local_ranks: this process among those of its machine.
+        shares_gpus: several ranks may have one GPU, though NCCL refuses that by default.
+
+    Raises:
+        ValueError: there is no such device, the backend has no tensors there, or NCCL would find two ranks on one GPU.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    count = 0 if found is None else torch.accelerator.device_count()
+    kind = "cpu" if found is None else found.type
+    device = torch.device(kind) if given is None else _asked_for(given)
+    if backend == "nccl" and not is_cuda(device):
+        raise ValueError(
+            f"backend='nccl' needs a CUDA device and the device is {device}: use backend='gloo' or leave it out"
+            + ("" if found is None else ", or leave out device=")
+        )
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if found is None or device.type != found.type or (device.index or 0) >= count:
+        seen = "no GPU" if found is None else f"{count} of {found.type}, numbered from 0"
+        raise ValueError(
+            f"device={str(device)!r} is not there, this process sees {seen}: use one of those, device='cpu', or leave "
+            "it out; CUDA_VISIBLE_DEVICES says what each process sees"
+        )
+    if device.index is None:
+        is_shared = 1 < count < num_local_ranks  # a process that sees one may have it for itself
+        if is_shared and is_cuda(device) and backend in (None, "nccl") and not shares_gpus:
+            raise ValueError(
+                f"{num_local_ranks} processes of this machine see {count} GPUs, and NCCL takes one rank for each: "
+                f"start {count} processes, or use backend='gloo'"
+            )
+        device = torch.device(device.type, local_rank % count)
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def _asked_for(given: torch.device | str | int) -> torch.device:
+    return torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+
+
+def is_same_device(given: torch.device | str | int, own: torch.device) -> bool:
+    """Return True where a device is the one that was asked for, by its kind or by its number too."""
+    asked = _asked_for(given)
+    return asked.type == own.type and asked.index in (None, own.index)
+
+
+def is_cuda_built() -> bool:
+    """Return True where torch was built for CUDA, whether or not there is a GPU."""
+    return torch.backends.cuda.is_built()
+
+
+def cuda_has_begun() -> bool:
+    """Return True where CUDA has read the environment of this process, so that variables come too late."""
+    return torch.cuda.is_initialized()
+
+
+def orders_launches() -> bool:
+    """Return True where NCCL can keep an order of launches without running one kernel after another: CUDA 12.3."""
+    version: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]  # only where built for CUDA
+    return version >= 12030
+
+
+def backend_of(kind: str, group: dist.ProcessGroup | None = None) -> str | None:
+    """The name of the backend that carries tensors of a kind of device in a group; None where there is none."""
+    pairs = (pair.partition(":") for pair in str(dist.get_backend_config(group)).split(","))
+    return {device: backend for device, _, backend in pairs}.get(kind)
+
+
+def is_cuda(device: torch.device) -> bool:
+    """Return True for a CUDA device."""
+    return device.type == "cuda"
+
+
+def cuda_device(device: torch.device | int | str | None = None) -> torch.device:
+    """The CUDA device that is meant; None is the current one."""
+    own = torch.cuda.current_device() if device is None else device
+    return torch.device("cuda", own) if isinstance(own, int) else torch.device(own)
+
+
+def generator_of(device: torch.device) -> torch.Generator | None:
+    """The default generator of a device; None where that has none beside torch's CPU generator."""
+    if not is_cuda(device):
+        return None
+    return torch.cuda.default_generators[
+        torch.cuda.current_device() if device.index is None else device.index
+    ]
+
+
+def wait_for_stream(device: torch.device) -> None:
+    """Wait until all is done that the device's current stream was given: copies to the CPU, for example."""
+    if is_cuda(device):
+        torch.cuda.current_stream(device).synchronize()
+
+
+def timed_event() -> Any:
+    """Note the time of the device when its current stream comes to this point; of CUDA alone."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """Give back to the device what torch keeps of freed tensors; it waits for the device."""
+    if is_cuda(device):
+        torch.cuda.empty_cache()
+
+
+def computes_in_bf16(device: torch.device) -> bool:
+    """Return True for a device with kernels in bfloat16."""
+    return not is_cuda(device) or torch.cuda.is_bf16_supported(including_emulation=False)

@@ -1,0 +1,173 @@
+"""The device that a process takes of those that it sees. There is no GPU here: torch is made to see some."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from echelon.cluster import launch
+from echelon.cluster.device import choose_device, default_device
+from echelon.cluster.heartbeats import default_timeout
+from echelon.cluster.launch import TORCHRUN_VARIABLES, launch_from_torch
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """What torch reports of GPUs: how many there are, and the current one."""
+    state = {"count": 4, "current": 0}
+
+    def current(check_available: bool = False) -> torch.device | None:
+        return torch.device("cuda") if state["count"] else None
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: state["count"])
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: state["current"])
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: state.update(current=index))
+    return state
+
+
+def chosen(
+    given: str | int | None = None, backend: str | None = None, local: tuple[int, int] = (0, 1)
+) -> str:
+    rank, count = local
+    return str(
+        choose_device(given, backend=backend, local_rank=rank, num_local_ranks=count, shares_gpus=False)
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "local", "given", "backend", "device"),
+    [
+        (4, (2, 4), None, None, "cuda:2"),
+        (4, (2, 4), None, "nccl", "cuda:2"),
+        (4, (2, 4), None, "gloo", "cuda:2"),
+        (4, (2, 4), "cuda", "fake", "cuda:2"),
+        (1, (3, 4), None, "nccl", "cuda:0"),  # one GPU for each process, as under Slurm
+        (2, (3, 4), None, "gloo", "cuda:1"),
+        (4, (2, 4), "cuda:3", None, "cuda:3"),
+        (4, (2, 4), 1, None, "cuda:1"),
+        (4, (2, 4), "cpu", None, "cpu"),
+        (4, (2, 4), "cpu", "gloo", "cpu"),
+        (0, (2, 4), None, None, "cpu"),
+    ],
+)
+def test_a_process_takes_a_device_that_it_sees(
+    gpus: dict[str, int],
+    count: int,
+    local: tuple[int, int],
+    given: str | int | None,
+    backend: str | None,
+    device: str,
+) -> None:
+    gpus["count"] = count
+    assert chosen(given, backend, local) == device
+    assert device == "cpu" or gpus["current"] == torch.device(device).index
+
+
+@pytest.mark.parametrize(
+    ("count", "local", "given", "backend", "message"),
+    [
+        (
+            4,
+            (0, 1),
+            "cuda:4",
+            None,
+            "device='cuda:4' is not there, this process sees 4 of cuda, numbered from 0",
+        ),
+        (
+            0,
+            (0, 1),
+            "cuda",
+            None,
+            "device='cuda' is not there, this process sees no GPU: .*CUDA_VISIBLE_DEVICES",
+        ),
+        (
+            4,
+            (0, 1),
+            "cpu",
+            "nccl",
+            "backend='nccl' needs a CUDA device and the device is cpu: .*leave out device=",
+        ),
+        (
+            0,
+            (0, 1),
+            None,
+            "nccl",
+            "backend='nccl' needs a CUDA device and the device is cpu: .*or leave it out$",
+        ),
+        (
+            2,
+            (0, 4),
+            None,
+            None,
+            "4 processes of this machine see 2 GPUs, .*: start 2 processes, or use backend='gl",
+        ),
+        (2, (1, 3), "cuda", "nccl", "3 processes of this machine see 2 GPUs"),
+    ],
+)
+def test_a_choice_that_contradicts_itself_is_refused(
+    gpus: dict[str, int],
+    count: int,
+    local: tuple[int, int],
+    given: str | None,
+    backend: str | None,
+    message: str,
+) -> None:
+    gpus["count"] = count
+    with pytest.raises(ValueError, match=message):
+        chosen(given, backend, local)
+
+
+def test_several_ranks_take_one_gpu_where_nccl_was_told_to(gpus: dict[str, int]) -> None:
+    gpus["count"] = 2
+    device = choose_device(None, backend="nccl", local_rank=3, num_local_ranks=4, shares_gpus=True)
+    assert str(device) == "cuda:1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "backends", "device"),
+    [
+        ({}, "cpu:gloo,cuda:nccl", "cuda:0"),
+        ({"backend": "nccl", "device": 3}, "cpu:gloo,cuda:nccl", "cuda:3"),
+        ({"backend": "gloo"}, "cpu:gloo,cuda:gloo", "cuda:0"),
+        ({"backend": "staged", "device": "cuda:1"}, "cpu:gloo,cuda:staged", "cuda:1"),
+        ({"device": "cpu"}, "cpu:gloo", "cpu"),
+    ],
+)
+def test_what_is_launched_computes_on_the_device_whatever_the_backend(
+    gpus: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: dict[str, str | int],
+    backends: str,
+    device: str,
+) -> None:
+    for name in TORCHRUN_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    started: list[str] = []
+
+    def start(backend: str, **_: object) -> None:
+        started.append(backend)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "init_process_group", start)
+        patch.setattr(launch, "seed_everything", lambda seed: None)
+        launch_from_torch(**arguments)  # type: ignore[arg-type]
+        assert started == [backends]
+        patch.setattr(dist, "is_initialized", lambda: True)
+        patch.setattr(dist, "get_backend_config", lambda group=None: backends)
+        assert str(default_device()) == device
+        if device != "cpu":
+            with pytest.raises(
+                ValueError, match=f"device='cpu', and the process group .* on {device}: give it to"
+            ):
+                launch_from_torch(device="cpu")
+
+
+def test_a_backend_without_a_timeout_has_that_of_torch() -> None:
+    from torch.testing._internal.distributed import fake_pg  # registers the backend "fake"
+
+    assert fake_pg
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert default_timeout() == dist.distributed_c10d.default_pg_timeout
+    finally:
+        dist.destroy_process_group()
