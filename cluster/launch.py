@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .device import backend_of, choose_device, default_device, is_cuda, is_same_device
+from .environment import prepare_environment
 from .failures import naming_failures, start_watch
 from .random import seed_everything
 
@@ -29,7 +30,8 @@ def launch_from_torch(
     """Start the default process group from torchrun's variables, or alone under a plain `python script.py`.
 
     Each process computes on the GPU of its LOCAL_RANK, or on the only one that it sees, whatever the backend; without a
-    GPU on the CPU. NCCL carries tensors of CUDA and gloo those of the CPU. Calling it again does nothing but seed.
+    GPU on the CPU. NCCL carries tensors of CUDA and gloo those of the CPU. Variables of the environment are set or
+    warned of as in `environment.py`. Calling it again does nothing but seed.
 
     Args:
         backend: "nccl", "gloo", or one that was registered with torch, which then carries the tensors of the device;
@@ -57,6 +59,7 @@ def launch_from_torch(
                 "to the call that starts the group"
             )
     else:
+        prepare_environment(os.environ)
         timeout = timedelta(seconds=timeout_seconds)
         backends = _backends(backend, _chosen_device(device, backend))
         if not missing:
