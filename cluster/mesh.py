@@ -1,8 +1,9 @@
 """The mesh of processes: which ranks share which axis. What they exchange is collectives.py."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
 from typing import Any
@@ -22,6 +23,48 @@ JOINED = {"data": ("dp", "sp")}
 # Axes of so many neighbours of "data" each. A placement may name one: ZeRO then has the rest of "data" for replicas.
 PARTS_OF_DATA = ("wp",)
 _PATIENCE = timedelta(hours=6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupUse:
+    """What a kind of group is for. NCCL is set up by it, where it carries the device's tensors; others have no options.
+
+    Attributes:
+        on_cpus: ranks also agree in it, by integers of their CPUs. Without, the group has no gloo, its connections and
+            threads.
+        is_urgent: computation waits for it at once, so its kernels go before others.
+        max_ctas: the most thread blocks of a kernel; None is NCCL's choice.
+    """
+
+    on_cpus: bool = False
+    is_urgent: bool = False
+    max_ctas: int | None = None
+
+
+# [Note: groups of NCCL] Receives that are posted ahead stay on the GPU until their sender comes, up to four at a time,
+# and would keep as many multiprocessors from computing as NCCL gives them.
+CHANNEL, PART = "channel", "part"
+GROUPS = {
+    "tp": GroupUse(on_cpus=True, is_urgent=True),
+    "sp": GroupUse(on_cpus=True, is_urgent=True),
+    "pp": GroupUse(on_cpus=True),
+    "dp": GroupUse(on_cpus=True),
+    "data": GroupUse(on_cpus=True),
+    "wp": GroupUse(),
+    CHANNEL: GroupUse(is_urgent=True, max_ctas=4),  # between the stages of a pipeline
+    PART: GroupUse(),  # some ranks of an axis: rings, replicas of a weight
+}
+
+
+def nccl_options(use: GroupUse, device_type: str) -> tuple[str | None, Any] | None:
+    """Backend and options of a new group, for torch; None where no NCCL carries the tensors of this kind of device."""
+    if backend_of(device_type) != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=use.is_urgent)
+    options._timeout = default_timeout()  # private to torch, which warns where it differs from the group's
+    if use.max_ctas is not None:
+        options.config.min_ctas, options.config.max_ctas = 1, use.max_ctas
+    return None if use.on_cpus else "nccl", options
 
 
 def mesh_errors(
@@ -78,9 +121,26 @@ def connecting_pairs_apart() -> Iterator[None]:
         default.bound_device_id = bound
 
 
-def torch_mesh(device_type: str, shape: tuple[int, ...], dims: tuple[str, ...]) -> DeviceMesh:
-    """A torch mesh of all ranks whose groups wait as long as the default one. Collective over the world."""
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=dims)
+def torch_mesh(
+    device_type: str,
+    shape: tuple[int, ...],
+    dims: tuple[str, ...],
+    uses: Mapping[str, GroupUse] | None = None,
+) -> DeviceMesh:
+    """A torch mesh of all ranks whose groups wait as long as the default one. Collective over the world.
+
+    A dim of all ranks is the default group, unless it is urgent.
+    """
+    given = {
+        dim: uses[dim]
+        for dim, size in zip(dims, shape, strict=True)
+        if uses is not None and (size < prod(shape) or (size > 1 and uses[dim].is_urgent))
+    }
+    options: dict[Any, Any] = {}
+    for dim, use in given.items():
+        if (found := nccl_options(use, device_type)) is not None:
+            options[dim] = found
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=dims, backend_override=options or None)
     if {backend_of("cpu"), backend_of(device_type)} & {"gloo", "nccl"}:  # torch warns of others
         for dim in dims:
             distributed_c10d._set_pg_timeout(default_timeout(), mesh.get_group(dim))
@@ -112,7 +172,7 @@ class ParallelMesh:
             raise ValueError("; ".join(errors))
         start_watch()
         self.device = default_device()
-        self._mesh = torch_mesh(self.device.type, (pp, world_size // (pp * sp * tp), sp, tp), AXES)
+        self._mesh = torch_mesh(self.device.type, (pp, world_size // (pp * sp * tp), sp, tp), AXES, GROUPS)
         self._lines = {axis: self._along(axis) for axis in AXES}
         self._lines |= {axis: self._along(*joined) for axis, joined in JOINED.items()}
         for axis, size in zip(PARTS_OF_DATA, (wp,), strict=True):
@@ -125,7 +185,7 @@ class ParallelMesh:
         for axis in (*JOINED, *PARTS_OF_DATA):
             # Of its own also where it is all of "data": its traffic is counted apart.
             if self.size(axis) > 1 and self._simplest(axis) == axis:
-                self._groups[axis, 0] = self._new_group(axis, [range(self.size(axis))])
+                self._groups[axis, 0] = self._new_group(axis, [range(self.size(axis))], use=GROUPS[axis])
         self._side_group: dist.ProcessGroup | None = None
 
     @property
@@ -203,7 +263,9 @@ class ParallelMesh:
         for number in range(1, count + 1):
             if ("pp", number) not in self._groups:
                 with connecting_pairs_apart():
-                    self._groups["pp", number] = self._new_group("pp", [range(self.size("pp"))])
+                    self._groups["pp", number] = self._new_group(
+                        "pp", [range(self.size("pp"))], use=GROUPS[CHANNEL]
+                    )
         groups = [self._groups["pp", number] for number in range(1, count + 1)]
         return [group for group in groups if group is not None]
 
@@ -221,7 +283,7 @@ class ParallelMesh:
         """
         key = (self._simplest(axis), tuple(tuple(part) for part in parts))
         if key not in self._groups:
-            self._groups[key] = self._new_group(*key)
+            self._groups[key] = self._new_group(*key, use=GROUPS[PART])
         return self._groups[key]
 
     def _along(self, *axes: str) -> Tensor:
@@ -235,11 +297,14 @@ class ParallelMesh:
         large = [each for each in JOINED.get(axis, ()) if self.size(each) > 1]
         return axis if axis not in JOINED or len(large) > 1 else (large or JOINED[axis])[0]
 
-    def _new_group(self, axis: str, parts: Sequence[Iterable[int]]) -> dist.ProcessGroup | None:
-        mine = None
+    def _new_group(
+        self, axis: str, parts: Sequence[Iterable[int]], *, use: GroupUse
+    ) -> dist.ProcessGroup | None:
+        mine, timeout = None, default_timeout()
         for line, part in itertools.product(self._lines[axis].tolist(), parts):
             ranks = [line[coordinate] for coordinate in part]
-            group = dist.new_group(ranks, timeout=default_timeout())
+            backend, options = nccl_options(use, self.device.type) or (None, None)
+            group = dist.new_group(ranks, timeout=timeout, backend=backend, pg_options=options)
             if self.global_rank in ranks:
                 mine = group
         wait_until_all_have_connected()

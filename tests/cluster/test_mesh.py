@@ -1,13 +1,16 @@
 """The mesh: coordinates, groups and what is said about sizes that do not fit."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend "fake"
 
 from echelon.cluster import mesh as mesh_module
 from echelon.cluster.agree import broadcast_object
@@ -101,6 +104,65 @@ def groups_beside_a_bound_device() -> tuple[list[object], object]:
 
 def test_groups_of_a_pipeline_are_bound_to_no_device_and_so_connect_by_pairs(pool: Pool) -> None:
     assert pool.run(2, groups_beside_a_bound_device) == [([None, None], torch.device("cuda", 0))] * 2
+
+
+class Options:
+    """NCCL's, of which this build of torch has none."""
+
+    def __init__(self, is_high_priority_stream: bool) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(min_ctas=None, max_ctas=None)
+        self._timeout: timedelta | None = None
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[list[int], str | None, bool, int | None]]]:
+    """Ranks, backend, priority and thread blocks of each group that rank 0 of 8 makes, as if NCCL carried tensors."""
+    groups: list[tuple[list[int], str | None, bool, int | None]] = []
+    new_group = dist.new_group
+
+    def recorded(
+        ranks: list[int], timeout: timedelta, backend: str | None, pg_options: Options, **_: Any
+    ) -> Any:
+        assert timeout == pg_options._timeout == dist.distributed_c10d.default_pg_timeout
+        if 0 in ranks:
+            groups.append((ranks, backend, pg_options.is_high_priority_stream, pg_options.config.max_ctas))
+        return new_group(ranks)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    monkeypatch.setattr(dist, "new_group", recorded)
+    monkeypatch.setattr("torch.distributed.device_mesh.new_group", recorded)
+    monkeypatch.setattr(mesh_module, "backend_of", lambda device: "nccl")
+    for name in ("start_watch", "wait_until_all_have_connected"):
+        monkeypatch.setattr(mesh_module, name, lambda: None)
+    monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda timeout, group: None)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=8)
+    yield groups
+    dist.destroy_process_group()
+
+
+def test_groups_of_nccl_have_gloo_where_cpus_agree_in_them_and_few_thread_blocks_between_stages(
+    made: list[tuple[list[int], str | None, bool, int | None]],
+) -> None:
+    mesh = ParallelMesh(pp=2, dp=2, tp=2, wp=2)
+    axes = {"pp": [0, 4], "dp": [0, 2], "sp": [0], "tp": [0, 1]}
+    assert made[:4] == [(ranks, None, axis in ("sp", "tp"), None) for axis, ranks in axes.items()]
+    assert made[4:] == [([0, 2], "nccl", False, None)]  # wp
+    made.clear()
+    mesh.pipeline_groups(1)
+    mesh.subgroup("dp", [(0,), (1,)])
+    assert made == [([0, 4], "nccl", True, 4), ([0], "nccl", False, None)]
+    made.clear()
+    ParallelMesh(dp=4, sp=2, wp=2)
+    assert [each[:2] for each in made if len(each[0]) > 1][2:] == [([*range(8)], None), ([0, 1], "nccl")]
+
+
+def test_an_axis_of_all_ranks_is_the_default_group_of_nccl_unless_computation_waits_for_it(
+    made: list[tuple[list[int], str | None, bool, int | None]],
+) -> None:
+    world = dist.group.WORLD
+    assert ParallelMesh(dp=8).group("dp") is world and ParallelMesh(tp=8).group("tp") is not world
+    assert [each for each in made if len(each[0]) == 8] == [([*range(8)], None, True, None)]
 
 
 @pytest.mark.parametrize(
