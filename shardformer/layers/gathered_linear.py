@@ -173,14 +173,15 @@ class Use(NamedTuple):
 class PrefetchOrder:
     """Prefetch order recorded from previous iterations: the use that has always followed another in the same pass.
 
-    A forward and a backward are passes; nothing is prefetched beyond their ends. What was prefetched wrongly once never
-    is again, so that a model whose path changes costs no more than that. Equal uses in an equal order prefetch the same
-    on every rank.
+    The forward and the backward of a microbatch are passes; nothing is prefetched beyond their ends, since behind the
+    last one the optimizer writes to what would be in flight. What was prefetched wrongly once never is again, so that a
+    model whose path changes costs no more than that. Equal uses in an equal order prefetch the same on every rank.
     """
 
     def __init__(self) -> None:
         self._after: dict[Use, Use | None] = {}
         self._last: Use | None = None
+        self._pass: set[Use] = set()  # the uses since it began; one that comes again begins the next
 
     def after(self, use: Use) -> Use | None:
         """The use that will follow; None where that is not known."""
@@ -189,10 +190,13 @@ class PrefetchOrder:
     def note(self, use: Use) -> None:
         """Record a use."""
         if self._last is not None:
-            is_one_pass = (use.kind == "forward") == (self._last.kind == "forward")
+            is_one_pass = (use.kind == "forward") == (self._last.kind == "forward") and use not in self._pass
             follows = use if is_one_pass else None
             if self._after.setdefault(self._last, follows) != follows:
                 self._after[self._last] = None
+            if not is_one_pass:
+                self._pass.clear()
+        self._pass.add(use)
         self._last = use
 
 

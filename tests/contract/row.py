@@ -13,6 +13,8 @@ from echelon.verify.layout import Layout, Training
 from echelon.verify.models import ModelChoice
 from echelon.verify.parity import Report, parity
 
+from ..late_completion import late_completion
+
 PLAIN = Training()
 
 
@@ -26,7 +28,7 @@ class ParityRow:
         batch: makes the batches, like `make_batch`.
         within: a context for the run, on every rank.
         exact: how far loss and gradients of the first step may be off, in units of the largest; None is as usual.
-        quick: part of `make test`.
+        quick: part of `make test`; all communication completes late there, see late_completion.py.
         marks: further marks of the test.
     """
 
@@ -51,7 +53,8 @@ class ParityRow:
 
     def run(self) -> Report:
         """Compare. Collective over the world."""
-        with self.within(), patch("echelon.verify.parity.make_batch", self.batch):
+        late = late_completion() if self.quick else nullcontext()
+        with late, self.within(), patch("echelon.verify.parity.make_batch", self.batch):
             return parity(self.choice, self.layout, training=self.training, num_steps=self.num_steps)
 
 

@@ -1,0 +1,94 @@
+"""Faults that gloo hides, since it is done early: no wait for what is in flight, or a write to it."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from echelon.cluster import ring
+from echelon.cluster.collectives import begin_all_reduce
+from echelon.pipeline.action import Action, Op
+from echelon.verify.layout import Layout
+from echelon.verify.models import ModelChoice
+from echelon.verify.parity import parity
+
+from ...late_completion import late_completion
+from ..mutations import around, fault
+
+LLAMA = ModelChoice(model_type="llama", num_layers=2)
+
+
+def departs(layout: Layout) -> str | None:
+    """What departs under a layout where everything completes late."""
+    with late_completion():
+        return parity(LLAMA, layout, num_steps=1).departure
+
+
+def without_waiting(finish: Callable[[Any], None]) -> Callable[[Any], None]:
+    """An average is taken as it is."""
+
+    def finished(self: Any) -> None:
+        if self._in_flight is not None:
+            in_transit, work = self._in_flight
+            self._in_flight = in_transit, replace(work, handle=None)
+        finish(self)
+
+    return finished
+
+
+def zeroed_behind(send: Callable[..., None]) -> Callable[..., None]:
+    """The memory of gradients is used again as soon as they are sent."""
+
+    def sent(self: Any, action: Action, tensors: Iterable[Tensor]) -> None:
+        send(self, action, tensors)
+        if action.op is Op.SEND_BACKWARD:
+            for tensor in tensors:
+                tensor.zero_()
+
+    return sent
+
+
+def zeroed_on_the_way_home(make: Callable[..., None]) -> Callable[..., None]:
+    """What goes round a ring is overwritten while the next rank receives it."""
+
+    def made(self: Any, x: Tensor, *args: Any, tag: int) -> None:
+        make(self, x, *args, tag=tag)
+        if tag == ring._HOMEWARD:
+            x.zero_()
+
+    return made
+
+
+FAULTS = {
+    "nobody waits for the sums of a layer": fault(
+        "cluster.collectives:all_reduce",
+        lambda x, group: begin_all_reduce(x, group).tensor,
+        check=departs,
+        args=(Layout(tp=2),),
+        notice="^step 1: loss ",
+        quick=True,
+    ),
+    "nobody waits for the average of a bucket": fault(
+        "zero.bucket:Bucket.finish_reduction",
+        around(without_waiting),
+        check=departs,
+        args=(Layout(dp=2, zero=1),),
+        notice="^step 1: ",
+    ),
+    "gradients are overwritten while they are sent to the stage before": fault(
+        "pipeline.transport:Transport.send_gradients",
+        around(zeroed_behind),
+        check=departs,
+        args=(Layout(pp=2),),
+        notice="^AssertionError: an input of send at pipeline/transport.py",
+        quick=True,
+    ),
+    "gradients are overwritten while they travel round a ring": fault(
+        "cluster.ring:Shift.__init__",
+        around(zeroed_on_the_way_home),
+        check=departs,
+        args=(Layout(sp=2, sequence="ring_attn"),),
+        notice="^AssertionError: an input of send at cluster/ring.py",
+    ),
+}
