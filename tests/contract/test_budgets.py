@@ -1,0 +1,204 @@
+"""What a warm step communicates and reads on the host is what docs/cuda.md says, for a small Llama on every rank."""
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from echelon import Booster, HybridParallelPlugin
+from echelon.verify.layout import Layout
+
+from ..pool import Pool
+
+PAGE = (Path(__file__).parents[2] / "docs" / "cuda.md").read_text()
+COMPARED = 3  # the first calls, which compare by messages between CPUs
+MICROBATCHES, SAMPLES, LENGTH, HIDDEN = 3, 2, 32, 64
+LAYOUTS = (
+    Layout(tp=2, pp=2),
+    Layout(pp=2, dp=2, zero=1),
+    Layout(tp=2, dp=2, zero=2),
+    Layout(dp=4, zero=1),
+    Layout(tp=4, sequence="split_gather"),
+    Layout(sp=2, sequence="ring_attn"),
+    Layout(sp=2, sequence="all_to_all"),
+    Layout(dp=2, wp=2),
+)
+# Reads of what is on the host on a GPU machine too, by file and function, with the reason.
+ON_THE_HOST = {
+    ("cluster/random.py", "_drawn"): "a number of the CPU's generator",
+    ("cluster/agree.py", "_extend"): "a batch as the dataloader gives it; on a device it is hashed there",
+    ("layers/parallel_module.py", "require_all"): "of CPU tensors alone, else an assertion on the device",
+}
+
+Places = Counter[tuple[str, str]]  # by file and function
+
+
+class Measured(NamedTuple):
+    """One rank's warm step: calls and bytes by axis and kind, host reads, and the terms of the formulas."""
+
+    traffic: dict[tuple[str, str], tuple[int, int]]
+    reads: Places
+    terms: dict[str, Any]
+
+
+class HostReads(TorchDispatchMode):
+    """Counts where numbers are read from tensors; what dispatches nothing on CPUs is counted by `host_reads`."""
+
+    NAMES = (
+        "aten::_local_scalar_dense",
+        "aten::is_nonzero",
+        "aten::equal",
+        "aten::nonzero",
+        "aten::masked_select",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: Places = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        chooses = func._schema.name == "aten::index" and any(
+            each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1]
+        )
+        if chooses or func._schema.name in self.NAMES:
+            self.note()
+        return func(*args, **(kwargs or {}))
+
+    def note(self) -> None:
+        """Count a read for the innermost function outside of torch, but not those of the optimizer's own counters."""
+        frame = sys._getframe(1)
+        while "/torch/" in (file := frame.f_code.co_filename) or file == __file__:
+            if "/torch/optim/" in file:  # of steps: on the CPU, or read by kernels on the device
+                return
+            assert frame.f_back is not None
+            frame = frame.f_back
+        place = "/".join(file.split("/")[-2:]), frame.f_code.co_name
+        if place not in ON_THE_HOST:
+            self.places[place] += 1
+
+
+@contextmanager
+def host_reads() -> Iterator[Places]:
+    """Count host reads by place."""
+    reads = HostReads()
+
+    def noting(name: str) -> Any:
+        original = getattr(torch.Tensor, name)
+
+        def noted(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            reads.note()
+            return original(self, *args, **kwargs)
+
+        return noted
+
+    with ExitStack() as stack:
+        for name in ("tolist", "numpy", "cpu"):
+            stack.enter_context(patch.object(torch.Tensor, name, noting(name)))
+        stack.enter_context(reads)
+        yield reads.places
+
+
+def measure_warm_step(layout: Layout) -> Measured:
+    """On one rank of the pool."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=HIDDEN, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4
+    )
+    plugin = HybridParallelPlugin(**layout.arguments)
+    booster, model = Booster(plugin=plugin), LlamaForCausalLM(config)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+    for step in range(COMPARED + 1):
+        generator = torch.Generator().manual_seed(10 * step + plugin.data_rank[0])
+        ids = torch.randint(128, (MICROBATCHES * SAMPLES, LENGTH), generator=generator)
+        with plugin.ledger(optimizer) as ledger, host_reads() as reads:
+            booster.execute_pipeline(iter([{"input_ids": ids, "labels": ids}]), boosted, optimizer=optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for (axis, kind), count in ledger.traffic.items():
+        _add(found, axis, kind.removeprefix("small "), count.calls, count.nbytes)
+    return Measured(found, reads, terms_of(layout, dict(boosted.named_parameters()), plugin.mesh.rank("pp")))
+
+
+def terms_of(layout: Layout, parameters: dict[str, torch.Tensor], stage: int) -> dict[str, Any]:
+    """The terms of docs/cuda.md on a rank."""
+    sharded = [each.numel() for name, each in parameters.items() if layout.wp > 1 and "_proj" in name]
+    return {
+        **{axis: getattr(layout, axis) for axis in ("tp", "pp", "dp", "sp", "wp", "zero")},
+        **{mode: layout.sequence == mode for mode in ("split_gather", "ring_attn", "all_to_all")},
+        **dict(m=MICROBATCHES, b=SAMPLES, S=LENGTH, H=HIDDEN, w=2, x=2 * SAMPLES * LENGTH * HIDDEN),
+        **dict(
+            first=stage == 0,
+            last=stage == layout.pp - 1,
+            n=1,
+            d=layout.dp * layout.sp,
+            B=1,
+            P=len(parameters),
+        ),
+        "L": sum("input_layernorm" in name for name in parameters),
+        "Ψ": sum(each.numel() for each in parameters.values()) - sum(sharded),
+        "W": sum(sharded) * layout.wp,
+    }
+
+
+def table(heading: str) -> list[list[str]]:
+    """The rows of a section's table."""
+    (section,) = re.findall(rf"^## {heading}$(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip().strip("`") for cell in row] for row in rows[2:]]
+
+
+def value(formula: str, terms: dict[str, Any]) -> Any:
+    """Of a formula of the page."""
+    return eval(formula.replace("·", "*").replace("−", "-"), {}, terms)
+
+
+def budget(terms: dict[str, Any]) -> tuple[dict[tuple[str, str], tuple[int, int]], Places]:
+    """What the page says of a rank: calls and bytes, and host reads."""
+    wide = [axis for axis in ("tp", "pp", "dp", "sp") if terms[axis] > 1]
+    names = {"data": "dp" if terms["dp"] > 1 else "sp", "world": wide[0] if len(wide) == 1 else "world"}
+    traffic: dict[tuple[str, str], tuple[int, int]] = {}
+    for axis, kind, where, _, calls, nbytes in table("What a step communicates"):
+        if value(where, terms):
+            _add(traffic, names.get(axis, axis), kind, value(calls, terms), value(nbytes, terms))
+    reads = {
+        (file, function): value(count, terms)
+        for file, function, count, _ in table("What a step reads on the host")
+    }
+    return traffic, Counter(reads)
+
+
+def own(reads: Places) -> Places:
+    """Those of Echelon."""
+    return Counter(
+        {place: count for place, count in reads.items() if not place[0].startswith("transformers/")}
+    )
+
+
+def _add(
+    traffic: dict[tuple[str, str], tuple[int, int]], axis: str, kind: str, calls: int, nbytes: int
+) -> None:
+    before = traffic.get((axis, kind), (0, 0))
+    traffic[axis, kind] = before[0] + calls, before[1] + nbytes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_warm_step_costs_what_the_page_says(pool: Pool, layout: Layout) -> None:
+    layout = Layout(**{**vars(layout), "precision": "bf16", "microbatches": MICROBATCHES})
+    for rank, measured in enumerate(pool.run(layout.world_size, measure_warm_step, layout)):
+        traffic, reads = budget(measured.terms)
+        assert measured.traffic == traffic, f"rank {rank}"
+        assert own(measured.reads) == own(reads), f"rank {rank}"
+        # Of transformers at most: older releases read less.
+        assert sum((measured.reads - own(measured.reads)).values()) <= sum((reads - own(reads)).values()), (
+            f"rank {rank}"
+        )
