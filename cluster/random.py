@@ -151,18 +151,18 @@ class SplitRandom:
     `enter` leaves the default generators with a state that differs on every rank of the axis, `leave` puts
     the common state back, one draw further. The split state is derived from the common CPU generator and
     the rank alone, so whatever restores that generator (activation checkpointing does) reproduces the
-    region's random numbers too. Nothing communicates.
+    region's random numbers too. Nothing communicates. The device is that of each call: a model may move to another.
     """
 
-    def __init__(self, rank: int, device: torch.device) -> None:
+    def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._device = device
+        self._device = torch.device("cpu")
         # One slot and not a stack: regions do not nest, and recomputation may stop between enter and leave.
         self._common: TorchState | None = None
 
-    def enter(self) -> None:
-        """Switch to this rank's own state."""
-        drawn = _drawn()
+    def enter(self, device: torch.device) -> None:
+        """Switch to this rank's own state, of the CPU's generator and that of the device which computes the region."""
+        drawn, self._device = _drawn(), device
         self._common = torch_state(self._device)
         seed_torch(split_seed(drawn, self._rank), self._device)
 
@@ -176,15 +176,15 @@ class SplitRandom:
     def around(self, module: nn.Module) -> None:
         """Let what a module draws while it trains differ from rank to rank, by hooks."""
 
-        def enter(module: nn.Module, args: tuple) -> None:
+        def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             if module.training:
-                self.enter()
+                self.enter(device_of_call(args, kwargs))
 
         def leave(module: nn.Module, args: tuple, output: Any) -> None:
             if module.training:
                 self.leave()
 
-        module.register_forward_pre_hook(enter)
+        module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave)
 
     def exchange(self) -> None:
@@ -193,6 +193,11 @@ class SplitRandom:
             present = torch_state(self._device)
             set_torch_state(self._common, self._device)
             self._common = present
+
+
+def device_of_call(args: tuple, kwargs: dict[str, Any]) -> torch.device:
+    """The device of the first tensor that a module is called with, where it computes."""
+    return next(each.device for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
 
 
 @_not_compiled

@@ -371,9 +371,8 @@ class LayerSplit:
 
     def _split_randoms(self) -> dict[str, SplitRandom]:
         """A random state per region that drops at random, none for a probability of 0."""
-        device = next(self.layer.parameters()).device
         return {
-            region: SplitRandom(self._group.rank(), device)
+            region: SplitRandom(self._group.rank())
             for region, dropout in self._table.dropout.items()
             if region in active_regions(self.layer, self._table)
             and attribute(self.layer, dropout.probability) > 0

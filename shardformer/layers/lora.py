@@ -113,13 +113,12 @@ def _split_outputs(
 def _split_inputs(module: Any, base: Linear1D_Row, group: dist.ProcessGroup) -> None:
     sizes = _sizes(_shard(base.weight))
     for name, native in list(module.lora_A.items()):
-        device = native.weight.device
         module.lora_A[name] = Linear1D_Row(native, group, sequence=base.sequence, **sizes)
         if base.sequence is not None:  # B computes on this rank's part of the sequence alone
             for parameter in module.lora_B[name].parameters():
                 place(parameter, PartialGrad(size=group.size()), group.rank())
         if isinstance(module.lora_dropout[name], nn.Dropout):  # identity draws nothing
-            SplitRandom(group.rank(), device).around(module.lora_dropout[name])
+            SplitRandom(group.rank()).around(module.lora_dropout[name])
 
 
 def _draw_alike(dropout: nn.Module, split_random: SplitRandom) -> None:

@@ -81,9 +81,9 @@ class Region:
             return enter(xs, process_group, _entry_layers(module), sequence)
 
         def enter_region(module: nn.Module, inputs: dict[str, Any]) -> None:
-            if split_random is not None and module.training:
-                split_random.enter()
             first = first_tensor({name: each for name, each in inputs.items() if name != second_input})
+            if split_random is not None and module.training:
+                split_random.enter(inputs[first].device)
             # In one order on all ranks: backward all-reduces in that order too.
             second = [] if second_input is None else [second_input]
             entering = [name for name in (first, *second) if isinstance(inputs.get(name), Tensor)]

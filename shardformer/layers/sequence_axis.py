@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ...cluster.collectives import begin_gather, paired
-from ...cluster.random import SplitRandom, common_seed, seed_torch, split_seed
+from ...cluster.random import SplitRandom, common_seed, device_of_call, seed_torch, split_seed
 from ...cluster.ring import Rings
 
 # B batch, S sequence
@@ -211,7 +211,7 @@ class PartRandom:
     @staticmethod
     def from_native_module(module: nn.Module, process_group: dist.ProcessGroup) -> nn.Module:
         """Switch random states around the layer; see `SplitRandom`."""
-        SplitRandom(process_group.rank(), next(module.parameters()).device).around(module)
+        SplitRandom(process_group.rank()).around(module)
         return module
 
 
@@ -227,16 +227,17 @@ class CommonRandom:
         module: nn.Module, process_group: dist.ProcessGroup, *, layer: nn.Module
     ) -> nn.Module:
         """Switch random states around the module while `layer`, a `PartRandom`, trains."""
-        rank, device = process_group.rank(), next(layer.parameters()).device
+        rank = process_group.rank()
 
-        def enter(module: nn.Module, args: tuple) -> None:
+        def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             if layer.training:
-                seed_torch(common_seed(torch.initial_seed(), rank), device)
+                seed_torch(common_seed(torch.initial_seed(), rank), device_of_call(args, kwargs))
 
-        def leave(module: nn.Module, args: tuple, output: Any) -> None:
+        def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             if layer.training:
-                seed_torch(split_seed(int(torch.randint(0, 2**62, (), device="cpu")), rank), device)
+                seed = split_seed(int(torch.randint(0, 2**62, (), device="cpu")), rank)
+                seed_torch(seed, device_of_call(args, kwargs))
 
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave)
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_hook(leave, with_kwargs=True)
         return module

@@ -205,8 +205,8 @@ def _own_random(axis: SequenceAxis, device: torch.device, dropout: float) -> Ite
     if not dropout:
         yield
         return
-    own = SplitRandom(axis.rank, device)
-    own.enter()
+    own = SplitRandom(axis.rank)
+    own.enter(device)
     try:
         yield
     finally:

@@ -1,15 +1,20 @@
 """Random state: equal outside of split regions, different inside, reproduced by recomputation."""
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 
+from echelon.cluster import random as random_module
 from echelon.cluster.random import SplitRandom, seed_everything
+from echelon.shardformer.layers.region import Region
+from echelon.shardformer.layers.sequence_axis import CommonRandom, PartRandom
 
 CPU = torch.device("cpu")
 
@@ -17,10 +22,10 @@ CPU = torch.device("cpu")
 def draws(rank: int) -> tuple[list[float], list[float]]:
     """Numbers drawn outside and inside of two regions, by one rank."""
     seed_everything(1)
-    split = SplitRandom(rank, CPU)
+    split = SplitRandom(rank)
     outside, inside = [torch.rand(()).item()], []
     for _ in range(2):
-        split.enter()
+        split.enter(CPU)
         inside.append(torch.rand(()).item())
         split.leave()
         outside.append(torch.rand(()).item())
@@ -30,7 +35,7 @@ def draws(rank: int) -> tuple[list[float], list[float]]:
 def layer(x: Tensor, weight: Tensor, split: SplitRandom) -> Tensor:
     """Replicated dropout, a region with dropout inside, replicated dropout."""
     x = dropout(x, 0.5)
-    split.enter()
+    split.enter(CPU)
     x = dropout(x * weight, 0.5)
     split.leave()
     return dropout(x * weight, 0.5)
@@ -39,7 +44,7 @@ def layer(x: Tensor, weight: Tensor, split: SplitRandom) -> Tensor:
 def gradient(rank: int, *, recompute: bool) -> tuple[Tensor, Tensor]:
     """The gradient of the weight through three layers, and the next random numbers."""
     seed_everything(2)
-    split = SplitRandom(rank, CPU)
+    split = SplitRandom(rank)
     weight = torch.rand(64, requires_grad=True)
     x = torch.rand(64)
     for _ in range(3):
@@ -79,10 +84,10 @@ def test_recomputation_repeats_the_dropout_of_regions(rank: int) -> None:
 
 
 def test_a_region_interrupted_in_recomputation_leaves_nothing_behind() -> None:
-    split = SplitRandom(1, CPU)
+    split = SplitRandom(1)
 
     def interrupted(x: Tensor, weight: Tensor) -> Tensor:
-        split.enter()
+        split.enter(CPU)
         x = dropout(x * weight, 0.5)  # the last tensor that backward needs: recomputation ends here
         split.leave()
         return x
@@ -91,17 +96,43 @@ def test_a_region_interrupted_in_recomputation_leaves_nothing_behind() -> None:
     for _ in range(2):
         checkpoint(interrupted, torch.rand(8), weight, use_reentrant=False).sum().backward()
     before = torch.get_rng_state()
-    split.enter()
+    split.enter(CPU)
     split.leave()
     torch.set_rng_state(before)
     torch.randint(0, 2**62, ())
     expected = torch.rand(4)
     torch.set_rng_state(before)
-    split.enter()
+    split.enter(CPU)
     split.leave()
     assert torch.equal(torch.rand(4), expected)
 
 
 def test_leaving_a_region_that_was_not_entered_is_an_error() -> None:
     with pytest.raises(AssertionError, match="not entered"):
-        SplitRandom(0, CPU).leave()
+        SplitRandom(0).leave()
+
+
+@pytest.mark.parametrize("marked", ["region", "layer", "common"])
+def test_a_region_draws_from_the_device_that_the_model_was_moved_to(
+    monkeypatch: pytest.MonkeyPatch, marked: str
+) -> None:
+    # "meta" stands for a GPU: a generator of its own, here a second one of the CPU.
+    of_device = torch.Generator().manual_seed(7)
+    monkeypatch.setattr(
+        random_module, "generator_of", lambda device: of_device if device.type == "meta" else None
+    )
+    group: Any = SimpleNamespace(rank=lambda: 1, size=lambda: 1)
+    module = nn.Linear(2, 2)
+    seeds: list[int] = []
+    module.register_forward_pre_hook(lambda *_: seeds.append(of_device.initial_seed()))
+    if marked == "region":
+        model = Region.from_native_module(module, group, split_random=SplitRandom(1))
+    elif marked == "layer":
+        model = PartRandom.from_native_module(module, group)
+    else:
+        model = CommonRandom.from_native_module(module, group, layer=nn.Linear(2, 2))
+    model.register_forward_pre_hook(
+        lambda *_: seeds.extend([of_device.initial_seed(), torch.default_generator.initial_seed()])
+    )
+    model.to("meta")(torch.ones(2, device="meta"))
+    assert seeds[0] == 7 and seeds[1] == seeds[2] != 7
