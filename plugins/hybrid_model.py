@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..checkpoint.local import Adapter, TensorNames, saved_state
 from ..cluster.agree import require_equal
+from ..cluster.device import free_cached_memory
 from ..cluster.errors import raise_errors
 from ..cluster.failures import meet_all_ranks, naming_failures
 from ..cluster.hooks import mark_internal
@@ -68,11 +69,12 @@ def boost(
         names = ParameterNames.of(model)  # Hugging Face's, of the whole model
         config.fused.choose_attention(model, mesh.device)
         plan.recompute_layers(config)  # before they are split: sequences wrap it
-        ties = plan.cut_stages(mesh)  # before anything reaches the device
-        model.to(mesh.device)
+        ties = plan.cut_stages(mesh)
         plan.split_layers()
         plan.shard_weights(model, config, mesh)
+        model.to(mesh.device)  # only what this rank keeps
         materialize(model)
+        free_cached_memory(mesh.device)  # of a model that was there before
         statistics = own_batch_norms(model, mesh.group("data"))
         refuse_partial_state(model)
         boosted = HybridParallelModule(PipelineEngine(model, config, mesh), names, adapters)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, default_collate
 
 from ..cluster.agree import run_or_raise_together
-from ..cluster.device import default_device
+from ..cluster.device import default_device, free_cached_memory
 from ..cluster.errors import errors_of, raise_errors
 from ..cluster.launch import launch_from_torch
 from ..cluster.mesh import ParallelMesh
@@ -83,9 +83,9 @@ class ShardFormer:
         )
 
     def shard_model(self, model: nn.Module, policy: Policy | Table | None = None) -> nn.Module:
-        """`optimize`, after the model was brought to this rank's device; returns the model alone."""
+        """`optimize`, and bring what is left to this rank's device; returns the model alone."""
         raise_errors(given_errors(model))
-        return self.optimize(model.to(default_device()), policy)[0]
+        return self._optimize(model, policy, default_device())[0]
 
     def optimize(
         self, model: nn.Module, policy: Policy | Table | None = None
@@ -93,8 +93,8 @@ class ShardFormer:
         """Cut the model down to this rank's stage and split it over the tensor axis, in place.
 
         Parameter objects and names stay; a split one holds this rank's shard (`cluster.placement`). An all-gather over
-        each axis compares the models. Of a lazily built model only local parameters are materialized. Move
-        the model to its device before.
+        each axis compares the models. Of a lazily built model only local parameters are materialized. It may be moved
+        to its device before or, which takes less memory there, afterwards.
 
         Args:
             model: a whole model, not yet split, equal on all ranks.
@@ -106,9 +106,16 @@ class ShardFormer:
         Raises:
             ValueError: no policy is known, it cannot do what is asked, or models differ; on every rank alike.
         """
+        return self._optimize(model, policy)
+
+    def _optimize(
+        self, model: nn.Module, policy: Policy | Table | None, device: torch.device | None = None
+    ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
+        """`optimize`, and move what is left to a device, unless None is given."""
         config = self.shard_config
         raise_errors(_split_errors(model, config))
-        fused, device, dtype = config.fused, *_computing(model)
+        is_moved, (own, dtype) = device is not None, _computing(model)
+        fused, device = config.fused, device or own
         errors = fused.errors(device, dtype) + fused.model_errors(model, device)
         sharder = None
         if policy is not None or config.tensor_parallel_size * config.num_stages > 1:
@@ -123,7 +130,10 @@ class ShardFormer:
         if sharder is not None:
             shared = sharder.shard()
             model = sharder.model
+        if is_moved:
+            model.to(device)  # only what this rank keeps
         materialize(model)
+        free_cached_memory(device)  # of a model that was there before
         refuse_partial_state(model)
         fused.fuse(model, dtype, parallel_output=config.parallel_output)
         if config.inference_only:
