@@ -1,6 +1,6 @@
 """Communication that completes late: over gloo, what would be a race on a stream of NCCL's is an error here.
 
-gloo often has done before anybody waits, and has sent at once what it is given. Within `late_completion` an output
+gloo may have done before anybody waits, and may have sent at once what it is given. Within `late_completion` an output
 holds NaN until `wait` has returned (all bits set; in integers −1), and at `wait` every input must be what it was when
 the communication began. It wraps the methods of torch's ProcessGroup, which all functions of torch.distributed come to.
 """

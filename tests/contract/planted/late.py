@@ -1,4 +1,4 @@
-"""Faults that gloo hides, since it is done early: no wait for what is in flight, or a write to it."""
+"""Faults that gloo may hide where it is done early: no wait for what is in flight, or a write to it."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
