@@ -124,7 +124,7 @@ class FusedKernels:
             assert isinstance(model, PreTrainedModel)
             route_chunked_loss(model, parallel_output=parallel_output)
 
-    def fuse(self, model: nn.Module, dtype: torch.dtype, *, parallel_output: bool) -> None:
+    def fuse(self, model: nn.Module, dtype: torch.dtype, *, parallel_output: bool = True) -> None:
         """Fuse norms, elementwise code and the loss, of a model that is split already. Logs what finds nothing to fuse.
 
         Args:

@@ -155,7 +155,7 @@ ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
         dict(bucket_cap_mb=-1, static_graph="no", fp8_communication=True),
         ("bucket_cap_mb=-1 must be", "static_graph='no' must be True or False", "fp8_communication=True"),
     ),
-    (Booster, dict(device="cuda"), ("leave it out; it trains on the device of the process",)),
+    (Booster, dict(device="cuda"), ("leave it out, and give it to the call that starts the process group",)),
     (Booster, dict(plugin="hybrid"), ("plugin='hybrid' is no plugin: make one first",)),
 ]
 
