@@ -65,11 +65,8 @@ class PipelineEngine:
 
     def __init__(self, module: nn.Module, config: HybridConfig, mesh: ParallelMesh) -> None:
         self.module, self.config, self.mesh = module, config, mesh
-        self._stages, self._last_rank, self._cutting = (
-            local_stages(module),
-            config.stage_ranks[-1],
-            config.cutting,
-        )
+        self._stages, self._cutting = local_stages(module), config.cutting
+        self._last_rank = config.stage_ranks[-1]
         self.random = ForwardRandom(mesh)
         self.agreement = StepAgreement(mesh, config.check_every)
         self._weight_gradients = defer_weight_gradients(module) if config.splits_backward else None

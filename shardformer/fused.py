@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel
 
 from ..cluster.device import is_cuda
 from .fused_code import compile_elementwise
@@ -121,7 +120,6 @@ class FusedKernels:
     def route_loss(self, model: nn.Module, *, parallel_output: bool) -> None:
         """Let a model that is split compute its loss by chunks, if it is asked for and does not yet; see `fuse`."""
         if self.takes_loss(model):
-            assert isinstance(model, PreTrainedModel)
             route_chunked_loss(model, parallel_output=parallel_output)
 
     def fuse(self, model: nn.Module, dtype: torch.dtype, *, parallel_output: bool = True) -> None:

@@ -10,7 +10,7 @@ the head.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ...cluster.collectives import begin_gather, copy_to
 from ...cluster.device import is_cuda
 from .deferred_linear import OwnLinear
 from .embedding import VocabParallelLMHead1D, VocabRange
 from .forward_code import scales_alone
-from .loss import ShardedLogits, has_causal_loss, keep_logits_sharded, require_labels, shifted
+from .loss import ShardedLogits, has_causal_loss, require_labels, route_causal_loss
 from .parallel_module import native_errors
 
 
@@ -169,43 +168,28 @@ class UncomputedLogits(ShardedLogits):
         return logits
 
 
-def _causal_lm_loss(
-    logits: Tensor,
-    labels: Tensor,
-    vocab_size: int,
-    num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int = -100,
-    shift_labels: Tensor | None = None,
+def _chunked_sum(
+    hidden_BSH: Tensor,
+    shift_labels_BS: Tensor,
     *,
+    vocab_size: int,
+    ignore_index: int,
     head: ChunkedLossHead | VocabParallelLMHead1D,
-    **kwargs: Any,
 ) -> Tensor:
-    """transformers' causal language-model loss; `logits` are the inputs of the head, but where it made logits."""
-    if head.makes_logits:
-        return ForCausalLMLoss(
-            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
-        )
-    labels_N = (shifted(labels, ignore_index) if shift_labels is None else shift_labels).flatten()
-    labels_N = labels_N.to(logits.device)
     if isinstance(head, VocabParallelLMHead1D):
         entries, group = head.range, head.group
     else:
         rows, group = len(head.weight), None
         entries = VocabRange(vocab_size=rows, first=0, width=rows, valid=rows)
-    total = chunked_cross_entropy(
-        logits.flatten(0, -2),
+    return chunked_cross_entropy(
+        hidden_BSH.flatten(0, -2),
         head.weight,
         head.bias,
-        labels_N,
+        shift_labels_BS.flatten(),
         entries=entries,
         group=group,
         ignore_index=ignore_index,
     )
-    if num_items_in_batch is None:
-        num_items_in_batch = (labels_N != ignore_index).sum()
-    elif isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch
 
 
 def chunked_loss_errors(model: nn.Module) -> list[str]:
@@ -222,7 +206,7 @@ def chunked_loss_errors(model: nn.Module) -> list[str]:
     return []
 
 
-def route_chunked_loss(model: PreTrainedModel, *, parallel_output: bool) -> None:
+def route_chunked_loss(model: nn.Module, *, parallel_output: bool) -> None:
     """Let a model without `chunked_loss_errors` compute its loss from the inputs of its head.
 
     Calls with labels then make no logits; others do.
@@ -231,14 +215,13 @@ def route_chunked_loss(model: PreTrainedModel, *, parallel_output: bool) -> None
         model: a transformers model, its head split already if it is to be.
         parallel_output: leave `UncomputedLogits` after training calls with labels; else they are computed then.
     """
-    head: Any = model.get_output_embeddings()
+    head: Any = cast(PreTrainedModel, model).get_output_embeddings()
     if not isinstance(head, VocabParallelLMHead1D):
         head.__class__ = ChunkedLossHead
-    model.loss_function = partial(_causal_lm_loss, head=head)
-    keep_logits_sharded(
+    route_causal_loss(
         model,
         (head, "makes_logits"),
-        is_sharded=lambda given: given.get("labels") is not None,
+        total=partial(_chunked_sum, head=head),
         finish=lambda hidden: (
             UncomputedLogits(hidden, head) if model.training and parallel_output else head(hidden)
         ),

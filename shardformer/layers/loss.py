@@ -3,10 +3,11 @@
 # N tokens, V vocabulary, P vocabulary padded to a multiple of T, T size of the group
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -102,7 +103,7 @@ def require_labels(labels_N: Tensor, vocab_size: int, ignore_index: int) -> None
     )
 
 
-class ShardedLogits:
+class ShardedLogits(ABC):
     """In the place of `outputs.logits` after a training step with labels: this rank's part, not the whole.
 
     Anything that computes with it fails rather than take a part for the whole. `gather()`, on every rank of the axis,
@@ -117,9 +118,9 @@ class ShardedLogits:
     def __getitem__(self, index: Any) -> Any:
         raise TypeError(f"outputs.logits[...]: {self._advice()}")
 
+    @abstractmethod
     def gather(self) -> Tensor:
         """All logits, (B, S, V), with gradients."""
-        raise NotImplementedError
 
     def _advice(self) -> str:
         return (
@@ -141,35 +142,16 @@ class VocabParallelLogits(ShardedLogits):
         return self.head.gathered(self.local)
 
 
-def _causal_lm_loss(
-    logits: Tensor,
-    labels: Tensor,
-    vocab_size: int,
-    num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int = -100,
-    shift_labels: Tensor | None = None,
-    *,
-    head: VocabParallelLMHead1D,
-    **kwargs: Any,
-) -> Tensor:
-    """transformers' causal language-model loss (next token, mean or divided by a given count), from split logits."""
-    if head.gather_output:  # whole logits: the model's forward was called past the hooks of `route_loss`
-        return ForCausalLMLoss(
-            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
-        )
-    if shift_labels is None:
-        shift_labels = shifted(labels, ignore_index)
-    total = vocab_parallel_cross_entropy(
-        logits.flatten(0, -2),
-        shift_labels.flatten().to(logits.device),
-        entries=head.range,
-        group=head.group,
-        ignore_index=ignore_index,
-        reduction="mean" if num_items_in_batch is None else "sum",
-    )
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total if num_items_in_batch is None else total / num_items_in_batch
+class LossSum(Protocol):
+    """The sum of the losses of what a model has in the place of logits, a float32 scalar equal on all ranks.
+
+    Args of a call: `logits`, whose last dimension alone may be another; `shift_labels` (B, S), at each position the
+    label of the next one.
+    """
+
+    def __call__(
+        self, logits: Tensor, shift_labels: Tensor, *, vocab_size: int, ignore_index: int
+    ) -> Tensor: ...
 
 
 def route_loss(model: nn.Module, head: VocabParallelLMHead1D, *, parallel_output: bool) -> None:
@@ -184,34 +166,97 @@ def route_loss(model: nn.Module, head: VocabParallelLMHead1D, *, parallel_output
         head: its head, already split.
         parallel_output: leave `outputs.logits` split (as `VocabParallelLogits`) after training calls with labels.
     """
-    if not has_causal_loss(model):
-        return
-    model.loss_function = partial(_causal_lm_loss, head=head)  # type: ignore[assignment]
-    keep_logits_sharded(
-        model,
-        (head, "gather_output"),
-        is_sharded=lambda given: given.get("labels") is not None,
-        finish=lambda logits: (
-            VocabParallelLogits(logits, head) if model.training and parallel_output else head.gathered(logits)
-        ),
+    if has_causal_loss(model):
+        route_causal_loss(
+            model,
+            (head, "gather_output"),
+            total=partial(_vocab_parallel_sum, head=head),
+            finish=lambda logits: (
+                VocabParallelLogits(logits, head)
+                if model.training and parallel_output
+                else head.gathered(logits)
+            ),
+        )
+
+
+def _vocab_parallel_sum(
+    logits: Tensor,
+    shift_labels: Tensor,
+    *,
+    vocab_size: int,
+    ignore_index: int,
+    head: VocabParallelLMHead1D,
+) -> Tensor:
+    return vocab_parallel_cross_entropy(
+        logits.flatten(0, -2),
+        shift_labels.flatten(),
+        entries=head.range,
+        group=head.group,
+        ignore_index=ignore_index,
+        reduction="sum",
     )
 
 
-def keep_logits_sharded(
+def has_labels(given: Mapping[str, Any]) -> bool:
+    """Return True for the arguments of a call that asks for a loss."""
+    return given.get("labels") is not None
+
+
+def route_causal_loss(
+    model: nn.Module,
+    switch: tuple[Any, str],
+    *,
+    total: LossSum,
+    finish: Callable[[Any], Any],
+    is_sharded: Callable[[Mapping[str, Any]], bool] = has_labels,
+) -> None:
+    """Let a model compute the causal loss of transformers from something other than whole logits, by hooks.
+
+    Args:
+        model: one that computes that loss through `model.loss_function`.
+        switch: an object and the name of its attribute, which is True where logits are whole: between the calls that
+            shall not have them, and where the model's forward is called past its hooks.
+        total: of what the model has while it is False.
+        finish: makes `outputs.logits` of that.
+        is_sharded: whether a call is one of those, by its arguments.
+    """
+    whole: Any = model.loss_function
+    model.loss_function = partial(_causal_lm_loss, switch=switch, total=total, whole=whole)  # type: ignore[assignment]
+    _keep_logits_sharded(model, switch, is_sharded=is_sharded, finish=finish)
+
+
+def _causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    *,
+    switch: tuple[Any, str],
+    total: LossSum,
+    whole: Callable[..., Tensor] = ForCausalLMLoss,
+    **kwargs: Any,
+) -> Tensor:
+    """transformers' causal language-model loss: of the next token, a mean or divided by a given count."""
+    if getattr(*switch):
+        return whole(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+    shift_labels = (shifted(labels, ignore_index) if shift_labels is None else shift_labels).to(logits.device)
+    if num_items_in_batch is None:
+        num_items_in_batch = (shift_labels != ignore_index).sum()
+    elif isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(logits.device)
+    return total(logits, shift_labels, vocab_size=vocab_size, ignore_index=ignore_index) / num_items_in_batch
+
+
+def _keep_logits_sharded(
     model: nn.Module,
     switch: tuple[Any, str],
     *,
     is_sharded: Callable[[Mapping[str, Any]], bool],
     finish: Callable[[Any], Any],
 ) -> None:
-    """Switch an attribute off during the calls of a model that shall have sharded logits, by hooks.
-
-    Args:
-        model: whose calls.
-        switch: an object and the name of its attribute, which is True between calls.
-        is_sharded: by the arguments of a call.
-        finish: makes `outputs.logits` of sharded ones.
-    """
+    """Switch an attribute off during the calls of a model that shall have sharded logits; see `route_causal_loss`."""
     owner, name = switch
     signature = inspect.signature(model.forward)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...cluster.collectives import all_reduce, paired
 from ...pipeline.plan import StagePlan, is_within
 from ..layers.forward_code import is_by_position, is_by_position_behind_loops, scales_alone
-from ..layers.loss import ShardedLogits, has_causal_loss, keep_logits_sharded, shifted
+from ..layers.loss import ShardedLogits, has_causal_loss, has_labels, route_causal_loss
 from ..layers.sequence_axis import SequenceAxis, gather_sequence, of_all_ranks
 
 
@@ -62,46 +62,32 @@ def keep_sharded(model: nn.Module, axis: SequenceAxis) -> None:
         model: a split one that holds its head.
         axis: of its last layer.
     """
-    whole_loss: Any = model.loss_function
-    model.loss_function = partial(_causal_loss, axis=axis, inner=whole_loss)  # type: ignore[assignment]
+    inner: Any = model.loss_function
 
     def is_sharded(given: Mapping[str, Any]) -> bool:
         keeps_all = (kept := given.get("logits_to_keep")) is None or (isinstance(kept, int) and kept == 0)
-        return model.training and given.get("labels") is not None and keeps_all
+        return model.training and has_labels(given) and keeps_all
 
-    keep_logits_sharded(
+    route_causal_loss(
         model,
         (axis, "ends_whole"),
-        is_sharded=is_sharded,
+        total=partial(_sum_of_parts, axis=axis, inner=inner),
         finish=lambda part: SequenceParallelLogits(part, axis, axis.length),
+        is_sharded=is_sharded,
     )
 
 
-def _causal_loss(
+def _sum_of_parts(
     logits: Tensor,
-    labels: Tensor,
-    vocab_size: int,
-    num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int = -100,
-    shift_labels: Tensor | None = None,
+    shift_labels: Tensor,
     *,
+    vocab_size: int,
+    ignore_index: int,
     axis: SequenceAxis,
     inner: Callable[..., Tensor],
-    **kwargs: Any,
 ) -> Tensor:
-    """transformers' causal loss (next token, mean or divided by a given count) of the whole sequence, on every rank."""
-    settings = {"vocab_size": vocab_size, "ignore_index": ignore_index, **kwargs}
-    if axis.ends_whole:
-        counts = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
-        return inner(logits=logits, labels=labels, **counts, **settings)
-    if shift_labels is None:
-        shift_labels = shifted(labels, ignore_index)
-    if num_items_in_batch is None:
-        num_items_in_batch = (shift_labels != ignore_index).sum()
     own = axis.own(shift_labels, 1, padding=ignore_index)
-    share = inner(
-        logits=logits, labels=own, shift_labels=own, num_items_in_batch=num_items_in_batch, **settings
-    )
+    share = inner(logits, own, vocab_size, num_items_in_batch=1, ignore_index=ignore_index, shift_labels=own)
     return paired(
         share, lambda share: all_reduce(share, axis.group), lambda gradient: of_all_ranks(gradient, axis)
     )

@@ -20,7 +20,7 @@ from echelon.shardformer.layers import (
     vocab_parallel_cross_entropy,
 )
 from echelon.shardformer.layers.embedding import vocab_range, vocab_shard
-from echelon.shardformer.layers.loss import _causal_lm_loss
+from echelon.shardformer.layers.loss import _causal_lm_loss, _vocab_parallel_sum
 
 from ..pool import Pool
 from .compare import (
@@ -140,7 +140,11 @@ def causal_losses() -> None:
     local = head(hidden).detach()
     labels = torch.arange(21).view(3, 7)
     labels[1, 4:] = -100
-    ours = partial(_causal_lm_loss, head=head)
+    ours = partial(
+        _causal_lm_loss,
+        switch=(head, "gather_output"),
+        total=partial(_vocab_parallel_sum, head=head),
+    )
     cases: list[dict[str, Any]] = [
         {},
         {"num_items_in_batch": 40},
