@@ -27,6 +27,14 @@ PARTIAL_STATE = (
     "booster.save_optimizer(optimizer, folder) or booster.save_checkpoint on every rank"
 )
 
+# torch.optim's that have a fused kernel, on some kinds of devices; a subclass may do something of its own.
+_FUSED = {
+    torch.optim.Adagrad: "aten::_fused_adagrad_",
+    torch.optim.Adam: "aten::_fused_adam_",
+    torch.optim.AdamW: "aten::_fused_adamw_",
+    torch.optim.SGD: "aten::_fused_sgd_",
+}
+
 
 class StepGuard:
     """The right to step an optimizer that was boosted: outside of this context, stepping it raises RuntimeError."""
@@ -156,8 +164,14 @@ def optimizer_options(optimizer: Optimizer | None) -> dict[str, Any]:
     return {"class": None if optimizer is None else type(optimizer).__qualname__, **options}
 
 
-def hold_pieces(optimizer: Optimizer, buckets: Sequence[Bucket]) -> None:
-    """Give the optimizer this rank's pieces in the place of the parameters, in the same group dicts."""
+def hold_pieces(optimizer: Optimizer, buckets: Sequence[Bucket], *, device: torch.device) -> None:
+    """Give the optimizer this rank's pieces in the place of the parameters, in the same group dicts.
+
+    Args:
+        optimizer: not stepped yet.
+        buckets: where the pieces are.
+        device: where they are stepped.
+    """
     for index, group in enumerate(optimizer.param_groups):
         slots = [slot for bucket in buckets if bucket.group_index == index for slot in bucket.slots]
         group["params"][:] = [slot.piece for slot in slots if slot.piece is not None]
@@ -171,6 +185,29 @@ def hold_pieces(optimizer: Optimizer, buckets: Sequence[Bucket]) -> None:
     }
     optimizer.state.clear()
     optimizer.state.update(state)
+    choose_fused_kernels(optimizer, device)
+
+
+def choose_fused_kernels(optimizer: Optimizer, device: torch.device) -> None:
+    """Let an optimizer of torch step by its fused kernel, where the device has one and the user chose nothing.
+
+    Whoever gave `fused`, `foreach`, `capturable` or `differentiable` keeps what they chose. By itself torch steps by
+    lists of tensors on CUDA, which takes memory of the size of a state.
+    """
+    operator, key = _FUSED.get(type(optimizer)), torch._C._dispatch_key_for_device(device.type)
+    has_kernel = operator is not None and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
+    for group in optimizer.param_groups:
+        # The first two are None and the others False unless they were given.
+        is_chosen = any(group.get(option) is not None for option in ("fused", "foreach"))
+        is_chosen |= any(group.get(option) for option in ("capturable", "differentiable"))
+        # Fused SGD fails where some parameters have momentum and others, new ones, have none yet.
+        if has_kernel and not is_chosen and not group.get("momentum"):
+            group["fused"] = True
+        for piece in group["params"] if group.get("fused") else ():
+            if "step" in (
+                state := optimizer.state.get(piece, {})
+            ):  # of a constructor, or a run without such kernels
+                state["step"] = state["step"].to(device, torch.float32)
 
 
 def local_state(inner: Optimizer, buckets: Sequence[Bucket], scaler: DynamicScaler | None) -> dict[str, Any]:
@@ -187,9 +224,14 @@ def local_state(inner: Optimizer, buckets: Sequence[Bucket], scaler: DynamicScal
 
 
 def load_local_state(
-    inner: Optimizer, buckets: Sequence[Bucket], scaler: DynamicScaler | None, state: dict[str, Any]
+    inner: Optimizer,
+    buckets: Sequence[Bucket],
+    scaler: DynamicScaler | None,
+    state: dict[str, Any],
+    *,
+    device: torch.device,
 ) -> None:
-    """Load what `local_state` returned. The parameters are as they were.
+    """Load what `local_state` returned, to be stepped on a device. The parameters are as they were.
 
     Raises:
         ValueError: it was saved under another layout or precision.
@@ -204,6 +246,7 @@ def load_local_state(
             "here. Load what booster.save_optimizer wrote under any layout by booster.load_optimizer"
         )
     inner.load_state_dict({key: state[key] for key in ("state", "param_groups")})
+    choose_fused_kernels(inner, device)  # the state may come from a run without
     for bucket, masters in zip(buckets, state["masters"], strict=True):
         bucket.masters.copy_(masters)
     if scaler is not None and state["scaler"] is not None:  # else it was saved under another precision

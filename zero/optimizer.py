@@ -38,7 +38,7 @@ from .inner_optimizer import (
 )
 from .partition import ManagedParameter, Partition
 from .precision import DynamicScaler, PrecisionConfig
-from .publish import Publisher, choose_fused_kernels
+from .publish import Publisher
 from .reducer import Reducer
 
 
@@ -52,7 +52,8 @@ class ShardedOptimizer(OptimizerWrapper):
     Building it is collective over the world. All ranks of the data axis start from the first's parameters.
 
     Args:
-        optimizer: any torch optimizer that updates every entry on its own, not stepped yet.
+        optimizer: any torch optimizer that updates every entry on its own, not stepped yet. It steps by torch's fused
+            kernel where there is one, see `choose_fused_kernels`.
         parameters: this rank's part of the model, in one order on all ranks of the data axis. Those that the
             optimizer does not hold are left alone.
         mesh: the processes.
@@ -67,8 +68,7 @@ class ShardedOptimizer(OptimizerWrapper):
         overlap_communication: average gradients while backward runs. Without it `reduce_gradients` does, and at
             stage 2 a backward waits for each bucket.
         communication_dtype: the format in which gradients are averaged over the data axis.
-        cpu_offload: keep masters, their gradients for the step, and states on the CPU, and step there. An optimizer of
-            torch that has a fused CPU kernel steps by it, unless it was built with `fused` or `foreach` given.
+        cpu_offload: keep masters, their gradients for the step, and states on the CPU, and step there.
         accumulation_steps: calls of `backward`, or blocks of `accumulate_and_reduce`, whose mean each step takes; with
             1 it takes the sum of any number.
         agreement: what the ranks noted in the calls of a step, compared with the norm; None compares options alone.
@@ -141,9 +141,8 @@ class ShardedOptimizer(OptimizerWrapper):
         )
         self._gradients = ReducedGradients(self.buckets, self.reducer, device=mesh.device)
         self.publisher = Publisher(self.buckets)
-        hold_pieces(optimizer, self.buckets)
-        if cpu_offload:
-            choose_fused_kernels(optimizer)
+        self._step_device = torch.device("cpu") if cpu_offload else mesh.device
+        hold_pieces(optimizer, self.buckets, device=self._step_device)
         super().__init__(optimizer)  # at the end: what is refused stays the user's
 
     @property
@@ -492,8 +491,6 @@ class ShardedOptimizer(OptimizerWrapper):
         """
         with torch.no_grad():
             self.publisher.wait()
-            load_local_state(self.inner, self.buckets, self._scaler, state_dict)
+            load_local_state(self.inner, self.buckets, self._scaler, state_dict, device=self._step_device)
             self.publisher.publish()
-        if self._is_offloaded:  # the state may come from a run that was not
-            choose_fused_kernels(self.inner)
         self.skipped_steps = state_dict["skipped_steps"]

@@ -20,17 +20,12 @@ it is overwritten.
 from collections.abc import Container, ItemsView, Iterable, Mapping, Sequence, ValuesView
 from typing import Any
 
-import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from ..cluster.collectives import Handle
 from .bucket import Bucket
-
-# torch.optim's that have a fused kernel on CPUs; a subclass may do something of its own.
-_FUSED_ON_CPU = frozenset({torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD})
 
 
 class Publisher:
@@ -150,17 +145,6 @@ class AwaitedParameters(dict[str, Parameter | None]):
     def _wait(self) -> None:
         for arrival in self._arrivals.values():
             arrival.wait()
-
-
-def choose_fused_kernels(optimizer: Optimizer) -> None:
-    """Let an optimizer step by torch's fused CPU kernel, where it has one and the user chose nothing."""
-    if type(optimizer) not in _FUSED_ON_CPU:
-        return
-    for group in optimizer.param_groups:
-        # Fused SGD fails where some parameters have momentum and others, new ones, have none yet.
-        mixes = group.get("momentum", 0) != 0
-        if group["fused"] is None and not (group["foreach"] or group["differentiable"] or mixes):
-            group["fused"] = True
 
 
 def _reference_errors(model: nn.Module, awaited: Container[Parameter]) -> list[str]:

@@ -95,29 +95,3 @@ def check_memory() -> None:
                 }
                 assert len(places) == 4, "two share their memory"
                 assert all(slot.piece.device.type == "cpu" for slot in bucket.slots if slot.piece is not None)
-
-
-def test_the_fused_kernel_steps_unless_the_user_chose(pool: Pool) -> None:
-    pool.run(1, check_fused)
-
-
-def check_fused() -> None:
-    def kernels(build: Any, **arguments: Any) -> bool | None:
-        model = small_model()
-        optimizer = shard(model, lambda parameters: build(parameters, lr=1e-2, **arguments), cpu_offload=True)
-        fused: bool | None = optimizer.param_groups[0].get("fused")
-        return fused
-
-    class Own(torch.optim.AdamW):
-        pass
-
-    for build in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad):
-        assert kernels(build) is True
-        assert kernels(build, fused=False) is False
-        assert kernels(build, foreach=True) is None
-    assert kernels(torch.optim.RMSprop) is None
-    assert kernels(Own) is None
-    plain = shard(small_model(), torch.optim.AdamW)
-    offloaded = shard(small_model(), torch.optim.AdamW, cpu_offload=True)
-    offloaded.load_state_dict(plain.local_state())
-    assert offloaded.param_groups[0]["fused"] is True, "the plain run's kernel came with its state"

@@ -1,0 +1,54 @@
+"""Torch's fused kernels step, where there are some and the user chose nothing."""
+
+from typing import Any
+
+import torch
+
+from echelon.zero.inner_optimizer import choose_fused_kernels
+
+from ..pool import Pool
+from .helpers import shard, small_model
+
+FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
+
+
+class Own(torch.optim.AdamW):
+    """May do something of its own."""
+
+
+def test_the_fused_kernel_steps_unless_the_user_chose(pool: Pool) -> None:
+    pool.run(1, check_fused)
+
+
+def check_fused() -> None:
+    def fused(build: Any, **arguments: Any) -> bool | None:
+        options = {"cpu_offload": arguments.pop("cpu_offload", False), "stage": arguments.pop("stage", 1)}
+        optimizer = shard(small_model(), lambda each: build(each, lr=1e-2, **arguments), **options)
+        chosen: bool | None = optimizer.param_groups[0].get("fused")
+        return chosen
+
+    for build in FUSED:
+        assert all(fused(build, stage=stage) for stage in (0, 1, 2))
+        assert fused(build, cpu_offload=True) is True
+        assert fused(build, fused=False) is False
+        assert fused(build, foreach=True) is fused(build, foreach=False) is None
+        assert fused(build, differentiable=True) is None
+    assert fused(torch.optim.AdamW, capturable=True) is None
+    assert fused(torch.optim.SGD, momentum=0.9) is None
+    assert fused(torch.optim.RMSprop) is None
+    assert fused(Own) is None
+    by_loop = shard(small_model(), lambda each: torch.optim.AdamW(each, foreach=False))
+    by_loop.param_groups[0]["foreach"] = None  # as a release wrote it that chose nothing
+    optimizer = shard(small_model(), torch.optim.AdamW)
+    optimizer.load_state_dict(by_loop.local_state())
+    assert optimizer.param_groups[0]["fused"] is True, "another run's kernel came with its state"
+
+
+def test_counts_of_steps_are_where_the_kernel_reads_them() -> None:
+    parameters = list(small_model().parameters())
+    optimizer = torch.optim.Adagrad(parameters)
+    choose_fused_kernels(optimizer, torch.device("cuda"))  # which this build of torch has no kernels for
+    assert optimizer.param_groups[0]["fused"] is None or torch.version.cuda
+    optimizer.param_groups[0]["fused"] = True  # as the user may have given it
+    choose_fused_kernels(optimizer, torch.device("meta"))
+    assert {optimizer.state[each]["step"].device.type for each in parameters} == {"meta"}
