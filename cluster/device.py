@@ -4,10 +4,12 @@ A process computes on one device, with that one's generator, and in its current 
 asks the mesh for it (`ParallelMesh.device`), or a tensor. What a device has not, a CPU for example, costs nothing here.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 def default_device() -> torch.device:
@@ -129,6 +131,11 @@ def wait_for_stream(device: torch.device) -> None:
     """Wait until all is done that the device's current stream was given: copies to the CPU, for example."""
     if is_cuda(device):
         torch.cuda.current_stream(device).synchronize()
+
+
+def numbers_on(device: torch.device, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """Copy numbers to a device. `torch.tensor(values, device=…)` would wait until all is done that CUDA was given."""
+    return torch.tensor(values, dtype=dtype, pin_memory=is_cuda(device)).to(device, non_blocking=True)
 
 
 def timed_event() -> Any:

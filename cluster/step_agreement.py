@@ -13,7 +13,6 @@ sums are exact in float64.
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .agree import batch_code, differing_ranks, gather_integers, require_equal, settings_hash
@@ -76,10 +75,11 @@ class StepAgreement:
         self._deviation, self._why = self._deviation + deviation, why
 
     @property
-    def share(self) -> Tensor:
-        """This rank's part of a sum that is 0 where the ranks of each replica agree; 0-d float64."""
+    def share(self) -> float | Tensor:
+        """This rank's part of a sum that is 0 where the ranks of each replica agree; on the host, or 0-d float64."""
         # float64 before they are added: float32, which a code and a float make, rounds sums above 2**24.
-        return torch.as_tensor(self._batch * self._weight, dtype=torch.float64) + self._deviation
+        parts = (self._batch * self._weight, self._deviation)
+        return sum(part.double() if isinstance(part, Tensor) else part for part in parts)
 
     def code(self, settings: Any) -> int:
         """The code of what all ranks must have alike, with further settings in it; below 2**32."""

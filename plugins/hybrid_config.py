@@ -61,7 +61,7 @@ class HybridConfig(ShardOptions):
     hysteresis: int = 2
     max_scale: float = 2**32
     max_norm: float = 0
-    zero_bucket_size_in_m: float = 12
+    zero_bucket_size_in_m: float | None = None
     overlap_communication: bool = True
     overlap_allgather: bool = False
     communication_dtype: torch.dtype | str | None = None
@@ -105,6 +105,12 @@ class HybridConfig(ShardOptions):
         """`communication_dtype` as torch's object."""
         given = self.communication_dtype
         return torch.float32 if given is None else DTYPES[given] if isinstance(given, str) else given
+
+    @property
+    def bucket_size(self) -> int | None:
+        """`zero_bucket_size_in_m` in elements."""
+        millions = self.zero_bucket_size_in_m
+        return None if millions is None else int(millions * 2**20)
 
     @property
     def cutting(self) -> dict[str, int | None]:
@@ -197,7 +203,7 @@ class HybridConfig(ShardOptions):
         )
         bucket = self.zero_bucket_size_in_m
         yield (
-            not (isinstance(bucket, (int, float)) and 2**-20 <= bucket < 2**20),
+            not (bucket is None or (isinstance(bucket, (int, float)) and 2**-20 <= bucket < 2**20)),
             f"zero_bucket_size_in_m={bucket!r} must be a positive number",
         )
         names = ("make_vocab_size_divisible_by", "gradient_accumulation_steps", "check_every")

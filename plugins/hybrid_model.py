@@ -254,7 +254,7 @@ def wrap_optimizer(
             accumulation_steps=config.gradient_accumulation_steps,
             precision=PrecisionConfig(**config.precision_settings),
             max_norm=config.max_norm,
-            bucket_size=int(config.zero_bucket_size_in_m * 2**20),
+            bucket_size=config.bucket_size,
             agreement=boosted.engine.agreement,
             check_every=config.check_every,
             after_step=statistics.average,

@@ -21,7 +21,8 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         initial_scale, min_scale, growth_factor, growth_interval, backoff_factor, hysteresis, max_scale: the
             loss scale of fp16.
         max_norm: clip gradients to this norm; 0 does not.
-        reduce_bucket_size_in_m: millions (2**20) of gradient elements that are reduced together.
+        reduce_bucket_size_in_m: millions (2**20) of gradient elements that are reduced together; None is 12 on CPUs,
+            and on CUDA 40, or as many as there are ranks.
         zero_size: the number of neighbouring ranks over which a stage above 0 shards; -1 or 0 is all of them, 1 none.
         cpu_offload: keep masters and optimizer states on the CPU, and step there.
         overlap_communication, overlap_allgather, communication_dtype: see `HybridParallelPlugin`.
@@ -47,7 +48,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         hysteresis: int = 2,
         max_scale: float = 2**32,
         max_norm: float = 0.0,
-        reduce_bucket_size_in_m: float = 12,
+        reduce_bucket_size_in_m: float | None = None,
         *,
         zero_size: int = -1,
         overlap_communication: bool = True,

@@ -342,11 +342,6 @@ class Bucket:
         if self.is_offloaded:
             self.stepped_gradients.copy_(self.own_gradients, non_blocking=True)
 
-    def round_masters(self) -> None:
-        """Bring the masters into this rank's slice of the parameters."""
-        if self.has_masters:
-            self.partition.own(self.parameters).copy_(self.masters, non_blocking=True)
-
     def refresh_(self) -> None:
         """Take over parameters that were written to; masters that still round to their parameter stay."""
         if self.has_masters:
@@ -409,6 +404,14 @@ class Bucket:
                 slots = list(run)
                 begin, end = max(slots[0].start, first), min(slots[-1].stop, first + length)
                 yield self.own_gradients[begin - first : end - first]
+
+
+def round_masters(buckets: Sequence[Bucket]) -> None:
+    """Bring the masters into this rank's slices of the parameters, by a few kernels for all buckets."""
+    pairs = [(each.partition.own(each.parameters), each.masters) for each in buckets if each.has_masters]
+    if pairs:
+        slices, masters = map(list, zip(*pairs, strict=True))
+        torch._foreach_copy_(slices, masters, non_blocking=True)
 
 
 def make_buckets(

@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..cluster.device import is_cuda, numbers_on
 from .bucket import Bucket
 from .reducer import Reducer
 
-# float32 sums of this many squares lose nothing that matters; longer ones do (6e-4 for 16M entries on CPU).
-_ROW = 1024
+# Entries of which a CPU makes a temporary copy in float64 at a time. Kernels of CUDA convert as they go.
+_PART = 2**20
 
 
 class ReducedGradients:
@@ -36,7 +37,9 @@ class ReducedGradients:
         self.norm: float | None = None
         self.has_gradients: list[bool] = []
         self.is_agreed = True
-        self._buckets = buckets
+        self._slices = [bucket.own_gradients for bucket in buckets]
+        self._counted = [run for bucket in buckets for run in bucket.counted]
+        self._watched = [run for bucket in buckets for run in bucket.watched]
         self._reducer = reducer
         self._device = device
         self._unclip = 1.0  # undoes the clipping of a step
@@ -67,19 +70,17 @@ class ReducedGradients:
         """
         assert self._reducer.is_reduced
         norm, is_agreed = norm_over_all_ranks(
-            [run for bucket in self._buckets for run in bucket.counted],
-            [run for bucket in self._buckets for run in bucket.watched],
+            self._counted,
+            self._watched,
             norm_type=norm_type,
             device=self._device,
             code=code,
             share=share,
         )
-        factor = torch.as_tensor(
-            1.0 if self.factor is None else self.factor, dtype=torch.float64, device=self._device
-        )
-        figures = torch.cat(
-            [torch.stack([norm, factor, is_agreed.double()]), self._reducer.has_gradients.double()]
-        )
+        factor = 1.0 if self.factor is None else self.factor
+        if not isinstance(factor, Tensor):
+            (factor,) = numbers_on(self._device, [factor], torch.float64)
+        figures = torch.cat([torch.stack([norm, factor, is_agreed]), self._reducer.has_gradients])
         measured, factor_, agreed, *flags = figures.tolist()
         self.is_agreed = agreed > 0
         self._reducer.multiply(factor_)
@@ -112,10 +113,10 @@ class ReducedGradients:
 
     def clip_by_value_(self, norm: float, clip_value: float) -> None:
         """Make them the true ones and clip every entry, unless one is not finite: it stays so. See `clip_by_norm_`."""
-        if isfinite(norm):
+        if isfinite(norm) and self._slices:
             self._reducer.unscale_()
-            for bucket in self._buckets:
-                bucket.own_gradients.clamp_(-clip_value, clip_value)
+            torch._foreach_clamp_min_(self._slices, -clip_value)
+            torch._foreach_clamp_max_(self._slices, clip_value)
             self._reducer.writes.note()
 
 
@@ -144,20 +145,21 @@ def norm_over_all_ranks(
         The norm, 0-d float64, equal on all ranks; infinite or NaN where any gradient of any rank is. And whether all
         ranks agree, 0-d.
     """
-    norms = [_norm(x, norm_type) for x in counted] + [_norm(x, norm_type) * 0 for x in watched]
-    local = torch.stack([torch.zeros((), dtype=torch.float64, device=device), *norms])
-    codes = _numbers(code, code if dist.get_rank() == 0 else 0, device=device)
-    codes = torch.cat([codes, torch.as_tensor(share, dtype=torch.float64, device=device).view(1)])
+    codes = numbers_on(device, [code, code if dist.get_rank() == 0 else 0, 0], torch.float64)
+    codes[2] += share
+    norms = torch.stack([codes.new_zeros(()), *_norms(counted, norm_type)])
+    if watched:
+        norms = torch.cat([norms, torch.stack(_norms(watched, norm_type)) * 0])
     if isinf(norm_type):
         # A maximum over ranks may drop a NaN (gloo's does), never an infinity.
-        norm = torch.where(local.isfinite(), local, torch.inf).max()
+        norm = torch.where(norms.isfinite(), norms, torch.inf).max()
         dist.all_reduce(norm, op=dist.ReduceOp.MAX)
         dist.all_reduce(codes)
     else:
-        figures = torch.cat([local.pow(norm_type).sum().view(1), codes])
+        figures = torch.cat([norms.pow(norm_type).sum().view(1), codes])
         dist.all_reduce(figures)
         norm, codes = figures[0].pow(1 / norm_type), figures[1:]
-    total, first, shares = codes
+    total, first, shares = codes.unbind()
     return norm, (total == first * dist.get_world_size()) & (shares == 0)
 
 
@@ -201,15 +203,7 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-def _numbers(*values: float, device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=device)
-
-
-def _norm(x: Tensor, norm_type: float) -> Tensor:
-    """The norm of a 1-D float32 tensor, float64: float32 within rows, float64 over them."""
-    whole = x.numel() // _ROW * _ROW
-    rows = torch.linalg.vector_norm(x[:whole].view(-1, _ROW), norm_type, dim=1)
-    if whole < x.numel():
-        rest = torch.linalg.vector_norm(x[whole:], norm_type)
-        rows = torch.cat([rows, rest.view(1)])
-    return torch.linalg.vector_norm(rows, norm_type, dtype=torch.float64)
+def _norms(tensors: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+    """Norms of 1-D float32 tensors or of parts of them, float64 sums: in float32 6e-4 would be lost of 16M entries."""
+    parts = [part for x in tensors for part in ([x] if is_cuda(x.device) else x.split(_PART)) if part.numel()]
+    return list(torch._foreach_norm(parts, norm_type, dtype=torch.float64)) if parts else []

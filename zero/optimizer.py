@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..cluster.agree import require_equal, settings_hash
 from ..cluster.buffers import BufferPool
-from ..cluster.device import wait_for_stream
+from ..cluster.device import numbers_on, wait_for_stream
 from ..cluster.failures import naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..cluster.step_agreement import CHECK_EVERY, StepAgreement
@@ -36,7 +36,7 @@ from .inner_optimizer import (
     optimizer_options,
     require_one_layout,
 )
-from .partition import ManagedParameter, Partition
+from .partition import ManagedParameter, Partition, default_bucket_size
 from .precision import DynamicScaler, PrecisionConfig
 from .publish import Publisher
 from .reducer import Reducer
@@ -62,7 +62,7 @@ class ShardedOptimizer(OptimizerWrapper):
         precision: the format of the parameters, and the loss scale. Parameters may arrive in float32 under
             every precision: masters are made from what arrives.
         max_norm: gradients of a larger norm are scaled down to it; 0 never clips.
-        bucket_size: largest number of elements that are communicated at once.
+        bucket_size: largest number of elements that are communicated at once; None is `default_bucket_size`.
         zero_size: the number of neighboring ranks of that axis over which a stage above 0 shards, a node for example;
             -1 or 0 is all of them, 1 none. Gradients are averaged over the whole axis all the same.
         overlap_communication: average gradients while backward runs. Without it `reduce_gradients` does, and at
@@ -94,7 +94,7 @@ class ShardedOptimizer(OptimizerWrapper):
         stage: int,
         precision: PrecisionConfig,
         max_norm: float = 0.0,
-        bucket_size: int = 12 * 1024**2,
+        bucket_size: int | None = None,
         zero_size: int = -1,
         overlap_communication: bool = True,
         communication_dtype: torch.dtype = torch.float32,
@@ -124,7 +124,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self.buckets = make_buckets(
             groups,
             partitions=self._partitions,
-            bucket_size=bucket_size,
+            bucket_size=bucket_size or default_bucket_size(mesh.device, replicas.group.size()),
             dtype=precision.dtype,
             pool=self._pool,
             communication_dtype=communication_dtype,
@@ -275,7 +275,7 @@ class ShardedOptimizer(OptimizerWrapper):
         norm = self._gradients.clip_by_norm_(norm, float(max_norm), float(norm_type))
         if error_if_nonfinite:
             require_finite_norm(norm, norm_type)
-        return torch.tensor(norm, dtype=torch.float32, device=self._mesh.device)
+        return numbers_on(self._mesh.device, [norm], torch.float32)[0]
 
     @naming_failures("optimizer.clip_grad_by_value")
     @torch.no_grad()

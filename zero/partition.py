@@ -12,12 +12,14 @@ from ties between stages.
 from dataclasses import dataclass
 from math import gcd
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from ..cluster.collectives import Handle, InFlight, begin_all_gather, begin_reduce_scatter
+from ..cluster.device import is_cuda
 from ..cluster.mesh import PARTS_OF_DATA, ParallelMesh, divisors
 from ..cluster.placement import Shard, is_primary, num_parts, placement_of
 
@@ -205,6 +207,15 @@ class Partition:
         """Give every rank the buffer of the group's first."""
         if self.group.size() > 1:
             dist.broadcast(flat, group_src=0, group=self.group)
+
+
+def default_bucket_size(device: torch.device, num_replicas: int) -> int:
+    """Elements that are communicated at once where nothing is said.
+
+    On CUDA a bucket costs a few launches whatever its size, and links need long messages, of which each of n ranks
+    sends 1/n at a time: 40M or n M, as in Megatron-LM. On CPUs it is 12M, as in ColossalAI.
+    """
+    return (max(40, num_replicas) if is_cuda(device) else 12) * 2**20
 
 
 def zero_size_errors(zero_size: int, data_size: int) -> list[str]:

@@ -25,7 +25,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from ..cluster.collectives import Handle
-from .bucket import Bucket
+from .bucket import Bucket, round_masters
 
 
 class Publisher:
@@ -60,8 +60,11 @@ class Publisher:
     def publish(self) -> None:
         """Gather the parameters, or begin to. One all-gather per bucket if sliced; after `wait`."""
         in_flight = []
+        together = [bucket for bucket in self._buckets if not bucket.is_offloaded]
+        round_masters(together)
         for bucket in self._buckets:
-            bucket.round_masters()
+            if bucket.is_offloaded:  # the next copy overlaps with this gathering
+                round_masters([bucket])
             gathering = bucket.partition.gather_(bucket.parameters)
             if gathering is not None and bucket in self._arrivals:
                 self._arrivals[bucket].expect(gathering)

@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from ..cluster.agree import gather_integers
+from ..cluster.device import numbers_on
 from ..cluster.hooks import has_foreign_last_hooks, mark_internal
 from ..cluster.step_agreement import CHECK_EVERY, is_compared
 from .bucket import Bucket, GradientState, Slot
@@ -231,7 +232,7 @@ class Reducer:
             if bucket.sum_groups:
                 bucket.collect()
         flags = [float(slot.has_gradient) for slot in self.slots]
-        has_gradients = torch.tensor(flags, dtype=torch.float32, device=self._device)
+        has_gradients = numbers_on(self._device, flags, torch.float32)
         _sum_over_groups(self.slots, waiting, has_gradients)
         for bucket in waiting:
             self._launch(bucket)
@@ -248,9 +249,9 @@ class Reducer:
 
     def unscale_(self, coefficient: float = 1.0) -> None:
         """Make this rank's slices the true gradients times a coefficient. They are reduced."""
-        if self.unscale_factor * coefficient != 1.0:
-            for bucket in self._buckets:
-                bucket.own_gradients.mul_(self.unscale_factor * coefficient)
+        if self.unscale_factor * coefficient != 1.0 and self._buckets:
+            slices = [bucket.own_gradients for bucket in self._buckets]
+            torch._foreach_mul_(slices, self.unscale_factor * coefficient)
             self.writes.note()
         self.unscale_factor = 1.0
 

@@ -163,10 +163,14 @@ FAULTS = {
         Layout(tp=2, max_norm=0.1),
     ),
     "masters do not reach the parameters": fault(
-        f"{BUCKET}.round_masters", returning(None), LLAMA, Layout(dp=2, zero=1, precision="bf16"), num_steps=2
+        "zero.publish:round_masters",
+        returning(None),
+        LLAMA,
+        Layout(dp=2, zero=1, precision="bf16"),
+        num_steps=2,
     ),
     "offloaded masters do not come back": fault(
-        f"{BUCKET}.round_masters",
+        "zero.publish:round_masters",
         returning(None),
         LLAMA,
         Layout(dp=2, zero=1, options=("cpu_offload",)),
