@@ -5,6 +5,7 @@ asks the mesh for it (`ParallelMesh.device`), or a tensor. What a device has not
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -136,6 +137,14 @@ def wait_for_stream(device: torch.device) -> None:
 def numbers_on(device: torch.device, values: Sequence[float], dtype: torch.dtype) -> Tensor:
     """Copy numbers to a device. `torch.tensor(values, device=…)` would wait until all is done that CUDA was given."""
     return torch.tensor(values, dtype=dtype, pin_memory=is_cuda(device)).to(device, non_blocking=True)
+
+
+def side_stream(device: torch.device) -> AbstractContextManager[Any] | None:
+    """A stream to enter, which then waits for communication in the place of the current one; None where the host waits.
+
+    Of NCCL's communication a stream waits, of others' the host.
+    """
+    return torch.cuda.Stream(device) if backend_of(device.type) == "nccl" else None
 
 
 def timed_event() -> Any:

@@ -9,8 +9,12 @@ has the whole "data" axis for replicas; one that is sharded over "wp" has the ra
 from ties between stages.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from math import gcd
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from ..cluster.collectives import Handle, InFlight, begin_all_gather, begin_reduce_scatter
-from ..cluster.device import is_cuda
+from ..cluster.device import is_cuda, side_stream
 from ..cluster.mesh import PARTS_OF_DATA, ParallelMesh, divisors
 from ..cluster.placement import Shard, is_primary, num_parts, placement_of
 
@@ -87,6 +91,38 @@ class ManagedParameter:
         return placement.axis if isinstance(placement, Shard) and placement.axis in PARTS_OF_DATA else None
 
 
+class Chain:
+    """Communication that follows another, of which it takes the result.
+
+    Where a stream can wait for the first, the second begins at once behind it, and neither the host nor the computation
+    stops for it. Else it begins in `wait`, once.
+
+    Args:
+        first: in flight.
+        begin: begins the second.
+        beside: a stream that waits for the first; None where the host has to.
+    """
+
+    def __init__(
+        self, first: Handle, begin: Callable[[], Handle], beside: AbstractContextManager[Any] | None
+    ) -> None:
+        self._first, self._begin = first, begin
+        self._second: Handle | None = None
+        if beside is not None:
+            with beside:
+                self._second = self._follow()
+
+    def wait(self) -> None:
+        """Return, or on CUDA let the current stream go on, when both are done."""
+        if self._second is None:
+            self._second = self._follow()
+        self._second.wait()
+
+    def _follow(self) -> Handle:
+        self._first.wait()
+        return self._begin()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Partition:
     """Division of a buffer into equal slices, and the collectives that bring gradients and parameters there and back.
@@ -99,11 +135,13 @@ class Partition:
         slices: those of them that own one slice each (ZeRO); None where each owns all (plain data parallelism).
         copies: those of them that own this rank's slice, as many in each part of the group; None where nobody
             else does.
+        beside: the stream on which the sum over `copies` waits for the one over `slices`; None where the host does.
     """
 
     group: ProcessGroup
     slices: ProcessGroup | None
     copies: ProcessGroup | None
+    beside: AbstractContextManager[Any] | None = None
 
     @staticmethod
     def of(mesh: ParallelMesh, zero_size: int, *, sharded_over: str | None = None) -> "Partition":
@@ -128,6 +166,7 @@ class Partition:
             group=_group(mesh, replicas),
             slices=_group(mesh, along) if num_slices > 1 else None,
             copies=_group(mesh, across) if num_slices < size else None,
+            beside=side_stream(mesh.device) if 1 < num_slices < size else None,
         )
 
     @staticmethod
@@ -154,7 +193,7 @@ class Partition:
     @property
     def ends_together(self) -> bool:
         """Return True if an average that was begun ends only if every rank waits for it."""
-        return self.slices is not None and self.copies is not None
+        return self.slices is not None and self.copies is not None and self.beside is None
 
     def own(self, flat: Tensor) -> Tensor:
         """The view of a whole buffer that this rank owns."""
@@ -164,8 +203,7 @@ class Partition:
         """Begin to bring the mean over the group into this rank's slice of a whole buffer, in place.
 
         One all-reduce, or one reduce-scatter, after which the other slices are of no use. Where the slice has
-        several owners an all-reduce of it over them follows, which begins when it is waited for, once. None where there
-        is nothing to wait for.
+        several owners an all-reduce of it over them follows, see `Chain`. None where there is nothing to wait for.
 
         A mean is a sum that is divided, over gloo as over NCCL: in 16 bits before, since the sum may be too large
         for them, in float32 afterwards, since a slice is shorter than what was summed up.
@@ -176,17 +214,18 @@ class Partition:
         if gradients.dtype.itemsize < 4:
             gradients.div_(divisor)
             divisor = 1
-        own, owners = self.own(gradients), self.copies if self.slices is not None else None
+        own = self.own(gradients)
 
         def finish(own: Tensor) -> None:
-            if owners is not None:
-                dist.all_reduce(own, group=owners)
             if divisor > 1:
                 own.div_(divisor)
 
         if self.slices is None:
             return InFlight(dist.all_reduce(own, group=self.group, async_op=True), own, finish)
-        return InFlight(begin_reduce_scatter(own, gradients, self.slices), own, finish)
+        work = begin_reduce_scatter(own, gradients, self.slices)
+        if self.copies is not None:
+            work = Chain(work, partial(dist.all_reduce, own, group=self.copies, async_op=True), self.beside)
+        return InFlight(work, own, finish)
 
     def gather_(self, flat: Tensor) -> Handle | None:
         """Begin to fill a whole buffer, in place, from the slices that its ranks own. One all-gather if sliced.

@@ -1,11 +1,14 @@
 """The device that a process takes of those that it sees. There is no GPU here: torch is made to see some."""
 
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from echelon.cluster import device as devices
 from echelon.cluster import launch
-from echelon.cluster.device import choose_device, default_device
+from echelon.cluster.device import choose_device, default_device, numbers_on, side_stream
 from echelon.cluster.heartbeats import default_timeout
 from echelon.cluster.launch import TORCHRUN_VARIABLES, launch_from_torch
 
@@ -171,3 +174,22 @@ def test_a_backend_without_a_timeout_has_that_of_torch() -> None:
         assert default_timeout() == dist.distributed_c10d.default_pg_timeout
     finally:
         dist.destroy_process_group()
+
+
+def test_numbers_reach_a_gpu_from_pinned_memory_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch.equal(
+        numbers_on(torch.device("cpu"), [1, 0.5], torch.float64), torch.tensor([1, 0.5]).double()
+    )
+    made = MagicMock()
+    monkeypatch.setattr(torch, "tensor", made)
+    numbers_on(torch.device("cuda"), [1.0], torch.float32)
+    made.assert_called_once_with([1.0], dtype=torch.float32, pin_memory=True)
+    made.return_value.to.assert_called_once_with(torch.device("cuda"), non_blocking=True)
+
+
+def test_a_stream_waits_where_nccl_communicates_and_else_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = MagicMock()
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    for backend, expected in (("nccl", stream.return_value), ("gloo", None), (None, None)):
+        monkeypatch.setattr(devices, "backend_of", lambda kind, backend=backend: backend)
+        assert side_stream(torch.device("cuda")) is expected

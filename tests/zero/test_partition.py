@@ -1,5 +1,8 @@
 """Slices shared out over a part of the data-parallel ranks (ZeRO-1.5), and averages over all of them."""
 
+from dataclasses import replace
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +13,7 @@ from echelon.cluster.placement import PartialGrad, Placement, Shard, place
 from echelon.zero.partition import ManagedParameter, Partition, zero_size_errors
 
 from ..cluster.helpers import SLICES, with_slices
+from ..late_completion import late_completion
 from ..pool import Pool
 from .helpers import assert_equal, loss_of, mean_gradients, shard, small_model, weights_of
 
@@ -76,6 +80,33 @@ def average_over_replicas(num_slices: int) -> tuple[list[int], int, bool, list[f
     work.wait()
     ranks = dist.get_process_group_ranks(partition.group)
     return ranks, partition.index, partition.is_counted, partition.own(gradients).tolist()
+
+
+def test_an_average_goes_on_between_the_parts_though_nobody_waits(pool: Pool) -> None:
+    for rank, (entered, own) in enumerate(pool.run(4, average_beside)):
+        assert entered == 1, "before anybody waits, on a stream that waits for the first sum"
+        assert own == [1.5 + 10 * place for place in range(8)][rank % 2 * 4 :][:4]
+
+
+def average_beside() -> tuple[int, list[float]]:
+    class Stream:
+        entered = 0
+
+        def __enter__(self) -> None:
+            sums.assert_not_called()
+            self.entered += 1
+
+        def __exit__(self, *_: object) -> None:
+            sums.assert_called_once()
+
+    stream = Stream()
+    partition = replace(Partition.of(ParallelMesh(), 2), beside=stream)
+    with late_completion(), mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums:
+        gradients = torch.arange(8.0) * 10 + dist.get_rank()
+        work = partition.average_(gradients)
+        assert work is not None
+        work.wait()
+    return stream.entered, partition.own(gradients).tolist()
 
 
 def test_placement_and_tie_say_where_a_gradient_is_summed_and_who_counts_it(pool: Pool) -> None:

@@ -76,6 +76,14 @@ FAULTS = {
         args=(Layout(dp=2, zero=1),),
         notice="^step 1: ",
     ),
+    "the sum between parts of the data axis does not wait for the one within a part": fault(
+        "zero.partition:Chain._follow",
+        lambda chain: chain._begin(),
+        check=departs,
+        args=(Layout(dp=4, zero=1, zero_size=2),),
+        num_ranks=4,
+        notice="^step 1: |was written to before wait",
+    ),
     "gradients are overwritten while they are sent to the stage before": fault(
         "pipeline.transport:Transport.send_gradients",
         around(zeroed_behind),
