@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..cluster.buffers import BufferPool
-from ..cluster.collectives import Handle
+from ..cluster.collectives import InFlight
 from ..cluster.device import is_cuda
 from .partition import ManagedParameter, Partition
 
@@ -199,11 +199,8 @@ class Bucket:
         self.is_offloaded = is_offloaded
         self.sum_groups = members[0].sum_groups if members[0].needs_sum else ()
         self._pool = pool
-        # Where nothing travels nothing is rounded.
-        self._wire_dtype = communication_dtype if partition.group.size() > 1 else torch.float32
-        self._in_flight: tuple[Tensor, Handle | None] | None = (
-            None  # while REDUCING: what travels, in that format
-        )
+        self._wire_dtype = communication_dtype
+        self._average: InFlight[None] | None = None  # while REDUCING, where there are several replicas
         self._previous: Tensor | None = None  # while LOCAL below stage 2: the slice of earlier reductions
         starts, length = _layout(members, partition.group.size())
         device = members[0].parameter.device
@@ -289,23 +286,19 @@ class Bucket:
             if self.shards_gradients:
                 slot.show(slot.sharded_gradient if slot.was_reduced else None)
         # `data` is the same memory with a write count of its own: see [Note: writes to unreduced gradients].
-        in_transit = self.gradients.data.to(self._wire_dtype)
-        self._in_flight = in_transit, self.partition.average_(in_transit)
+        self._average = self.partition.average_(self.gradients.data, self._wire_dtype)
         self.state = GradientState.REDUCING
 
     def finish_reduction(self) -> None:
         """Have the averages, together with those before them: from REDUCING to REDUCED."""
-        if self._in_flight is None:
+        if self.state is not GradientState.REDUCING:
             return
         assert self.gradients is not None
-        (in_transit, work), self._in_flight = self._in_flight, None
-        if work is not None:
-            work.wait()
-        averages = self.partition.own(self.gradients)
-        if in_transit.dtype != torch.float32:
-            averages.copy_(self.partition.own(in_transit))
+        average, self._average = self._average, None
+        if average is not None:
+            average.wait()
         if self.shards_gradients:
-            self.own_gradients.add_(averages)
+            self.own_gradients.add_(self.partition.own(self.gradients))
             self._give_back()
         elif self._previous is not None:
             self.own_gradients.add_(self._previous)

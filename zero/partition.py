@@ -199,33 +199,35 @@ class Partition:
         """The view of a whole buffer that this rank owns."""
         return flat if self.slices is None else flat.chunk(self.slices.size())[self.slices.rank()]
 
-    def average_(self, gradients: Tensor) -> InFlight[None] | None:
-        """Begin to bring the mean over the group into this rank's slice of a whole buffer, in place.
+    def average_(self, gradients: Tensor, wire_dtype: torch.dtype = torch.float32) -> InFlight[None] | None:
+        """Begin to bring the mean over the group into this rank's slice of a whole float32 buffer.
 
         One all-reduce, or one reduce-scatter, after which the other slices are of no use. Where the slice has
         several owners an all-reduce of it over them follows, see `Chain`. None where there is nothing to wait for.
 
-        A mean is a sum that is divided, over gloo as over NCCL: in 16 bits before, since the sum may be too large
-        for them, in float32 afterwards, since a slice is shorter than what was summed up.
+        A mean is a sum that is divided, over gloo as over NCCL: in float32 afterwards, since a slice is shorter than
+        what was summed up. In 16 bits the sum may be too large, so what travels is divided as it is rounded, at once.
         """
-        if self.group.size() == 1:
+        if (size := self.group.size()) == 1:
             return None
-        divisor = self.group.size()
-        if gradients.dtype.itemsize < 4:
-            gradients.div_(divisor)
-            divisor = 1
+        is_rounded, in_transit = wire_dtype != torch.float32, gradients
+        if is_rounded:
+            in_transit = torch.div(gradients, size, out=torch.empty_like(gradients, dtype=wire_dtype))
         own = self.own(gradients)
 
-        def finish(own: Tensor) -> None:
-            if divisor > 1:
-                own.div_(divisor)
+        def finish(total: Tensor) -> None:
+            if is_rounded:
+                own.copy_(total)
+            else:
+                own.div_(size)
 
+        total = self.own(in_transit)
         if self.slices is None:
-            return InFlight(dist.all_reduce(own, group=self.group, async_op=True), own, finish)
-        work = begin_reduce_scatter(own, gradients, self.slices)
+            return InFlight(dist.all_reduce(total, group=self.group, async_op=True), total, finish)
+        work: Handle = begin_reduce_scatter(total, in_transit, self.slices)
         if self.copies is not None:
-            work = Chain(work, partial(dist.all_reduce, own, group=self.copies, async_op=True), self.beside)
-        return InFlight(work, own, finish)
+            work = Chain(work, partial(dist.all_reduce, total, group=self.copies, async_op=True), self.beside)
+        return InFlight(work, total, finish)
 
     def gather_(self, flat: Tensor) -> Handle | None:
         """Begin to fill a whole buffer, in place, from the slices that its ranks own. One all-gather if sliced.

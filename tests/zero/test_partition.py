@@ -49,11 +49,27 @@ def test_a_mean_of_16_bits_is_finite_where_the_sum_is_not(pool: Pool, num_slices
 
 def average_large(num_slices: int) -> None:
     partition = Partition.of(ParallelMesh(), num_slices)
-    gradients = torch.full((8,), 60000.0, dtype=torch.float16)
-    work = partition.average_(gradients)
+    gradients = torch.full((8,), 60000.0)
+    work = partition.average_(gradients, torch.float16)
     assert work is not None
     work.wait()
     assert partition.own(gradients).eq(60000).all()
+
+
+@SLICES
+@pytest.mark.parametrize("num_slices", [1, 3])
+def test_a_mean_in_16_bits_is_divided_before_it_is_rounded(pool: Pool, num_slices: int, slices: bool) -> None:
+    pool.run(3, with_slices, slices, average_thirds, num_slices)
+
+
+def average_thirds(num_slices: int) -> None:
+    partition = Partition.of(ParallelMesh(), num_slices)
+    gradients = torch.randn(96, generator=torch.Generator().manual_seed(0))
+    expected = partition.own((3 * (gradients / 3).bfloat16().float()).bfloat16().float())
+    work = partition.average_(gradients, torch.bfloat16)
+    assert work is not None
+    work.wait()
+    assert torch.equal(partition.own(gradients), expected)
 
 
 @pytest.mark.parametrize(

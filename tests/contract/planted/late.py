@@ -29,9 +29,8 @@ def without_waiting(finish: Callable[[Any], None]) -> Callable[[Any], None]:
     """An average is taken as it is."""
 
     def finished(self: Any) -> None:
-        if self._in_flight is not None:
-            in_transit, work = self._in_flight
-            self._in_flight = in_transit, replace(work, handle=None)
+        if self._average is not None:
+            self._average = replace(self._average, handle=None)
         finish(self)
 
     return finished
