@@ -113,6 +113,11 @@ def is_cuda(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """The generation of a CUDA device, (8, 0) for Ampere's first; None where there is no such device."""
+    return torch.cuda.get_device_capability(device) if is_cuda(device) and torch.cuda.is_available() else None
+
+
 def cuda_device(device: torch.device | int | str | None = None) -> torch.device:
     """The CUDA device that is meant; None is the current one."""
     own = torch.cuda.current_device() if device is None else device

@@ -36,7 +36,8 @@ DEFAULTS = {"precision": "bf16", "num_microbatches": 4, "max_norm": 1.0, "initia
 # By flag, what LowLevelZeroPlugin calls it.
 LOW_LEVEL_ZERO_NAMES = {"zero_stage": "stage", "zero_bucket_size_in_m": "reduce_bucket_size_in_m"}
 SIZES = ("tp_size", "pp_size")  # see `default_sizes`
-FLAG_OF: dict[type | None, dict[str, Any]] = {
+FLAG_OF: dict[Any, dict[str, Any]] = {
+    bool | str: {"nargs": "?", "const": True},
     bool: {"action": argparse.BooleanOptionalAction},
     list: {"type": int, "nargs": "+"},
     **{kind: {"type": kind} for kind in (int, float, str)},
@@ -90,9 +91,11 @@ def plugin_parameters() -> dict[str, Parameter]:
     return {name: parameter for name, parameter in parameters.items() if kind_of(parameter) is not None}
 
 
-def kind_of(parameter: Parameter) -> type | None:
-    """bool, int, float, str, or list for a list of whole numbers; None for what no word can say."""
+def kind_of(parameter: Parameter) -> Any:
+    """A key of FLAG_OF, list for a list of whole numbers; None for what no word can say."""
     hint = parameter.annotation
+    if hint == bool | str:
+        return hint
     if get_origin(hint) in (Union, UnionType):
         choices = set(get_args(hint)) - {NoneType}
         hint = (

@@ -178,7 +178,7 @@ class HybridConfig(ShardOptions):
             f"{name}={value!r} must be a whole number"
             for kind, name, value in given
             if kind in allowed and type(value) not in allowed[kind]
-        ] + switch_errors({name: value for kind, name, value in given if kind is bool})
+        ] + switch_errors({name: value for kind, name, value in given if kind in (bool, bool | str)})
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
         """Conditions that must not hold, with their messages."""

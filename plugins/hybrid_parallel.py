@@ -99,7 +99,8 @@ class HybridParallelPlugin(Plugin):
             every such one; in the others by sums that travel with the gradients' norm.
         enable_all_optimization: turn on the three below. See docs/fused.md for them.
         enable_fused_normalization: norms by apex or Liger where installed on CUDA, else by torch's fused kernels.
-        enable_flash_attention: attention by the flash-attn package on CUDA, elsewhere by torch's fused kernels.
+        enable_flash_attention: attention by the flash-attn package on CUDA, elsewhere by torch's fused kernels, or the
+            kernel's name: "flash_attention_3", "sdpa_cudnn", "flex_attention" and others of docs/fused.md.
         enable_jit_fused: activation formulas and dropout + addition compiled by torch.
         enable_fused_loss: the causal loss by chunks of tokens, from what enters the head: float32 logits of a whole
             microbatch never exist, and training calls with labels leave none.
@@ -134,7 +135,7 @@ class HybridParallelPlugin(Plugin):
         overlap_p2p: bool = True,
         enable_all_optimization: bool = False,
         enable_fused_normalization: bool = False,
-        enable_flash_attention: bool = False,
+        enable_flash_attention: bool | str = False,
         enable_jit_fused: bool = False,
         enable_fused_loss: bool = False,
         enable_xformers: bool = False,

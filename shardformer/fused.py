@@ -3,7 +3,7 @@
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -16,13 +16,12 @@ from ..cluster.device import is_cuda
 from .fused_code import compile_elementwise
 from .fused_norm import fuse_norms
 from .layers.attention import (
+    EAGER,
     FLASH_ATTENTION_2,
-    FLASH_ATTN_DTYPES,
+    KERNELS,
+    SDPA,
     XFORMERS,
-    XFORMERS_DEVICES,
     attention_errors,
-    flash_kernel,
-    register_xformers,
     set_attention,
 )
 from .layers.chunked_loss import chunked_loss_errors, route_chunked_loss
@@ -35,18 +34,20 @@ class FusedKernels:
     """Kernels that were asked for.
 
     Args:
-        flash_attention: attention by the flash-attn package on CUDA, elsewhere by torch's fused kernels.
+        flash_attention: attention by a kernel of `attention.KERNELS`, by name; True is `flash_kernel`.
         xformers: attention by xFormers.
         normalization: norms by apex, Liger or torch; see fused_norm.py.
         jit: activation formulas and dropout + addition compiled by torch; see fused_code.py.
         loss: the causal loss from what enters the head; see layers/chunked_loss.py.
+        is_ring: attention is ring attention, which has kernels of its own.
     """
 
-    flash_attention: bool = False
+    flash_attention: bool | str = False
     xformers: bool = False
     normalization: bool = False
     jit: bool = False
     loss: bool = False
+    is_ring: bool = False
 
     def errors(self, device: torch.device, dtype: torch.dtype | None) -> list[str]:
         """List what this machine lacks or what contradicts itself, each with what would work. No communication.
@@ -55,33 +56,17 @@ class FusedKernels:
             device: where the model will compute.
             dtype: in which format; None is not known.
         """
-        is_flash_attn = self.flash_attention and flash_kernel(device) == FLASH_ATTENTION_2
         compilers = filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++"))
-        devices = ", ".join(XFORMERS_DEVICES)
-        sdpa = "leave it out: transformers then takes torch's own fused attention"
+        flash = f"enable_flash_attention={self.flash_attention!r}"
         rows = (
             (
                 self.flash_attention and self.xformers,
-                "enable_flash_attention=True and enable_xformers=True both choose the attention: ask for one of them",
+                f"{flash} and enable_xformers=True both choose the attention: ask for one of them",
             ),
             (
-                is_flash_attn and find_spec("flash_attn") is None,
-                "enable_flash_attention=True needs the package flash-attn on CUDA: install it "
-                f"(pip install flash-attn --no-build-isolation), or {sdpa}",
-            ),
-            (
-                is_flash_attn and dtype is not None and dtype not in FLASH_ATTN_DTYPES,
-                "enable_flash_attention=True: flash-attn computes in 16 bits alone: use precision='bf16' or 'fp16', or "
-                f"{sdpa}",
-            ),
-            (
-                self.xformers and find_spec("xformers") is None,
-                "enable_xformers=True needs the package xformers: install it (pip install xformers), or leave it out",
-            ),
-            (
-                self.xformers and device.type not in XFORMERS_DEVICES,
-                f"enable_xformers=True: xFormers computes on {devices} and not on {device.type}: use "
-                "enable_flash_attention=True, which is torch's fused attention there",
+                self.is_ring and self.flash_attention not in (False, True, SDPA, EAGER),
+                f"{flash} with sequence_parallelism_mode='ring_attn', which has kernels of its own: use "
+                "enable_flash_attention=True, or sequence_parallelism_mode='all_to_all'",
             ),
             (
                 self.jit and is_cuda(device) and find_spec("triton") is None,
@@ -94,24 +79,33 @@ class FusedKernels:
                 "environment variable CXX, or leave it out",
             ),
         )
-        return [message for is_wrong, message in rows if is_wrong]
+        kernels = [
+            error
+            for option, name in self._kernels(device)
+            for error in KERNELS[name].errors(device, dtype, option)
+        ]
+        return [*(message for is_wrong, message in rows if is_wrong), *kernels]
+
+    def _kernels(self, device: torch.device) -> Iterator[tuple[str, str]]:
+        """What was asked for in the user's words, each with the kernel of attention that it means."""
+        if isinstance(self.flash_attention, str):
+            yield f"enable_flash_attention={self.flash_attention!r}", self.flash_attention
+        elif self.flash_attention:
+            yield "enable_flash_attention", SDPA if self.is_ring else flash_kernel(device)
+        if self.xformers:
+            yield "enable_xformers", XFORMERS
 
     def model_errors(self, model: nn.Module, device: torch.device) -> list[str]:
         """Why a whole model cannot use the attention or the loss that was asked for. No communication."""
-        found = []
-        if self.flash_attention:
-            found += attention_errors(model, flash_kernel(device), "enable_flash_attention")
-        if self.xformers:
-            found += attention_errors(model, XFORMERS, "enable_xformers")
+        found = [
+            error for option, name in self._kernels(device) for error in attention_errors(model, name, option)
+        ]
         return found + [f"enable_fused_loss: {each}" for each in chunked_loss_errors(model) if self.loss]
 
     def choose_attention(self, model: nn.Module, device: torch.device) -> None:
         """Set the attention, of a whole model that has no errors."""
-        if self.flash_attention:
-            set_attention(model, flash_kernel(device))
-        if self.xformers:
-            register_xformers()
-            set_attention(model, XFORMERS)
+        for _, name in self._kernels(device):
+            set_attention(model, name)
 
     def takes_loss(self, model: nn.Module) -> bool:
         """Return True where the loss is to be computed by chunks, and this rank has the head."""
@@ -155,10 +149,16 @@ class FusedKernels:
                 _LOG.warning(line)
 
 
+def flash_kernel(device: torch.device) -> str:
+    """The kernel of flash attention on a device where none is named."""
+    return FLASH_ATTENTION_2 if is_cuda(device) else SDPA
+
+
 def switch_errors(given: Mapping[str, Any]) -> list[str]:
-    """Errors of settings that are neither True nor False."""
+    """Errors of settings that are neither True nor False, nor a name where one is allowed."""
+    names = {"enable_flash_attention": tuple(KERNELS)}
     return [
-        f"{name}={value!r} must be True or False"
+        f"{name}={value!r} must be {', '.join(map(repr, (True, *names.get(name, ()))))} or False"
         for name, value in given.items()
-        if not isinstance(value, bool)
+        if not isinstance(value, bool) and value not in names.get(name, ())
     ]

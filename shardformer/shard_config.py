@@ -22,7 +22,7 @@ class ShardOptions:
     sequence_parallelism_mode: str | None = None
     enable_sequence_overlap: bool = False
     enable_sequence_regather: bool = False
-    enable_flash_attention: bool = False
+    enable_flash_attention: bool | str = False
     enable_xformers: bool = False
     enable_fused_normalization: bool = False
     enable_jit_fused: bool = False
@@ -38,6 +38,7 @@ class ShardOptions:
             normalization=self.enable_fused_normalization or self.enable_all_optimization,
             jit=self.enable_jit_fused or self.enable_all_optimization,
             loss=self.enable_fused_loss,
+            is_ring=self.sequence_parallelism_mode == "ring_attn",
         )
 
     def sequence_over(
@@ -81,7 +82,8 @@ class ShardConfig(ShardOptions):
         enable_sequence_overlap: of "split_gather" and "ring", gather in backward while gradients are computed.
         enable_sequence_regather: of "split_gather", keep a part of what is gathered and gather it again in backward.
         sequence_parallel_rings: of "ring_attn", those of a double ring (`double_ring`); None is one ring.
-        enable_flash_attention: attention by flash-attn on CUDA, elsewhere by torch's fused kernels; see docs/fused.md.
+        enable_flash_attention: attention by flash-attn on CUDA, elsewhere by torch's fused kernels, or by
+            name: "flash_attention_3" or "sdpa_cudnn" for example; see docs/fused.md.
         enable_xformers: attention by xFormers.
         enable_fused_normalization: norms by apex or Liger where installed on CUDA, else by torch's fused kernels.
         enable_jit_fused: activation formulas and dropout + addition compiled by torch.

@@ -1,16 +1,20 @@
-"""The kernel with which a model computes attention: transformers' own, or xFormers'."""
+"""The kernels with which a model computes attention, by name: what each needs, and which models it is refused for."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from ...cluster.device import is_cuda
+from ...cluster.device import compute_capability, is_cuda
 
 # What the mask says too, and what is not about attention.
 BESIDES = frozenset(
@@ -24,17 +28,7 @@ BESIDES = frozenset(
 
 # B batch, N query heads, M key-value heads, Q queries, K keys, D width of a head
 
-
-XFORMERS = "xformers"
-XFORMERS_DEVICES = ("cuda",)  # for which xFormers has kernels
-
 _ALIGNMENT = 8  # rows of a bias begin at multiples of so many entries
-
-
-def register_xformers() -> None:
-    """Make "xformers" an attention that models of transformers can be set to. Doing it again changes nothing."""
-    AttentionInterface.register(XFORMERS, xformers_attention)
-    AttentionMaskInterface.register(XFORMERS, AttentionMaskInterface()["sdpa"])
 
 
 def xformers_attention(
@@ -116,16 +110,159 @@ def _bias(
     return nn.functional.pad(whole.contiguous(), (0, padding))[..., :num_keys]
 
 
-FLASH_ATTENTION_2 = "flash_attention_2"
-SDPA = "sdpa"
-FLASH_ATTN_DTYPES = (torch.float16, torch.bfloat16)  # what the flash-attn package computes in
+def torch_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    backend: SDPBackend,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it with "sdpa", by one of torch's kernels; no other takes its place.
 
-# By name of transformers, the kernel in words, and the attribute of model classes that says whether they know it.
-_KERNELS = {
-    FLASH_ATTENTION_2: ("flash_attention_2 (the flash-attn package)", "_supports_flash_attn"),
-    SDPA: ("sdpa (torch's fused attention)", "_supports_sdpa"),
-    XFORMERS: ("xFormers", None),
+    Raises:
+        ValueError: a mask for a kernel that takes none.
+        RuntimeError: torch's, that this kernel cannot compute it; its warnings say why.
+    """
+    if backend == SDPBackend.FLASH_ATTENTION and attention_mask is not None and is_cuda(query.device):
+        raise ValueError(
+            f"torch's flash kernel takes no mask, and {type(module).__name__} has one, for padding, packed texts or a "
+            f"window: use enable_flash_attention={SDPA_CUDNN!r}, {FLEX_ATTENTION!r} or {SDPA!r}"
+        )
+    with sdpa_kernel(backend):
+        found: tuple[Tensor, None] = AttentionInterface()[SDPA](
+            module, query, key, value, attention_mask, **kwargs
+        )
+    return found
+
+
+EAGER, SDPA, XFORMERS = "eager", "sdpa", "xformers"
+# Not "sdpa_flash": transformers takes every name with "flash" in it for a package.
+SDPA_FA, SDPA_CUDNN = "sdpa_fa", "sdpa_cudnn"
+FLEX_ATTENTION = "flex_attention"
+FLASH_ATTENTION_2, FLASH_ATTENTION_3 = FLASH_PACKAGES = "flash_attention_2", "flash_attention_3"
+
+_AMPERE = (8, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A kernel of attention.
+
+    Args:
+        words: what it is.
+        flag: the attribute of model classes that says whether they know it; None is not asked.
+        module: what it imports.
+        package: that module's, and how it is installed.
+        devices: kinds that it computes on.
+        is_short: it computes in 16 bits alone.
+        capability: the least that a CUDA device must have.
+        drops: it has attention dropout.
+        caps: it can cap scores.
+        attend: of kernels that transformers does not have, the function that it calls, with sdpa's masks.
+    """
+
+    words: str
+    flag: str | None = None
+    module: str | None = None
+    package: str = ""
+    devices: tuple[str, ...] = ("cuda",)
+    is_short: bool = False
+    capability: tuple[int, int] = (0, 0)
+    drops: bool = True
+    caps: bool = True
+    attend: Callable[..., tuple[Tensor, None]] | None = None
+
+    def errors(self, device: torch.device, dtype: torch.dtype | None, option: str) -> list[str]:
+        """What this machine lacks for it, each with what would work. No communication.
+
+        Args:
+            device: where the model will compute.
+            dtype: in which format; None is not known.
+            option: what was asked for, in the user's words.
+        """
+        found, instead = compute_capability(device), f"enable_flash_attention={SDPA!r}, torch's own"
+        rows = (
+            (
+                device.type not in self.devices,
+                f"computes on {', '.join(self.devices)} and not on {device.type}: use {instead}",
+            ),
+            (
+                self.module is not None and find_spec(self.module) is None,
+                f"needs the package {self.package}, or use {instead}",
+            ),
+            (
+                self.is_short and dtype not in (torch.float16, torch.bfloat16, None),
+                f"computes in 16 bits alone: use precision='bf16' or 'fp16', or {instead}",
+            ),
+            (
+                found is not None and found < self.capability,
+                f"needs a GPU of compute capability {self.capability[0]}.{self.capability[1]} (Ampere) or later, and "
+                f"this one has {'.'.join(map(str, found or ()))}: use {instead}",
+            ),
+        )
+        return [f"{option}: {self.words} {message}" for is_wrong, message in rows if is_wrong]
+
+
+_SDPA = Kernel(
+    words="sdpa (torch's fused attention)", flag="_supports_sdpa", devices=("cuda", "cpu"), caps=False
+)
+_PACKAGE = Kernel(words="", flag="_supports_flash_attn", is_short=True, capability=_AMPERE)
+_TORCH = replace(_SDPA, devices=("cuda",), is_short=True, capability=_AMPERE)
+
+# By the names of transformers, but for three that it has not.
+KERNELS = {
+    EAGER: Kernel(words="eager (the model's own code)", devices=("cuda", "cpu")),
+    SDPA: _SDPA,
+    SDPA_FA: replace(
+        _TORCH,
+        words="sdpa_fa (torch's flash kernel)",
+        attend=partial(torch_attention, backend=SDPBackend.FLASH_ATTENTION),
+    ),
+    SDPA_CUDNN: replace(
+        _TORCH,
+        words="sdpa_cudnn (cuDNN's kernel)",
+        attend=partial(torch_attention, backend=SDPBackend.CUDNN_ATTENTION),
+    ),
+    FLASH_ATTENTION_2: replace(
+        _PACKAGE,
+        words="flash_attention_2 (the flash-attn package)",
+        module="flash_attn",
+        package="flash-attn (pip install flash-attn --no-build-isolation)",
+    ),
+    FLASH_ATTENTION_3: replace(
+        _PACKAGE,
+        words="flash_attention_3 (the flash-attn-3 package)",
+        module="flash_attn_interface",
+        package="flash-attn-3 (install it from the folder hopper of github.com/Dao-AILab/flash-attention)",
+        drops=False,
+    ),
+    FLEX_ATTENTION: Kernel(
+        words="flex_attention (torch's FlexAttention)",
+        flag="_supports_flex_attn",
+        module="triton",
+        package="triton (pip install triton)",
+        drops=False,
+    ),
+    XFORMERS: Kernel(
+        words="xFormers",
+        module="xformers",
+        package="xformers (pip install xformers)",
+        caps=False,
+        attend=xformers_attention,
+    ),
 }
+
+
+def register_kernels() -> None:
+    """Make the kernels that transformers does not have known to it. Doing it again changes nothing."""
+    for name, kernel in KERNELS.items():
+        if kernel.attend is not None:
+            AttentionInterface.register(name, kernel.attend)
+            AttentionMaskInterface.register(name, AttentionMaskInterface()[SDPA])
+
 
 # Whose masks transformers drops in silence with flash-attn: tokens of an image see each other, also those behind them.
 _BOTH_WAYS = ("gemma3", "gemma4", "gemma4_unified", "molmo2", "paligemma", "pi0")
@@ -133,17 +270,12 @@ _BOTH_WAYS = ("gemma3", "gemma4", "gemma4_unified", "molmo2", "paligemma", "pi0"
 _WHOLE_STATES = ("vision-encoder-decoder", "whisper")
 
 
-def flash_kernel(device: torch.device) -> str:
-    """Kernel of flash attention on a device, by transformers' name."""
-    return FLASH_ATTENTION_2 if is_cuda(device) else SDPA
-
-
 def attention_errors(model: nn.Module, kernel: str, option: str) -> list[str]:
     """Why a model cannot compute attention with a kernel and get the same; empty when it can.
 
     Args:
         model: a whole one.
-        kernel: a key of `_KERNELS`.
+        kernel: a key of KERNELS.
         option: what was asked for, in the user's words.
     """
     parts = _parts(model)
@@ -161,6 +293,7 @@ def attention_errors(model: nn.Module, kernel: str, option: str) -> list[str]:
 
 def set_attention(model: nn.Module, kernel: str) -> None:
     """Let a model and its parts compute attention with a kernel; `attention_errors` found nothing against it."""
+    register_kernels()
     chosen: Any = model
     chosen.set_attn_implementation(kernel)
     for part in _parts(model).values():  # some releases do not reach all of them from the model
@@ -190,38 +323,45 @@ def _fixed_classes(part: PreTrainedModel) -> list[Mapping[str, type[nn.Module]]]
     ]
 
 
-def _reasons(part: PreTrainedModel, kernel: str) -> Iterator[tuple[str, str]]:
+def _reasons(part: PreTrainedModel, name: str) -> Iterator[tuple[str, str]]:
     """Why a part cannot compute attention with a kernel, each with what to do besides leaving the option out."""
-    (words, flag), config = _KERNELS[kernel], part.config
-    build = f"build it with attn_implementation={kernel!r}, or "
+    kernel, config = KERNELS[name], part.config
+    build = f"build it with attn_implementation={name!r}, or " if kernel.attend is None else ""
     present = {type(module) for module in part.modules()}
     fixed = [
         each
         for each in _fixed_classes(part)
-        if present & set(each.values()) and each.get(kernel) not in present
+        if present & set(each.values()) and each.get(name) not in present
     ]
-    if flag is not None and not getattr(part, flag):
-        yield f"cannot compute attention with {words}, as its class in transformers says", ""
+    if kernel.flag is not None and not getattr(part, kernel.flag):
+        yield f"cannot compute attention with {kernel.words}, as its class in transformers says", ""
     elif fixed:
         names = sorted(each.__name__ for each in present & set(fixed[0].values()))
-        can_be_built = build if kernel in fixed[0] else ""
-        yield f"chose {', '.join(names)} when it was built, which is not {words}", can_be_built
-    elif config._attn_implementation != kernel and not part._can_set_attn_implementation():
-        yield "takes its attention once and for all when it is built", build if flag is not None else ""
-    caps = [
-        f"{name}={each}"
-        for name, each in vars(config).items()
-        if "attn" in name and "softcap" in name and each
-    ]
-    if kernel != FLASH_ATTENTION_2 and caps:
-        yield f"caps its attention scores ({', '.join(caps)}), which {words} cannot", ""
-    if kernel == FLASH_ATTENTION_2 and (lost := _lost_mask(part)):
-        yield lost, ""
-    if getattr(config, "output_attentions", False):
         yield (
-            f"is to return attention weights, which {words} does not compute",
+            f"chose {', '.join(names)} when it was built, which is not {kernel.words}",
+            build if name in fixed[0] else "",
+        )
+    elif config._attn_implementation != name and not part._can_set_attn_implementation():
+        yield "takes its attention once and for all when it is built", build
+    if not kernel.caps and (caps := _settings(part, "attn", "softcap")):
+        yield f"caps its attention scores ({caps}), which {kernel.words} cannot", ""
+    if not kernel.drops and (dropout := _settings(part, "att", "drop")):
+        yield f"drops attention ({dropout}), which {kernel.words} cannot", "set that to 0 in the config, or "
+    if name in FLASH_PACKAGES and (lost := _lost_mask(part)):
+        yield lost, ""
+    if name != EAGER and getattr(config, "output_attentions", False):
+        yield (
+            f"is to return attention weights, which {kernel.words} does not compute",
             "set config.output_attentions=False, or ",
         )
+
+
+def _settings(part: PreTrainedModel, *words: str) -> str:
+    """The settings of a config whose names have all of these words, where they are not 0, to be read by people."""
+    found = vars(part.config).items()
+    return ", ".join(
+        f"{name}={value}" for name, value in found if value and all(word in name for word in words)
+    )
 
 
 def _lost_mask(part: PreTrainedModel) -> str | None:

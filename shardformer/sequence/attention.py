@@ -17,7 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from ..layers.attention import BESIDES, FLASH_ATTENTION_2, SDPA, XFORMERS, register_xformers
+from ..layers.attention import BESIDES, EAGER, FLASH_PACKAGES, KERNELS, SDPA, register_kernels
 from ..layers.region import AttributeView
 from ..layers.sequence_axis import INSTEAD, SequenceAxis, axis_of
 from .block_mask import Mask, Seen, block_mask
@@ -26,8 +26,6 @@ from .ulysses import attend_by_heads
 
 # B batch, S sequence with padding, N query heads, M key-value heads, D width of a head, P ranks
 
-EAGER = "eager"
-KERNELS = (EAGER, SDPA, FLASH_ATTENTION_2, XFORMERS)
 ALL_TO_ALL, RING = "all_to_all", "ring_attn"
 
 _UNSHARDED = "under 'ring_attn' only layers whose sequences are sharded may: use sequence_parallelism_mode='all_to_all'"
@@ -108,7 +106,7 @@ def all_to_all_attention(
         return attend(module, query, key, value, attention_mask, **kwargs)
     _check_known(module, kwargs, ALL_TO_ALL)
     known = {name: value for name, value in kwargs.items() if name in _BY_HEADS}
-    if kernel == FLASH_ATTENTION_2 and (positions := kwargs.get("position_ids")) is not None:
+    if kernel in FLASH_PACKAGES and (positions := kwargs.get("position_ids")) is not None:
         known["position_ids"] = _whole_positions(positions, axis)  # they say where packed sequences begin
     return attend_by_heads(attend, module, query, key, value, attention_mask, axis, **known), None
 
@@ -201,6 +199,7 @@ def _attention_name(mode: str, kernel: str) -> str:
 
 def _register() -> None:
     """Make the attentions known to transformers. Doing it again changes nothing."""
+    register_kernels()
     for kernel in KERNELS:
         name = _attention_name(ALL_TO_ALL, kernel)
         AttentionInterface.register(name, partial(all_to_all_attention, kernel))
@@ -270,7 +269,6 @@ def kernel_of(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Any]]
 
 def mask_of(name: str) -> Callable[..., Any]:
     """The function that makes masks for a kernel."""
-    register_xformers()
     found: Callable[..., Any] = AttentionMaskInterface()[name]
     return found
 
@@ -279,7 +277,6 @@ def _function_of(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, An
     if name == EAGER:
         found = _first(module, "eager_attention_forward")
     else:
-        register_xformers()
         functions = _first(module, "ALL_ATTENTION_FUNCTIONS")  # a file may have some of its own
         found = (functions if isinstance(functions, AttentionInterface) else AttentionInterface())[name]
     if found is None:

@@ -27,7 +27,7 @@ from ...pipeline.stage import (
     without_cache,
 )
 from ...pipeline.stand_ins import StandIn
-from ..layers.attention import FLASH_ATTENTION_2
+from ..layers.attention import FLASH_PACKAGES
 from ..layers.parallel_module import change_inputs, first_tensor
 from ..layers.sequence_axis import (
     CommonRandom,
@@ -73,7 +73,9 @@ def shard_sequences(model: nn.Module, plan: StagePlan, split: SequenceSplit) -> 
             boundary.leave(layers[-1])
     if is_data:
         assert split.settings.mode is not None
-        is_flash_ring = split.settings.mode == RING and FLASH_ATTENTION_2 in attention_kernels(model)
+        is_flash_ring = split.settings.mode == RING and not attention_kernels(model).isdisjoint(
+            FLASH_PACKAGES
+        )
         set_sequence_attention(model, split.settings.mode)
         if takes(model, "use_cache"):
             forgo = partial(_without_cache, is_flash_ring=is_flash_ring)

@@ -107,7 +107,7 @@ def attend_by_heads(
         module: handed to it; its counts of heads, and what it holds for each head, are those of this rank's share.
         query: (B, N, S/P, D), this rank's part of the sequence.
         key, value: (B, M, S/P, D), where M divides N; the width of value may differ.
-        mask: for whole sequences, (B or 1, N or 1, L or 1, L), or (B, L).
+        mask: for whole sequences, (B or 1, N or 1, L or 1, L), or (B, L); of FlexAttention, for all heads alike.
         axis: whose ranks must all call; its `length` is L.
         dropout: probability; heads of different ranks drop different entries.
         position_bias: (B or 1, N or 1, L or 1, L), added to the scores.
@@ -127,7 +127,7 @@ def attend_by_heads(
         kwargs["position_bias"] = _own_mask(position_bias, share, axis)
     if s_aux is not None:
         kwargs["s_aux"] = share.own(s_aux, 0, axis.rank)
-    own_mask = None if mask is None else _own_mask(mask, share, axis)
+    own_mask = _own_mask(mask, share, axis) if isinstance(mask, Tensor) else mask
     with _own_random(axis, query.device, dropout):
         out_BLnD, _ = attend(_own_view(module, share, axis), *whole, own_mask, dropout=dropout, **kwargs)
     padded = _filled(out_BLnD, 1, axis.order.padded(axis.length))

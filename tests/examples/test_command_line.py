@@ -49,6 +49,8 @@ def test_flags_read_what_the_plugin_takes() -> None:
         "enable_flash_attention": True,
         "pp_style": "zbv",
     }
+    named = command_line.given_options(parsed("--enable_flash_attention", "sdpa_cudnn"))
+    assert named == {"enable_flash_attention": "sdpa_cudnn"}
 
 
 def test_the_help_says_what_the_plugin_says(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import wraps
 from importlib import import_module
 from importlib.machinery import ModuleSpec
@@ -16,6 +17,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.integrations import flash_attention as flash_integration
+
+from echelon.shardformer.layers.attention import FLASH_ATTENTION_2, KERNELS, XFORMERS
 
 # Models that import what calls flash-attn only where that is installed.
 _IMPORT_IF_INSTALLED = ("falcon", "gpt_neo", "gptj")
@@ -144,7 +147,7 @@ def installed(**modules: dict[str, Any]) -> Iterator[None]:
 def installed_xformers() -> Iterator[mock.Mock]:
     """xFormers, on the CPU too; gives what counts the calls of its attention."""
     attention = mock.Mock(wraps=memory_efficient_attention)
-    devices = mock.patch("echelon.shardformer.fused.XFORMERS_DEVICES", ("cpu", "cuda"))
+    devices = mock.patch.dict(KERNELS, {XFORMERS: replace(KERNELS[XFORMERS], devices=("cpu", "cuda"))})
     attributes = {"memory_efficient_attention": attention, "LowerTriangularMask": LowerTriangularMask}
     with installed(xformers__ops=attributes), devices:
         yield attention
@@ -186,10 +189,10 @@ def installed_flash_attn() -> Iterator[list[str]]:
         mock.patch.dict(flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], found),
         # transformers would round what is in float32, as the package does not take that.
         mock.patch.object(flash_integration, "get_target_dtype", lambda query, module: None),
-        mock.patch.multiple(
-            "echelon.shardformer.fused",
-            flash_kernel=lambda device: "flash_attention_2",
-            FLASH_ATTN_DTYPES=(torch.float16, torch.bfloat16, torch.float32),
+        mock.patch("echelon.shardformer.fused.flash_kernel", lambda device: FLASH_ATTENTION_2),
+        mock.patch.dict(
+            KERNELS,
+            {FLASH_ATTENTION_2: replace(KERNELS[FLASH_ATTENTION_2], is_short=False, devices=("cpu", "cuda"))},
         ),
         ExitStack() as stack,
     ):

@@ -1,20 +1,25 @@
 """The attention that a model computes with: xFormers' arguments, and refusals that name an alternative."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from echelon.shardformer import ShardConfig, ShardFormer
 from echelon.shardformer.fused import FusedKernels
 from echelon.shardformer.layers.attention import (
+    FLASH_PACKAGES,
+    KERNELS,
     SDPA,
     XFORMERS,
     attention_errors,
-    register_xformers,
+    register_kernels,
     set_attention,
+    torch_attention,
     xformers_attention,
 )
 from echelon.verify.models import ModelChoice
@@ -148,7 +153,7 @@ def test_a_query_that_sees_nothing_gets_0_as_by_sdpa() -> None:
     ],
 )
 def test_a_model_that_cannot_is_named_with_what_can_be_done(model_type: str, kernel: str, words: str) -> None:
-    register_xformers()
+    register_kernels()
     found = "\n".join(
         attention_errors(ModelChoice(model_type=model_type).build_on_meta(), kernel, "enable_it")
     )
@@ -197,6 +202,94 @@ def test_what_is_missing_is_named_at_once_with_all_other_errors() -> None:
         (error,) = FusedKernels(xformers=True).errors(CPU, torch.float32)
         assert "computes on cuda and not on cpu" in error
     assert FusedKernels(flash_attention=True).errors(CPU, torch.float32) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "words"),
+    [
+        (
+            "flash_attention_3",
+            CUDA,
+            torch.bfloat16,
+            "needs the package flash-attn-3 (install it from the folder hopper",
+        ),
+        (
+            "flash_attention_2",
+            CPU,
+            torch.bfloat16,
+            "computes on cuda and not on cpu: use enable_flash_attention='sdpa'",
+        ),
+        ("sdpa_cudnn", CUDA, torch.float32, "sdpa_cudnn (cuDNN's kernel) computes in 16 bits alone"),
+        ("sdpa_fa", CPU, None, "computes on cuda and not on cpu"),
+        ("flex_attention", CPU, torch.float32, "computes on cuda and not on cpu"),
+        ("sdpa_fa", CUDA, torch.bfloat16, ""),
+        ("sdpa", CPU, torch.float32, ""),
+        ("eager", CUDA, torch.float32, ""),
+    ],
+)
+def test_a_kernel_by_name_is_refused_where_it_cannot_be(
+    name: str, device: torch.device, dtype: torch.dtype | None, words: str
+) -> None:
+    found = ShardConfig(enable_flash_attention=name).fused.errors(device, dtype)
+    assert any(words in each and f"enable_flash_attention={name!r}" in each for each in found) == bool(words)
+
+
+def test_an_older_gpu_is_refused_by_its_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for found, is_refused in (((7, 5), True), ((8, 0), False), ((9, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=found: found)
+        errors = FusedKernels(flash_attention="sdpa_fa").errors(CUDA, torch.float16)
+        assert [("this one has 7.5" in each) for each in errors] == [True] * is_refused
+
+
+def test_a_name_that_is_none_is_refused_with_those_there_are() -> None:
+    with pytest.raises(
+        ValueError, match=r"enable_flash_attention='flash' must be True, 'eager', 'sdpa', .* or False"
+    ):
+        ShardConfig(enable_flash_attention="flash")
+
+
+def test_kernels_of_ring_attention_are_its_own() -> None:
+    found = FusedKernels(flash_attention="flash_attention_3", is_ring=True).errors(CUDA, torch.bfloat16)
+    assert "sequence_parallelism_mode='ring_attn', which has kernels of its own" in found[0]
+    for name in (True, "sdpa", "eager"):  # none needs a package
+        assert FusedKernels(flash_attention=name, is_ring=True).errors(CUDA, torch.bfloat16) == []
+
+
+@pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if not kernel.drops])
+def test_attention_dropout_is_refused_where_it_would_be_lost(name: str) -> None:
+    choice = ModelChoice(model_type="llama", settings=(("attention_dropout", 0.1),))
+    (error,) = attention_errors(choice.build_on_meta(), name, "enable_it")
+    assert "drops attention (attention_dropout=0.1)" in error and "set that to 0 in the config" in error
+    assert attention_errors(ModelChoice(model_type="llama").build_on_meta(), name, "enable_it") == []
+
+
+def test_flash_attention_3_loses_the_masks_that_2_does() -> None:
+    errors = [
+        attention_errors(ModelChoice(model_type="bart").build_on_meta(), name, "x") for name in FLASH_PACKAGES
+    ]
+    assert all(any("the padding of the states" in each for each in found) for found in errors)
+
+
+def test_one_of_torchs_kernels_is_set_by_name_and_computes_alone() -> None:
+    model: Any = ModelChoice(model_type="llama").build()
+    set_attention(model, "sdpa_cudnn")
+    assert model.config._attn_implementation == "sdpa_cudnn"
+    enabled: list[Any] = []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        enabled.append(_cur_sdpa_kernel_backends())
+        return torch.zeros(1), None
+
+    query, key, value = tensors()
+    with mock.patch.dict(transformers.AttentionInterface._global_mapping, {SDPA: noted}):
+        KERNELS["sdpa_cudnn"].attend(Attention(), query, key, value, None, scaling=0.3)
+    assert enabled == [[SDPBackend.CUDNN_ATTENTION]]
+    found, _ = torch_attention(
+        Attention(), query, key, value, None, backend=SDPBackend.FLASH_ATTENTION, scaling=0.3
+    )
+    expected, _ = fused_by_torch(Attention(), query, key, value, None, scaling=0.3)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_shardformer_tells_packages_models_and_sizes_together() -> None:

@@ -162,7 +162,7 @@ EAGER = {"attn_implementation": "eager"}
         ("beit", ("split_gather", "ring"), {}, "the code of BeitLayer uses shape"),
         ("llama", BOTH, {"output_attentions": True, **EAGER}, "output_attentions=True in the model's config"),
         ("gpt2", BOTH, {"reorder_and_upcast_attn": True, **EAGER}, "(config.reorder_and_upcast_attn)"),
-        ("llama", BOTH, {"attn_implementation": "flex_attention"}, "can be one of eager, sdpa, flash_att"),
+        ("llama", BOTH, {"attn_implementation": "paged|eager"}, "can be one of eager, sdpa, sdpa_fa"),
         (
             "llama",
             BOTH[:1],
