@@ -1,7 +1,7 @@
 """Masks that are asked for block by block, so that nobody holds a whole one. What is done with them is kernels.py."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from typing import Any
 
@@ -43,10 +43,21 @@ class Mask(ABC):
         # Layers and microbatches in backward ask for the same blocks; to look at one twice costs a wait for a GPU.
         self._known: dict[tuple[range, range], Seen] = {}
 
+    def look(self, blocks: Iterable[tuple[range, range]]) -> None:
+        """Find the words for blocks of queries and keys: one read on the host for all that have to be looked at."""
+        new = dict.fromkeys(each for each in blocks if each not in self._known)
+        told = {each: word for each in new if (word := self._word(*each)) is not None}
+        facts = {each: self._facts(*each) for each in new if each not in told}
+        self._known |= told
+        if facts:
+            found = torch.stack(list(facts.values())).tolist()
+            self._known |= {each: _word_for(*each, *of) for each, of in zip(facts, found, strict=True)}
+
     def block(self, queries: range, keys: range) -> Seen | Tensor:
         """The keys that these queries see: a word, or (B or 1, N or 1, Q, K) of booleans, or of numbers to add."""
-        if (known := self._known.get((queries, keys))) is None:
-            known = self._known[queries, keys] = self._look(queries, keys)
+        if (queries, keys) not in self._known:
+            self.look([(queries, keys)])
+        known = self._known[queries, keys]
         return self._tensor(queries, keys) if known is Seen.SOME else known
 
     def levelled(self, queries: range) -> Tensor | None:
@@ -54,8 +65,12 @@ class Mask(ABC):
         return None
 
     @abstractmethod
-    def _look(self, queries: range, keys: range) -> Seen:
-        """The word for a block."""
+    def _word(self, queries: range, keys: range) -> Seen | None:
+        """The word for a block, where it follows from the positions alone."""
+
+    @abstractmethod
+    def _facts(self, queries: range, keys: range) -> Tensor:
+        """Three booleans, on the device: something is seen, all is, and what is seen is the triangle."""
 
     @abstractmethod
     def _tensor(self, queries: range, keys: range) -> Tensor:
@@ -73,6 +88,9 @@ class BlockMask(Mask):
         device: where tensors are made.
         takes_numbers: whether the function is made for single numbers only, and has to be mapped over tensors.
         levels: whether a query that sees no key gets the mean of all values, as by eager attention, and not 0.
+
+    Attributes:
+        flex_masks: kept by flex.py, by the rank that has the keys.
     """
 
     def __init__(
@@ -91,26 +109,59 @@ class BlockMask(Mask):
         self._padding_BS = None if padding_BS is None or bool(padding_BS.all()) else padding_BS
         self._batch_size, self._device, self._takes_numbers = batch_size, device, takes_numbers
         self.is_plain = self._padding_BS is None and function in _PLAIN
-        self._levels = levels and not self.is_plain
+        self.levels = levels and not self.is_plain
         self._levelled: dict[range, Tensor | None] = {}
+        self.flex_masks: dict[int, Any] = {}
+
+    def look(self, blocks: Iterable[tuple[range, range]]) -> None:
+        """Find the words for blocks, and which of their queries see no key: one more read where those get a mean."""
+        blocks = list(blocks)
+        super().look(blocks)
+        self._find_blind([queries for queries, _ in blocks])
 
     def levelled(self, queries: range) -> Tensor | None:
         """Queries that see no key and get the mean of all values, (B, 1, Q); None where there are none."""
-        if self._levels and queries not in self._levelled:
-            blind = self._blind(queries)
-            self._levelled[queries] = blind if bool(blind.any()) else None
+        self._find_blind([queries])
         return self._levelled.get(queries)
 
-    def _look(self, queries: range, keys: range) -> Seen:
+    def placed(self, queries: Tensor, keys: Tensor) -> MaskFunction:
+        """The mask as a function of places in two lists of positions, on the device.
+
+        Positions behind the sequence see nothing, and are not seen.
+        """
+        function, length = self._function, self.lengths[1]
+        is_query, is_key_BK = queries < length, (keys < length).expand(self._batch_size, -1)
+        queries, keys = (each.clamp(max=length - 1) for each in (queries, keys))
+        if self._padding_BS is not None:
+            is_key_BK = is_key_BK & self._padding_BS[:, keys]
+
+        def placed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return function(batch, head, queries[query], keys[key]) & is_query[query] & is_key_BK[batch, key]
+
+        return placed
+
+    def placed_seen(self, placed: MaskFunction, queries: Tensor, keys: Tensor) -> Tensor:
+        """What a function of `placed` says of places, (B, 1, Q, K)."""
+        batch, head = (torch.arange(size, device=self._device) for size in (self._batch_size, 1))
+        return _mapped(placed)(batch, head, queries, keys)
+
+    def _word(self, queries: range, keys: range) -> Seen | None:
         plain = _PLAIN[self._function](queries, keys) if self._function in _PLAIN else Seen.SOME
-        if plain is Seen.NOTHING or (plain is not Seen.SOME and self._padding_BS is None):
-            return plain
+        is_told = plain is Seen.NOTHING or (plain is not Seen.SOME and self._padding_BS is None)
+        return plain if is_told else None
+
+    def _facts(self, queries: range, keys: range) -> Tensor:
         seen = self._tensor(queries, keys)
         triangle = seen == seen.new_ones(seen.shape[-2:]).tril()
-        some, every, is_triangle = torch.stack([seen.any(), seen.all(), triangle.all()]).tolist()
-        if is_triangle and not every and queries == keys:
-            return Seen.TRIANGLE
-        return Seen.ALL if every else Seen.SOME if some else Seen.NOTHING
+        return torch.stack([seen.any(), seen.all(), triangle.all()])
+
+    def _find_blind(self, rows: Iterable[range]) -> None:
+        blind = {each: self._blind(each) for each in rows if self.levels and each not in self._levelled}
+        if blind:
+            found = torch.stack([each.any() for each in blind.values()]).tolist()
+            self._levelled |= {
+                each: blind[each] if is_some else None for each, is_some in zip(blind, found, strict=True)
+            }
 
     def _tensor(self, queries: range, keys: range) -> Tensor:
         numbers = [
@@ -149,17 +200,25 @@ class GivenMask(Mask):
             raise ValueError("; ".join(errors))
         self._mask = mask
 
-    def _look(self, queries: range, keys: range) -> Seen:
+    def _word(self, queries: range, keys: range) -> Seen | None:
+        return None
+
+    def _facts(self, queries: range, keys: range) -> Tensor:
         block = self._tensor(queries, keys)
         hidden = ~block if block.dtype == torch.bool else is_hidden(block)
         unchanged = block if block.dtype == torch.bool else block == 0
-        nothing, every = torch.stack([hidden.all(), unchanged.all()]).tolist()
-        return Seen.NOTHING if nothing else Seen.ALL if every else Seen.SOME
+        return torch.stack([~hidden.all(), unchanged.all(), hidden.new_zeros(())])
 
     def _tensor(self, queries: range, keys: range) -> Tensor:
         rows = slice(None) if self._mask.shape[2] == 1 else slice(queries.start, queries.stop)
         block = self._mask[:, :, rows, keys.start : keys.stop]
         return block.expand(-1, -1, len(queries), -1)
+
+
+def _word_for(queries: range, keys: range, some: bool, every: bool, is_triangle: bool) -> Seen:
+    if is_triangle and not every and queries == keys:
+        return Seen.TRIANGLE
+    return Seen.ALL if every else Seen.SOME if some else Seen.NOTHING
 
 
 def is_hidden(bias: Tensor) -> Tensor:

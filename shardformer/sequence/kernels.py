@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...cluster.device import is_cuda
+from . import flex
 from .block_mask import Seen, is_hidden
 
 # B batch, N query heads, M key and value heads, Q queries, K keys, D head dim
@@ -23,7 +24,8 @@ class View:
     """The view that queries have of a block of keys.
 
     Args:
-        seen: all of them, the triangle, or numbers to add to the scores, minus infinity at keys that are not seen.
+        seen: all of them, the triangle, numbers to add to the scores, minus infinity at keys that are not seen, or a
+            mask of FlexAttention.
         scale: by which scores are multiplied.
         softcap: what they then come near to and never pass, as softcap · tanh(score / softcap); None is no bound.
         dropout: the probability with which a key is left out.
@@ -32,7 +34,7 @@ class View:
             the same. Eager attention adds that number to the scores of hidden keys, and a query may have no other.
     """
 
-    seen: Seen | Tensor
+    seen: Seen | Tensor | flex.FlexMask
     _: KW_ONLY
     scale: float
     softcap: float | None = None
@@ -41,11 +43,13 @@ class View:
     is_level: bool = False
 
 
-Gradients = tuple[Tensor, Tensor, Tensor]
+Gradients = tuple[Tensor, ...]  # of q, k, v
 
 
 def look(q: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, view: View) -> tuple[Tensor, Tensor]:
     """Attend to a block of keys alone; returns the outputs and the lse: 0 and minus infinity where none is seen."""
+    if isinstance(view.seen, flex.FlexMask):
+        return flex.look(q, k_BMKD, v_BMKD, view.seen, scale=view.scale, softcap=view.softcap)
     view = _added(view, q.dtype)
     k, v = _for_each_query_head(q, k_BMKD), _for_each_query_head(q, v_BMKD)
     out, lse = (_flash if is_fused(q, v, view) else _plain)(q, k, v, view)
@@ -64,6 +68,9 @@ def look_back(
         q, k_BMKD, v_BMKD, view: as they were given to `look`.
         out, lse: of all keys; the lse plus infinity for queries that see none.
     """
+    if isinstance(view.seen, flex.FlexMask):
+        settings = {"scale": view.scale, "softcap": view.softcap}
+        return flex.look_back(gradient, q, k_BMKD, v_BMKD, out, lse, view.seen, **settings)
     view = _added(view, q.dtype)
     k, v = _for_each_query_head(q, k_BMKD), _for_each_query_head(q, v_BMKD)
     backward = _flash_backward if is_fused(q, v, view) else _plain_backward

@@ -8,6 +8,7 @@ computed kernels.py, how tensors travel cluster/ring.py.
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from ...cluster.ring import round_trip, travel
 from ..layers.sequence_axis import SequenceAxis, SequenceOrder
+from . import flex
 from .block_mask import BlockMask, GivenMask, Mask, Seen
 from .kernels import View, is_fused, look, look_back
 
@@ -44,7 +46,7 @@ def ring_attention(
     Forward each rank sends 2·B·S·M·D elements P−1 times, P the size of the axis; backward as many, and as many in
     float32, the gradients. Queries that see nothing get 0 and give no gradient, or what `Mask.levelled` says. Where
     it takes a mask as a tensor, or scores because no fused kernel fits, those of 1,024 queries and 1,024 keys are
-    in memory at a time.
+    in memory at a time; on CUDA, functions of positions go to FlexAttention, which needs neither (flex.py).
 
     Args:
         q_BNSD, k_BMSD, v_BMSD: this rank's parts; M divides N. Values may be of another width.
@@ -87,7 +89,7 @@ class Piece(NamedTuple):
     columns: slice
     queries: range
     keys: range
-    seen: Seen | Tensor
+    seen: Seen | Tensor | flex.FlexMask
     is_level: bool = False
 
 
@@ -160,11 +162,44 @@ class _Call(NamedTuple):
     length: int
     view_of_all: View
 
+    def look(self, q: Tensor, v: Tensor) -> None:
+        """Let the mask look at all blocks of this rank's queries at once: one read on the host, or none."""
+        if not self._is_flex(q, v):
+            order, size = self.axis.order, self._size(q, v)
+            queries = [each for each, _ in _ranges(order, self.length, self.axis.rank, size)]
+            keys = [each for rank in range(order.size) for each, _ in _ranges(order, self.length, rank, size)]
+            self.mask.look(product(queries, keys))
+
     def pieces(self, q: Tensor, v: Tensor, source: int) -> Iterator[Piece]:
         """The pieces of this rank's queries and the keys of another."""
-        is_whole = self.mask.is_plain and is_fused(q, v, self.view_of_all)
-        order, rank, size = self.axis.order, self.axis.rank, sys.maxsize if is_whole else _TILE
+        if self._is_flex(q, v):
+            own = slice(None)
+            return iter([Piece(own, own, range(0), range(0), self._flex_mask(source, q.device))])
+        order, rank, size = self.axis.order, self.axis.rank, self._size(q, v)
         return pieces(self.mask, order, self.length, rank=rank, source=source, size=size)
+
+    def _size(self, q: Tensor, v: Tensor) -> int:
+        """The largest number of queries, and of keys, of a piece."""
+        return sys.maxsize if self.mask.is_plain and is_fused(q, v, self.view_of_all) else _TILE
+
+    def _is_flex(self, q: Tensor, v: Tensor) -> bool:
+        """Return True for masks that are functions of positions, where no kernel of plain ones will do."""
+        if not isinstance(self.mask, BlockMask) or self.mask.levels or self.view_of_all.dropout:
+            return False
+        return self._size(q, v) == _TILE and flex.fits(q, v)
+
+    def _flex_mask(self, source: int, device: torch.device) -> flex.FlexMask:
+        """The mask of this rank's queries and the keys of another, made once."""
+        assert isinstance(self.mask, BlockMask)
+        made = self.mask.flex_masks
+        if source not in made:
+            stretches = (self.axis.order.stretches(rank, self.length) for rank in (self.axis.rank, source))
+            queries, keys = (
+                torch.cat([torch.arange(each.start, each.stop, device=device) for each in ranges])
+                for ranges in stretches
+            )
+            made[source] = flex.flex_mask(self.mask, queries, keys)
+        return made[source]
 
     def view(self, piece: Piece) -> View:
         """The arguments of the kernel for a piece."""
@@ -177,6 +212,7 @@ class _RingAttention(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
         softmax = OnlineSoftmax(q, v.shape[-1])
+        call.look(q, v)
         with torch.autocast(q.device.type, enabled=False):
             for source, both in travel(torch.cat([k, v], -1), call.axis.rings):
                 keys, values = both.split([k.shape[-1], v.shape[-1]], -1)

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -53,6 +54,7 @@ class Measured(NamedTuple):
 class HostReads(TorchDispatchMode):
     """Counts where numbers are read from tensors; what dispatches nothing on CPUs is counted by `host_reads`."""
 
+    supports_higher_order_operators = True
     NAMES = (
         "aten::_local_scalar_dense",
         "aten::is_nonzero",
@@ -66,6 +68,8 @@ class HostReads(TorchDispatchMode):
         self.places: Places = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):  # a kernel
+            return func(*args, **(kwargs or {}))
         chooses = func._schema.name == "aten::index" and any(
             each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1]
         )

@@ -1,0 +1,131 @@
+"""Attention to the keys of one rank by torch's FlexAttention, which evaluates the function of a mask in its kernel.
+
+The blocks of 128 queries and keys that have to be computed are found on the device, once for a mask and a rank, for all
+layers, forward and backward. Nothing is read on the host.
+
+[Note: gradients of a part of the keys] torch gives gradients of a call's results and of its lse, not those that follow
+from the lse of all keys. With O and L of all keys and o and l of a part, O is the sum of o · exp(l − L), so that a part
+has the gradients exp(l − L) · dO of o, and exp(l − L) · (dO · (o − O)) of l. So backward computes a part's results once
+more than a kernel would need: 7 matrix products where flash attention has 5.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+from torch.nn.attention.flex_attention import BlockMask as FlexMask
+
+from ...cluster.device import is_cuda
+from .block_mask import BlockMask
+
+# B batch, N query heads, M key and value heads, Q queries, K keys, D head dim
+
+_BLOCK = 128  # queries, and keys, of a block: torch's own choice
+_ENTRIES = 2**26  # of a mask that are in memory at a time
+_LEAST_WIDTH = 16  # of heads that the kernel takes
+
+
+def fits(q: Tensor, v: Tensor) -> bool:
+    """Return True where FlexAttention trains on such tensors: on CUDA alone."""
+    return is_cuda(q.device) and min(q.shape[-1], v.shape[-1]) >= _LEAST_WIDTH and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def flex_mask(mask: BlockMask, queries: Tensor, keys: Tensor) -> FlexMask:
+    """A mask for queries and keys at these positions, of which those behind the sequence are padding."""
+    placed = mask.placed(queries, keys)
+    rows = max(1, _ENTRIES // (_BLOCK * len(keys))) * _BLOCK
+    all_keys = torch.arange(len(keys), device=keys.device)
+    counts = torch.cat(
+        [
+            _count_blocks(mask.placed_seen(placed, each, all_keys))
+            for each in torch.arange(len(queries), device=queries.device).split(rows)
+        ],
+        -2,
+    )
+    is_full = counts == _BLOCK**2
+    return FlexMask.from_kv_blocks(
+        *_listed((counts > 0) & ~is_full),
+        *_listed(is_full),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=placed,
+        seq_lengths=(len(queries), len(keys)),
+    )
+
+
+def _count_blocks(seen: Tensor) -> Tensor:
+    """How many keys are seen in each block: (B, 1, Q / 128, K / 128) of (B, 1, Q, K)."""
+    missing = (each for size in reversed(seen.shape[-2:]) for each in (0, -size % _BLOCK))
+    blocks = (
+        torch.nn.functional.pad(seen, tuple(missing)).unflatten(-1, (-1, _BLOCK)).unflatten(-3, (-1, _BLOCK))
+    )
+    return blocks.sum((-3, -1), dtype=torch.int32)
+
+
+def _listed(is_wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row of blocks, how many are wanted, and the numbers of blocks with those in front."""
+    order = is_wanted.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
+    return is_wanted.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+def look(
+    q: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, mask: FlexMask, *, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attend to these keys alone; returns the outputs and the lse: 0 and minus infinity where none is seen."""
+    found, more = _compiled()(
+        q,
+        k_BMKD,
+        v_BMKD,
+        score_mod=None if softcap is None else _capped(softcap),
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=q.shape[1] != k_BMKD.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    return found, more.lse
+
+
+def look_back(
+    gradient: Tensor,
+    q: Tensor,
+    k_BMKD: Tensor,
+    v_BMKD: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: FlexMask,
+    **settings: Any,
+) -> tuple[Tensor, ...]:
+    """These keys' part of the gradients of q, k, v, see [Note: gradients of a part of the keys].
+
+    Args:
+        gradient: of the results.
+        q, k_BMKD, v_BMKD, mask, **settings: as they were given to `look`.
+        out, lse: of all keys; the lse plus infinity for queries that see none.
+    """
+    with torch.enable_grad():
+        q, k_BMKD, v_BMKD = inputs = [each.detach().requires_grad_() for each in (q, k_BMKD, v_BMKD)]
+        found, found_lse = look(q, k_BMKD, v_BMKD, mask, **settings)
+    weight = (found_lse.detach() - lse).exp().unsqueeze(-1)
+    towards = weight * gradient
+    of_lse = (towards * (found.detach() - out)).sum(-1)
+    return torch.autograd.grad(
+        (found, found_lse), inputs, (towards.to(found.dtype), of_lse.to(found_lse.dtype))
+    )
+
+
+@cache
+def _compiled() -> Any:
+    """Compiled as a whole or not at all: torch would else hold all scores."""
+    return torch.compile(flex_attention, fullgraph=True)
+
+
+@cache
+def _capped(softcap: float) -> Any:
+    return lambda score, batch, head, query, key: softcap * torch.tanh(score / softcap)
