@@ -4,8 +4,8 @@ A process computes on one device, with that one's generator, and in its current 
 asks the mesh for it (`ParallelMesh.device`), or a tensor. What a device has not, a CPU for example, costs nothing here.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -150,6 +150,33 @@ def side_stream(device: torch.device) -> AbstractContextManager[Any] | None:
     Of NCCL's communication a stream waits, of others' the host.
     """
     return torch.cuda.Stream(device) if backend_of(device.type) == "nccl" else None
+
+
+class CopyStream:
+    """Copies from and to a device, beside its computation; on a CPU they are made at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if is_cuda(device) else None
+
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        """Inside, copies go to this stream, behind all that the device's current one was given."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def event(self) -> Any:
+        """Mark this point of the stream, for `wait`."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def wait(self, event: Any) -> None:
+        """Let what the device's current stream is given from here on come behind an event; the host goes on."""
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
 
 
 def timed_event() -> Any:

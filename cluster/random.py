@@ -13,6 +13,7 @@ import random
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -186,6 +187,10 @@ class SplitRandom:
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave)
+
+    def note(self) -> Callable[[], None]:
+        """Return what says again whether the region is entered, as now: for a part of it that is recomputed."""
+        return partial(setattr, self, "_common", self._common)
 
     def exchange(self) -> None:
         """Inside of a region, switch to the common state, and the next time back to this rank's own; else nothing."""

@@ -48,6 +48,7 @@ class HybridConfig(ShardOptions):
     num_layers_per_stage: Sequence[int] | None = None
     num_model_chunks: int = 1
     gradient_checkpoint_config: PipelineGradientCheckpointConfig | None = None
+    activation_offload: bool = False
     overlap_p2p: bool = True
     inner_ring_size: int | None = None
     wp_size: int = 1
@@ -205,6 +206,12 @@ class HybridConfig(ShardOptions):
         yield (
             not (bucket is None or (isinstance(bucket, (int, float)) and 2**-20 <= bucket < 2**20)),
             f"zero_bucket_size_in_m={bucket!r} must be a positive number",
+        )
+        yield (
+            self.activation_offload and self.gradient_checkpoint_config is None,
+            "activation_offload=True moves the inputs of recomputed layers, and none are recomputed: give "
+            "gradient_checkpoint_config=PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0), or leave "
+            "it out",
         )
         names = ("make_vocab_size_divisible_by", "gradient_accumulation_steps", "check_every")
         for name in (*names, "num_microbatches", "microbatch_size"):

@@ -22,7 +22,8 @@ from ..pipeline.stage import argument, refuse_direct_calls, takes, without_cache
 from ..pipeline.stage_manager import PipelineStageManager
 from ..shardformer.equal_ranks import require_equal_inputs, require_equal_models, tensors_of_call
 from ..shardformer.layers.batch_norm import RunningStatistics, own_batch_norms
-from ..shardformer.recompute import checkpoint_layers, recomputable_layers, recompute_errors
+from ..shardformer.offload import ActivationOffload
+from ..shardformer.recompute import RECOMPUTE, checkpoint_layers, recomputable_layers, recompute_errors
 from ..shardformer.refusals import given_errors, mark_taken, refuse_partial_state
 from ..shardformer.shard_config import ShardConfig
 from ..shardformer.shard_former import sharder_or_errors
@@ -68,7 +69,6 @@ def boost(
         require_equal_boosts(model, optimizer)
         names = ParameterNames.of(model)  # Hugging Face's, of the whole model
         config.fused.choose_attention(model, mesh.device)
-        plan.recompute_layers(config)  # before they are split: sequences wrap it
         ties = plan.cut_stages(mesh)
         plan.split_layers()
         plan.shard_weights(model, config, mesh)
@@ -80,6 +80,7 @@ def boost(
         boosted = HybridParallelModule(PipelineEngine(model, config, mesh), names, adapters)
         boosted.optimizer = wrap_optimizer(boosted, optimizer, ties, stage_manager, statistics)
         config.fused.fuse(model, config.dtype, parallel_output=config.parallel_output)
+        plan.recompute_layers(config, mesh)
         connect_optimizer(boosted)
     return boosted
 
@@ -98,11 +99,6 @@ class BoostPlan:
     weights: Sequence[nn.Module] | None
     recomputed: Mapping[int, Sequence[nn.Module]]
 
-    def recompute_layers(self, config: HybridConfig) -> None:
-        """Let layers be recomputed in backward."""
-        if config.gradient_checkpoint_config is not None:
-            checkpoint_layers(self.recomputed, config.gradient_checkpoint_config)
-
     def cut_stages(self, mesh: ParallelMesh) -> list[dict[int, Tensor]]:
         """Cut the model into stages; returns the parameters that several stages hold, as `ModelSharder` does."""
         return [] if self.sharder is None else self.sharder.cut_stages(mesh.device)
@@ -117,6 +113,12 @@ class BoostPlan:
         if self.weights:
             group, overlap, dtype = mesh.group("wp"), config.wp_overlap, config.wire_dtype
             apply_weight_sharding(model, self.weights, group, overlap=overlap, gradient_dtype=dtype)
+
+    def recompute_layers(self, config: HybridConfig, mesh: ParallelMesh) -> None:
+        """Let layers be recomputed in backward."""
+        if config.gradient_checkpoint_config is not None:
+            checkpoint = ActivationOffload(mesh.device).checkpoint if config.activation_offload else RECOMPUTE
+            checkpoint_layers(self.recomputed, config.gradient_checkpoint_config, checkpoint)
 
 
 def plan_boost(

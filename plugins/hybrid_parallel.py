@@ -69,7 +69,9 @@ class HybridParallelPlugin(Plugin):
         num_model_chunks: stages that each rank holds, for "interleaved" and "gpipe"; "zbv" always makes 2.
         num_layers_per_stage: layers of each stage, all chunks counted; None deals them out, evenly where they
             divide and else so that the largest stage has as few parameters as possible.
-        gradient_checkpoint_config: layers that are recomputed in backward.
+        gradient_checkpoint_config: layers that are recomputed in backward, or modules of them by name.
+        activation_offload: let the inputs of what is recomputed wait for backward in host memory; on CUDA copies run
+            beside the computation. See docs/cuda.md.
         overlap_p2p: compute while tensors are in flight between stages.
         enable_sequence_parallelism: shard the sequences within layers over ranks; docs/sequence.md says which mode
             to choose.
@@ -132,6 +134,7 @@ class HybridParallelPlugin(Plugin):
         num_layers_per_stage: Sequence[int] | None = None,
         num_model_chunks: int = 1,
         gradient_checkpoint_config: PipelineGradientCheckpointConfig | None = None,
+        activation_offload: bool = False,
         overlap_p2p: bool = True,
         enable_all_optimization: bool = False,
         enable_fused_normalization: bool = False,

@@ -1,28 +1,58 @@
-"""Layers that forget their activations in forward and compute them again in backward (arXiv:1604.06174)."""
+"""Layers, or modules within them, that forget activations in forward and compute them again in backward.
 
-from collections.abc import Mapping, Sequence
+Of whole layers: arXiv:1604.06174. Of the modules that keep most for what they cost: arXiv:2205.05198, section 5.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
+
+from ..cluster.random import SplitRandom
+from .layers.linear import Linear1D_Row
+from .layers.sequence_axis import axis_of
+from .sequence.boundary import RememberingLength
+
+# Calls a function once in forward and again in backward, on tensors given by place.
+Checkpoint = Callable[..., Any]
+RECOMPUTE: Checkpoint = partial(checkpoint, use_reentrant=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineGradientCheckpointConfig:
-    """Number of layers of each pipeline stage that are recomputed: its first ones. Give one of the two.
+    """Number of layers of each pipeline stage that are recomputed: its first ones. Give a ratio or numbers.
 
     Args:
         gradient_checkpointing_ratio: the share of each stage's layers, from 0 to 1, rounded down.
         num_ckpt_layers_per_stage: how many layers of each stage, counted over the whole pipeline.
+        recompute_modules: of these layers, recompute these modules alone, by their paths in the layer: ("mlp",) for
+            example. None is the whole layer.
     """
 
     gradient_checkpointing_ratio: float | None = None
     num_ckpt_layers_per_stage: Sequence[int] | None = None
+    recompute_modules: Sequence[str] | None = None
 
     def errors(self, num_stages: int | None) -> list[str]:
         """All that is wrong with it for a pipeline of so many stages (None: any), each with what would work."""
+        return self._module_errors() + self._number_errors(num_stages)
+
+    def _module_errors(self) -> list[str]:
+        names = self.recompute_modules
+        is_list = isinstance(names, Sequence) and not isinstance(names, str)
+        if names is None or (is_list and names and all(isinstance(each, str) and each for each in names)):
+            return []
+        return [
+            f"recompute_modules={names!r} must be a list of the names of modules in a layer, ('mlp',) for example: "
+            "leave it out to recompute whole layers"
+        ]
+
+    def _number_errors(self, num_stages: int | None) -> list[str]:
         ratio, counts = self.gradient_checkpointing_ratio, self.num_ckpt_layers_per_stage
         if (ratio is None) == (counts is None):
             given = "neither is given" if ratio is None else "both are given"
@@ -78,25 +108,103 @@ def recompute_errors(
         other = [
             type(layer).__name__
             for layer in local[:count]
-            if not isinstance(layer, GradientCheckpointingLayer)
+            if config.recompute_modules is None and not isinstance(layer, GradientCheckpointingLayer)
         ]
         if other:
             found.append(
-                f"{other[0]} cannot be recomputed: it is no GradientCheckpointingLayer of transformers. Leave "
-                "gradient_checkpoint_config out"
+                f"{other[0]} cannot be recomputed: it is no GradientCheckpointingLayer of transformers. Give "
+                "recompute_modules, or leave gradient_checkpoint_config out"
             )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(found + _name_errors(_recomputed(layers, config), config)))
+
+
+def _name_errors(layers: Sequence[nn.Module], config: PipelineGradientCheckpointConfig) -> list[str]:
+    names = list(dict.fromkeys(path for layer in layers for path in _recomputable(layer)))
+    return [
+        f"recompute_modules: no layer has a {each!r} that can be recomputed: use some of {', '.join(names)}"
+        for each in config.recompute_modules or ()
+        if layers and each not in names
+    ]
+
+
+def _recomputable(layer: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a layer by path, without containers and without linear layers, which keep their inputs alone."""
+    has_no_forward = nn.Module.forward
+    return {
+        path: module
+        for path, module in layer.named_modules()
+        if path and type(module).forward is not has_no_forward and not isinstance(module, (nn.Linear, Conv1D))
+    }
+
+
+def _recomputed(
+    layers: Mapping[int, Sequence[nn.Module]], config: PipelineGradientCheckpointConfig
+) -> list[nn.Module]:
+    return [
+        layer for stage, local in layers.items() for layer in local[: config.num_layers(stage, len(local))]
+    ]
 
 
 def checkpoint_layers(
-    layers: Mapping[int, Sequence[nn.Module]], config: PipelineGradientCheckpointConfig
+    layers: Mapping[int, Sequence[nn.Module]],
+    config: PipelineGradientCheckpointConfig,
+    checkpoint: Checkpoint = RECOMPUTE,
 ) -> None:
-    """Let the first layers of each stage be recomputed in backward, and no others.
+    """Let the first layers of each stage be recomputed in backward, or modules of them, and no others; in place.
 
-    Without re-entrance, so that hooks of parameters fire as ever; random numbers are the same again.
+    Random numbers are the same again. Hooks of modules that are named run again too.
+
+    Args:
+        layers: of each stage, by its index in the pipeline; split and fused already.
+        config: what is asked for, without `recompute_errors`.
+        checkpoint: without re-entrance, so that hooks of parameters fire as ever.
     """
-    for stage, local in layers.items():
-        count = config.num_layers(stage, len(local))
-        for index, layer in enumerate(local):
-            layer.gradient_checkpointing = index < count  # type: ignore[assignment]
-            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]
+    for layer in (layer for local in layers.values() for layer in local):
+        layer.gradient_checkpointing = False  # type: ignore[assignment]
+    for layer in _recomputed(layers, config):
+        if config.recompute_modules is None:
+            layer.gradient_checkpointing = True  # type: ignore[assignment]
+            layer._gradient_checkpointing_func = checkpoint  # type: ignore[assignment]
+            continue
+        within = _within(layer, checkpoint)
+        for path, module in layer.named_modules():
+            if path in config.recompute_modules:
+                vars(module)["_recompute"] = within
+                module.__class__ = _recomputed_class(type(module))  # type: ignore[arg-type]  # a class is hashable
+
+
+def _within(layer: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint for modules of a layer, which puts back what the layer had begun when they were called."""
+    if (axis := axis_of(layer)) is not None:
+        checkpoint = RememberingLength(checkpoint, axis)
+    rows = [each for each in layer.modules() if isinstance(each, Linear1D_Row)]
+    randoms: list[SplitRandom] = [each.split_random for each in rows if each.split_random is not None]
+    if not randoms:
+        return checkpoint
+
+    def within(function: Callable[..., Any], *args: Any) -> Any:
+        put_back = [each.note() for each in randoms]
+
+        def compute(*args: Any) -> Any:
+            for each in put_back:
+                each()
+            return function(*args)
+
+        return checkpoint(compute, *args)
+
+    return within
+
+
+@cache
+def _recomputed_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """A class whose calls are recomputed, its hooks with them: those of a region stand around what it splits."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        names, count = tuple(kwargs), len(args)
+
+        def by_place(*given: Any) -> Any:
+            return kind.__call__(self, *given[:count], **dict(zip(names, given[count:], strict=True)))
+
+        return vars(self)["_recompute"](by_place, *args, *kwargs.values())
+
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})

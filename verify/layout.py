@@ -28,6 +28,7 @@ class Layout:
         microbatches: parts that a batch is cut into; of unequal size with the batches of batch.py.
         max_norm: clip gradients to this norm; 0 does not.
         recompute: the share of each stage's layers that is computed again in backward.
+        recompute_modules: of these layers, the modules that are; none is the whole layers.
         sequence: the mode of sequence parallelism, None for whole sequences.
         wp: neighbours on the data axis over which the weights of linear layers are sharded.
         inner_ring: ranks of the inner one of two rings, 0 for one ring.
@@ -47,6 +48,7 @@ class Layout:
     microbatches: int = 3
     max_norm: float = 0.0
     recompute: float = 0.0
+    recompute_modules: tuple[str, ...] = ()
     sequence: str | None = None
     inner_ring: int = 0
     wp: int = 1
@@ -70,7 +72,7 @@ class Layout:
             "pp_style": self.schedule,
             "num_model_chunks": self.chunks,
             "gradient_checkpoint_config": PipelineGradientCheckpointConfig(
-                gradient_checkpointing_ratio=self.recompute
+                gradient_checkpointing_ratio=self.recompute, recompute_modules=self.recompute_modules or None
             )
             if self.recompute
             else None,
@@ -105,7 +107,8 @@ class Layout:
         rest += [f"zero{self.zero}"] * bool(self.zero)
         rest += [f"of{self.zero_size}"] * (self.zero_size > 0)
         rest += ["late"] * self.overlap_allgather
-        rest += [f"recompute{self.recompute:g}"] * bool(self.recompute)
+        modules = "".join(f",{each}" for each in self.recompute_modules)
+        rest += [f"recompute{self.recompute:g}{modules}"] * bool(self.recompute)
         return "·".join([*sizes, *schedule, *rest, *self.options, self.precision])
 
 

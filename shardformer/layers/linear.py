@@ -246,7 +246,7 @@ class Linear1D_Row(_SplitLinear):
         super().__init__(native, process_group, native_class=native_class)
         self.split_input = split_input
         self.sequence = sequence
-        self._split_random = split_random
+        self.split_random = split_random
         dim = 1 - self.output_dim
         shard = shard_of(self.weight, dim, process_group, **cut)
         is_real = replace(shard, dim=0).local(torch.ones(self.weight.shape[dim]), process_group.rank())
@@ -263,8 +263,8 @@ class Linear1D_Row(_SplitLinear):
             x_BSI = scatter_to(x_BSI, self.group, -1)
         if self._is_real is not None:
             x_BSI = x_BSI * self._is_real.to(x_BSI.dtype)
-        if self._split_random is not None and self.training:
-            self._split_random.leave()
+        if self.split_random is not None and self.training:
+            self.split_random.leave()
         out_BSO = self._summed_product(x_BSI)
         return out_BSO if self.bias is None else out_BSO + self.bias
 

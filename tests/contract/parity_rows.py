@@ -158,9 +158,10 @@ def schedule_rows() -> Iterator[ParityRow]:
 ALL_AXES = Layout(tp=2, pp=2, dp=2, zero=1)
 ALL_OF_ZERO = Layout(dp=4, zero=2, zero_size=2, overlap_allgather=True, max_norm=0.1, precision="fp16")
 TWO_LAYERS = replace(T5, num_layers=2)
-FUSED_LOSS = ("enable_fused_loss",)
+FUSED_LOSS, OFFLOAD, REGATHER = ("enable_fused_loss",), ("activation_offload",), ("enable_sequence_regather",)
 # A row is quick where no other has its layout or model: all axes at once, key-value heads of two ranks, two rings, what
-# ZeRO may be given, models without a table, of experts and of latent attention, and the loss by chunks.
+# ZeRO may be given, models without a table, of experts and of latent attention, the loss by chunks, modules that are
+# recomputed by name, with inputs on the host.
 QUICK_ROWS = (
     (TIED_LLAMA, ALL_AXES),
     (ModelChoice(model_type="qwen2"), Layout(tp=4)),
@@ -169,6 +170,7 @@ QUICK_ROWS = (
     *((ModelChoice(model_type=each), Layout(tp=2, pp=2)) for each in ("exaone_moe", "minicpm3")),
     (TIED_LLAMA, Layout(tp=2, pp=2, options=FUSED_LOSS)),
     (TIED_GPT2, Layout(sp=2, sequence="all_to_all", options=FUSED_LOSS)),
+    (LLAMA, Layout(tp=2, pp=2, recompute=0.5, recompute_modules=("mlp",), options=OFFLOAD)),
 )
 LAYOUT_ROWS = (
     *product(
@@ -203,6 +205,20 @@ LAYOUT_ROWS = (
     (ModelChoice(model_type="gptj"), Layout(tp=2, options=FUSED_LOSS)),  # whose head has a bias
     (ModelChoice(model_type="mixtral"), Layout(tp=2, pp=2, sequence="split_gather", options=FUSED_LOSS)),
     (ModelChoice(model_type="arcee"), Layout(pp=2, schedule="zbv", options=FUSED_LOSS)),  # without a table
+    *(
+        (LLAMA, replace(layout, recompute=1.0, recompute_modules=("self_attn", "mlp"), options=options))
+        for layout, options in (
+            (Layout(tp=2, sequence="split_gather"), REGATHER),
+            (Layout(sp=2, sequence="ring_attn"), OFFLOAD),
+            (Layout(pp=2, dp=2, zero=2, schedule="zbv", precision="bf16"), OFFLOAD),
+            (Layout(dp=2, wp=2), ()),
+        )
+    ),
+    (BERT, Layout(tp=2, recompute=1.0, recompute_modules=("attention.output", "output"))),
+    (T5, Layout(tp=2, pp=2, recompute=1.0, recompute_modules=("layer.1",), options=OFFLOAD)),
+    (GPT2, Layout(pp=4, schedule="gpipe", recompute=1.0, options=OFFLOAD)),
+    (TIED_LLAMA, Layout(sp=2, pp=2, sequence="all_to_all", recompute=1.0, options=OFFLOAD)),
+    (ModelChoice(model_type="mixtral"), Layout(tp=2, recompute=1.0, recompute_modules=("mlp",))),
     (LoopChoice(model_type="granitemoe", settings=NARROW_EXPERTS), Layout(tp=4, precision="fp16")),
 )
 

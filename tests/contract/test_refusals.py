@@ -199,6 +199,16 @@ REFUSALS = {
             gradient_checkpoint_config=PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0),
         ),
     ),
+    "modules to be recomputed that no layer has": Refusal(
+        model="llama",
+        needles=("no layer has a 'feed_forward' that can be recomputed: use some of self_attn, mlp",),
+        **at(
+            pp=2,
+            gradient_checkpoint_config=PipelineGradientCheckpointConfig(
+                gradient_checkpointing_ratio=1.0, recompute_modules=("feed_forward",)
+            ),
+        ),
+    ),
     # Modes of sequence parallelism.
     "attention by a model's own code": Refusal(
         model="bloom",

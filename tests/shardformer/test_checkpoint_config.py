@@ -75,6 +75,14 @@ def test_the_first_layers_of_each_stage_run_twice(config: dict[str, Any], runs: 
         ({"num_ckpt_layers_per_stage": [1]}, r"num_ckpt_layers_per_stage=\[1\].*one for each of 2 stages"),
         ({"num_ckpt_layers_per_stage": [1, -1]}, "whole numbers of at least 0"),
         ({"num_ckpt_layers_per_stage": 3}, "must be a list"),
+        (
+            {"gradient_checkpointing_ratio": 1, "recompute_modules": "mlp"},
+            "recompute_modules='mlp' must be a list",
+        ),
+        (
+            {"gradient_checkpointing_ratio": 1, "recompute_modules": []},
+            r"recompute_modules=\[\] must be a list",
+        ),
     ],
 )
 def test_bad_settings_are_reported(config: dict[str, Any], error: str) -> None:
@@ -90,6 +98,34 @@ def test_what_the_model_cannot_do_is_reported() -> None:
     assert "asks for 3 layers of stage 0, which has 2" in found
     (found,) = recompute_errors({0: [nn.Linear(2, 2)] * 3, 1: [nn.Linear(2, 2)]}, config)  # told once
     assert "Linear cannot be recomputed" in found
+
+
+def test_modules_that_no_recomputed_layer_has_are_reported_with_those_there_are() -> None:
+    names = ("mlp", "atention", "model.layers", "self_attn.q_proj")
+    config = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0, recompute_modules=names)
+    found = recompute_errors({0: recomputable_layers(small_llama(2))}, config)
+    there = "use some of self_attn, mlp, mlp.act_fn, input_layernorm, post_attention_layernorm"
+    assert found == [
+        f"recompute_modules: no layer has a {each!r} that can be recomputed: {there}" for each in names[1:]
+    ]
+    none = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.0, recompute_modules=names)
+    assert not recompute_errors({0: recomputable_layers(small_llama(2))}, none)
+
+
+def test_named_modules_run_twice_and_no_others() -> None:
+    model = small_llama(3)
+    runs: Counter[str] = Counter()
+    for path, module in model.named_modules():
+        module.register_forward_pre_hook(lambda *_, path=path: runs.update([path]))
+    config = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[2], recompute_modules=("mlp",))
+    checkpoint_layers({0: recomputable_layers(model)}, config)
+    ids = torch.arange(6).view(1, 6)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    twice = {path for path, count in runs.items() if count == 2}
+    assert {path for path in twice if path.endswith("mlp")} == {
+        f"model.layers.{index}.mlp" for index in (0, 1)
+    }
+    assert all(".mlp" in path for path in twice)
 
 
 def enable(model: Any) -> nn.Module:

@@ -1,5 +1,6 @@
 """Dropout in split models: equal where activations are replicated, different where heads are, recomputed alike."""
 
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -8,6 +9,14 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+
+from echelon.shardformer.offload import ActivationOffload
+from echelon.shardformer.recompute import (
+    PipelineGradientCheckpointConfig,
+    checkpoint_layers,
+    recomputable_layers,
+    recompute_errors,
+)
 
 from ..pool import Pool
 from .compare import (
@@ -41,6 +50,13 @@ ATTENTION: dict[str, dict[str, Any]] = {
 BOTH = {name: HIDDEN.get(name, {}) | ATTENTION[name] for name in ATTENTION}
 LAYERS = {BERT: "bert.encoder.layer", GPT2: "transformer.h", LLAMA: "model.layers", T5: "decoder.block"}
 NATIVE = nn.functional.dropout
+# Of BERT a region begins in one of them and ends in another.
+MODULES: dict[str, tuple[str, ...]] = {
+    BERT: ("attention.self", "attention.output", "intermediate", "output.dropout"),
+    GPT2: ("attn", "mlp"),
+    LLAMA: ("self_attn", "mlp.act_fn", "input_layernorm"),
+    T5: ("layer.0.SelfAttention", "layer.1", "layer.2.DenseReluDense"),
+}
 T5_WIDTH = 24  # of what is dropped inside T5's feed forward, on one rank of two
 
 
@@ -108,7 +124,20 @@ def attention_dropout() -> None:
     assert counts == {BERT: 2, GPT2: 2, LLAMA: 2, T5: 2 * 2 + 3 * 3}
 
 
-def checkpointing() -> None:
+def by_transformers(model: Any, name: str) -> None:
+    """All layers, by the name of the call before transformers 5.23, which warns of it."""
+    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+
+
+def by_modules(model: nn.Module, name: str) -> None:
+    """Some modules of all layers, whose inputs wait on the host."""
+    config = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1, recompute_modules=MODULES[name])
+    layers = {0: recomputable_layers(model)}
+    assert not recompute_errors(layers, config)
+    checkpoint_layers(layers, config, ActivationOffload(torch.device("cpu")).checkpoint)
+
+
+def checkpointing(recompute: Callable[[nn.Module, str], None]) -> None:
     """Recomputation drops what was dropped before: bitwise the same gradients.
 
     Without the cache, which checkpointing turns off: it copies keys and values, and sums come in another order.
@@ -116,9 +145,7 @@ def checkpointing() -> None:
     for name, settings in BOTH.items():
         with named(name):
             plain, again = (split(build(name, use_cache=False, **settings)) for _ in range(2))
-            # The name before transformers 5.23, which warns of it.
-            enable = getattr(again, "activation_checkpointing_enable", again.gradient_checkpointing_enable)
-            enable()
+            recompute(again, name)
             assert train(plain, steps=2) == train(again, steps=2)
             for (path, one), other in zip(plain.named_parameters(), again.parameters(), strict=True):
                 assert one.grad is not None and torch.equal(one.grad, other.grad), path
@@ -130,8 +157,9 @@ def checkpointing() -> None:
     [
         (2, hidden_dropout),
         (2, attention_dropout),
-        (2, checkpointing),
-        pytest.param(4, checkpointing, marks=pytest.mark.slow),
+        (2, partial(checkpointing, by_transformers)),
+        (2, partial(checkpointing, by_modules)),
+        pytest.param(4, partial(checkpointing, by_transformers), marks=pytest.mark.slow),
     ],
 )
 def test_dropout_is_that_of_one_process_where_nothing_is_split(pool: Pool, ranks: int, function: Any) -> None:

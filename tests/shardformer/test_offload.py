@@ -1,0 +1,130 @@
+"""Inputs of recomputed layers on the host, with copies that end as late as they may. Numbers are tests/contract."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from echelon.shardformer import offload
+from echelon.shardformer.offload import ActivationOffload
+from echelon.shardformer.recompute import (
+    PipelineGradientCheckpointConfig,
+    checkpoint_layers,
+    recomputable_layers,
+)
+
+from .test_checkpoint_config import small_llama
+
+CPU = torch.device("cpu")
+EVERY_LAYER = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
+
+
+class LateStream:
+    """A `CopyStream` of which a copy is made when something waits for it, from memory that must still be held."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.copies: list[tuple[Tensor, Any]] = []
+        self.num_done = 0
+        self.most_in_flight = 0
+
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        with _Later(self):
+            yield
+
+    def event(self) -> int:
+        return len(self.copies)
+
+    def wait(self, event: int) -> None:
+        for copy, source in self.copies[self.num_done : event]:
+            given = source()
+            assert given is not None, "memory was freed while it was copied"
+            copy.copy_(given)
+        self.num_done = max(self.num_done, event)
+
+
+class _Later(TorchFunctionMode):
+    def __init__(self, stream: LateStream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not Tensor.copy_:
+            return function(*args, **(kwargs or {}))
+        copy, given = args
+        stream = self._stream
+        stream.copies.append((copy.fill_(torch.nan), ref(given)))
+        stream.most_in_flight = max(stream.most_in_flight, len(stream.copies) - stream.num_done)
+        return copy
+
+
+def gradients(model: Any, *, microbatches: int = 1) -> list[Tensor]:
+    """Of all forwards before all backwards, as stages of a pipeline have them."""
+    ids = torch.arange(6).view(1, 6)
+    losses = [
+        model(input_ids=ids + each, labels=ids + each, use_cache=False).loss for each in range(microbatches)
+    ]
+    for loss in losses:
+        loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("modules", [None, ("self_attn", "mlp")])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_copies_are_waited_for_and_their_memory_is_held(
+    monkeypatch: pytest.MonkeyPatch, modules: tuple[str, ...] | None, microbatches: int
+) -> None:
+    streams: list[LateStream] = []
+
+    def make(device: torch.device) -> LateStream:
+        streams.append(LateStream(device))
+        return streams[-1]
+
+    monkeypatch.setattr(offload, "CopyStream", make)
+    model = small_llama(4)
+    expected = gradients(deepcopy(model), microbatches=microbatches)
+    config = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0, recompute_modules=modules)
+    checkpoint_layers({0: recomputable_layers(model)}, config, ActivationOffload(CPU).checkpoint)
+    found = gradients(model, microbatches=microbatches)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    (stream,) = streams
+    num_inputs = microbatches * 4 * (2 if modules else 1)
+    # There and back, and at the end of a microbatch one that is fetched for nothing.
+    assert 2 * num_inputs <= len(stream.copies) <= 2 * num_inputs + microbatches
+    assert stream.most_in_flight <= 2, "what is held on the device grows"
+
+
+def test_an_input_is_on_its_way_while_the_layer_behind_is_in_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = ActivationOffload(CPU)
+    begun: list[int] = []
+    begin = store._begin
+    monkeypatch.setattr(store, "_begin", lambda waiting: (begun.append(id(waiting)), begin(waiting))[1])
+    x = torch.ones(2, 3, requires_grad=True)
+    at: list[int] = []
+
+    def layer(x: Tensor) -> Tensor:
+        at.append(len(begun))
+        return x.sin()
+
+    for _ in range(3):
+        x = store.checkpoint(layer, x)
+    x.sum().backward()
+    assert at == [0, 0, 0, 2, 3, 3], "each but the last is begun before it is needed"
+    assert len(set(begun)) == 3
+
+
+def test_nothing_stays_behind_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ActivationOffload(CPU)
+    model = small_llama(2)
+    checkpoint_layers({0: recomputable_layers(model)}, EVERY_LAYER, store.checkpoint)
+    gradients(model, microbatches=2)
+    assert not store._leaving and store._arriving is None and store._last() is None
