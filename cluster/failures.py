@@ -18,7 +18,9 @@ again and again. A thread in another wait of gloo or NCCL cannot be freed, see b
 
 [Note: end of a stuck process] gloo reports a closed connection at once, but nothing frees a thread that waits
 inside NCCL, or in gloo for a process that has failed and lives on. So the thread prints what it learns while
-this rank waits, and once a failure has been certain for `STUCK_SECONDS` in the same call it ends the process.
+this rank waits, and once a failure has been certain for `STUCK_SECONDS` in the same call it ends the process. Outside
+of calls, where a script may wait for its GPU (`loss.item()`) or do work of its own, and of a rank that is silent, it
+says so, and ends nothing.
 
 [Note: launchers] torchrun sends SIGTERM to all others as soon as one process has ended, which would end them
 before they could say why, and their own end would look like the cause to others. So a process that failed
@@ -84,6 +86,7 @@ class _Watch:
         self._call: Call | None = None
         self._has_failed = False
         self._own_errors = self._meetings = 0
+        self._told: Event | None = None  # outside of calls
         self._looked_after: tuple[int, Heartbeat | None, float] | None = None
         self._looked = 0.0
         self._given_up = ""
@@ -310,9 +313,14 @@ class _Watch:
     def _end_if_stuck(self) -> None:
         """See [Note: end of a stuck process]. Silence is not certain, and who left may have done its work."""
         call, cause, now, patience = self._call, self._cause(), time.monotonic(), STUCK_SECONDS
+        is_certain = self._is_certain(cause)
+        is_told = cause is None or cause is self._told or (is_certain and call is not None)  # below
+        if cause is not None and not is_told and now - cause.heard > patience and cause.kind != "left":
+            self._told = cause
+            _say(f"{cause}; rank {self.rank} is {self._here} and may wait for it: see docs/cuda.md")
         if call is None:
             return
-        if cause is not None and self._is_certain(cause):
+        if cause is not None and is_certain:
             error, since = self._failure(self._here.action or ""), max(call.entered, cause.heard)
         elif call.vain is not None and now - call.since > BRIEF_SECONDS:
             error, since = call.vain, call.since

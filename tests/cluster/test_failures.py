@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -95,6 +96,19 @@ def wait_for_one_that_failed_and_lives() -> None:
         return
     with naming_failures("execute_pipeline"):
         dist.all_reduce(torch.zeros(1))
+
+
+def outlive_one_that_died() -> None:
+    failures.STUCK_SECONDS, said = 1.0, list[str]()
+    start_watch()
+    if dist.get_rank() == 1:
+        fail("exit")
+    with patch.object(failures, "_say", said.append):
+        time.sleep(4)  # as in loss.item() of a GPU that waits
+    (told,) = said
+    assert told.startswith("rank 1 died: its process is gone; rank 0 is outside of Echelon, after call "), (
+        told
+    )
 
 
 def threads() -> list[str]:
@@ -190,6 +204,13 @@ def test_a_process_that_cannot_be_freed_ends_itself(pool: Pool, capfd: pytest.Ca
     error = Pool.run_failing(pool, 2, wait_for_one_that_failed_and_lives)[0]
     assert isinstance(error, RankDied)
     assert "exit code 1" in str(error)
+
+
+@pytest.mark.slow
+def test_a_rank_outside_of_calls_is_told_of_one_that_died_and_goes_on(pool: Pool) -> None:
+    errors = Pool.run_failing(pool, 2, outlive_one_that_died)
+    assert errors[0] is None, errors[0]
+    assert isinstance(errors[1], RankDied)
 
 
 def test_the_thread_lives_as_long_as_the_group(pool: Pool) -> None:
