@@ -65,9 +65,10 @@ class _ChunkedCrossEntropy(Function):
             total += ((log_sum_C - label_score_C) * is_counted_C).sum()
             if not any(ctx.needs_input_grad):
                 continue
+            log_sum_C = log_sum_C.masked_fill(~is_counted_C, torch.inf)  # a gradient of 0
             gradient_CP = scores_CP.sub_(log_sum_C.unsqueeze(1)).exp_()
             gradient_CP.scatter_add_(1, index_C1, -here_C.float().unsqueeze(1))
-            gradient_CP = gradient_CP.mul_(is_counted_C.unsqueeze(1)).to(hidden_NH.dtype)
+            gradient_CP = gradient_CP.to(hidden_NH.dtype)
             if of_hidden_NH is not None:
                 torch.mm(gradient_CP, weight_PH, out=of_hidden_NH[chunk])
             if of_weight_PH is not None:
