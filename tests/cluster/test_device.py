@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from echelon.cluster import device as devices
 from echelon.cluster import launch
-from echelon.cluster.device import choose_device, default_device, numbers_on, side_stream
+from echelon.cluster.device import CopyStream, choose_device, default_device, numbers_on, side_stream
 from echelon.cluster.heartbeats import default_timeout
 from echelon.cluster.launch import TORCHRUN_VARIABLES, launch_from_torch
 
@@ -193,3 +193,23 @@ def test_a_stream_waits_where_nccl_communicates_and_else_the_host(monkeypatch: p
     for backend, expected in (("nccl", stream.return_value), ("gloo", None), (None, None)):
         monkeypatch.setattr(devices, "backend_of", lambda kind, backend=backend: backend)
         assert side_stream(torch.device("cuda")) is expected
+
+
+def test_copies_run_beside_the_computation_and_are_waited_for_by_it_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch_cuda, device = MagicMock(), torch.device("cuda", 0)
+    monkeypatch.setattr(torch, "cuda", torch_cuda)
+    stream, current = torch_cuda.Stream.return_value, torch_cuda.current_stream.return_value
+    copies = CopyStream(device)
+    with copies.behind():
+        torch_cuda.stream.assert_called_once_with(stream)
+        stream.wait_stream.assert_called_once_with(current)
+        event = copies.event()
+    copies.wait(event)
+    current.wait_event.assert_called_once_with(stream.record_event.return_value)
+    assert not [call for call in torch_cuda.mock_calls if "synchronize" in call[0]]
+    on_cpu = CopyStream(torch.device("cpu"))
+    with on_cpu.behind():
+        on_cpu.wait(on_cpu.event())
+    assert torch_cuda.Stream.call_count == 1

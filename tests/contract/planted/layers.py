@@ -17,6 +17,7 @@ from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 
 from ...shardformer.compare import batch_for, build, require_same_training
+from ...shardformer.test_dropout import by_modules, checkpointing
 from ..mutations import around, fault, returning
 
 LAYERS = "shardformer.layers"
@@ -143,6 +144,14 @@ FAULTS = {
         LLAMA,
         CHUNKED,
         quick=True,
+    ),
+    "a module that is recomputed does not know that its region was entered": fault(
+        "cluster.random:SplitRandom.note",
+        returning(lambda: None),
+        check=checkpointing,
+        args=(by_modules,),
+        num_ranks=2,
+        notice="a region was left that was not entered",
     ),
     "the embedding's scale is lost": fault(f"{LAYERS}.embedding:scale_of", returning(None), "gemma2", TP2),
     "position biases are those of the first rank's heads": fault(
