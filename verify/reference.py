@@ -51,7 +51,7 @@ def train(
     fp16 halves the loss scale.
 
     Args:
-        model: float32; left as it is.
+        model: float32, on the device that computes; left as it is. Records are on the CPU.
         steps: by step, by replica, the microbatches.
         make_optimizer: builds the optimizer for a model.
         criterion: from outputs and microbatch to a loss.
@@ -105,12 +105,14 @@ def _gradients(
     """The loss, and the float32 gradients of the parameters that got any, without the scale."""
     sums: dict[str, Tensor] = {}
     losses = []
-    dtype = next(worker.parameters()).dtype
+    own = next(worker.parameters())
     for replica, microbatches in enumerate(replicas):
         parts = []
         for microbatch in microbatches:
             microbatch = {
-                name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+                name: value.to(own if value.is_floating_point() else own.device)
+                if isinstance(value, Tensor)
+                else value
                 for name, value in microbatch.items()
             }
             part = criterion(worker(**microbatch), microbatch)
@@ -124,7 +126,7 @@ def _gradients(
                     sums[name] = added if name not in sums else sums[name] + added
                     parameter.grad = None
         losses.append(torch.stack(parts).sum() / len(parts))
-    return torch.stack(losses).mean().item(), sums
+    return torch.stack(losses).mean().item(), {name: total.cpu() for name, total in sums.items()}
 
 
 def _norm(gradients: Mapping[str, Tensor]) -> float:
@@ -138,7 +140,7 @@ def _update(
     masters: nn.Module, optimizer: torch.optim.Optimizer, gradients: dict[str, Tensor], *, max_norm: float
 ) -> None:
     for name, parameter in masters.named_parameters():
-        parameter.grad = gradients[name].clone() if name in gradients else None
+        parameter.grad = gradients[name].to(parameter.device, copy=True) if name in gradients else None
     if max_norm > 0:
         torch.nn.utils.clip_grad_norm_(masters.parameters(), max_norm)
     optimizer.step()
@@ -152,7 +154,7 @@ def _publish(masters: nn.Module, worker: nn.Module) -> dict[str, Tensor]:
     for (name, master), parameter in zip(masters.named_parameters(), worker.parameters(), strict=True):
         if worker is not masters:
             parameter.copy_(master)
-        weights[name] = (master if master.requires_grad else parameter).detach().float().clone()
+        weights[name] = (master if master.requires_grad else parameter).detach().float().clone().cpu()
     return weights
 
 
