@@ -17,7 +17,7 @@ from torch import Tensor
 
 # By method: the places of its arguments that are written to, and of those that are read alone. torch 2.13 renamed
 # some, and has both; the older names can go once it is the oldest torch allowed.
-_METHODS = {
+METHODS = {
     "allreduce": ((0,), ()),
     "broadcast": ((0,), ()),
     "all_gather_single": ((0,), (1,)),
@@ -41,7 +41,7 @@ def late_completion() -> Iterator[None]:
     """
     faults: list[str] = []
     with ExitStack() as stack:
-        for name in (each for each in _METHODS if hasattr(dist.ProcessGroup, each)):
+        for name in (each for each in METHODS if hasattr(dist.ProcessGroup, each)):
             stack.enter_context(patch.object(dist.ProcessGroup, name, _late(name, faults)))
         try:
             yield
@@ -88,7 +88,7 @@ class LateWork:
         self._work.wait(*timeout)
         self._is_done = True
         for which, tensor, held in self._held:
-            if not torch.equal(_bytes(tensor), _bytes(held)):
+            if not torch.equal(bytes_of(tensor), bytes_of(held)):
                 self._faults.append(f"{which} of {self._what} was written to before wait()")
         for output, arrived in self._outputs:
             output.copy_(arrived)
@@ -100,15 +100,15 @@ class LateWork:
 def _late(name: str, faults: list[str]) -> Callable[..., LateWork]:
     """A method of ProcessGroup, between copies of its tensors."""
     method = getattr(dist.ProcessGroup, name)
-    written_to, read = _METHODS[name]
+    written_to, read = METHODS[name]
 
     def begin(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> LateWork:
-        outputs = [tensor for place in written_to for tensor in _tensors(args[place])]
-        inputs = [tensor for place in read for tensor in _tensors(args[place])]
+        outputs = [tensor for place in written_to for tensor in tensors_in(args[place])]
+        inputs = [tensor for place in read for tensor in tensors_in(args[place])]
         copies = {id(tensor): tensor.detach().clone() for tensor in (*outputs, *inputs)}
-        work = method(group, *_replaced(args, copies), **kwargs)
+        work = method(group, *replaced(args, copies), **kwargs)
         for output in outputs:
-            _bytes(output).fill_(0xFF)
+            bytes_of(output).fill_(0xFF)
         for tensor in inputs:
             if any(
                 tensor.numel() < output.numel() for output in outputs
@@ -125,18 +125,19 @@ def _late(name: str, faults: list[str]) -> Callable[..., LateWork]:
     return begin
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [tree] if isinstance(tree, Tensor) else [tensor for each in tree for tensor in _tensors(each)]
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors of nested lists."""
+    return [tree] if isinstance(tree, Tensor) else [tensor for each in tree for tensor in tensors_in(each)]
 
 
-def _replaced(tree: Any, copies: dict[int, Tensor]) -> Any:
+def replaced(tree: Any, copies: dict[int, Tensor]) -> Any:
     """The same with copies of the tensors."""
     if isinstance(tree, list | tuple):
-        return type(tree)(_replaced(each, copies) for each in tree)
+        return type(tree)(replaced(each, copies) for each in tree)
     return copies.get(id(tree), tree)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor."""
     return tensor.data.view(-1).view(torch.uint8)  # `data` counts no writes
 

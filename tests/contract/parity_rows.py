@@ -12,7 +12,7 @@ from echelon.verify.layout import LEARNING_RATE, Layout, Training
 from echelon.verify.models import ModelChoice
 
 from .covering import Row, covering
-from .matrix_rows import TIED_HEADS, known, types_with_tables
+from .matrix_rows import TIED_HEADS, missing, types_with_tables
 from .models import NARROW_EXPERTS, NOT_RECOMPUTED, REFUSED_MODES, LoopChoice, Occasional
 from .row import ParityRow
 from .variant_rows import batch_rows, flash_rows, variant_rows
@@ -226,7 +226,9 @@ LAYOUT_ROWS = (
 def layout_rows() -> Iterator[ParityRow]:
     """Further layouts of a few models."""
     for choice, layout in QUICK_ROWS:
-        yield ParityRow(choice=choice, layout=layout, num_steps=2, quick=True, marks=known(choice.model_type))
+        yield ParityRow(
+            choice=choice, layout=layout, num_steps=2, quick=True, missing=missing(choice.model_type)
+        )
     for choice, layout in LAYOUT_ROWS:
         yield ParityRow(choice=choice, layout=layout)
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
-import pytest
-
 from echelon.verify.batch import make_batch
 from echelon.verify.layout import Layout, Training
 from echelon.verify.models import ModelChoice
@@ -29,7 +27,7 @@ class ParityRow:
         within: a context for the run, on every rank.
         exact: how far loss and gradients of the first step may be off, in units of the largest; None is as usual.
         quick: part of `make test`; all communication completes late there, see late_completion.py.
-        marks: further marks of the test.
+        missing: why the installed packages cannot run it; empty where they can.
     """
 
     choice: ModelChoice
@@ -41,7 +39,7 @@ class ParityRow:
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
     exact: float | None = None
     quick: bool = False
-    marks: tuple[pytest.MarkDecorator, ...] = ()
+    missing: str = ""
 
     def __str__(self) -> str:
         choice, layout = self.choice, self.layout
@@ -52,9 +50,13 @@ class ParityRow:
         return "-".join([name, str(layout), *rest]).replace(" ", "_")
 
     def run(self) -> Report:
-        """Compare. Collective over the world."""
-        late = late_completion() if self.quick else nullcontext()
-        with late, self.within(), patch("echelon.verify.parity.make_batch", self.batch):
+        """Compare; of a quick row all communication completes late. Collective over the world."""
+        with late_completion() if self.quick else nullcontext():
+            return self.compare()
+
+    def compare(self) -> Report:
+        """Compare over the processes as they are. Collective over the world."""
+        with self.within(), patch("echelon.verify.parity.make_batch", self.batch):
             return parity(self.choice, self.layout, training=self.training, num_steps=self.num_steps)
 
 

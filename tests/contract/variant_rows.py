@@ -12,7 +12,7 @@ from echelon.verify.batch import make_batch
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 
-from ..models.stand_ins import LOOKS_FOR_FLASH_ATTN, installed_flash_attn
+from ..models.stand_ins import NO_FLASH_ATTN, installed_flash_attn
 from .models import EagerChoice
 from .row import ParityRow
 
@@ -284,7 +284,7 @@ def flash_rows() -> Iterator[ParityRow]:
                 layout=layout,
                 batch=batch,
                 within=installed_flash_attn,
-                marks=(LOOKS_FOR_FLASH_ATTN,),
+                missing=NO_FLASH_ATTN,
             )
         for choice in (replace(LLAMA, settings=FLASH), replace(BERT, settings=FLASH)):
             yield ParityRow(
@@ -293,5 +293,5 @@ def flash_rows() -> Iterator[ParityRow]:
                 layout=layout,
                 batch=with_unseen_keys,
                 within=installed_flash_attn,
-                marks=(LOOKS_FOR_FLASH_ATTN,),
+                missing=NO_FLASH_ATTN,
             )

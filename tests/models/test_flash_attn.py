@@ -16,9 +16,9 @@ from echelon.verify.parity import parity
 
 from ..contract.models import EagerChoice
 from ..pool import Pool
-from .stand_ins import LOOKS_FOR_FLASH_ATTN, installed_flash_attn
+from .stand_ins import NO_FLASH_ATTN, installed_flash_attn
 
-pytestmark = LOOKS_FOR_FLASH_ATTN
+pytestmark = pytest.mark.skipif(bool(NO_FLASH_ATTN), reason=NO_FLASH_ATTN)
 OPTIONS = ("enable_flash_attention",)
 # Classes of transformers that do not know it, each with what tells so.
 UNKNOWN = dict.fromkeys(
