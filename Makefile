@@ -25,18 +25,21 @@ OLDER_SETTINGS := $(SETTINGS) $(OLDER)
 # Several pytest processes, each with workers of its own: a distributed test waits more than it computes.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal
 
-# The part of `make test-all`, of how many: one of eight takes at most 40 minutes on 2 cores.
+# The part of `make test-all`, of how many: one of eight takes at most 40 minutes on 2 cores. Of `make gpu`: names.
 PART ?= 1/1
+# Where `make gpu` keeps its results, with which the next one goes on.
+RESULTS ?= build/gpu
 
 FINETUNE := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 \
 	examples/language/bert/finetune.py --plugin hybrid_parallel --model_type bert
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help finetune test test-all test-older test-one-older lint format install clean always
+.PHONY: help finetune gpu test test-all test-older test-one-older lint format install clean always
 
 help:
 	@echo "make finetune   fine-tune BERT on 4 processes: tensor and pipeline parallelism, then ZeRO"
+	@echo "make gpu        what only a GPU proves, and how fast it is: with the $(PYTHON) that is there; PART=alone for one part"
 	@echo "make test       lint, type check and the quick tests"
 	@echo "make test-all   the same with every test; PART=3/8 for the third of eight parts, each with its results"
 	@echo "make test-older quick tests with $(OLDER), then with $(OLDEST_TORCH) and $(BESIDE_IT)"
@@ -48,6 +51,9 @@ help:
 finetune: $(READY)
 	$(FINETUNE) --target_f1 0.86
 	$(FINETUNE) --tp_size 2 --pp_size 1 --zero_stage 1 --epochs 1
+
+gpu:
+	$(PYTHON) -m tests.gpu $(filter-out 1/1,$(PART)) --results $(RESULTS)
 
 test: lint
 	$(PYTEST) -q -m "not slow"

@@ -1,0 +1,200 @@
+"""`make gpu`: what only a GPU can prove, and what it measures. Everything that is not of CUDA alone also runs without.
+
+    python -m tests.gpu                     # all parts, as far as nine minutes go; again to go on where it stopped
+    python -m tests.gpu alone ranks4        # some parts
+    python -m tests.gpu --table             # only write the table of docs/cuda.md anew
+
+It needs torch, transformers and what they bring, and nothing else that Echelon may use. See docs/cuda.md.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from .results import FAILED, ROOT, Results, commit, measured_on, run_rows
+from .table import write_tables
+
+SECONDS = 505.0
+PATIENCE = 25.0  # for the row that a part is in when its time is over
+HANGS = 60.0  # a row that was begun so long before hangs
+MOURNING = 5.0  # in which ranks may say what the end of another one means to them
+MOST_STARTS = 8
+ALL_DONE, TIME_IS_OVER = 0, 3  # statuses of a part's process
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part, in processes of its own.
+
+    Args:
+        seconds: how long it may begin rows.
+        num_ranks: processes, 0 is one without a group.
+        about: what it does.
+    """
+
+    seconds: float
+    num_ranks: int = 0
+    about: str
+
+
+PARTS = {
+    "alone": Part(seconds=110, about="a world of one beside plain torch: precisions and features"),
+    "ranks2": Part(seconds=40, num_ranks=2, about="rows of parity on two ranks"),
+    "ranks4": Part(seconds=110, num_ranks=4, about="rows of parity on four ranks"),
+    "many": Part(seconds=80, about="one rank of many under the fake process group: memory, kernels, times"),
+    "speed": Part(seconds=180, about="tokens per second and peak memory beside torch alone"),
+}
+
+
+def main() -> int:
+    """Run the parts, and write the table. Return 1 if a row failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description="Prove and measure on a GPU.")
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; by default all")
+    parser.add_argument("--results", type=Path, default=ROOT / "build" / "gpu", help="folder of the results")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts together")
+    parser.add_argument("--table", action="store_true", help="only write the tables")
+    parser.add_argument("--within", action="store_true", help=argparse.SUPPRESS)  # a part's own process
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # its processes are ended on the way out
+    if unknown := [name for name in given.parts if name not in PARTS]:
+        parser.error(f"there is no part {', '.join(unknown)}: use some of {', '.join(PARTS)}")
+    if given.within:
+        return run_here(given.parts[0], given.results, seconds=given.seconds)
+    if not given.table:
+        for name, value in {**measured_on(), "commit": commit()}.items():
+            print(f"{name:13}{value}")
+        if not torch.cuda.is_available():
+            print("There is no GPU here: rows that only CUDA has are skipped, all else runs on the CPU.")
+        run_parts(given.parts or list(PARTS), given.results, seconds=given.seconds)
+    return write_tables(given.results)
+
+
+def run_parts(names: list[str], folder: Path, *, seconds: float) -> None:
+    """Run parts one after the other; what one leaves of its time the next ones may have."""
+    end = time.monotonic() + seconds
+    for place, name in enumerate(names):
+        later = sum(PARTS[each].seconds for each in names[place + 1 :])
+        limit = max(PARTS[name].seconds, end - time.monotonic() - later)
+        limit = min(limit, end - time.monotonic())
+        print(f"\n{name}: {PARTS[name].about}, up to {max(limit, 0):.0f} s", flush=True)
+        if limit > 0:
+            run_part(name, folder, seconds=limit)
+
+
+def run_part(name: str, folder: Path, *, seconds: float) -> None:
+    """Run a part until its rows or its time are over; a row that ends the process, or hangs, has failed."""
+    end, path = time.monotonic() + seconds, folder / f"{name}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    for _ in range(MOST_STARTS):
+        settle(Results(path, name), "its process was ended from outside")
+        if (left := end - time.monotonic()) <= 0:
+            return
+        own = [sys.executable, "-m", "tests.gpu", "--within", "--results", str(folder)]
+        log = path.with_suffix(".log")
+        code = run_processes(
+            [*own, "--seconds", f"{left:.0f}", name], PARTS[name].num_ranks, log, seconds=left + PATIENCE
+        )
+        if code is None:
+            settle(Results(path, name), f"it hung; {last_lines(log)}", least_seconds=HANGS)
+            return
+        settle(Results(path, name), f"its process ended with status {code}; {last_lines(log)}")
+        if code in (ALL_DONE, TIME_IS_OVER):
+            return
+
+
+def run_processes(command: list[str], num_ranks: int, log: Path, *, seconds: float) -> int | None:
+    """Run a command, on several ranks that find each other; where one fails, the others are ended.
+
+    Args:
+        num_ranks: 0 is one process without a group.
+        log: for what they write to standard error.
+
+    Returns:
+        The first status that is not 0, or 0; None where they had to be ended after so many seconds.
+    """
+    end, port = time.monotonic() + seconds, free_port()
+    with log.open("w") as errors:
+        processes = [
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment(rank, num_ranks, port),
+                stderr=errors,
+                start_new_session=True,
+            )
+            for rank in range(max(num_ranks, 1))
+        ]
+        try:
+            while True:
+                codes = [process.poll() for process in processes]
+                if failed := [code for code in codes if code]:
+                    end = min(end, time.monotonic() + MOURNING)
+                if all(code is not None for code in codes):
+                    return failed[0] if failed else 0
+                if time.monotonic() > end:
+                    return failed[0] if failed else None
+                time.sleep(0.1)
+        finally:
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def run_here(name: str, folder: Path, *, seconds: float) -> int:
+    """Run a part's rows in this process, and return its status."""
+    results = Results(folder / f"{name}.json", name)
+    if PARTS[name].num_ranks:
+        from . import ranks
+
+        return ALL_DONE if ranks.run(results, seconds=seconds) else TIME_IS_OVER
+    own = import_module(f".{name}", __package__)
+    return ALL_DONE if run_rows(results, own.rows(), seconds=seconds) else TIME_IS_OVER
+
+
+def environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """Of a process of a part."""
+    own = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    if num_ranks:
+        size, number = str(num_ranks), str(rank)
+        own |= {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {**os.environ, **own}
+
+
+def free_port() -> int:
+    """One that nobody listens at."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def settle(results: Results, why: str, *, least_seconds: float = 0.0) -> None:
+    """Rows that began and did not end have failed; those that began less than some seconds ago are tried again."""
+    for row in results.running():
+        if time.time() - results.rows[row]["begun"] < least_seconds:
+            results.forget(row)
+            continue
+        print(f"{FAILED:8}{row}  {why[-600:]}", flush=True)
+        results.put(row, FAILED, error=why)
+
+
+def last_lines(log: Path) -> str:
+    """The end of what a part wrote to standard error: errors of the ranks if it has any."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    own = [line for line in lines if line.startswith("rank ")]
+    return " | ".join((own or lines)[-6:])[-3000:]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

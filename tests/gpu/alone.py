@@ -1,0 +1,292 @@
+"""A world of one beside plain torch: every precision with every feature, over NCCL on a GPU and gloo on a CPU.
+
+Most rows are the parity check of `echelon verify`: loss, every gradient, the norm and every updated weight of three
+steps, within the tolerances of verify/compare.py; in 16 bits by what the plain loop in the same format is off from
+float32. The plain loop is verify/reference.py, on the same device.
+
+    python -m tests.gpu alone
+"""
+
+import re
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from echelon import (
+    Booster,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+    launch_from_torch,
+)
+from echelon.cluster.device import default_device
+from echelon.shardformer import PipelineGradientCheckpointConfig
+from echelon.verify.batch import make_batch
+from echelon.verify.layout import Layout, Training
+from echelon.verify.models import ModelChoice
+from echelon.verify.parity import parity
+from echelon.verify.resume import Part, Relay, compare_parts, run_part
+
+from .results import ROOT, Row, Unavailable
+
+# Heads as wide as flash kernels take them.
+WIDE = (("hidden_size", 256), ("intermediate_size", 512), ("head_dim", 64))
+LLAMA = ModelChoice(model_type="llama", num_layers=2, settings=WIDE)
+PRECISIONS = ("fp32", "bf16", "fp16")
+KINDS = ("gpt2", "bert", "t5", "vit", "whisper", "mixtral")
+
+FEATURES: dict[str, Layout] = {
+    "plain": Layout(microbatches=1),
+    "accumulation": Layout(microbatches=3),
+    "clipping": Layout(max_norm=0.1),
+    "recomputation": Layout(recompute=1.0),
+    "half of the layers recomputed": Layout(recompute=0.5, max_norm=0.1),
+    "fused loss": Layout(options=("enable_fused_loss",)),
+    "fused norm": Layout(options=("enable_fused_normalization",)),
+    "jit": Layout(options=("enable_jit_fused",)),
+    "flash attention": Layout(options=("enable_flash_attention",)),
+    "all optimizations": Layout(options=("enable_all_optimization",), max_norm=0.1),
+    "ZeRO-1": Layout(zero=1, max_norm=0.1),
+    "ZeRO-1, parameters late": Layout(zero=1, overlap_allgather=True),
+    "ZeRO-2": Layout(zero=2, max_norm=0.1),
+    "offload": Layout(zero=1, options=("cpu_offload",), max_norm=0.1),
+}
+# The second step's gradients are not finite.
+OVERFLOW = Training(overflow_step=1)
+STEPS, RATE = 4, 1e-3
+# Of plugins of torch beside a plain loop: each loss, relative to the plain one's in float32.
+LOSS_OFF = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
+# Of the weights after the steps, in float32, as a share of what the optimizer may have moved them by.
+WEIGHT_OFF = 1e-2
+
+
+def rows() -> dict[str, Callable[[], Row]]:
+    """Every row by its name. They share a world of one."""
+    launch_from_torch()
+    found: dict[str, Callable[[], Row]] = {}
+    for precision in PRECISIONS:
+        for feature, layout in FEATURES.items():
+            own = replace(layout, precision=precision)
+            found[f"{feature}, {precision}"] = partial(compare, LLAMA, own)
+        for kind in KINDS:
+            own = Layout(precision=precision, max_norm=0.1)
+            found[f"{kind}, {precision}"] = partial(compare, ModelChoice(model_type=kind, num_layers=2), own)
+        found[f"LoRA, {precision}"] = partial(lora, precision)
+        found[f"checkpoint, {precision}"] = partial(checkpoint, precision)
+        found[f"dropout and recomputation, {precision}"] = partial(dropout, precision)
+        for name in PLUGINS:
+            found[f"{name}, {precision}"] = partial(torch_plugin, name, precision)
+        found[f"a warm step's host reads, {precision}"] = partial(host_reads, precision)
+    found["overflow, fp16"] = partial(compare, LLAMA, Layout(precision="fp16", max_norm=0.1), OVERFLOW)
+    return found
+
+
+def compare(choice: ModelChoice, layout: Layout, training: Training | None = None) -> Row:
+    """The parity check in this world of one."""
+    report = parity(choice, layout, training=training or Training())
+    last = report.steps[-1]
+    off = {name: f"{last.measure(name).distance:.2g}" for name in ("loss", "gradient", "norm", "weight")}
+    return {"departure": report.departure or "", "loss": round(last.loss, 6), "off": off}
+
+
+def lora(precision: str) -> Row:
+    """The parity check of a Llama with adapters."""
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise Unavailable("peft is not installed") from error
+    from ..booster.adapters import Adapted
+
+    return compare(Adapted(model_type="llama", num_layers=2), Layout(precision=precision, max_norm=0.1))
+
+
+def checkpoint(precision: str) -> Row:
+    """A run that is saved after two steps and goes on, beside a plain one that never stops."""
+    part = Part(layout=Layout(precision=precision, zero=1), num_steps=2)
+    relay = Relay(choice=LLAMA, parts=(part, part))
+    with tempfile.TemporaryDirectory(prefix="echelon-gpu-") as folder:
+        for number in range(2):
+            run_part(relay, number, Path(folder))
+        report = compare_parts(relay, Path(folder))
+    return {"departure": report.departure or "", "handovers": [str(each) for each in report.handovers]}
+
+
+def dropout(precision: str) -> Row:
+    """Layers with dropout that are computed again draw what they drew; another seed draws something else."""
+    settings = (("resid_pdrop", 0.2), ("attn_pdrop", 0.2), ("embd_pdrop", 0.2))
+    choice = ModelChoice(model_type="gpt2", num_layers=2, settings=settings)
+
+    def losses(seed: int, **options: Any) -> list[float]:
+        model = choice.build()
+        torch.manual_seed(seed)
+        plugin = HybridParallelPlugin(precision=precision, num_microbatches=2, **SCALE, **options)
+        booster = Booster(plugin=plugin)
+        return train_boosted(booster, model, batches(choice))[0]
+
+    again = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
+    plain, recomputed = losses(0), losses(0, gradient_checkpoint_config=again)
+    other = losses(1)
+    allowed = 1e-5 if precision == "fp32" else 1e-2
+    off = max(abs(one - two) / one for one, two in zip(plain, recomputed, strict=True))
+    departure = f"losses are off by {off:.2g}, {allowed} is allowed" if off > allowed else ""
+    return {"departure": departure or ("two seeds have equal losses" if other == plain else ""), "off": off}
+
+
+def batches(choice: ModelChoice) -> list[dict[str, Tensor]]:
+    """One for each step, on the host."""
+    return [make_batch(choice, num_samples=4, seed=step) for step in range(STEPS)]
+
+
+def train_boosted(
+    booster: Booster, model: nn.Module, data: Sequence[dict[str, Tensor]]
+) -> tuple[list[float], nn.Module, Any]:
+    """Losses of the steps, the model and the optimizer."""
+    given = torch.optim.AdamW(model.parameters(), lr=RATE)
+    boosted, optimizer, *_ = booster.boost(model, given)
+    found = []
+    for batch in data:
+        batch = {name: value.to(default_device()) for name, value in batch.items()}
+        loss = boosted(**batch).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found, boosted, optimizer
+
+
+def train_plainly(
+    model: nn.Module, data: Sequence[dict[str, Tensor]], max_norm: float
+) -> tuple[list[float], nn.Module]:
+    """The same by transformers and torch alone, in float32."""
+    model = model.to(default_device())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    found = []
+    for batch in data:
+        loss = model(**{name: value.to(default_device()) for name, value in batch.items()}).loss
+        loss.backward()
+        if max_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found, model
+
+
+# With a loss scale of fp16 at which no step overflows.
+SCALE = {"initial_scale": 2.0**8}
+PLUGINS: dict[str, Callable[[str], Booster]] = {
+    "TorchDDPPlugin": lambda own: Booster(plugin=TorchDDPPlugin(), mixed_precision=own),
+    "TorchFSDPPlugin": lambda own: Booster(plugin=TorchFSDPPlugin(precision=own, **SCALE)),
+    "LowLevelZeroPlugin, stage 1": lambda own: Booster(
+        plugin=LowLevelZeroPlugin(stage=1, precision=own, **SCALE)
+    ),
+    "LowLevelZeroPlugin, stage 2": lambda own: Booster(
+        plugin=LowLevelZeroPlugin(stage=2, precision=own, **SCALE)
+    ),
+}
+
+
+def torch_plugin(name: str, precision: str) -> Row:
+    """The other plugins beside a plain loop: losses, and in float32 the saved weights."""
+    booster, data = PLUGINS[name](precision), batches(LLAMA)
+    expected, plain = train_plainly(LLAMA.build(), data, 0.0)
+    found, boosted, _ = train_boosted(booster, LLAMA.build(), data)
+    off = max(abs(one - two) / two for one, two in zip(found, expected, strict=True))
+    departure = (
+        f"losses are off by {off:.2g}, {LOSS_OFF[precision]} is allowed" if off > LOSS_OFF[precision] else ""
+    )
+    figures: Row = {"off": off}
+    if precision == "fp32":
+        with tempfile.TemporaryDirectory(prefix="echelon-gpu-") as folder:
+            booster.save_model(boosted, f"{folder}/model.safetensors")
+            from safetensors.torch import load_file
+
+            saved = load_file(f"{folder}/model.safetensors")
+        own = dict(plain.named_parameters())
+        worst = max((saved[each] - own[each].detach().cpu()).abs().max().item() for each in saved)
+        figures["weights off"] = worst
+        if worst > WEIGHT_OFF * RATE * STEPS:
+            departure = f"weights are off by {worst:.2g}, {WEIGHT_OFF * RATE * STEPS:.2g} is allowed"
+    return {"departure": departure, **figures}
+
+
+# Which reads of the device hold up the host in a warm step.
+
+WARM = 4  # the first three calls compare by messages, see docs/cuda.md
+
+
+def host_reads(precision: str) -> Row:
+    """A warm step waits for the device where docs/cuda.md says so, and nowhere else, by CUDA's own account."""
+    if default_device().type != "cuda":
+        raise Unavailable(
+            "only CUDA tells where the host waits; tests/contract/test_budgets.py counts on CPUs"
+        )
+    microbatches = 2
+    plugin = HybridParallelPlugin(precision=precision, num_microbatches=microbatches, max_norm=1.0)
+    booster, model = Booster(plugin=plugin), LLAMA.build()
+    given = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+    boosted, optimizer, *_ = booster.boost(model, given)
+    batch = make_batch(LLAMA, num_samples=4, seed=0)
+    found: Counter[str] = Counter()
+    for step in range(WARM + 1):
+        on_device = {name: value.to(default_device()) for name, value in batch.items()}
+        torch.cuda.synchronize()
+        with _waits(found) if step == WARM else warnings.catch_warnings():
+            booster.execute_pipeline(iter([on_device]), boosted, optimizer=optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    allowed = documented_reads({"m": microbatches})
+    # Of transformers at most: older releases read less.
+    wrong = {
+        place: count
+        for place, count in found.items()
+        if count > allowed.get(place, 0) or (count < allowed[place] and not place.startswith("transformers/"))
+    }
+    return {
+        "departure": f"the host waits at {wrong}, allowed {allowed}" if wrong else "",
+        "waits": dict(found),
+    }
+
+
+@contextmanager
+def _waits(found: Counter[str]) -> Iterator[None]:
+    """Count by file and function where the host waits for the device."""
+
+    def note(message: Any, *_: Any, **__: Any) -> None:
+        if "synchronizing CUDA operation" not in str(message):
+            return
+        frame = sys._getframe(1)
+        while frame.f_back is not None and (
+            "/torch/" in frame.f_code.co_filename or frame.f_code.co_filename in (__file__, warnings.__file__)
+        ):
+            frame = frame.f_back
+        found["/".join(frame.f_code.co_filename.split("/")[-2:]) + " " + frame.f_code.co_name] += 1
+
+    with warnings.catch_warnings(), patch.object(warnings, "showwarning", note):
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def documented_reads(terms: dict[str, int]) -> dict[str, int]:
+    """The table of docs/cuda.md: how many reads there are at "file function"."""
+    page = (ROOT / "docs" / "cuda.md").read_text()
+    (section,) = re.findall(r"^## What a step reads on the host$(.*?)(?=^## |\Z)", page, re.M | re.S)
+    lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
+    cells = [[cell.strip().strip("`") for cell in line] for line in lines]
+    return {f"{file} {function}": int(eval(count, {}, terms)) for file, function, count, _ in cells}

@@ -1,0 +1,221 @@
+"""One rank of many on one GPU: what it allocates and launches, under torch's fake process group.
+
+The group answers at once with what it was given, so all but the numbers is that of a rank of 4,096: its stages and
+shards of the model, its schedule, its buckets. What other stages would send is drawn at random. Without a GPU the same
+runs for a tiny model, and only what the ledger knows is reported.
+"""
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from echelon import Booster, HybridParallelPlugin, LazyInitContext
+from echelon.cluster.device import default_device
+
+from .results import Row
+
+GIB = 2**30
+STEPS = 3  # that are timed, behind as many that compare by messages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """A Llama on many ranks.
+
+    Args:
+        sizes: of the config.
+        axes: ranks along tp, pp and dp.
+        length: tokens of a sample; microbatches have one.
+        options: further arguments of the plugin.
+    """
+
+    sizes: dict[str, int]
+    axes: tuple[int, int, int] = (8, 8, 64)
+    length: int = 4096
+    microbatches: int = 16
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """The first one, one of a stage in the middle, and the last."""
+        tp, pp, dp = self.axes
+        return {"first": 0, "middle": pp // 2 * dp * tp, "last": tp * pp * dp - 1}
+
+
+def llama(
+    hidden: int, intermediate: int, layers: int, heads: int, keys: int, vocabulary: int
+) -> dict[str, int]:
+    """The sizes of a config."""
+    return dict(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
+        vocab_size=vocabulary,
+    )
+
+
+SEQUENCES = (("enable_sequence_parallelism", True), ("sequence_parallelism_mode", "split_gather"))
+FUSED = (("enable_fused_loss", True),)
+EIGHT = llama(4096, 14336, 32, 32, 8, 128256)
+SEVENTY = llama(8192, 28672, 80, 64, 8, 128256)
+CLUSTERS = {
+    "8B tp8·pp8·dp64": Cluster(sizes=EIGHT),
+    "70B tp8·pp8·dp64": Cluster(sizes=SEVENTY, options=SEQUENCES + FUSED),
+}
+TINY = {
+    "tiny tp2·pp4·dp4": Cluster(
+        sizes=llama(64, 128, 8, 4, 2, 256), axes=(2, 4, 4), length=32, microbatches=4, options=SEQUENCES
+    )
+}
+
+
+def rows() -> dict[str, Callable[[], Row]]:
+    """Every rank of every cluster by its name."""
+    known = CLUSTERS if torch.cuda.is_available() else TINY
+    return {
+        f"{name}, {place} rank": partial(measure, cluster, rank)
+        for name, cluster in known.items()
+        for place, rank in cluster.ranks.items()
+    }
+
+
+@contextmanager
+def one_of_many(cluster: Cluster, rank: int) -> Iterator[None]:
+    """Be a rank of a group whose other ranks are not there, so that nothing waits for them."""
+    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    tp, pp, dp = cluster.axes
+    backends = ",".join(f"{kind}:fake" for kind in kinds)
+    dist.init_process_group(backends, store=FakeStore(), rank=rank, world_size=tp * pp * dp)
+    hidden = (1, cluster.length // (tp if cluster.options else 1), cluster.sizes["hidden_size"])
+    arrives = ((torch.Size(hidden), torch.bfloat16),)
+
+    def drawn(channel: Any, specs: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.randn(shape, dtype=dtype, device=default_device()) for shape, dtype in specs)
+
+    with ExitStack() as stack:
+        channel = "echelon.pipeline.transport._Channel."
+        for target, other in (
+            ("echelon.cluster.mesh.start_watch", lambda: None),
+            ("echelon.cluster.failures.start_watch", lambda: None),
+            ("echelon.cluster.mesh.default_timeout", lambda: timedelta(minutes=10)),
+            # Sums over ranks are those of one: codes that ranks add up to compare them are no multiples.
+            ("echelon.zero.optimizer.require_equal", lambda *_, **__: None),
+            ("echelon.cluster.step_agreement.StepAgreement.explain", lambda agreement: agreement.clear()),
+            ("echelon.cluster.agree._Watched", lambda work: work),  # a fake one is never "completed"
+            (f"{channel}_description", lambda *_: arrives),
+            (f"{channel}_empty", drawn),
+        ):
+            stack.enter_context(patch(target, other))
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def lazy_model(cluster: Cluster) -> LlamaForCausalLM:
+    """A lazy Llama with constants for weights: to draw 70 billion numbers on the host takes minutes."""
+
+    def fill(module: Any) -> None:
+        nn.init.constant_(module.weight, 0.01)
+
+    with ExitStack() as stack:
+        for kind in (nn.Linear, nn.Embedding):
+            stack.enter_context(patch.object(kind, "reset_parameters", fill))
+        stack.enter_context(patch.object(PreTrainedModel, "init_weights", lambda model: None))
+        stack.enter_context(LazyInitContext())
+        return LlamaForCausalLM(LlamaConfig(**cluster.sizes, max_position_embeddings=cluster.length))
+
+
+def measure(cluster: Cluster, rank: int) -> Row:
+    """Peak memory, kernels and times of a warm step."""
+    with one_of_many(cluster, rank):
+        try:
+            figures = _figures(cluster)
+        finally:
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    return {"figures": figures}
+
+
+def _figures(cluster: Cluster) -> dict[str, Any]:
+    tp, pp, _ = cluster.axes
+    plugin = HybridParallelPlugin(
+        tp_size=tp,
+        pp_size=pp,
+        zero_stage=1,
+        precision="bf16",
+        num_microbatches=cluster.microbatches,
+        max_norm=1.0,
+        **dict(cluster.options),
+    )
+    booster, device = Booster(plugin=plugin), default_device()
+    torch.set_num_threads(min(8, os.cpu_count() or 1))  # to fill what is made on the host
+    model = lazy_model(cluster)
+    given = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    boosted, optimizer, *_ = booster.boost(model, given)
+    for parameter in boosted.parameters():
+        parameter.data.normal_(std=0.02)
+    optimizer.refresh_masters()
+    shape = (cluster.microbatches, cluster.length)
+    tokens = torch.randint(cluster.sizes["vocab_size"], shape, device=device)
+
+    def step() -> float:
+        start = time.perf_counter()
+        booster.execute_pipeline(
+            iter([{"input_ids": tokens, "labels": tokens}]), boosted, optimizer=optimizer
+        )
+        launched = time.perf_counter() - start
+        optimizer.step()
+        optimizer.zero_grad()
+        return launched
+
+    for _ in range(3):
+        step()
+    held = plugin.ledger(optimizer).held or {}
+    figures: dict[str, Any] = {
+        "parameters": f"{sum(each.numel() for each in boosted.parameters()) / 1e6:.3g} M",
+        **{f"{name}, GiB": f"{nbytes / GIB:.3g}" for name, nbytes in held.items() if nbytes},
+    }
+    if device.type != "cuda":
+        step()
+        return figures
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    times, launches = [], []
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        launches.append(step())
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        step()
+        torch.cuda.synchronize()
+    kernels = [event for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    busy = sum(event.self_device_time_total for event in kernels) / 1e3
+    return {
+        **figures,
+        "true peak, GiB": round(peak / GIB, 2),
+        "step, ms": round(1e3 * median(times), 1),
+        "host until launched, ms": round(1e3 * median(launches), 1),
+        "GPU busy, ms": round(busy, 1),
+        "kernels": len(kernels),
+    }

@@ -1,0 +1,61 @@
+"""Several ranks beside one process: the quick rows of tests/contract/parity_rows.py, on GPUs if there are any.
+
+Where there is a GPU for each rank NCCL carries the tensors; on fewer, gloo does within `staging`. Every rank runs this;
+an error on one would leave the others waiting, so it ends the process, and the runner goes on with the next row.
+"""
+
+import os
+import sys
+import time
+from contextlib import nullcontext
+
+import torch
+
+from echelon import launch_from_torch
+from echelon.cluster.agree import broadcast_object
+from echelon.cluster.device import default_device
+
+from ..contract.parity_rows import parity_rows
+from ..contract.row import ParityRow, distinct
+from .results import FAILED, PASSED, SKIPPED, Results, described, short
+from .staging import staging
+
+
+def rows(num_ranks: int) -> dict[str, ParityRow]:
+    """The quick rows of so many ranks, by name."""
+    every = distinct(parity_rows())
+    return {name: row for name, row in every.items() if row.quick and row.layout.world_size == num_ranks}
+
+
+def run(results: Results, *, seconds: float) -> bool:
+    """Run the rows of this many ranks that have no result. Return True if none is left. Collective over the world."""
+    num_ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    is_shared = torch.cuda.device_count() < num_ranks
+    launch_from_torch(backend="gloo" if is_shared else None)
+    end, known = time.monotonic() + seconds, rows(num_ranks)
+    with staging(default_device().type) if is_shared else nullcontext():
+        for name in broadcast_object(results.left(list(known)), 0, None):
+            if not broadcast_object(time.monotonic() < end, 0, None):
+                return False
+            if known[name].missing:
+                figures, state = {"reason": known[name].missing}, SKIPPED
+            else:
+                if rank == 0:
+                    results.begin(name)
+                figures, state = _compared(known[name], name, rank)
+            if rank == 0:
+                results.put(name, state, **figures)
+                print(f"{state:8}{name}  {short(figures)}", flush=True)
+    return True
+
+
+def _compared(row: ParityRow, name: str, rank: int) -> tuple[dict[str, object], str]:
+    start = time.monotonic()
+    try:
+        report = row.compare()
+    except Exception as error:
+        print(f"rank {rank}: {name}: {described(error)}", file=sys.stderr, flush=True)
+        os._exit(1)
+    figures: dict[str, object] = {"departure": report.departure or ""}
+    figures["seconds"] = round(time.monotonic() - start, 2)
+    return figures, FAILED if report.departure else PASSED

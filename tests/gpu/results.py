@@ -1,0 +1,163 @@
+"""Results of `make gpu`: a JSON file for each part, with which a run that was broken off goes on. table.py shows them.
+
+A file holds on what it was measured and a row for each piece of work. A row is written when it begins and again when it
+ends, so one that ended its process or hung is known by its state, and is not tried again.
+"""
+
+import hashlib
+import json
+import platform
+import subprocess
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+ROOT = Path(__file__).parents[2]
+RUNNING, PASSED, FAILED, SKIPPED = "running", "passed", "failed", "skipped"
+Row = dict[str, Any]
+
+
+def measured_on() -> dict[str, Any]:
+    """The sources, and the machine and its releases: a result counts for equal ones."""
+    has_gpu = torch.cuda.is_available()
+    return {
+        "sources": sources(),
+        "device": torch.cuda.get_device_name() if has_gpu else "CPU",
+        "num_devices": torch.cuda.device_count() if has_gpu else 1,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "cuda": torch.version.cuda or "",
+    }
+
+
+def sources() -> str:
+    """A hash of the sources that a result is of. A copy of the tree need not have git."""
+    folders = [
+        path.resolve() for path in (ROOT / "echelon").iterdir() if path.is_dir()
+    ]  # links to the packages
+    found = hashlib.sha1()
+    for path in sorted(path for folder in (*folders, ROOT / "tests") for path in folder.rglob("*.py")):
+        found.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def commit() -> str:
+    """The commit that is checked out; empty where git does not say."""
+    try:
+        command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+@dataclass
+class Results:
+    """The rows of a part, and the file that they are in.
+
+    Args:
+        path: the file; one of other sources, or of another machine, is begun anew.
+        part: its name.
+    """
+
+    path: Path
+    part: str
+
+    def __post_init__(self) -> None:
+        on = measured_on()
+        known = json.loads(self.path.read_text()) if self.path.exists() else {}
+        if known.get("on") != on:
+            known = {"part": self.part, "commit": commit(), "on": on, "rows": {}}
+        self._known = known
+
+    @property
+    def rows(self) -> dict[str, Row]:
+        """By name, in the order in which they began."""
+        rows: dict[str, Row] = self._known["rows"]
+        return rows
+
+    def left(self, names: list[str]) -> list[str]:
+        """Those of the names that have no result."""
+        return [name for name in names if name not in self.rows]
+
+    def running(self) -> list[str]:
+        """The rows that have begun and not ended."""
+        return [name for name, row in self.rows.items() if row["state"] == RUNNING]
+
+    def begin(self, name: str) -> None:
+        """Write that a row begins."""
+        self.put(name, RUNNING, begun=time.time())
+
+    def forget(self, name: str) -> None:
+        """Let a row be tried again."""
+        del self.rows[name]
+        self._write()
+
+    def put(self, name: str, state: str, **figures: Any) -> None:
+        """Write a row."""
+        self.rows[name] = {"state": state, **figures}
+        self._write()
+
+    def _write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        written = self.path.with_suffix(".tmp")
+        written.write_text(json.dumps(self._known, indent=1) + "\n")
+        written.replace(self.path)
+
+
+class Unavailable(Exception):
+    """A row that this machine cannot run, with the reason."""
+
+
+def run_rows(results: Results, rows: dict[str, Callable[[], Row]], *, seconds: float) -> bool:
+    """Run the rows that have no result, until the time is over; what fails says so, and the rest go on.
+
+    Args:
+        results: where they are written.
+        rows: by name, what returns the figures; "departure" among them, if it is not empty, is a failure.
+        seconds: after them no further row begins.
+
+    Returns:
+        True if all have a result.
+    """
+    end = time.monotonic() + seconds
+    for name in results.left(list(rows)):
+        if time.monotonic() > end:
+            return False
+        results.begin(name)
+        start = time.monotonic()
+        figures: Row = {}
+        try:
+            figures = rows[name]()
+            state = FAILED if figures.get("departure") else PASSED
+        except Unavailable as reason:
+            state, figures = SKIPPED, {"reason": str(reason)}
+        except Exception as error:
+            state, figures = FAILED, {"error": described(error)}
+        results.put(name, state, **figures, seconds=round(time.monotonic() - start, 2))
+        print(f"{state:8}{name}  {short(figures)}", flush=True)
+    return True
+
+
+def described(error: BaseException) -> str:
+    """An error with where it was raised, innermost last."""
+    frames = traceback.extract_tb(error.__traceback__)[-6:]
+    places = " > ".join(f"{'/'.join(each.filename.split('/')[-2:])}:{each.lineno}" for each in frames)
+    return f"{type(error).__name__}: {str(error)[:1500]} [{places}]"
+
+
+def short(figures: Row) -> str:
+    """Figures in one line."""
+    return ", ".join(f"{name} {value}" for name, value in figures.items() if value != "")[:300]
+
+
+def every(folder: Path) -> Iterator[dict[str, Any]]:
+    """The contents of all parts' files in a folder."""
+    for path in sorted(folder.glob("*.json")):
+        yield json.loads(path.read_text())

@@ -1,0 +1,164 @@
+"""`make gpu`, as far as no GPU goes: results that a later run goes on with, rows that end their process, staging."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from echelon.cluster.collectives import all_gather_single
+from echelon.verify.parity import Report
+
+from ..pool import Pool
+from ..test_project import imports
+from . import __main__ as runner
+from . import table
+from .alone import documented_reads
+from .ranks import rows
+from .results import FAILED, PASSED, ROOT, SKIPPED, Results, Row, Unavailable, run_rows
+from .speed import WORKS
+from .staging import staging
+
+
+def fails() -> Row:
+    raise ValueError("no such kernel")
+
+
+def is_unavailable() -> Row:
+    raise Unavailable("peft is not installed")
+
+
+ROWS = {
+    "agrees": lambda: {"loss": 1.0},
+    "departs": lambda: {"departure": "loss is off"},
+    "fails": fails,
+    "is unavailable": is_unavailable,
+    "measures": lambda: {"figures": {"tokens/s": 7}},
+}
+
+
+def test_rows_that_fail_say_so_and_the_rest_go_on(tmp_path: Path) -> None:
+    results = Results(tmp_path / "alone.json", "alone")
+    assert run_rows(results, ROWS, seconds=60)
+    states = {name: row["state"] for name, row in results.rows.items()}
+    assert list(states.values()) == [PASSED, FAILED, FAILED, SKIPPED, PASSED]
+    assert "ValueError: no such kernel" in results.rows["fails"]["error"]
+    text = table.tables([json.loads((tmp_path / "alone.json").read_text())])
+    assert "| alone | 2 | 2 | 1 | 0 |" in text and "- alone, departs: loss is off" in text
+    assert "| measures | 7 |" in text
+
+
+def test_a_later_run_goes_on_and_other_sources_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "alone.json"
+    assert not run_rows(Results(path, "alone"), ROWS, seconds=-1.0)
+    run_rows(Results(path, "alone"), {"agrees": ROWS["agrees"]}, seconds=60)
+    assert Results(path, "alone").left(["agrees", "departs"]) == ["departs"]
+    monkeypatch.setattr("tests.gpu.results.sources", lambda: "others")
+    assert Results(path, "alone").left(["agrees", "departs"]) == ["agrees", "departs"]
+
+
+def test_a_row_that_was_broken_off_has_failed_unless_it_had_just_begun(tmp_path: Path) -> None:
+    results = Results(tmp_path / "alone.json", "alone")
+    results.begin("hangs")
+    runner.settle(results, "it hung", least_seconds=60.0)
+    assert results.rows == {}
+    results.begin("hangs")
+    runner.settle(results, "it hung")
+    assert results.rows["hangs"] == {"state": FAILED, "error": "it hung"}
+
+
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [
+        ("pass", 0),
+        ("import os, sys, time; os.environ['RANK'] == '1' and sys.exit('rank 1: broke'); time.sleep(60)", 1),
+        ("import time; time.sleep(60)", None),
+    ],
+)
+def test_processes_of_which_one_fails_or_hangs_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, status: int | None
+) -> None:
+    monkeypatch.setattr(runner, "MOURNING", 0.0)
+    log = tmp_path / "log"
+    assert runner.run_processes([sys.executable, "-c", script], 2, log, seconds=2.0) == status
+    assert runner.last_lines(log) == ("rank 1: broke" if status else "")
+
+
+def staged() -> list[bool]:
+    """What `staging` promises, on one rank of two."""
+    rank, found = dist.get_rank(), []
+    with staging("cpu"):
+        total = torch.full((3,), float(rank + 1))
+        work = dist.all_reduce(total, async_op=True)
+        assert work is not None
+        found.append(bool(total.isnan().all()))
+        work.wait()
+        found.append(total.tolist() == [3.0] * 3)
+        whole = torch.arange(4.0) + 10 * rank
+        work = all_gather_single(whole, whole.chunk(2)[rank], async_op=True)
+        found.append(whole.isnan().tolist() == [rank == 1, rank == 1, rank == 0, rank == 0])
+        work.wait()
+        found.append(whole.tolist() == [0.0, 1.0, 12.0, 13.0])
+        sent, arriving = torch.tensor([rank]), torch.zeros(1, dtype=torch.int64)
+        works = [dist.isend(sent, 1 - rank), dist.irecv(arriving, 1 - rank)]
+        found.append(arriving.item() == -1)
+        for each in works:
+            assert each is not None
+            each.wait()
+        found.append(arriving.item() == 1 - rank)
+        objects = [None, None]
+        dist.all_gather_object(objects, rank)
+        found.append(objects == [0, 1])
+    return found
+
+
+def test_staged_outputs_are_not_there_before_they_are_waited_for(pool: Pool) -> None:
+    assert pool.run(2, staged) == [[True] * 7] * 2
+
+
+def compared() -> Report:
+    with staging("cpu"):
+        return rows(2)["training_plain-dp2·fp32-2layers-1microbatches"].compare()
+
+
+def test_a_row_of_parity_agrees_under_staging(pool: Pool) -> None:
+    assert [report.departure for report in pool.run(2, compared)] == [None, None]
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules that a file imports, by their dotted names in the repository."""
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for _, relative, name in imports(path.read_text(), module):
+        yield name if relative else name.split(".")[0]
+
+
+def test_nothing_is_imported_that_a_machine_may_lack() -> None:
+    seen: set[Path] = set()
+    todo = [path for path in (ROOT / "tests" / "gpu").glob("*.py") if path != Path(__file__)]
+    foreign = set()
+    while todo:
+        path = todo.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        for name in imported(path):
+            near = [ROOT / f"{each.replace('.', '/')}.py" for each in (name, name.rpartition(".")[0])]
+            todo += [each for each in near if each.exists() and "tests" in each.parts]
+            if not any(each.exists() for each in near) and not name.startswith("tests"):
+                foreign.add(name.split(".")[0])
+    # peft, liger_kernel: rows without them are skipped. safetensors comes with transformers, numpy with both.
+    allowed = {"torch", "transformers", "echelon", "numpy", "safetensors", "peft", "liger_kernel"}
+    assert foreign - sys.stdlib_module_names <= allowed
+    assert len(seen) > 12
+
+
+def test_what_is_counted_is_what_the_pages_say() -> None:
+    assert documented_reads({"m": 2})["zero/clipping.py measure"] == 1
+    work = WORKS["tiny"]
+    assert work.tokens == 128
+    assert work.operations(1000 + 256 * 64) == 128 * (6 * 1000 + 6 * 2 * 64 * 32)
