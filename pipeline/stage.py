@@ -56,12 +56,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, PreTrainedModel
 
+from .known_masks import is_compiled, mask_of_all
 from .plan import StagePlan, is_within
 from .stand_ins import Borrowed, Inbox, Role, Roles, Runs, StageExit, StandIn, note_returns, stage_roles
 
 _STAGES = "_pipeline_stages"  # where a cut model keeps its stages
+_SAYING_WHICH = ("attention_mask", "position_ids")  # tokens see each other
 
 
 class Seat(NamedTuple):
@@ -109,6 +111,7 @@ class Stage:
         self._borrowed = list(borrowed)
         self.is_computing = False
         self._takes_cache = takes(model, "use_cache")
+        self._makes_positions = makes_positions(model)
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -133,6 +136,8 @@ class Stage:
         # A cache would keep every layer's keys and values, and a stage's would have its own layers' alone.
         if self._takes_cache:
             kwargs = without_cache(self.model, args, kwargs)
+        if self._makes_positions:
+            kwargs = with_mask(self.model, args, kwargs)
         self._inbox.begin(received)
         self.is_computing = True
         try:
@@ -362,6 +367,31 @@ def without_cache(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> d
         return dict(kwargs)
     given = argument(model, args, kwargs, "past_key_values")
     return {**kwargs, "past_key_values": EmptyCache() if given is None else given}
+
+
+def makes_positions(model: nn.Module) -> bool:
+    """Return True for a model of transformers that makes positions, and masks by them, where it is given neither."""
+    named = inspect.signature(model.forward).parameters
+    return isinstance(model, PreTrainedModel) and {"input_ids", *_SAYING_WHICH} <= named.keys()
+
+
+def with_mask(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of a call, with a mask of all tokens where nothing says which are seen.
+
+    See [Note: questions about masks] in known_masks.py.
+
+    Args:
+        model: `makes_positions`.
+        args, kwargs: of its call, on its device.
+    """
+    ids = argument(model, args, kwargs, "input_ids")
+    given = (
+        argument(model, args, kwargs, name) for name in (*_SAYING_WHICH, "past_key_values", "inputs_embeds")
+    )
+    is_plain = isinstance(ids, Tensor) and ids.dim() == 2 and not any(each is not None for each in given)
+    if not is_plain or is_compiled(model):
+        return dict(kwargs)
+    return {**kwargs, "attention_mask": mask_of_all(ids)}
 
 
 def drop_cache(outputs: Any) -> Any:

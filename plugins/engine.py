@@ -20,6 +20,7 @@ from ..cluster.random import ForwardRandom
 from ..cluster.step_agreement import COMPARED_CALLS, StepAgreement
 from ..pipeline.action import Action, Op, Schedule
 from ..pipeline.communicate import with_communication
+from ..pipeline.known_masks import is_compiled, with_known_masks
 from ..pipeline.microbatch import batch_size, map_tensors, merge, microbatch_lengths, split
 from ..pipeline.plan import setting_errors
 from ..pipeline.runner import Criterion, RunResult, ScheduleRun, Trace
@@ -122,7 +123,7 @@ class PipelineEngine:
             outputs_everywhere=return_outputs == "all_ranks",
         )
         batch, drawn, wanted = self._next_batch(data_iter, own)
-        microbatches = split(self.to_compute(batch), **self._cutting)
+        microbatches = split(self.with_known_masks(self.to_compute(batch), batch), **self._cutting)
         follows_weighted = optimizer is not None and isinstance(optimizer.gradient_factor, Tensor)
         if trains and not follows_weighted:
             self._first_weight = self._mean_samples
@@ -321,6 +322,15 @@ class PipelineEngine:
             )
 
         return map_tensors(batch, convert)
+
+    def with_known_masks(self, moved: Any, batch: Any) -> Any:
+        """A batch on the device with what the host knows of it; a compiled model asks nothing, and takes plain tensors.
+
+        Args:
+            moved: what `to_compute` gave.
+            batch: what it was given.
+        """
+        return moved if is_compiled(self.module) else with_known_masks(moved, batch)
 
     def _losses(
         self,

@@ -18,7 +18,14 @@ from ..cluster.failures import meet_all_ranks, naming_failures
 from ..cluster.hooks import mark_internal
 from ..cluster.mesh import PARTS_OF_DATA, ParallelMesh
 from ..lazy import materialize
-from ..pipeline.stage import argument, refuse_direct_calls, takes, without_cache
+from ..pipeline.stage import (
+    argument,
+    makes_positions,
+    refuse_direct_calls,
+    takes,
+    with_mask,
+    without_cache,
+)
 from ..pipeline.stage_manager import PipelineStageManager
 from ..shardformer.equal_ranks import require_equal_inputs, require_equal_models, tensors_of_call
 from ..shardformer.layers.batch_norm import RunningStatistics, own_batch_norms
@@ -323,7 +330,7 @@ class HybridParallelModule(BoostedModule):
         # Not `names` itself, which would keep the parameters of all other stages in memory.
         self.state_names = names.state
         self._local_parameters = names.local(module)
-        self._takes_cache = takes(module, "use_cache")
+        self._takes_cache, self._makes_positions = takes(module, "use_cache"), makes_positions(module)
 
     @property
     def local_parameters(self) -> dict[str, nn.Parameter]:
@@ -351,9 +358,12 @@ class HybridParallelModule(BoostedModule):
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the outputs of inputs that all ranks of the model have alike."""
         drawn = self._require_equal_inputs(args, kwargs, self.engine.random.draw(self.module))
+        moved = self.engine.to_compute(kwargs)
+        args, kwargs = self.engine.to_compute(args), self.engine.with_known_masks(moved, kwargs)
         if self.training and self._takes_cache and argument(self.module, args, kwargs, "use_cache") is None:
             kwargs = without_cache(self.module, args, kwargs)
-        args, kwargs = self.engine.to_compute(args), self.engine.to_compute(kwargs)
+            if self._makes_positions:
+                kwargs = with_mask(self.module, args, kwargs)
         with self.engine.random.call(drawn):
             return self.module(*args, **kwargs)
 

@@ -17,7 +17,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from echelon.shardformer.sequence import flex, kernels
 from echelon.shardformer.sequence.block_mask import block_mask
 
-from ...contract.test_budgets import host_reads
+from ...host_reads import host_reads
 from ...pool import Pool
 from .masks import KINDS, in_blocks, whole
 from .test_parallel_attention import (

@@ -1,0 +1,110 @@
+"""Masks of which the host knows: transformers asks about them, and no device is waited for."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from echelon.pipeline.known_masks import KnownTensor, mask_of_all, with_known_masks
+from echelon.pipeline.stage import Stage
+
+from ..host_reads import host_reads
+
+ROWS, LENGTH = 3, 16
+SIZES = dict(
+    vocab_size=128,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    pad_token_id=0,
+)
+MODELS: dict[str, Any] = {
+    "LlamaForCausalLM": transformers.LlamaConfig(**SIZES),
+    "Gemma3ForCausalLM": transformers.Gemma3TextConfig(
+        **SIZES, head_dim=8, num_key_value_heads=2, sliding_window=8
+    ),
+    "GPT2LMHeadModel": transformers.GPT2Config(
+        vocab_size=128, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=1
+    ),
+    "BertForMaskedLM": transformers.BertConfig(**SIZES),
+    "T5ForConditionalGeneration": transformers.T5Config(
+        vocab_size=128, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
+    ),
+}
+
+
+def known(host: Tensor) -> Tensor:
+    return with_known_masks({"attention_mask": host.clone()}, {"attention_mask": host})["attention_mask"]
+
+
+def batch_of(kind: str) -> dict[str, Tensor]:
+    ids = torch.randint(3, 128, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids}
+    padded = (torch.arange(LENGTH) < torch.tensor([[16], [12], [9]])).long()
+    if kind in ("whole", "padded"):
+        batch["attention_mask"] = padded if kind == "padded" else torch.ones_like(ids)
+    if kind == "packed":
+        batch["position_ids"] = torch.cat([torch.arange(7), torch.arange(9)]).expand(ROWS, -1).contiguous()
+    return batch
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_reads_no_mask_and_computes_the_same(name: str, kernel: str) -> None:
+    torch.manual_seed(0)
+    kind: Any = getattr(transformers, name)
+    model = kind._from_config(MODELS[name], attn_implementation=kernel).eval()
+    stage = Stage(model)
+    for texts in ("plain", "whole", "padded", *["packed"] * (name != "T5ForConditionalGeneration")):
+        batch = batch_of(texts)
+        moved = with_known_masks({name: each.clone() for name, each in batch.items()}, batch)
+        if name != "BertForMaskedLM":
+            batch["use_cache"], moved["use_cache"] = False, False  # type: ignore[assignment]
+        with host_reads() as reads:
+            found = stage.forward(moved, ()).logits
+        assert not reads, texts
+        assert torch.equal(found, model(**batch).logits), texts
+        assert type(found) is Tensor
+
+
+def test_what_is_computed_otherwise_is_a_plain_tensor() -> None:
+    mask = known(torch.ones(2, 4, dtype=torch.long))
+    assert type(mask.float()) is Tensor
+    assert type(mask[torch.tensor([0])]) is Tensor
+    assert type(mask == torch.ones(2, 4)) is Tensor
+    assert isinstance(mask.to(torch.bool)[:, :2], KnownTensor)
+
+
+def test_answers_are_the_hosts() -> None:
+    mask = known(torch.tensor([[1, 1, 0]]))
+    on_device = mask.as_subclass(Tensor)
+    assert not mask.all() and mask.any() and mask.sum() == 2
+    on_device.untyped_storage().fill_(0)  # as where the device is not there yet
+    assert (
+        mask.any()
+        and (mask[:, :2] == 1).all()
+        and int(mask.sum()) == 2
+        and (~mask.bool()).tolist() == [[False, False, True]]
+    )
+
+
+def test_a_change_in_place_is_seen() -> None:
+    mask = known(torch.ones(1, 3, dtype=torch.long))
+    part = mask[:, 1:]
+    mask[0, 1] = 0
+    assert not part.all() and not mask.all() and mask.sum() == 2
+
+
+def test_tensors_that_the_host_has_not_are_left_alone() -> None:
+    with torch.inference_mode():
+        assert type(mask_of_all(torch.ones(1, 3))) is Tensor
+    for batch in (torch.ones(1, 3), [torch.ones(1, 3)], {"input_ids": torch.ones(1, 3)}):
+        assert (
+            with_known_masks(batch, batch) is batch
+            or type(with_known_masks(batch, batch)["input_ids"]) is Tensor
+        )
+    on_meta = {"attention_mask": torch.ones(1, 3, device="meta")}
+    assert type(with_known_masks(on_meta, on_meta)["attention_mask"]) is Tensor
