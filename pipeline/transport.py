@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..cluster.device import backend_of
 from ..cluster.mesh import ParallelMesh
 from .action import Action, Op, counterpart, send_of
 
@@ -20,8 +21,9 @@ _DOING = {
     Op.RECV_BACKWARD: "receiving the gradients",
 }
 # Sends that may be in flight on one channel: all below so many bytes together, and the latest few of any size. Beyond
-# that the oldest is waited for, and its memory is free. Waiting cannot deadlock: a valid schedule runs even if every
-# send blocks until its receive is posted, see [Note: rendezvous channels].
+# that the oldest is waited for; those that are known to be over are forgotten before the next one. Waiting cannot
+# deadlock: a valid schedule runs even if every send blocks until its receive is posted, see
+# [Note: rendezvous channels].
 _MAX_BYTES_IN_FLIGHT = 64 * 2**20
 _ALWAYS_IN_FLIGHT = 4
 
@@ -43,13 +45,23 @@ class PendingTransfer:
         self._channel = channel
         self._works: list[dist.Work] = []
 
-    def begin(self, tensors: tuple[Tensor, ...]) -> None:
-        """Begin to send the tensors, or to receive into them. Empty ones do not travel."""
+    def begin(self, tensors: tuple[Tensor, ...], transfer: Callable[[Tensor], Any] | None = None) -> None:
+        """Begin to send the tensors, or to receive into them. Empty ones do not travel.
+
+        Args:
+            transfer: begins it for one tensor; None is the channel's.
+        """
         self.tensors = tensors
+        begin = transfer or self._channel.transfer
         try:
-            self._works = [self._channel.transfer(tensor) for tensor in tensors if tensor.numel()]
+            self._works = [begin(tensor) for tensor in tensors if tensor.numel()]
         except RuntimeError as error:
             raise self._lost(error) from error
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is known to be over, without waiting; backends that cannot say so say False (gloo, of sends)."""
+        return all(work.is_completed() for work in self._works)
 
     def wait(self) -> tuple[Tensor, ...]:
         """The tensors once the transfer is over. On CUDA the current stream waits, not the process.
@@ -84,43 +96,47 @@ class _Channel:
 
     def __init__(self, mesh: ParallelMesh, group: dist.ProcessGroup, peer: int, *, sends: bool) -> None:
         self.peer = mesh.global_ranks("pp")[peer]
-        self.transfer: Callable[[Tensor], Any] = (
-            partial(dist.isend, group=group, group_dst=peer)
-            if sends
-            else partial(dist.irecv, group=group, group_src=peer)
-        )
+        words = mesh.group("pp")  # of descriptions, between CPUs, where no device is waited for
+        send, receive = partial(dist.isend, group_dst=peer), partial(dist.irecv, group_src=peer)
+        exchange: Any = send if sends else receive
+        self.transfer: Callable[[Tensor], Any] = partial(exchange, group=group)
+        self._tell: Callable[[Tensor], Any] = partial(exchange, group=words)
+        self._words_device = mesh.device if backend_of("cpu", words) is None else torch.device("cpu")
         self._device = mesh.device
         self._sends: deque[tuple[PendingTransfer, int]] = deque()  # with their bytes
         self._num_bytes = 0
-        # Whether the receiver may post only when it needs the tensors: then waiting for it could deadlock.
-        self._is_describing = False
+        self._descriptions: list[PendingTransfer] = []  # in flight
         self._late: deque[PendingTransfer] = (
             deque()
         )  # receives whose shapes are not known yet, and those behind them
         self._specs: dict[tuple[int, Hashable], Specs] = {}
 
     def send(self, action: Action, tensors: tuple[Tensor, ...]) -> None:
-        """Begin to send."""
+        """Begin to send, and forget what has arrived."""
         num_bytes = sum([tensor.nbytes for tensor in tensors])
         self._num_bytes += num_bytes
+        while self._sends and self._sends[0][0].is_over:
+            self._wait_for_oldest()  # which lets go of the backend's hold on the tensors, too
         while self._num_bytes > _MAX_BYTES_IN_FLIGHT and len(self._sends) >= _ALWAYS_IN_FLIGHT:
-            if self._is_describing:
+            # The receiver may post only when it needs the tensors: to wait for it could deadlock.
+            if self._descriptions:
                 break
             self._wait_for_oldest()
         self._sends.append((self.now(action, tensors), num_bytes))
 
     def describe(self, action: Action, specs: Specs, key: Hashable) -> None:
         """Send ahead what `_description` reads at the other end: the number of bytes, and the bytes."""
-        self._is_describing = True
         written = torch.frombuffer(bytearray(pickle.dumps((repr(key), specs))), dtype=torch.uint8)
         for tensor in (torch.tensor([len(written)]), written):
-            self.send(action, (tensor.to(self._device),))
+            self._descriptions.append(PendingTransfer(self, action))
+            self._descriptions[-1].begin((tensor.to(self._words_device),), self._tell)
 
     def flush(self) -> None:
         """Wait for all sends, and forget their tensors."""
         while self._sends:
             self._wait_for_oldest()
-        self._is_describing = False
+        while self._descriptions:
+            self._descriptions.pop().wait()
 
     def _wait_for_oldest(self) -> None:
         transfer, num_bytes = self._sends.popleft()
@@ -158,16 +174,20 @@ class _Channel:
         return tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in specs)
 
     def _description(self, action: Action, key: Hashable) -> Specs:
-        """The specs that the other end described. On CUDA the process waits, once per key."""
-        (length,) = self.receive_as(action, ((torch.Size([1]), torch.int64),)).wait()
-        (written,) = self.receive_as(action, ((torch.Size([int(length)]), torch.uint8),)).wait()
-        sent_key, specs = pickle.loads(written.cpu().numpy().tobytes())
+        """The specs that the other end described, once per key. The process waits for the other, and for no device."""
+        (length,) = self._told(action, 1, torch.int64).tolist()
+        sent_key, specs = pickle.loads(bytes(self._told(action, length, torch.uint8).tolist()))
         if sent_key != repr(key):
             raise ValueError(
                 f"stage {action.stage} and the stage before it have different microbatches {action.microbatch}: give "
                 f"every rank of a pipeline the same batch; here {key}, there {sent_key}"
             )
         return specs
+
+    def _told(self, action: Action, length: int, dtype: torch.dtype) -> Tensor:
+        transfer = PendingTransfer(self, action)
+        transfer.begin((torch.empty(length, dtype=dtype, device=self._words_device),), self._tell)
+        return transfer.wait()[0]
 
 
 class Transport:
@@ -179,9 +199,9 @@ class Transport:
     in the order in which it was sent; a validated schedule sees to it. Sends return at once and end by `flush`.
 
     [Note: shapes that are not known yet] A stage describes its outputs to the next one once for every
-    signature of a microbatch. A receive of a signature that was not met before cannot be posted ahead: it is
-    posted when it is waited for, and so is all that stands behind it on its channel. Meanwhile the sender
-    waits for none of its sends.
+    signature of a microbatch, by two messages between CPUs that wait for no device. A receive of a signature that
+    was not met before cannot be posted ahead: it is posted when it is waited for, and so is all that stands behind
+    it on its channel. Meanwhile the sender waits for none of its sends.
 
     Args:
         mesh: the mesh whose axis pp the stages lie along.

@@ -38,8 +38,12 @@ class Measured(NamedTuple):
     terms: dict[str, Any]
 
 
-def measure_warm_step(layout: Layout) -> Measured:
-    """On one rank of the pool."""
+def measure_warm_step(layout: Layout, *, lengthens: bool = False) -> Measured:
+    """On one rank of the pool.
+
+    Args:
+        lengthens: every batch is longer than the one before, and padded.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=128, hidden_size=HIDDEN, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4
@@ -49,15 +53,18 @@ def measure_warm_step(layout: Layout) -> Measured:
     boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
     for step in range(COMPARED + 1):
         generator = torch.Generator().manual_seed(10 * step + plugin.data_rank[0])
-        ids = torch.randint(128, (MICROBATCHES * SAMPLES, LENGTH), generator=generator)
+        length = LENGTH + lengthens * (step - COMPARED)
+        ids = torch.randint(128, (MICROBATCHES * SAMPLES, length), generator=generator)
         batch = {"input_ids": ids, "labels": ids}
+        if lengthens:
+            batch["attention_mask"] = (torch.arange(length) < length - 2).long().expand_as(ids).contiguous()
         with plugin.ledger(optimizer) as ledger, host_reads() as reads:
             booster.execute_pipeline(iter([batch]), boosted, optimizer=optimizer)
             optimizer.step()
             optimizer.zero_grad()
     found: dict[tuple[str, str], tuple[int, int]] = {}
     for (axis, kind), count in ledger.traffic.items():
-        _add(found, axis, kind.removeprefix("small "), count.calls, count.nbytes)
+        _add(found, axis, kind if lengthens else kind.removeprefix("small "), count.calls, count.nbytes)
     return Measured(found, reads, terms_of(layout, dict(boosted.named_parameters()), plugin.mesh.rank("pp")))
 
 
@@ -123,3 +130,14 @@ def test_a_warm_step_costs_what_the_page_says(pool: Pool, layout: Layout) -> Non
         traffic, reads = budget(measured.terms)
         assert measured.traffic == traffic, f"rank {rank}"
         assert measured.reads == reads, f"rank {rank}"
+
+
+def test_batches_of_new_lengths_wait_for_no_device(pool: Pool) -> None:
+    """Stages describe what they send by two messages between CPUs, once for each length."""
+    layout = Layout(pp=2, precision="bf16", microbatches=MICROBATCHES)
+    for rank, measured in enumerate(pool.run(2, measure_warm_step, layout, lengthens=True)):
+        traffic, reads = budget(measured.terms)
+        told = "recv" if rank else "send"
+        assert measured.reads == reads, f"rank {rank}"
+        assert measured.traffic["pp", told] == traffic["pp", told], f"rank {rank}"
+        assert measured.traffic["pp", f"small {told}"][0] == 2, f"rank {rank}"
