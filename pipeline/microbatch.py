@@ -77,6 +77,11 @@ def signature(batch: Any) -> Hashable:
     return tuple((path, tuple(tensor.shape), tensor.dtype) for path, tensor in _named_tensors(batch))
 
 
+def num_bytes(batch: Any) -> int:
+    """The bytes of all tensors of a batch."""
+    return sum(tensor.nbytes for _, tensor in _named_tensors(batch))
+
+
 def map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """The same tree with `function(tensor)` in the place of every tensor."""
     return _joined([tree], lambda found, _: function(found[0]) if isinstance(found[0], Tensor) else found[0])

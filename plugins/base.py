@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.local import Adapter, LocalModel
 from ..checkpoint.optimizer import Trained
-from ..cluster.device import default_device
+from ..cluster.device import default_device, is_cuda
 from ..cluster.failures import naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..data.given import shard_given_loader
@@ -175,7 +175,7 @@ class Plugin(ABC):
         shuffle: bool = False,
         seed: int = 1024,
         drop_last: bool = False,
-        pin_memory: bool = False,
+        pin_memory: bool | None = None,
         num_workers: int = 0,
         distributed_sampler_cls: type[DistributedSampler] | None = None,
         collate_fn: Callable | None = None,
@@ -198,6 +198,7 @@ class Plugin(ABC):
                 or else the next one with each pass over the dataloader.
             drop_last: leave out samples that do not fill a batch on every rank. Otherwise the last batch is shorter,
                 and the first samples are given again where the ranks do not divide what is left.
+            pin_memory: make batches in memory from which a GPU copies while the process goes on; None is on CUDA.
             distributed_sampler_cls: another sampler class, called as torch's DistributedSampler is. Then the position
                 is known where it has `state_dict` and `load_state_dict`.
             kwargs: further arguments for the DataLoader, without `sampler`, `batch_sampler` and `generator`.
@@ -216,7 +217,7 @@ class Plugin(ABC):
             drop_last=drop_last,
             sampler_class=distributed_sampler_cls,
             collate_fn=collate_fn or default_collate,
-            pin_memory=pin_memory,
+            pin_memory=is_cuda(default_device()) if pin_memory is None else pin_memory,
             num_workers=num_workers,
             **kwargs,
         )

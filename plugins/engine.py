@@ -21,7 +21,7 @@ from ..cluster.step_agreement import COMPARED_CALLS, StepAgreement
 from ..pipeline.action import Action, Op, Schedule
 from ..pipeline.communicate import with_communication
 from ..pipeline.known_masks import is_compiled, with_known_masks
-from ..pipeline.microbatch import batch_size, map_tensors, merge, microbatch_lengths, split
+from ..pipeline.microbatch import batch_size, map_tensors, merge, microbatch_lengths, num_bytes, split
 from ..pipeline.plan import setting_errors
 from ..pipeline.runner import Criterion, RunResult, ScheduleRun, Trace
 from ..pipeline.schedules import forward_only
@@ -37,6 +37,7 @@ from .hybrid_config import HybridConfig
 
 _LOG = logging.getLogger("echelon")
 _ENDED = object()
+_HASHED_HERE = 2**20  # bytes of a batch; a CPU takes about a millisecond for as many
 
 
 def model_loss(outputs: Any, inputs: Any) -> Tensor:
@@ -122,8 +123,8 @@ class PipelineEngine:
             outputs=bool(return_outputs),
             outputs_everywhere=return_outputs == "all_ranks",
         )
-        batch, drawn, wanted = self._next_batch(data_iter, own)
-        microbatches = split(self.with_known_masks(self.to_compute(batch), batch), **self._cutting)
+        batch, moved, drawn, wanted = self._next_batch(data_iter, own)
+        microbatches = split(self.with_known_masks(moved, batch), **self._cutting)
         follows_weighted = optimizer is not None and isinstance(optimizer.gradient_factor, Tensor)
         if trains and not follows_weighted:
             self._first_weight = self._mean_samples
@@ -206,8 +207,10 @@ class PipelineEngine:
         if self._transport is not None:
             self._transport.check_open()
 
-    def _next_batch(self, data_iter: Iterator, own: "_Wanted") -> tuple[Any, int, "_Wanted"]:
-        """The next batch, the random number of its forwards, and the replica's wants; see [Note: compared calls].
+    def _next_batch(self, data_iter: Iterator, own: "_Wanted") -> tuple[Any, Any, int, "_Wanted"]:
+        """The next batch, also on the device, the random number of its forwards, and the replica's wants.
+
+        See [Note: compared calls].
 
         Raises:
             StopIteration: all iterators have ended.
@@ -225,15 +228,18 @@ class PipelineEngine:
             meet_all_ranks()  # ranks that ask as before never come
             is_compared = True
         if is_compared:
-            return batch, *self._compare(batch if has_batch else None, has_batch, drawn, own)
+            drawn, wanted = self._compare(batch if has_batch else None, has_batch, drawn, own)
+            return batch, self.to_compute(batch), drawn, wanted
         if not has_batch:
             rename_call("execute_pipeline at the end of its data")
             meet_all_ranks()
             raise StopIteration
         rename_call("execute_pipeline in training")  # ranks that evaluate never meet it
         self._check_batch(batch, {self.mesh.global_rank: batch_size(batch)})
-        self.agreement.note(batch, {"the random number of the batch": drawn})
-        return batch, drawn, self._wanted
+        moved = self.to_compute(batch)
+        hashed = moved if num_bytes(batch) > _HASHED_HERE else batch  # on the device, which nobody waits for
+        self.agreement.note(hashed, {"the random number of the batch": drawn})
+        return batch, moved, drawn, self._wanted
 
     def _compare(self, batch: Any, has_batch: bool, drawn: int, own: "_Wanted") -> tuple[int, "_Wanted"]:
         """Compare batches and what is asked for, and keep what follows for later calls. All-gather between CPUs.

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch.utils.data import (
 )
 
 from echelon import Booster, HybridParallelPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from echelon.plugins import base
 from echelon.verify.models import ModelChoice
 
 from ..plugins.training import logged
@@ -236,6 +238,25 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank(pool: Pool) -> None:
     for kind, message in first.items():
         assert message.startswith(REFUSED[kind][1])
         assert "leave the dataloader out of boost" in message
+
+
+def pinned_by_default() -> list[bool]:
+    plugin = PLUGINS["replicas"]()
+    loaders = [
+        plugin.prepare_dataloader(Numbers(), 2),
+        plugin.prepare_dataloader(Numbers(), 2, pin_memory=False),
+    ]
+    return [loader.pin_memory for loader in loaders]
+
+
+def on_a_gpu() -> list[bool]:
+    with patch.object(base, "is_cuda", lambda _: True):
+        return pinned_by_default()
+
+
+def test_batches_are_pinned_on_cuda(pool: Pool) -> None:
+    assert pool.run(1, pinned_by_default) == [[False, False]]
+    assert pool.run(1, on_a_gpu) == [[True, False]]
 
 
 def leave_as_they_are() -> None:
