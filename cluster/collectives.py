@@ -111,6 +111,13 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return begin_all_reduce(x, group).wait()
 
 
+def _sum_in_place(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if not x.is_contiguous():
+        return all_reduce(x, group)
+    dist.all_reduce(x, group=group)
+    return _alias(x)
+
+
 def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """The slices of all ranks, of one shape, side by side along `dim`; no gradient."""
     return torch.cat(begin_gather(x, group).wait().unbind(0), dim)
@@ -198,8 +205,14 @@ def copy_beside(xs: Sequence[Tensor], group: dist.ProcessGroup, beside: Callable
 
 
 def reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Forward all-reduce, backward identity: the "g" of arXiv:1909.08053, section 3."""
-    return _apply(x, group, lambda x: all_reduce(x, group), _alias)
+    """Forward all-reduce, backward identity: the "g" of arXiv:1909.08053, section 3.
+
+    Args:
+        x: overwritten by the sum. The caller has just computed it, and neither it nor a backward reads it: a product,
+            a sum, rows of an embedding.
+        group: every rank of it must call.
+    """
+    return _apply(x, group, lambda x: _sum_in_place(x, group), _alias)
 
 
 def scatter_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:

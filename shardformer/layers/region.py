@@ -132,7 +132,8 @@ class RegionExit:
     @staticmethod
     def from_native_module(module: nn.Module, process_group: dist.ProcessGroup) -> nn.Module:
         """Sum the tensor that the module returns over the group (forward all-reduce)."""
-        module.register_forward_hook(lambda module, args, output: reduce_from(output, process_group))
+        # What the module needs of its output for backward is its own, so the sum goes to a copy.
+        module.register_forward_hook(lambda module, args, output: reduce_from(output.clone(), process_group))
         return module
 
 

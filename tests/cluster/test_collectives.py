@@ -64,7 +64,10 @@ def compare(name: str, dim: int) -> None:
     assert torch.equal(y, output), "forward"
     assert x.grad is not None
     assert torch.equal(x.grad, gradient), "backward"
-    assert torch.equal(x, given), "the input was written to"
+    if name == "reduce_from":
+        assert y.data_ptr() == x.data_ptr(), "the sum has memory of its own"
+    else:
+        assert torch.equal(x, given), "the input was written to"
 
 
 def run_all_dims(name: str) -> None:
