@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ON_THE_HOST = {
     ("cluster/random.py", "_drawn"): "a number of the CPU's generator",
     ("cluster/agree.py", "_extend"): "a batch as the dataloader gives it; on a device it is hashed there",
+    ("sequence/block_mask.py", "block_mask"): "a number; older releases of transformers alone give a tensor",
     ("pipeline/known_masks.py", "__torch_function__"): "numbers that the host has kept",
     ("pipeline/transport.py", "_description"): "messages between CPUs",
     ("layers/parallel_module.py", "require_all"): "of CPU tensors alone, else an assertion on the device",

@@ -56,6 +56,8 @@ def batch_of(kind: str) -> dict[str, Tensor]:
 def test_transformers_reads_no_mask_and_computes_the_same(name: str, kernel: str) -> None:
     torch.manual_seed(0)
     kind: Any = getattr(transformers, name)
+    if kernel == "sdpa" and not kind._supports_sdpa:
+        pytest.skip("this release has no sdpa for it")
     model = kind._from_config(MODELS[name], attn_implementation=kernel).eval()
     stage = Stage(model)
     for texts in ("plain", "whole", "padded", *["packed"] * (name != "T5ForConditionalGeneration")):
