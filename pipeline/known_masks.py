@@ -1,14 +1,16 @@
-"""Masks and positions of a batch whose numbers the host has too, so that asking about them waits for no device.
+"""Masks of a batch whose numbers the host has too, so that asking about them waits for no device.
 
 [Note: questions about masks] transformers asks of every mask whether it hides anything, and of positions whether texts
 are packed, and goes another way by the answer: once or twice in each forward, of numbers that came from the host a
-moment before. On CUDA each question waits until all that was launched has run. So these tensors keep their numbers on
-the host. What transformers computes on the way to its question is computed there too, and there it is answered.
+moment before. On CUDA each question waits until all that was launched has run. So these masks keep their numbers on the
+host. What transformers computes on the way to its question is computed there too, and there it is answered.
 Where a call has no mask, models make positions by themselves and ask about those. It then gets a mask that hides
 nothing, of which the host knows; which is what a call without one means, and what tokenizers return.
 
-Anything else that is computed from such a tensor is a plain one. Not known are tensors that were on a device already,
-that stand in no mapping, or that were changed in place; then transformers asks as ever.
+Anything else that is computed from such a mask is a plain tensor. Not known are masks that were on a device already,
+that stand in no mapping, or that were changed in place; then transformers asks as ever. torch.compile takes no such
+tensor, so FlexAttention, whose mask functions are compiled, gets none. Attentions besides eager and torch's own may
+hand the mask to the layers: they get one only where it hides nothing, and is dropped before.
 """
 
 from typing import Any
@@ -17,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import PreTrainedModel
 
 _ANSWERED = {Tensor.__bool__, Tensor.__int__, Tensor.item, Tensor.tolist}  # questions
 _LEADING = {  # to one
     *(Tensor.to, Tensor.bool, Tensor.long, Tensor.view, Tensor.reshape, Tensor.expand, Tensor.unsqueeze, pad),
-    *(Tensor.__getitem__, Tensor.narrow, Tensor.__sub__, Tensor.sub, torch.diff, Tensor.diff, Tensor.cumsum),
-    *(Tensor.__eq__, Tensor.eq, Tensor.__ne__, Tensor.ne, Tensor.__invert__),
+    *(Tensor.__getitem__, Tensor.narrow, Tensor.__eq__, Tensor.eq, Tensor.__invert__),
     *(Tensor.sum, Tensor.all, torch.all, Tensor.any, torch.any),
 }
 
@@ -73,19 +75,36 @@ def _are_known(args: Any, kwargs: Any) -> bool:
     )
 
 
-def with_known_masks(moved: Any, batch: Any) -> Any:
-    """A batch on the device, its masks and positions with what the host knows of them.
+def with_known_masks(moved: Any, batch: Any, model: nn.Module) -> Any:
+    """A batch on the device, its masks with what the host knows of them.
 
     Args:
         moved: the batch on the device.
         batch: as the dataloader gave it.
+        model: gets the batch.
     """
-    if not isinstance(moved, dict):
+    if not isinstance(moved, dict) or is_compiled(model):
         return moved
-    return {
-        name: KnownTensor.of(tensor, batch[name]) if _is_asked_about(name, batch[name]) else tensor
-        for name, tensor in moved.items()
+    masks = [name for name in moved if _is_known(name, batch[name])]
+    kernels = (
+        [each.config._attn_implementation for each in model.modules() if isinstance(each, PreTrainedModel)]
+        if masks
+        else []
+    )
+    if any(map(compiles_masks, kernels)):
+        return moved
+    takes_all = all(each == "eager" or each.startswith("sdpa") for each in kernels)
+    told = {
+        name: KnownTensor.of(moved[name], batch[name])
+        for name in masks
+        if takes_all or bool(batch[name].all())
     }
+    return {**moved, **told}
+
+
+def compiles_masks(kernel: str) -> bool:
+    """Return True for an attention, by transformers' name, whose mask functions are compiled: FlexAttention."""
+    return kernel.startswith("flex")
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -100,7 +119,7 @@ def mask_of_all(ids: Tensor) -> Tensor:
     return KnownTensor.of(moved, host) if type(host) is Tensor else moved
 
 
-def _is_asked_about(name: Any, host: Any) -> bool:
-    """Whether transformers may ask about an argument whose numbers the host has; fake tensors have none."""
-    is_mask = isinstance(name, str) and (name.endswith("mask") or name == "position_ids")
-    return is_mask and type(host) is Tensor and host.device.type == "cpu" and host.dim() == 2
+def _is_known(name: Any, host: Any) -> bool:
+    """Whether an argument is a mask whose numbers the host has; of fake tensors it has none."""
+    is_mask = isinstance(name, str) and name.endswith("mask") and type(host) is Tensor and host.dim() == 2
+    return is_mask and host.device.type == "cpu"

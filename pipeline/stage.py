@@ -58,7 +58,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from .known_masks import is_compiled, mask_of_all
+from .known_masks import compiles_masks, is_compiled, mask_of_all
 from .plan import StagePlan, is_within
 from .stand_ins import Borrowed, Inbox, Role, Roles, Runs, StageExit, StandIn, note_returns, stage_roles
 
@@ -375,7 +375,7 @@ def makes_positions(model: nn.Module) -> bool:
     return isinstance(model, PreTrainedModel) and {"input_ids", *_SAYING_WHICH} <= named.keys()
 
 
-def with_mask(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def with_mask(model: PreTrainedModel, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of a call, with a mask of all tokens where nothing says which are seen.
 
     See [Note: questions about masks] in known_masks.py.
@@ -389,7 +389,7 @@ def with_mask(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[
         argument(model, args, kwargs, name) for name in (*_SAYING_WHICH, "past_key_values", "inputs_embeds")
     )
     is_plain = isinstance(ids, Tensor) and ids.dim() == 2 and not any(each is not None for each in given)
-    if not is_plain or is_compiled(model):
+    if not is_plain or is_compiled(model) or compiles_masks(model.config._attn_implementation):
         return dict(kwargs)
     return {**kwargs, "attention_mask": mask_of_all(ids)}
 

@@ -20,7 +20,7 @@ from ..cluster.random import ForwardRandom
 from ..cluster.step_agreement import COMPARED_CALLS, StepAgreement
 from ..pipeline.action import Action, Op, Schedule
 from ..pipeline.communicate import with_communication
-from ..pipeline.known_masks import is_compiled, with_known_masks
+from ..pipeline.known_masks import with_known_masks
 from ..pipeline.microbatch import batch_size, map_tensors, merge, microbatch_lengths, num_bytes, split
 from ..pipeline.plan import setting_errors
 from ..pipeline.runner import Criterion, RunResult, ScheduleRun, Trace
@@ -124,7 +124,7 @@ class PipelineEngine:
             outputs_everywhere=return_outputs == "all_ranks",
         )
         batch, moved, drawn, wanted = self._next_batch(data_iter, own)
-        microbatches = split(self.with_known_masks(moved, batch), **self._cutting)
+        microbatches = split(with_known_masks(moved, batch, self.module), **self._cutting)
         follows_weighted = optimizer is not None and isinstance(optimizer.gradient_factor, Tensor)
         if trains and not follows_weighted:
             self._first_weight = self._mean_samples
@@ -328,15 +328,6 @@ class PipelineEngine:
             )
 
         return map_tensors(batch, convert)
-
-    def with_known_masks(self, moved: Any, batch: Any) -> Any:
-        """A batch on the device with what the host knows of it; a compiled model asks nothing, and takes plain tensors.
-
-        Args:
-            moved: what `to_compute` gave.
-            batch: what it was given.
-        """
-        return moved if is_compiled(self.module) else with_known_masks(moved, batch)
 
     def _losses(
         self,

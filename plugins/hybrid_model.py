@@ -18,6 +18,7 @@ from ..cluster.failures import meet_all_ranks, naming_failures
 from ..cluster.hooks import mark_internal
 from ..cluster.mesh import PARTS_OF_DATA, ParallelMesh
 from ..lazy import materialize
+from ..pipeline.known_masks import with_known_masks
 from ..pipeline.stage import (
     argument,
     makes_positions,
@@ -359,7 +360,7 @@ class HybridParallelModule(BoostedModule):
         """Compute the outputs of inputs that all ranks of the model have alike."""
         drawn = self._require_equal_inputs(args, kwargs, self.engine.random.draw(self.module))
         moved = self.engine.to_compute(kwargs)
-        args, kwargs = self.engine.to_compute(args), self.engine.with_known_masks(moved, kwargs)
+        args, kwargs = self.engine.to_compute(args), with_known_masks(moved, kwargs, self.module)
         if self.training and self._takes_cache and argument(self.module, args, kwargs, "use_cache") is None:
             kwargs = without_cache(self.module, args, kwargs)
             if self._makes_positions:

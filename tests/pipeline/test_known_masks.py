@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from echelon.pipeline.known_masks import KnownTensor, mask_of_all, with_known_masks
 from echelon.pipeline.stage import Stage
@@ -37,7 +37,11 @@ MODELS: dict[str, Any] = {
 
 
 def known(host: Tensor) -> Tensor:
-    return with_known_masks({"attention_mask": host.clone()}, {"attention_mask": host})["attention_mask"]
+    batch = {"attention_mask": host}
+    moved: Tensor = with_known_masks({"attention_mask": host.clone()}, batch, nn.Linear(1, 1))[
+        "attention_mask"
+    ]
+    return moved
 
 
 def batch_of(kind: str) -> dict[str, Tensor]:
@@ -62,8 +66,10 @@ def test_transformers_reads_no_mask_and_computes_the_same(name: str, kernel: str
     stage = Stage(model)
     for texts in ("plain", "whole", "padded", *["packed"] * (name != "T5ForConditionalGeneration")):
         batch = batch_of(texts)
-        moved = with_known_masks({name: each.clone() for name, each in batch.items()}, batch)
-        if name != "BertForMaskedLM":
+        moved = with_known_masks({name: each.clone() for name, each in batch.items()}, batch, model)
+        if (
+            name != "BertForMaskedLM" and texts != "packed"
+        ):  # those with a cache, as models have it by default
             batch["use_cache"], moved["use_cache"] = False, False  # type: ignore[assignment]
         with host_reads() as reads:
             found = stage.forward(moved, ()).logits
@@ -100,13 +106,34 @@ def test_a_change_in_place_is_seen() -> None:
     assert not part.all() and not mask.all() and mask.sum() == 2
 
 
+def test_mask_functions_that_are_compiled_get_plain_masks() -> None:
+    """And layers of flash attention; where the mask hides nothing, none of them ever has it."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    batch = {"attention_mask": torch.tensor([[1, 0]]), "decoder_attention_mask": torch.ones(1, 2)}
+    for kernel, kinds in (
+        ("sdpa", [KnownTensor, KnownTensor]),
+        ("flex_attention", [Tensor, Tensor]),
+        ("flash_attention_2", [Tensor, KnownTensor]),
+        ("echelon_ring_attn", [Tensor, KnownTensor]),
+    ):
+        model.config._attn_implementation = {"": kernel}
+        assert [type(each) for each in with_known_masks(batch, batch, model).values()] == kinds, kernel
+
+
+def test_a_compiled_model_gets_plain_tensors() -> None:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    model.compile(backend="aot_eager")
+    batch = batch_of("padded")
+    assert with_known_masks(batch, batch, model) is batch
+    assert type(Stage(model).forward(batch, ()).loss) is Tensor
+
+
 def test_tensors_that_the_host_has_not_are_left_alone() -> None:
+    model = nn.Linear(1, 1)
     with torch.inference_mode():
         assert type(mask_of_all(torch.ones(1, 3))) is Tensor
     for batch in (torch.ones(1, 3), [torch.ones(1, 3)], {"input_ids": torch.ones(1, 3)}):
-        assert (
-            with_known_masks(batch, batch) is batch
-            or type(with_known_masks(batch, batch)["input_ids"]) is Tensor
-        )
+        found = with_known_masks(batch, batch, model)
+        assert found is batch or type(found["input_ids"]) is Tensor
     on_meta = {"attention_mask": torch.ones(1, 3, device="meta")}
-    assert type(with_known_masks(on_meta, on_meta)["attention_mask"]) is Tensor
+    assert type(with_known_masks(on_meta, on_meta, model)["attention_mask"]) is Tensor
