@@ -3,7 +3,7 @@
 backward()            gradients accumulate in float32, in flat buckets (bucket.py)
 reduce_gradients()    sums over tied and partial copies, mean over the data axis (reducer.py, partition.py)
 clip_grad_by_…()      where the user clips by hand (clipping.py)
-step()                norm and verdict of all ranks, unscale and clip (clipping.py), inner step on own slices,
+step()                norm and overflows of all ranks, unscale and clip (clipping.py), inner step on own slices,
                       parameters gathered (publish.py)
 """
 

@@ -58,7 +58,7 @@ def test_the_help_says_what_the_plugin_says(capsys: pytest.CaptureFixture[str]) 
         parsed("--help")
     reported = " ".join(capsys.readouterr().out.split())
     assert "--num_microbatches NUM_MICROBATCHES how a batch is split" in reported
-    assert "2**20) of gradient elements that are reduced together. (default: 12)" in reported
+    assert "in the others by sums that travel with the gradients' norm. (default: 100)" in reported
 
 
 @pytest.mark.parametrize(
