@@ -1,6 +1,7 @@
 """The contender that HybridParallelPlugin is, where every rank is given the whole batch. Which layouts are not here."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,10 @@ class EchelonBatch(OneBatch):
             backward=partial(booster.backward, optimizer=optimizer),
             batch=workload.data(self._plugin.mesh.device),
         )
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """The context in which a microbatch's backward adds to the gradients."""
+        return self._optimizer.reducer.accumulating()
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Gradients by name, gathered to the first rank. Communicates over the world."""

@@ -98,8 +98,19 @@ class TorchEngine:
         rank, size = mesh.rank("pp"), mesh.size("pp")
         held = stages_of(style, rank, size)
         self._layers = _layers(len(held), mesh.device)
+        # Given, so that no stage asks another for its shape.
+        given, passed = (
+            torch.ones(1, _WIDTH, device=mesh.device, requires_grad=needed) for needed in (False, True)
+        )
         stages = [
-            pipelining.PipelineStage(layer, stage, len(held) * size, mesh.device)
+            pipelining.PipelineStage(
+                layer,
+                stage,
+                len(held) * size,
+                mesh.device,
+                input_args=passed if stage else given,
+                output_args=passed,
+            )
             for stage, layer in zip(held, self._layers, strict=True)
         ]
         self._schedule = make_schedule(

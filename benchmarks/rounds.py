@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -54,21 +54,29 @@ def time_rounds(
     """
     clock = Clock(device)
     own = [[0.0] * rounds for _ in contenders]
+    for number, index in in_turn(len(contenders), rounds=rounds, warmup=warmup):
+        seconds = clock.time(lambda: step(contenders[index]))  # noqa: B023, called at once
+        if number >= 0:
+            own[index][number] = seconds
+    return {
+        contender.name: seconds for contender, seconds in zip(contenders, clock.slowest(own), strict=True)
+    }
+
+
+def in_turn(count: int, *, rounds: int, warmup: int) -> Iterator[tuple[int, int]]:
+    """The numbers of rounds, below 0 for warm-up, and of who runs next; the order rotates from round to round.
+
+    Python's garbage is collected after each and not within.
+    """
     gc.collect()
     gc.freeze()
     gc.disable()
     for number in range(-warmup, rounds):
-        for turn in range(len(contenders)):
-            index = (turn + number) % len(contenders)
-            seconds = clock.time(lambda: step(contenders[index]))  # noqa: B023, called at once
-            if number >= 0:
-                own[index][number] = seconds
+        for turn in range(count):
+            yield number, (turn + number) % count
             gc.collect()
     gc.enable()
     gc.unfreeze()
-    return {
-        contender.name: seconds for contender, seconds in zip(contenders, clock.slowest(own), strict=True)
-    }
 
 
 def step(contender: Contender) -> None:

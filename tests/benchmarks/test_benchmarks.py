@@ -75,6 +75,25 @@ def check_sequence(found: dict[str, Any]) -> None:
     assert found["longest"]["measured"]["2"] > found["longest"]["measured"]["1"] == 16
 
 
+def check_host_time(found: dict[str, Any]) -> None:
+    """Every contender has its times in each round, and tensor parallelism costs time."""
+    contenders = {
+        **{
+            part: {"transformers", "echelon", "torch DTensor, plain"}
+            for part in ("layer", "attention", "mlp")
+        },
+        **{style: {"echelon", "torch"} for style in ("gpipe", "1f1b")},
+    }
+    for part, rows in (found["layers"] | found["engines"]).items():
+        assert rows.keys() == contenders[part]
+    assert found["steps"].keys() == {"one process"} | DATA_PARALLEL - {"torch DDP + ZeroRedundancyOptimizer"}
+    rows = [*found["layers"].values(), *found["engines"].values(), found["steps"]]
+    for seconds in (each for row in rows for each in row.values()):
+        assert len(seconds) == 3 and min(map(min, seconds)) > 0
+    last = found["summary"]["last"]
+    assert 0 < last["ratio_to_dtensor"] < 1 and last["layer_forward_ms"] > 0
+
+
 def check_checkpoint(found: dict[str, Any]) -> None:
     """Weights and two states in float32; indices and archives add little."""
     expected = 3 * 4 * (2 * 2048 * 128 + 4 * (4 * 128 * 128 + 3 * 128 * 352 + 2 * 128) + 128)
@@ -113,6 +132,12 @@ SCRIPTS: list[tuple[str, tuple[str, ...], str, Callable[[dict[str, Any]], None]]
         check_sequence,
     ),
     (
+        "host_time.py",
+        (),
+        f"layer_forward_ms={NUMBER} layer_backward_ms=-?{NUMBER} ratio_to_dtensor={NUMBER} step_ms={NUMBER}",
+        check_host_time,
+    ),
+    (
         "checkpoint.py",
         ("--hidden", "128", "--vocabulary", "2048", "--layers", "4"),
         f"saved_to_plain={NUMBER} stall_to_plain={NUMBER} slower_steps_to_plain={NUMBER}",
@@ -128,7 +153,7 @@ def test_a_script_runs_and_all_of_it_is_reported(  # type: ignore[no-untyped-def
     run_quickly, tmp_path: Path, script: str, options: tuple[str, ...], last: str, check: Callable
 ) -> None:
     times, picture = tmp_path / "times.json", tmp_path / "times.png"
-    drawn = () if script in ("zero_memory.py", "checkpoint.py") else ("--plot", str(picture))
+    drawn = () if script in ("zero_memory.py", "host_time.py", "checkpoint.py") else ("--plot", str(picture))
     printed = run_quickly(script, *options, "--json", str(times), *drawn)
     assert re.fullmatch(last, printed.splitlines()[-1])
     check(json.loads(times.read_text()))

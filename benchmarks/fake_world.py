@@ -1,0 +1,40 @@
+"""A world of two ranks of which one is here, over torch's "fake" process group. Who is timed is not here."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed import fake_pg
+
+from echelon.cluster import agree, failures
+from echelon.zero import clipping
+
+RANKS = 2
+
+
+@contextmanager
+def fake_world() -> Iterator[None]:
+    """Be the first of `RANKS` ranks, of which the others say what this one says."""
+    assert fake_pg  # registers the backend
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=RANKS)
+    measure = clipping.norm_over_all_ranks
+
+    def agreed(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        """The sums of codes are those of one rank, so others would seem to differ."""
+        norm, is_agreed = measure(*given, **named)
+        return norm, torch.ones_like(is_agreed)
+
+    with ExitStack() as stack:
+        for owner, name, stand_in in (
+            (clipping, "norm_over_all_ranks", agreed),
+            (dist, "recv", lambda x, *_, **__: x.fill_(1)),  # votes of torch's pipeline
+            (failures._Watch, "meet", lambda _: None),
+            (agree, "_Watched", lambda work: work),  # which never says that it is completed
+        ):
+            stack.enter_context(patch.object(owner, name, stand_in))
+        yield
+    dist.destroy_process_group()

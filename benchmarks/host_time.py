@@ -1,0 +1,267 @@
+r"""Host time: what a layer, a region, an action of a pipeline and an optimizer's step cost the processor.
+
+    python benchmarks/host_time.py --json host.json
+
+On a GPU the host has to be ahead of the kernels, so its time per layer bounds the speed. One process is a rank of two
+over torch's "fake" process group, which sends nothing, and tensors are so small that what is computed is next to
+nothing. All contenders run in every round, in a rotating order; times are of the processor, so that others on the
+machine disturb little. The last line is what Echelon's tensor parallelism adds to a layer of transformers, forward and
+backward, over what DTensor's adds, and `step()` of a model of 300 parameters.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from statistics import median
+from time import process_time
+from typing import Any
+
+import report
+import torch
+import torch.distributed as dist
+import transformers
+from arguments import parse, settings_of, workload_of, workload_parser
+from data_parallel import DataParallel
+from echelon_batch import EchelonBatch
+from engine_alone import ENGINES, STYLES
+from fake_world import RANKS, fake_world
+from rounds import in_turn
+from stepped import OneProcess
+from tensor_peers import TorchTensor
+from torch import Tensor, nn
+from torch.futures import Future
+from workload import Workload
+from zero_contenders import contender_makers
+from zero_peers import TorchDDP, TorchZero
+
+from echelon.cluster.device import default_device
+from echelon.cluster.mesh import ParallelMesh
+
+PLAIN, OURS, DTENSOR = "transformers", "echelon", TorchTensor.names["plain"]
+PARTS = ("layer", "attention", "mlp")  # the last two are one region each
+# With several stages a rank is told shapes by the other one, which is not there.
+ONE_STAGE = [style for style, stages in STYLES.items() if stages == 1]
+# A Llama has 9 parameters in a layer, and 3 besides.
+STEPPED_LAYERS, STEPPED_PARAMETERS = 33, 300
+STEPPED = "echelon stage 1"  # of the last line
+
+# By name what runs once, and returns seconds of the parts that it is made of.
+Works = Mapping[str, Callable[[], Sequence[float]]]
+Seconds = dict[str, list[Sequence[float]]]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = workload_parser(__doc__)
+    parser.set_defaults(hidden=64, layers=8, vocabulary=64, sequence=16, batch=2)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--warmup", type=int, default=10, help="rounds that are not timed")
+    return parse(parser)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    workload = workload_of(arguments, microbatches=1)
+    results: dict[str, Any] = {"machine": report.machine(), "settings": settings_of(arguments)}
+    timed = partial(times, rounds=arguments.rounds, warmup=arguments.warmup)
+    with fake_world():
+        results["layers"] = {part: timed(works) for part, works in layer_works(workload).items()}
+        results["engines"] = {style: timed(engine_works(style, workload.batch)) for style in ONE_STAGE}
+        results["steps"] = timed(step_works(workload))
+    results["summary"] = summary(results, workload)
+    show(results["summary"], report.conditions(results["machine"], arguments.rounds))
+    if arguments.json is not None:
+        report.write_json(arguments.json, results)
+    print(" ".join(f"{name}={value:.3f}" for name, value in results["summary"]["last"].items()))
+
+
+def times(works: Works, *, rounds: int, warmup: int) -> Seconds:
+    """Seconds of each round, by what runs."""
+    found: Seconds = {name: [] for name in works}
+    names = list(works)
+    for number, index in in_turn(len(names), rounds=rounds, warmup=warmup):
+        seconds = works[names[index]]()
+        if number >= 0:
+            found[names[index]].append(seconds)
+    return found
+
+
+# Layers and their regions.
+
+
+def layer_works(workload: Workload) -> dict[str, Works]:
+    """By part of a layer what runs that of all layers, one after the other, for each contender."""
+    device = default_device()
+    ours = EchelonBatch(OURS, workload, tp_size=RANKS)
+    models: dict[str, Any] = {
+        PLAIN: workload.model().to(device),
+        OURS: ours.model.unwrap(),
+        DTENSOR: TorchTensor(workload, device, kind="plain").model,
+    }
+    hidden = torch.randn(1, workload.sequence, workload.hidden, device=device, requires_grad=True)
+    rotary = models[PLAIN].model.rotary_emb(hidden, torch.arange(workload.sequence, device=device)[None])
+
+    def work(name: str, part: str) -> Callable[[], Sequence[float]]:
+        parts = [calls_of(layer, rotary)[part] for layer in models[name].model.layers]
+        return partial(through, parts, hidden, ours.accumulating if name == OURS else nullcontext)
+
+    return {part: {name: work(name, part) for name in models} for part in PARTS}
+
+
+def calls_of(layer: nn.Module, rotary: Any) -> dict[str, Callable[[Tensor], Tensor]]:
+    """The parts of a layer, each as transformers calls it."""
+
+    def attention(hidden: Tensor) -> Tensor:
+        return layer.self_attn(hidden_states=hidden, position_embeddings=rotary, attention_mask=None)[0]
+
+    def whole(hidden: Tensor) -> Tensor:
+        return layer(hidden, position_embeddings=rotary, attention_mask=None)
+
+    return dict(zip(PARTS, (whole, attention, layer.mlp), strict=True))
+
+
+def through(
+    parts: Sequence[Callable[[Tensor], Tensor]],
+    hidden: Tensor,
+    around: Callable[[], AbstractContextManager[None]],
+) -> tuple[float, float]:
+    """Seconds for each part, forward and backward. Gradients are kept and added to, as those of a later microbatch.
+
+    Args:
+        parts: through which the hidden states go.
+        hidden: what goes in.
+        around: the context of the backward.
+    """
+    start = process_time()
+    for part in parts:
+        hidden = part(hidden)
+    forward = process_time() - start
+    gradient = hidden.detach()
+    with around():
+        start = process_time()
+        hidden.backward(gradient)
+        backward = process_time() - start
+    return forward / len(parts), backward / len(parts)
+
+
+# Actions of a pipeline, and the rest of a step.
+
+
+def engine_works(style: str, num_microbatches: int) -> Works:
+    """What runs a batch on the first rank of a pipeline of tiny stages, for each engine."""
+    mesh = ParallelMesh(pp=RANKS)
+
+    def work(engine: Any) -> tuple[float]:
+        start = process_time()
+        engine.step()
+        seconds = process_time() - start
+        engine.forget()
+        return (seconds / (2 * num_microbatches),)
+
+    return {name: partial(work, make(style, mesh, num_microbatches)) for name, make in ENGINES.items()}
+
+
+def step_works(workload: Workload) -> Works:
+    """What trains a step of a model of 300 parameters, for each data-parallel contender."""
+    sizes = {name: getattr(workload, name) for name in Workload.__dataclass_fields__}
+    many = Workload(**sizes | {"layers": STEPPED_LAYERS, "microbatches": 1})
+    makers: dict[str, Callable[[], Any]] = contender_makers(many, default_device())
+    del makers[TorchZero.name]  # it asks other ranks for their parts
+    contenders = [OneProcess(many, default_device(), works=True), *(make() for make in makers.values())]
+    for each in contenders:
+        if each.name == TorchDDP.name:
+            each.model.register_comm_hook(None, summed)
+    return {each.name: partial(trained, each) for each in contenders}
+
+
+def summed(_: None, bucket: dist.GradBucket) -> Future[Tensor]:
+    """DDP's sum: the fake group has no result for the one that DDP makes by itself."""
+    dist.all_reduce(bucket.buffer(), async_op=True)
+    done: Future[Tensor] = Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def trained(contender: DataParallel | OneProcess) -> tuple[float, float]:
+    """Seconds of forward and backward, and of the optimizer's step with what forgets the gradients."""
+    start = process_time()
+    contender.compute()
+    middle = process_time()
+    contender.update()
+    end = process_time()
+    return middle - start, end - middle
+
+
+# Results.
+
+
+def summary(results: Mapping[str, Any], workload: Workload) -> dict[str, Any]:
+    """Medians in milliseconds, of layers what is added to transformers' too, and the numbers of the last line."""
+    layers = {
+        part: {
+            name: {**medians(seconds, ("forward", "backward")), **added(seconds, found[PLAIN])}
+            for name, seconds in found.items()
+        }
+        for part, found in results["layers"].items()
+    }
+    engines = {
+        style: {name: medians(seconds, ("action",)) for name, seconds in found.items()}
+        for style, found in results["engines"].items()
+    }
+    steps = {
+        name: medians(seconds, ("forward and backward", "step")) for name, seconds in results["steps"].items()
+    }
+    ours = layers["layer"][OURS]
+    return {
+        "layers": layers,
+        "engines": engines,
+        "steps": steps,
+        "last": {
+            "layer_forward_ms": ours["added forward"],
+            "layer_backward_ms": ours["added backward"],
+            "ratio_to_dtensor": ratio_of_added(results["layers"]["layer"]),
+            "step_ms": steps[STEPPED]["step"],
+        },
+    }
+
+
+def medians(seconds: Sequence[Sequence[float]], names: Sequence[str]) -> dict[str, float]:
+    """The median of each part, in milliseconds."""
+    return {name: median(each) * 1e3 for name, each in zip(names, zip(*seconds, strict=True), strict=True)}
+
+
+def added(seconds: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) -> dict[str, float]:
+    """The median of what each round takes more than the same round of plain layers, in milliseconds."""
+    more = [
+        [ours - theirs for ours, theirs in zip(*both, strict=True)]
+        for both in zip(seconds, plain, strict=True)
+    ]
+    return medians(more, ("added forward", "added backward"))
+
+
+def ratio_of_added(found: Seconds) -> float:
+    """The median of the rounds' ratios of what Echelon and DTensor add, forward and backward together."""
+    rounds = zip(*(map(sum, found[name]) for name in (OURS, DTENSOR, PLAIN)), strict=True)
+    return median((ours - plain) / (theirs - plain) for ours, theirs, plain in rounds)
+
+
+def show(found: Mapping[str, Any], note: str) -> None:
+    """Print the tables, in milliseconds."""
+    for part, rows in found["layers"].items():
+        table(f"{part}, on one of {RANKS} ranks", rows, note)
+    for style, rows in found["engines"].items():
+        table(f"pipeline engine, {style}, forward or backward of a microbatch in a stage", rows, note)
+    table(f"a model of {STEPPED_PARAMETERS} parameters on one of {RANKS} replicas", found["steps"], note)
+
+
+def table(title: str, rows: Mapping[str, Mapping[str, float]], note: str) -> None:
+    """Print one of them."""
+    columns = list(next(iter(rows.values())))
+    cells = [[name, *(f"{value:.3f}" for value in row.values())] for name, row in rows.items()]
+    report.show(f"{title}, ms", ["contender", *columns], cells, note=note)
+
+
+if __name__ == "__main__":
+    main()
