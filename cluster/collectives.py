@@ -18,9 +18,8 @@ Whatever sums over or gathers from the ranks of a group comes here, on CPUs as o
 `Handle`; on CUDA it begins behind what the current stream was given, and waiting holds up the stream, not the host.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -48,7 +47,8 @@ class Handle(Protocol):
         ...
 
 
-def _unchanged(x: Tensor) -> Tensor:
+def unchanged(x: Tensor) -> Tensor:
+    """The tensor itself."""
     return x
 
 
@@ -58,7 +58,7 @@ class InFlight(Generic[Result]):
 
     handle: Handle | None
     tensor: Tensor
-    finish: Callable[[Tensor], Result] = _unchanged  # type: ignore[assignment]
+    finish: Callable[[Tensor], Result] = unchanged  # type: ignore[assignment]
 
     def wait(self) -> Result:
         """Return the result. A CUDA stream waits for it, not the host."""
@@ -178,30 +178,6 @@ def _apply(x: Tensor, group: dist.ProcessGroup, forward: Exchange, backward: Exc
 def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Forward identity, backward all-reduce: the "f" of arXiv:1909.08053, section 3."""
     return _apply(x, group, _alias, lambda gradient: all_reduce(gradient, group))
-
-
-def copy_beside(xs: Sequence[Tensor], group: dist.ProcessGroup, beside: Callable[[], None]) -> list[Tensor]:
-    """`copy_to` of each tensor, its backward all-reduce overlapped with the backward of what `beside` computes.
-
-    Of the nodes that are ready autograd runs the one that was made last, so in backward the sums begin, then comes what
-    `beside` made, then they are waited for. The numbers do not depend on that order.
-    """
-    if group.size() == 1:
-        return list(xs)
-    sums: list[list[InFlight[Tensor]]] = [[] for _ in xs]
-
-    def begin(gradient: Tensor, in_flight: list[InFlight[Tensor]]) -> Tensor:
-        in_flight.append(begin_all_reduce(gradient, group))
-        return gradient  # not the sum yet
-
-    def end(_: Tensor, in_flight: list[InFlight[Tensor]]) -> Tensor:
-        return in_flight.pop().wait()
-
-    ends = [_apply(x, group, _alias, partial(end, in_flight=each)) for x, each in zip(xs, sums, strict=True)]
-    beside()
-    return [
-        _apply(x, group, _alias, partial(begin, in_flight=each)) for x, each in zip(ends, sums, strict=True)
-    ]
 
 
 def reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,13 +1,11 @@
 """The linear function, with a weight gradient that may be deferred.
 
 [Note: deferred weight gradients] There are two ways to defer. A schedule defers to a later action
-(pipeline/weight_gradients.py). Within one backward `LaterProduct` lets the sum of input gradients over ranks begin
-first (cluster/collectives.py, `copy_beside`).
+(pipeline/weight_gradients.py). Within one backward `beside` lets the sum of input gradients over ranks begin first.
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
@@ -64,40 +62,86 @@ class Regather:
         return whole_NI
 
 
-class LaterProduct:
-    """A weight whose gradient is computed when autograd comes to where this was made, not in the layer's backward.
+class Crossing(NamedTuple):
+    """The way of a tensor between ranks into a region, and of its gradient out of it.
 
-    Made before the layer runs, so autograd comes to it after everything that was made in between.
+    Args:
+        forward: of the tensor.
+        begin_backward: begins that of the gradient.
     """
 
-    def __init__(self, weight: Tensor) -> None:
-        self.deferred: list[DeferredGradient] = []
-        self.weight: Tensor = _Later.apply(weight, self.deferred)
+    forward: Callable[[Tensor], Tensor]
+    begin_backward: Callable[[Tensor], InFlight[Tensor]]
+
+
+class LaterProduct(NamedTuple):
+    """A weight whose gradient is computed where backward comes to the `beside` that made this, not in its layer.
+
+    Args:
+        weight: that the layer multiplies with.
+        place: of the weight among those of the node.
+        deferred: gradients of the node's weights, by place.
+    """
+
+    weight: Tensor
+    place: int
+    deferred: dict[int, DeferredGradient]
 
     def put(self, gradient: DeferredGradient) -> None:
-        """Defer a gradient, and forget those of backwards that asked for gradients of inputs alone."""
-        self.deferred[:] = [each for each in self.deferred if each.backward == gradient.backward] + [gradient]
+        """Defer a gradient, and forget that of a backward that never came to the node."""
+        self.deferred[self.place] = gradient
 
 
-class _Later(Function):
-    """The weight itself; backward computes the gradients that the layer deferred."""
+def beside(
+    xs: Sequence[Tensor], crossings: Sequence[Crossing], weights: Sequence[Tensor]
+) -> tuple[list[Tensor], list[LaterProduct]]:
+    """Let tensors cross into a region, whose weights get their gradients while those of the tensors cross back.
+
+    One node of the graph, made before the layers run, so autograd comes to it after them. Gradients of gradients raise.
+
+    Args:
+        xs: the tensors.
+        crossings: their ways.
+        weights: with which layers multiply that run from here on.
+    """
+    deferred: dict[int, DeferredGradient] = {}
+    entered = _Beside.apply(crossings, deferred, *xs, *weights)
+    through = enumerate(entered[len(xs) :])
+    return list(entered[: len(xs)]), [LaterProduct(weight, place, deferred) for place, weight in through]
+
+
+class _Beside(Function):
+    """See `beside`."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, deferred: list[DeferredGradient]) -> Tensor:
-        ctx.deferred = deferred
+    def forward(
+        ctx: Any, crossings: Sequence[Crossing], deferred: dict[int, DeferredGradient], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.crossings, ctx.deferred = crossings, deferred
         ctx.set_materialize_grads(False)
-        return weight.view_as(weight)
+        crossed = [each.forward(x) for each, x in zip(crossings, tensors, strict=False)]
+        needed = ctx.needs_input_grad[2:]
+        ctx.mark_non_differentiable(
+            *[x for x, is_needed in zip(crossed, needed, strict=False) if not is_needed]
+        )
+        return (*crossed, *tensors[len(crossed) :])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        num = len(ctx.crossings)
+        in_flight = [
+            None if gradient is None else crossing.begin_backward(gradient)
+            for crossing, gradient in zip(ctx.crossings, gradients, strict=False)
+        ]
+        of_weights = list(gradients[num:])
         while ctx.deferred:
-            each = ctx.deferred.pop()
-            # Not of a backward that asked for gradients of inputs alone, and never came here.
+            place, each = ctx.deferred.popitem()
+            # Not of a backward that asked for other gradients, and never came here.
             if each.backward == torch._C._current_graph_task_id():
-                product = each.begin().wait()
-                gradient = product if gradient is None else gradient + product
-        return gradient, None
+                product, other = each.begin().wait(), of_weights[place]
+                of_weights[place] = product if other is None else other + product
+        return None, None, *(None if each is None else each.wait() for each in in_flight), *of_weights
 
 
 def linear(
@@ -131,9 +175,8 @@ def linear(
         return _product(x, weight, bias, is_transposed)
     part, again = (None, None) if kept is None else kept
     through = weight if later is None else later.weight
-    # Bound, the weight itself is no input of the node; what the node saves of it may be another object in backward.
-    finish = partial(gradient_or_deferred, cast(Parameter, weight), store, later)
-    out: Tensor = _Linear.apply(x, through, bias, part, again, is_transposed, store, finish)
+    how = _Product(cast(Parameter, weight), is_transposed, store, later, again)
+    out: Tensor = _Linear.apply(x, through, bias, part, how)
     return out
 
 
@@ -154,6 +197,19 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool
     return torch.nn.functional.linear(x, weight.T if is_transposed else weight, bias)
 
 
+class _Product(NamedTuple):
+    """A product of `_Linear`, of which torch looks at each argument; arguments as of `linear`.
+
+    Here the weight is no input of the node; what the node saves of it may be another object in backward.
+    """
+
+    weight: Parameter
+    is_transposed: bool
+    store: WeightGradients | None
+    later: LaterProduct | None
+    again: Regather | None
+
+
 class _Linear(Function):
     """See `linear`. Gradients of gradients are autograd's own, except where the input is gathered again."""
 
@@ -164,38 +220,36 @@ class _Linear(Function):
         through: Tensor,
         bias: Tensor | None,
         part: Tensor | None,
-        again: Regather | None,
-        is_transposed: bool,
-        store: WeightGradients | None,
-        finish: Callable[[Callable[[], Tensor]], Tensor | None],
+        how: _Product,
     ) -> Tensor:
         ctx.save_for_backward(x if part is None else part, through)
-        ctx.again, ctx.is_transposed, ctx.store, ctx.finish = again, is_transposed, store, finish
-        if again is not None:
-            again.use()
-        out = _product(x, through, bias, is_transposed)
-        return torch.ops.aten._unsafe_view(out, out.shape)  # or what follows could not write to it in place
+        ctx.how = how
+        if how.again is not None:
+            how.again.use()
+        out = _product(x, through, bias, how.is_transposed)
+        # Or what follows could not write to it in place.
+        return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         part, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        again: Regather | None = ctx.again
-        if again is not None and needs_weight and not (ctx.store is not None and ctx.store.is_deferring):
+        own, is_transposed, store, later, again = ctx.how
+        if again is not None and needs_weight and not (store is not None and store.is_deferring):
             again.begin(part)
         gradient_NO = gradient.reshape(-1, gradient.shape[-1])
         of_input = of_weight = None
         if needs_input:
-            of_input = gradient_NO.mm(weight.T if ctx.is_transposed else weight)
+            of_input = gradient_NO.mm(weight.T if is_transposed else weight)
             of_input = of_input.view(*gradient.shape[:-1], of_input.shape[-1])
         if needs_weight:
 
             def product() -> Tensor:
                 x_NI = part.reshape(-1, part.shape[-1]) if again is None else again.rows(part)
-                return weight_gradient(x_NI, gradient_NO, is_transposed=ctx.is_transposed)
+                return weight_gradient(x_NI, gradient_NO, is_transposed=is_transposed)
 
-            of_weight = ctx.finish(product)
-        return of_input, of_weight, gradient_NO.sum(0) if needs_bias else None, None, None, None, None, None
+            of_weight = gradient_or_deferred(own, store, later, product)
+        return of_input, of_weight, gradient_NO.sum(0) if needs_bias else None, None, None
 
 
 def gradient_or_deferred(

@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from ...cluster.collectives import InFlight, begin_all_gather, begin_reduce_scatter
 from ...cluster.placement import Shard, place, placement_of
 from ...pipeline.weight_gradients import DeferredGradient, WeightGradients
-from .deferred_linear import LaterProduct, weight_gradient
+from .deferred_linear import LaterProduct, beside, weight_gradient
 from .parallel_module import ParallelModule, require_native
 
 KINDS: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D)
@@ -121,7 +121,8 @@ class _GatheredLinear(Function):
         ctx.shape, ctx.layer, ctx.later = x.shape, layer, later
         with layer.pool.whole(layer, for_backward=False) as weight:
             out = linear(x, weight.T if layer.is_transposed else weight, bias)
-        return torch.ops.aten._unsafe_view(out, out.shape)  # or what follows could not write to it in place
+        # Or what follows could not write to it in place.
+        return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
     @once_differentiable
@@ -282,7 +283,8 @@ class WeightPool:
         if self._overlap and following is not None and torch.is_grad_enabled() and not _in_backward():
             weight = following.layer.weight
             if weight.requires_grad and weight.is_leaf:
-                self._later = following.layer, _state(weight), LaterProduct(weight)
+                _, (later,) = beside((), (), [weight])
+                self._later = following.layer, _state(weight), later
         return made[2] if made[:2] == (layer, _state(layer.weight)) else None
 
     def _begin(self, layer: ShardedLinear) -> _Gathered:

@@ -14,13 +14,20 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers.pytorch_utils import Conv1D
 
-from ...cluster.collectives import copy_beside, gather_from, gather_to, reduce_from, scatter_to
+from ...cluster.collectives import (
+    begin_all_reduce,
+    gather_from,
+    gather_to,
+    reduce_from,
+    scatter_to,
+    unchanged,
+)
 from ...cluster.placement import PartialGrad, place
 from ...cluster.random import SplitRandom
 from ...pipeline.weight_gradients import WeightGradients
-from .deferred_linear import LaterProduct, Regather, linear
+from .deferred_linear import Crossing, LaterProduct, Regather, beside, linear
 from .parallel_module import ParallelModule, require_native, shard_of
-from .split_gather import RegionSequence, enter_beside, leave, row_product
+from .split_gather import RegionSequence, leave, row_product
 
 
 class ProductLayer(ParallelModule):
@@ -43,11 +50,6 @@ class ProductLayer(ParallelModule):
         """The state of a copy, whose next call is another."""
         return {name: each for name, each in vars(self).items() if name not in ("later", "kept")}
 
-    def defer_within_backward(self) -> None:
-        """Of the next call: let autograd compute the weight's gradient after all that is computed from here on."""
-        is_needed = torch.is_grad_enabled() and self.weight.is_leaf and self.weight.requires_grad
-        vars(self)["later"] = LaterProduct(self.weight) if is_needed else None
-
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         later, kept = vars(self).pop("later", None), vars(self).pop("kept", None)
         return linear(
@@ -67,7 +69,7 @@ def enter(
     layers: Sequence[ProductLayer],
     sequence: RegionSequence | None = None,
 ) -> list[Tensor]:
-    """Let inputs enter a region, by `copy_beside`: nothing in forward, an all-reduce in backward.
+    """Let inputs enter a region: nothing in forward, an all-reduce in backward.
 
     While that is in flight backward computes the weight gradients of the layers (arXiv:1909.08053, section 3, has the
     all-reduce alone).
@@ -79,23 +81,26 @@ def enter(
         sequence: the first input is a part of a sequence, which is gathered: an all-gather in forward, a
             reduce-scatter in backward.
     """
-
-    def defer() -> None:
-        for layer in layers:
-            layer.defer_within_backward()
-
-    if sequence is None:
-        return copy_beside(xs, group, defer)
-    others: list[Tensor] = []
-    first = enter_beside(xs[0], sequence, lambda: others.extend(copy_beside(xs[1:], group, defer)))
-    if sequence.regathers:
+    if group.size() == 1:
+        return list(xs)
+    crossings = [Crossing(unchanged, partial(begin_all_reduce, group=group))] * len(xs)
+    if sequence is not None:
+        crossings[0] = sequence.crossing(xs[0])
+    # Without a gradient of an input there is nothing to wait for.
+    has_sum = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+    weights = [(layer, layer.weight) for layer in layers] if has_sum else []
+    trained = [(layer, weight) for layer, weight in weights if weight.is_leaf and weight.requires_grad]
+    entered, products = beside(xs, crossings, [weight for _, weight in trained])
+    for (layer, _), later in zip(trained, products, strict=True):
+        vars(layer)["later"] = later
+    if sequence is not None and sequence.regathers:
         part, axis = xs[0].detach(), sequence.axis
         by_sample = part if part.ndim > 2 else part.unflatten(0, (-1, axis.part_length))
         begin = partial(sequence.begin_whole, length=axis.length)
-        kept = by_sample, Regather(first, begin, overlap=sequence.overlap)
+        kept = by_sample, Regather(entered[0], begin, overlap=sequence.overlap)
         for layer in layers:
             vars(layer)["kept"] = kept
-    return [first, *others]
+    return entered
 
 
 class _SplitLinear(ProductLayer):

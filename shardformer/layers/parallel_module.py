@@ -43,21 +43,20 @@ class ParallelModule(nn.Module):
 def change_inputs(module: nn.Module, change: Callable[[nn.Module, dict[str, Any]], None]) -> None:
     """Let a function change the inputs of a module's calls, by name in the order of its signature, by a hook."""
     names = list(inspect.signature(module.forward).parameters)
-    places = {name: place for place, name in enumerate(names)}
 
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        inputs = {name: given[name] for name in sorted(given, key=lambda name: places.get(name, len(names)))}
+        given = dict(zip(names, args, strict=False)) | kwargs
+        inputs = {name: given[name] for name in names if name in given} | given
         change(module, inputs)
-        positional = (inputs[name] for name in names[: len(args)])
-        return (*positional, *args[len(names) :]), {name: inputs[name] for name in kwargs}
+        positional = [inputs.pop(name) for name in names[: len(args)]]
+        return (*positional, *args[len(names) :]), inputs
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def first_tensor(inputs: Mapping[str, Any]) -> str:
-    """The name of the first tensor among inputs."""
-    return next(name for name, value in inputs.items() if isinstance(value, Tensor))
+def first_tensor(inputs: Mapping[str, Any], *, besides: str | None = None) -> str:
+    """The name of the first tensor among inputs, leaving one name out."""
+    return next(name for name, value in inputs.items() if isinstance(value, Tensor) and name != besides)
 
 
 def shard_of(

@@ -33,8 +33,7 @@ class CommonInput:
     def enter(self, xs: Sequence[Tensor], enter: Callable[[Sequence[Tensor]], list[Tensor]]) -> list[Tensor]:
         """Let tensors enter a region: its first input, and the second where it did not enter before."""
         # Outputs of a layer that backward recomputes have no part in the sum of gradients.
-        is_recomputed = torch._C._current_graph_task_id() != -1
-        if len(xs) < 2 or is_recomputed or not torch.is_grad_enabled():
+        if len(xs) < 2 or torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
             return enter(xs)
         first, second = xs
         if self._given is second and self._version == second._version and self._entered is not None:
@@ -76,12 +75,13 @@ class Region:
             sequence: the sharding of the first tensor, which is gathered (backward reduce-scatter) instead.
         """
         common = common_input or CommonInput()
+        layers = _entry_layers(module)
 
         def enter_all(xs: Sequence[Tensor]) -> list[Tensor]:
-            return enter(xs, process_group, _entry_layers(module), sequence)
+            return enter(xs, process_group, layers, sequence)
 
         def enter_region(module: nn.Module, inputs: dict[str, Any]) -> None:
-            first = first_tensor({name: each for name, each in inputs.items() if name != second_input})
+            first = first_tensor(inputs, besides=second_input)
             if split_random is not None and module.training:
                 split_random.enter(inputs[first].device)
             # In one order on all ranks: backward all-reduces in that order too.

@@ -19,7 +19,7 @@ from torch.nn.functional import linear, pad
 
 from ...cluster.collectives import InFlight, begin_gather, begin_sum_of_rows, paired
 from ...pipeline.weight_gradients import WeightGradients
-from .deferred_linear import gradient_or_deferred, weight_gradient
+from .deferred_linear import Crossing, gradient_or_deferred, weight_gradient
 from .parallel_module import change_inputs, first_tensor
 from .sequence_axis import SequenceAxis, gather_sequence, shard_sequence
 
@@ -59,6 +59,22 @@ class RegionSequence:
         padded = pad(whole_BSH, (0, 0, 0, order.padded(length) - length))
         return padded.unflatten(1, (order.size, -1)).transpose(0, 1)
 
+    def crossing(self, part_BsH: Tensor) -> Crossing:
+        """The way of a rank's part into a region: gathered to (B, S, H), the gradient a sum that is scattered.
+
+        Args:
+            part_BsH: this rank's part; or (B·s, H), which becomes (B·S, H).
+        """
+        if part_BsH.ndim == 2:  # the tokens of all samples in one row
+            by_sample, length = (-1, self.axis.part_length), self.axis.length
+            whole = self.crossing(part_BsH.unflatten(0, by_sample))
+            return Crossing(
+                lambda part: whole.forward(part.unflatten(0, by_sample)).flatten(0, 1),
+                lambda gradient: self.begin_own_sum(gradient.unflatten(0, (-1, length))).then(_in_one_row),
+            )
+        length = self.length_of(part_BsH)
+        return Crossing(lambda part: self.begin_whole(part, length).wait(), self.begin_own_sum)
+
     def length_of(self, part_BsH: Tensor) -> int:
         """The length of the sequence that a part is of.
 
@@ -78,32 +94,8 @@ def _in_order(rows_TBsH: Tensor, *, length: int) -> Tensor:
     return rows_TBsH.transpose(0, 1).flatten(1, 2)[:, :length].contiguous()
 
 
-def enter_beside(part_BsH: Tensor, sequence: RegionSequence, beside: Callable[[], None]) -> Tensor:
-    """Gather a region's input; backward sums and scatters, beside the backward of what `beside` computes.
-
-    As `copy_beside` does with an all-reduce: of the nodes that are ready autograd runs the one that was made last.
-
-    Args:
-        part_BsH: this rank's part; or (B·s, H), and what is returned is (B·S, H).
-        sequence: says of what.
-        beside: makes nodes whose backward waits for nothing of this one.
-
-    Returns:
-        (B, S, H), equal on all ranks; its gradient is a part of a sum on each.
-    """
-    if part_BsH.ndim == 2:  # the tokens of all samples in one row
-        by_sample = part_BsH.unflatten(0, (-1, sequence.axis.part_length))
-        return enter_beside(by_sample, sequence, beside).flatten(0, 1)
-    length = sequence.length_of(part_BsH)
-    in_flight: list[InFlight[Tensor]] = []
-
-    def begin(gradient_BSH: Tensor) -> Tensor:
-        in_flight.append(sequence.begin_own_sum(gradient_BSH))
-        return gradient_BSH.new_zeros(()).expand(part_BsH.shape)  # not the sum yet
-
-    ended = paired(part_BsH, lambda part: part.view_as(part), lambda _: in_flight.pop().wait())
-    beside()
-    return paired(ended, lambda part: sequence.begin_whole(part, length).wait(), begin)
+def _in_one_row(x_BSH: Tensor) -> Tensor:
+    return x_BSH.flatten(0, 1)
 
 
 def leave(partial_BSH: Tensor, sequence: RegionSequence) -> Tensor:

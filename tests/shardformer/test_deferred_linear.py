@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from transformers.pytorch_utils import Conv1D
 
-from echelon.cluster import collectives
 from echelon.cluster.placement import Shard, placement_of
 from echelon.shardformer import ShardConfig, ShardFormer
 from echelon.shardformer.layers import deferred_linear, region
-from echelon.shardformer.layers.deferred_linear import LaterProduct, defer_weight_gradients, linear
+from echelon.shardformer.layers import linear as split_layers
+from echelon.shardformer.layers.deferred_linear import beside, defer_weight_gradients, linear
 from echelon.shardformer.recompute import (
     PipelineGradientCheckpointConfig,
     checkpoint_layers,
@@ -122,7 +122,7 @@ def test_a_weight_that_two_calls_use_and_one_that_none_does() -> None:
     """The second call of a layer in one region is not announced, and its product is added all the same."""
     weight = nn.Parameter(torch.randn(3, 2))
     x, y = torch.randn(2, 4, 2).unbind(0)
-    later, unused = LaterProduct(weight), LaterProduct(nn.Parameter(torch.randn(3, 2)))
+    (later, unused) = (beside((), (), [each])[1][0] for each in (weight, nn.Parameter(torch.randn(3, 2))))
     first, second = linear(x, weight, None, later=later), linear(y, weight, None)
     (first.square().sum() + second.square().sum()).backward()
     whole = sum(nn.functional.linear(each, weight).square().sum() for each in (x, y))
@@ -160,21 +160,23 @@ def order(build: Callable[[], nn.Module]) -> str:
     model(**IDS).loss.backward()
     expected = {name: each.grad.clone() for name, each in model.named_parameters()}
     model.zero_grad()
-    begin, compute = collectives.begin_all_reduce, deferred_linear._Later.backward
+    begin, compute = split_layers.begin_all_reduce, deferred_linear.weight_gradient
 
     def note(event: str, result: Any) -> Any:
         events.append(event)
         return result
 
-    def begun(*given: Any) -> Any:
-        return note("begin", begin(*given)).then(lambda total: note("end", total))
+    def begun(*given: Any, **named: Any) -> Any:
+        return note("begin", begin(*given, **named)).then(lambda total: note("end", total))
 
-    with patch.object(
-        deferred_linear._Later, "backward", staticmethod(lambda *given: note("product", compute(*given)))
+    def computed(*given: Any, **named: Any) -> Any:
+        return note("product", compute(*given, **named))
+
+    with (
+        patch.object(deferred_linear, "weight_gradient", computed),
+        patch.object(split_layers, "begin_all_reduce", begun),
     ):
-        loss = model(**IDS).loss
-        with patch.object(collectives, "begin_all_reduce", begun):
-            loss.backward()
+        model(**IDS).loss.backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-6, atol=1e-7)
     return " ".join(events)
@@ -204,19 +206,15 @@ def sums_with_recomputation() -> int:
     model, shapes = split(t5()), []
     every = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
     checkpoint_layers({0: recomputable_layers(model)}, every)
-    begin = collectives.begin_all_reduce
+    begin = split_layers.begin_all_reduce
 
     def counted(gradient: Tensor, group: dist.ProcessGroup) -> Any:
         shapes.append(tuple(gradient.shape))
         return begin(gradient, group)
 
     batch = {"input_ids": torch.arange(10).view(2, 5), "labels": IDS["labels"]}
-    loss = model.train()(**batch, use_cache=False).loss
-    plain = patch.object(
-        collectives, "all_reduce", lambda x, group: begin(x, group).wait()
-    )  # recomputed forwards
-    with plain, patch.object(collectives, "begin_all_reduce", counted):
-        loss.backward()
+    with patch.object(split_layers, "begin_all_reduce", counted):
+        model.train()(**batch, use_cache=False).loss.backward()
     return shapes.count((2, 5, 16))
 
 

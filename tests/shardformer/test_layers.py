@@ -27,6 +27,7 @@ from echelon.shardformer.layers import (
     VocabParallelLMHead1D,
 )
 from echelon.shardformer.layers.embedding import embedding_errors, is_scaled, vocab_range, vocab_shard
+from echelon.shardformer.layers.linear import enter
 from echelon.shardformer.layers.norm import SplitRMSNorm, norm_errors
 from echelon.shardformer.sharder import StandInGroup
 
@@ -141,7 +142,7 @@ def heads() -> None:
 def test_a_layer_is_copied_without_what_its_next_call_was_given() -> None:
     group: Any = StandInGroup(0, 2)
     layer = Linear1D_Col(nn.Linear(4, 4), group)
-    layer.defer_within_backward()
+    enter([torch.ones(1, 4, requires_grad=True)], group, [layer])
     assert layer.later is not None
     assert deepcopy(layer).later is None
 
