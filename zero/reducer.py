@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum, auto
 from typing import Any
-from weakref import WeakMethod, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -112,8 +112,8 @@ class Reducer:
         # Weakly: the garbage collector does not see through the hooks of a tensor that lives elsewhere too, and
         # a cycle through one would keep all this memory and its process groups for ever.
         for slot, bucket in self._places.values():
-            before = _weakly(WeakMethod(self._before_accumulation), ref(bucket), ref(slot))
-            after = _weakly(WeakMethod(self._after_accumulation), ref(slot))
+            before = _weakly(Reducer._before_accumulation, ref(self), ref(bucket), ref(slot))
+            after = _weakly(Reducer._after_accumulation, ref(self), ref(slot))
             slot.parameter.register_hook(before)
             slot.parameter.register_post_accumulate_grad_hook(after)
 
@@ -399,12 +399,12 @@ def _accumulates(parameter: Parameter) -> bool:
         return False
 
 
-def _weakly(method: WeakMethod[Callable[..., None]], *references: ref) -> Callable[[Any], None]:
-    """A hook that calls a method with some objects and its argument, as long as they live."""
+def _weakly(function: Callable[..., None], *references: ref) -> Callable[[Any], None]:
+    """A hook that calls a function with some objects and its argument, as long as they live."""
 
     def call(argument: Any) -> None:
-        bound, found = method(), [reference() for reference in references]
-        if bound is not None and None not in found:
-            bound(*found, argument)
+        found = [reference() for reference in references]
+        if None not in found:
+            function(*found, argument)
 
     return mark_internal(call)
