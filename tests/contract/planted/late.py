@@ -61,7 +61,7 @@ def zeroed_on_the_way_home(make: Callable[..., None]) -> Callable[..., None]:
 
 FAULTS = {
     "nobody waits for the sums of a layer": fault(
-        "cluster.collectives:all_reduce",
+        "cluster.collectives:_sum_in_place",
         lambda x, group: begin_all_reduce(x, group).tensor,
         check=departs,
         args=(Layout(tp=2),),
