@@ -115,7 +115,7 @@ def _sum_in_place(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if not x.is_contiguous():
         return all_reduce(x, group)
     dist.all_reduce(x, group=group)
-    return _alias(x)
+    return x.data  # and no view of it, which models could not add to in place
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
