@@ -4,8 +4,9 @@ A process computes on one device, with that one's generator, and in its current 
 asks the mesh for it (`ParallelMesh.device`), or a tensor. What a device has not, a CPU for example, costs nothing here.
 """
 
+import ctypes
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -98,8 +99,10 @@ def cuda_has_begun() -> bool:
 
 def orders_launches() -> bool:
     """Return True where NCCL can keep an order of launches without running one kernel after another: CUDA 12.3."""
-    version: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]  # only where built for CUDA
-    return version >= 12030
+    version = ctypes.c_int(0)
+    with suppress(OSError):  # no driver
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value >= 12030
 
 
 def backend_of(kind: str, group: dist.ProcessGroup | None = None) -> str | None:

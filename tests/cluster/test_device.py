@@ -1,6 +1,8 @@
 """The device that a process takes of those that it sees. There is no GPU here: torch is made to see some."""
 
-from unittest.mock import MagicMock
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -213,3 +215,17 @@ def test_copies_run_beside_the_computation_and_are_waited_for_by_it_alone(
     with on_cpu.behind():
         on_cpu.wait(on_cpu.event())
     assert torch_cuda.Stream.call_count == 1
+
+
+def test_an_order_of_launches_is_a_question_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(version: int) -> Any:
+        def set_version(place: Any) -> None:
+            place._obj.value = version
+
+        return lambda name: SimpleNamespace(cuDriverGetVersion=set_version)
+
+    for version, is_new in ((12020, False), (12030, True), (13000, True)):
+        monkeypatch.setattr(devices.ctypes, "CDLL", answer(version))
+        assert devices.orders_launches() is is_new
+    monkeypatch.setattr(devices.ctypes, "CDLL", Mock(side_effect=OSError))
+    assert not devices.orders_launches()
