@@ -16,6 +16,9 @@ raise.
 
 Whatever sums over or gathers from the ranks of a group comes here, on CPUs as on CUDA. Communication in flight is a
 `Handle`; on CUDA it begins behind what the current stream was given, and waiting holds up the stream, not the host.
+
+[Note: compiled collectives] While torch.compile traces a layer nothing is in flight: torch's functional collectives
+become nodes of the graph, and `InFlight.wait` the node behind which the result is there. The compiler orders them.
 """
 
 from collections.abc import Callable
@@ -34,6 +37,8 @@ from . import gloo
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
+
+_functional = torch.ops._c10d_functional
 
 Exchange = Callable[[Tensor], Tensor]
 Result = TypeVar("Result")
@@ -62,6 +67,8 @@ class InFlight(Generic[Result]):
 
     def wait(self) -> Result:
         """Return the result. A CUDA stream waits for it, not the host."""
+        if torch.compiler.is_compiling():
+            return self.finish(_functional.wait_tensor(self.tensor))
         if self.handle is not None:
             self.handle.wait()
         return self.finish(self.tensor)
@@ -89,6 +96,9 @@ def begin_reduce_scatter(own_slice: Tensor, whole: Tensor, group: dist.ProcessGr
 
 def begin_gather(own: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor]:
     """Begin to gather tensors of one shape, stacked (T, *shape)."""
+    if torch.compiler.is_compiling():
+        row = own.unsqueeze(0).contiguous()
+        return InFlight(None, _functional.all_gather_into_tensor(row, group.size(), group.group_name))
     rows = own.new_empty((group.size(), *own.shape))
     # Flat: gloo takes rows end to end in dim 0 alone.
     return InFlight(begin_all_gather(rows.view(-1), own.contiguous().view(-1), group), rows)
@@ -96,12 +106,17 @@ def begin_gather(own: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor]:
 
 def begin_sum_of_rows(rows: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor]:
     """Begin to sum (T, *shape) over the ranks: this rank's row of the sum."""
+    if torch.compiler.is_compiling():
+        ends = rows.flatten(0, 1).contiguous(), "sum", group.size(), group.group_name
+        return InFlight(None, _functional.reduce_scatter_tensor(*ends))
     own = torch.empty_like(rows[0], memory_format=torch.contiguous_format)
     return InFlight(begin_reduce_scatter(own.view(-1), rows.contiguous().view(-1), group), own)
 
 
 def begin_all_reduce(x: Tensor, group: dist.ProcessGroup) -> InFlight[Tensor]:
     """Begin `all_reduce`."""
+    if torch.compiler.is_compiling():
+        return InFlight(None, _functional.all_reduce(x.contiguous(), "sum", group.group_name))
     total = x.clone(memory_format=torch.contiguous_format)
     return InFlight(dist.all_reduce(total, group=group, async_op=True), total)
 
@@ -112,7 +127,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _sum_in_place(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    if not x.is_contiguous():
+    if not x.is_contiguous() or torch.compiler.is_compiling():
         return all_reduce(x, group)
     dist.all_reduce(x, group=group)
     return x.data  # and no view of it, which models could not add to in place
@@ -146,6 +161,10 @@ def exchange_slices(x: Tensor, group: dist.ProcessGroup, split_dim: int, gather_
             f"length {x.shape[split_dim]} of dim {split_dim} does not divide by {group.size()} ranks"
         )
     pieces = x.unflatten(split_dim, (group.size(), -1)).movedim(split_dim, 0).contiguous()
+    if torch.compiler.is_compiling():
+        sizes = [1] * group.size()
+        arrived = _functional.all_to_all_single(pieces, sizes, sizes, group.group_name)
+        return _functional.wait_tensor(arrived).movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
     arrived = torch.empty_like(pieces)
     dist.all_to_all_single(arrived.view(-1), pieces.view(-1), group=group)
     return arrived.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)

@@ -32,7 +32,7 @@ TorchState = tuple[torch.Tensor, torch.Tensor | None]
 
 # For what a compiled model (torch.compile) calls as it stands; the compiler fails at seeds. Private to torch, whose
 # torch.compiler.disable would import the compiler together with this file.
-_not_compiled = torch._disable_dynamo
+not_compiled = torch._disable_dynamo
 
 
 def seed_everything(seed: int) -> None:
@@ -42,7 +42,7 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-@_not_compiled
+@not_compiled
 def seed_torch(seed: int, device: torch.device) -> None:
     """Seed torch's CPU generator and that of one device; waits for no device.
 
@@ -53,14 +53,14 @@ def seed_torch(seed: int, device: torch.device) -> None:
         own.manual_seed(seed)
 
 
-@_not_compiled
+@not_compiled
 def torch_state(device: torch.device) -> TorchState:
     """The states of torch's CPU generator and of a device's, if that has one; waits for no device."""
     own = generator_of(device)
     return torch.default_generator.get_state(), None if own is None else own.get_state()
 
 
-@_not_compiled
+@not_compiled
 def set_torch_state(state: TorchState, device: torch.device) -> None:
     """Let these generators go on from states that `torch_state` returned."""
     on_cpu, on_device = state
@@ -137,7 +137,7 @@ class ForwardRandom:
                 begin(0, 0)
             yield
 
-    @_not_compiled
+    @not_compiled
     def _seed(self, *entropy: int) -> None:
         digest = hashlib.blake2b(struct.pack("=3q", *entropy), digest_size=8).digest()
         seed = int.from_bytes(digest, "little") >> 1
@@ -161,12 +161,14 @@ class SplitRandom:
         # One slot and not a stack: regions do not nest, and recomputation may stop between enter and leave.
         self._common: TorchState | None = None
 
+    @not_compiled
     def enter(self, device: torch.device) -> None:
         """Switch to this rank's own state, of the CPU's generator and that of the device which computes the region."""
         drawn, self._device = _drawn(), device
         self._common = torch_state(self._device)
         seed_torch(split_seed(drawn, self._rank), self._device)
 
+    @not_compiled
     def leave(self) -> None:
         """Switch back to the state that all ranks of the axis have in common."""
         if self._common is None:
@@ -192,6 +194,7 @@ class SplitRandom:
         """Return what says again whether the region is entered, as now: for a part of it that is recomputed."""
         return partial(setattr, self, "_common", self._common)
 
+    @not_compiled
     def exchange(self) -> None:
         """Inside of a region, switch to the common state, and the next time back to this rank's own; else nothing."""
         if self._common is not None:
@@ -205,7 +208,7 @@ def device_of_call(args: tuple, kwargs: dict[str, Any]) -> torch.device:
     return next(each.device for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
 
 
-@_not_compiled
+@not_compiled
 def _drawn() -> int:
     """A number from torch's CPU generator."""
     return int(torch.randint(0, 2**62, (), device="cpu"))

@@ -19,6 +19,7 @@ from ..pipeline.schedules import (
 )
 from ..pipeline.stage_manager import PipelineStageManager
 from ..shardformer.fused import switch_errors
+from ..shardformer.fused_code import compiler_errors
 from ..shardformer.policy import Policy
 from ..shardformer.recompute import PipelineGradientCheckpointConfig
 from ..shardformer.refusals import policy_errors
@@ -68,6 +69,7 @@ class HybridConfig(ShardOptions):
     communication_dtype: torch.dtype | str | None = None
     cpu_offload: bool = False
     check_every: int = 100
+    compile_layers: bool = False
     custom_policy: Policy | Table | None = None
 
     @cached_property
@@ -165,6 +167,7 @@ class HybridConfig(ShardOptions):
             *found,
             *(message for is_wrong, message in self._rules() if is_wrong),
             *self.fused.errors(default_device(), dtype),
+            *(compiler_errors("compile_layers=True", default_device()) if self.compile_layers else ()),
             *self.sequence.errors(tp_size=self.tp_size, sp_size=self.sp),
             *policy_errors("custom_policy", self.custom_policy),
             *(self._stage_errors() if self.pp_size >= 1 else ()),
@@ -229,6 +232,22 @@ class HybridConfig(ShardOptions):
             "microbatch_size",
         )
 
+        yield (
+            self.compile_layers and self.overlap_allgather,
+            "compile_layers=True with overlap_allgather=True: compiled code does not wait for parameters that are "
+            "still on their way. Leave one of them out",
+        )
+        yield (
+            self.compile_layers and self.fused.jit,
+            "compile_layers=True with enable_jit_fused=True (which enable_all_optimization=True turns on): it compiles "
+            "pieces of what is compiled whole. Leave it out, and name the other optimizations one by one",
+        )
+        yield (
+            self.compile_layers and self.enable_sequence_regather,
+            "compile_layers=True with enable_sequence_regather=True: a compiled layer keeps what its backward needs, "
+            "and gathers nothing again. Leave one of them out, or recompute layers (gradient_checkpoint_config)",
+        )
+
     def _stage_errors(self) -> list[str]:
         """Errors of the schedule, and of what is given for each of its stages."""
         number = self.num_microbatches if (self.num_microbatches or 0) >= 1 else None
@@ -236,6 +255,11 @@ class HybridConfig(ShardOptions):
             f"pp_style: {error}"
             for error in style_errors(self.pp_style, self.num_model_chunks, self.pp_size, number)
         ]
+        if not found and self.compile_layers and self.splits_backward:
+            found.append(
+                f"pp_style={self.pp_style!r} with compile_layers=True: it computes weight gradients apart from the "
+                "rest of a layer's backward, which is one graph. Use '1f1b', or leave compile_layers out"
+            )
         num_stages = None if found or number != self.num_microbatches else len(self.stage_ranks)
         counts, recomputed = self.num_layers_per_stage, self.gradient_checkpoint_config
         are_counts = isinstance(counts, Sequence) and all(type(each) is int and each >= 1 for each in counts)
@@ -250,6 +274,11 @@ class HybridConfig(ShardOptions):
             )
         if isinstance(recomputed, PipelineGradientCheckpointConfig):
             found += recomputed.errors(num_stages)
+            if self.compile_layers and recomputed.recompute_modules is not None:
+                found.append(
+                    f"recompute_modules={recomputed.recompute_modules!r} with compile_layers=True: modules within a "
+                    "compiled layer are a part of its graph. Leave it out to recompute whole layers"
+                )
         elif recomputed is not None:
             found.append(
                 f"gradient_checkpoint_config={recomputed!r} must be a PipelineGradientCheckpointConfig: "

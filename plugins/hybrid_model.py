@@ -28,6 +28,7 @@ from ..pipeline.stage import (
     without_cache,
 )
 from ..pipeline.stage_manager import PipelineStageManager
+from ..shardformer.compiled_layers import compile_layers, layers_to_compile
 from ..shardformer.equal_ranks import require_equal_inputs, require_equal_models, tensors_of_call
 from ..shardformer.layers.batch_norm import RunningStatistics, own_batch_norms
 from ..shardformer.offload import ActivationOffload
@@ -89,6 +90,7 @@ def boost(
         boosted.optimizer = wrap_optimizer(boosted, optimizer, ties, stage_manager, statistics)
         config.fused.fuse(model, config.dtype, parallel_output=config.parallel_output)
         plan.recompute_layers(config, mesh)
+        compile_layers(plan.compiled)  # last: what they are is traced when they run
         connect_optimizer(boosted)
     return boosted
 
@@ -101,11 +103,13 @@ class BoostPlan:
         sharder: cuts the model into stages and splits its layers; None leaves it as it is.
         weights: layers whose weights are sharded over the weight axis.
         recomputed: the layers of each stage, of which some are recomputed.
+        compiled: layers that are compiled.
     """
 
     sharder: ModelSharder | None
     weights: Sequence[nn.Module] | None
     recomputed: Mapping[int, Sequence[nn.Module]]
+    compiled: Sequence[nn.Module] = ()
 
     def cut_stages(self, mesh: ParallelMesh) -> list[dict[int, Tensor]]:
         """Cut the model into stages; returns the parameters that several stages hold, as `ModelSharder` does."""
@@ -155,8 +159,9 @@ def plan_boost(
     if config.gradient_checkpoint_config is not None and not errors:
         recomputed = {0: recomputable_layers(model)} if sharder is None else sharder.layers_by_stage()
         errors += recompute_errors(recomputed, config.gradient_checkpoint_config)
+    compiled = layers_to_compile(model, errors, policy=config.custom_policy) if config.compile_layers else ()
     raise_errors(errors)
-    return BoostPlan(sharder=sharder, weights=weights, recomputed=recomputed)
+    return BoostPlan(sharder=sharder, weights=weights, recomputed=recomputed, compiled=compiled)
 
 
 def require_equal_boosts(model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -300,7 +305,7 @@ def _refuse_backward(model: nn.Module) -> None:
 
 COMPILED = (
     "torch.compile does not go with a tp_size, sp_size or wp_size above 1, whose layers talk to other ranks: leave it "
-    "out, and give the plugin enable_all_optimization=True"
+    "out, and give the plugin compile_layers=True"
 )
 
 

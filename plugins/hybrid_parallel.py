@@ -107,6 +107,7 @@ class HybridParallelPlugin(Plugin):
         enable_fused_loss: the causal loss by chunks of tokens, from what enters the head: float32 logits of a whole
             microbatch never exist, and training calls with labels leave none.
         enable_xformers: attention by xFormers, which must be installed.
+        compile_layers: compile each layer as a graph of its own, collectives included; see docs/fused.md.
         custom_policy: how the model is split, by a policy or a table, for models without one that is registered.
         others: further arguments of ColossalAI's, taken where they ask for nothing (see `colossalai.HYBRID`).
 
@@ -165,6 +166,7 @@ class HybridParallelPlugin(Plugin):
         communication_dtype: torch.dtype | str | None = None,
         cpu_offload: bool = False,
         check_every: int = 100,
+        compile_layers: bool = False,
         custom_policy: Policy | Table | None = None,
         **others: Any,
     ) -> None:

@@ -1,11 +1,8 @@
 """The fused kernels that a model is to use, and whether it can."""
 
 import logging
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -13,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..cluster.device import is_cuda
-from .fused_code import compile_elementwise
+from .fused_code import compile_elementwise, compiler_errors
 from .fused_norm import fuse_norms
 from .layers.attention import (
     EAGER,
@@ -56,7 +53,6 @@ class FusedKernels:
             device: where the model will compute.
             dtype: in which format; None is not known.
         """
-        compilers = filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++"))
         flash = f"enable_flash_attention={self.flash_attention!r}"
         rows = (
             (
@@ -68,23 +64,14 @@ class FusedKernels:
                 f"{flash} with sequence_parallelism_mode='ring_attn', which has kernels of its own: use "
                 "enable_flash_attention=True, or sequence_parallelism_mode='all_to_all'",
             ),
-            (
-                self.jit and is_cuda(device) and find_spec("triton") is None,
-                "enable_jit_fused=True needs the package triton on CUDA: install it (pip install triton), or leave it "
-                "out",
-            ),
-            (
-                self.jit and device.type == "cpu" and not any(map(shutil.which, compilers)),
-                "enable_jit_fused=True needs a C++ compiler on the CPU: install g++, name another one in the "
-                "environment variable CXX, or leave it out",
-            ),
         )
         kernels = [
             error
             for option, name in self._kernels(device)
             for error in KERNELS[name].errors(device, dtype, option)
         ]
-        return [*(message for is_wrong, message in rows if is_wrong), *kernels]
+        compiler = compiler_errors("enable_jit_fused=True", device) if self.jit else []
+        return [*(message for is_wrong, message in rows if is_wrong), *kernels, *compiler]
 
     def _kernels(self, device: torch.device) -> Iterator[tuple[str, str]]:
         """What was asked for in the user's words, each with the kernel of attention that it means."""

@@ -10,15 +10,19 @@ import ast
 import copy
 import functools
 import inspect
+import os
+import shutil
 import textwrap
 from collections import Counter
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..cluster.device import is_cuda
 from ..pipeline.stand_ins import StandIn
 from .layers.parallel_module import AROUND_FORWARD, ParallelModule
 
@@ -95,7 +99,8 @@ def _is_open(child: nn.Module | None) -> bool:
 @functools.cache
 def _compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
     """A class whose forward is the compiled one of another, run on its shadow."""
-    compiled: Callable[..., Any] = torch.compile(kind.forward, dynamic=True, backend=_inductor)
+    backend = functools.partial(inductor, options=_OPTIONS)
+    compiled: Callable[..., Any] = torch.compile(kind.forward, dynamic=True, backend=backend)
 
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -111,12 +116,34 @@ def _compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"Compiled{kind.__name__}", (kind,), {"forward": forward})
 
 
-def _inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+def inductor(
+    graph: torch.fx.GraphModule, inputs: list[Any], *, options: dict[str, Any]
+) -> Callable[..., Any]:
     """torch's own compiler; imported when the first graph comes, which takes seconds."""
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Any = compile_fx(graph, inputs, config_patches=_OPTIONS)
+    compiled: Any = compile_fx(graph, inputs, config_patches=options)
     return compiled
+
+
+def compiler_errors(option: str, device: torch.device) -> list[str]:
+    """Return what torch.compile lacks on this machine, with what would work. No communication.
+
+    Args:
+        option: what asks for it, as the user wrote it.
+        device: where the model will compute.
+    """
+    if is_cuda(device) and find_spec("triton") is None:
+        return [
+            f"{option} needs the package triton on CUDA: install it (pip install triton), or leave it out"
+        ]
+    compilers = filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++"))
+    if device.type == "cpu" and not any(map(shutil.which, compilers)):
+        return [
+            f"{option} needs a C++ compiler on the CPU: install g++, name another one in the environment variable CXX, "
+            "or leave it out"
+        ]
+    return []
 
 
 def adds_dropout(kind: type[nn.Module]) -> bool:

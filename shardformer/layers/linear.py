@@ -18,6 +18,7 @@ from ...cluster.collectives import (
     begin_all_reduce,
     gather_from,
     gather_to,
+    paired,
     reduce_from,
     scatter_to,
     unchanged,
@@ -51,7 +52,8 @@ class ProductLayer(ParallelModule):
         return {name: each for name, each in vars(self).items() if name not in ("later", "kept")}
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        later, kept = vars(self).pop("later", None), vars(self).pop("kept", None)
+        given = {} if torch.compiler.is_compiling() else vars(self)
+        later, kept = given.pop("later", None), given.pop("kept", None)
         return linear(
             x,
             self.weight,
@@ -86,6 +88,8 @@ def enter(
     crossings = [Crossing(unchanged, partial(begin_all_reduce, group=group))] * len(xs)
     if sequence is not None:
         crossings[0] = sequence.crossing(xs[0])
+    if torch.compiler.is_compiling():  # which orders products and sums itself
+        return [paired(x, each.forward, partial(_back, each)) for x, each in zip(xs, crossings, strict=True)]
     # Without a gradient of an input there is nothing to wait for.
     has_sum = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
     weights = [(layer, layer.weight) for layer in layers] if has_sum else []
@@ -101,6 +105,10 @@ def enter(
         for layer in layers:
             vars(layer)["kept"] = kept
     return entered
+
+
+def _back(crossing: Crossing, gradient: Tensor) -> Tensor:
+    return crossing.begin_backward(gradient).wait()
 
 
 class _SplitLinear(ProductLayer):
@@ -277,7 +285,8 @@ class Linear1D_Row(_SplitLinear):
         sequence = self.sequence
         if sequence is None:
             return reduce_from(self._product(x_BSI, None), self.group)
-        if sequence.overlap and self.weight.is_leaf and not torch.is_autocast_enabled(x_BSI.device.type):
+        is_own = self.weight.is_leaf and not torch.is_autocast_enabled(x_BSI.device.type)
+        if sequence.overlap and is_own and not torch.compiler.is_compiling():
             is_transposed, store = self.output_dim == 1, self.weight_gradients
             return row_product(x_BSI, self.weight, sequence, is_transposed=is_transposed, store=store)
         return leave(self._product(x_BSI, None), sequence)

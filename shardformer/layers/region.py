@@ -32,8 +32,15 @@ class CommonInput:
 
     def enter(self, xs: Sequence[Tensor], enter: Callable[[Sequence[Tensor]], list[Tensor]]) -> list[Tensor]:
         """Let tensors enter a region: its first input, and the second where it did not enter before."""
-        # Outputs of a layer that backward recomputes have no part in the sum of gradients.
-        if len(xs) < 2 or torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
+        # Outputs of a layer that backward recomputes have no part in the sum of gradients; a compiled layer has a graph
+        # of its own.
+        is_compiled = torch.compiler.is_compiling()
+        if (
+            len(xs) < 2
+            or not torch.is_grad_enabled()
+            or is_compiled
+            or torch._C._current_graph_task_id() != -1
+        ):
             return enter(xs)
         first, second = xs
         if self._given is second and self._version == second._version and self._entered is not None:

@@ -17,6 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from ...cluster.random import not_compiled
 from ..layers.attention import BESIDES, EAGER, FLASH_PACKAGES, KERNELS, SDPA, register_kernels
 from ..layers.region import AttributeView
 from ..layers.sequence_axis import INSTEAD, SequenceAxis, axis_of
@@ -111,6 +112,7 @@ def all_to_all_attention(
     return attend_by_heads(attend, module, query, key, value, attention_mask, axis, **known), None
 
 
+@not_compiled
 def ring_attention_of(
     module: nn.Module,
     query: Tensor,

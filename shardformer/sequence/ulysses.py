@@ -5,7 +5,7 @@ Which attention a model calls is attention.py.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,13 +47,13 @@ class HeadShare:
     @staticmethod
     def least(num_queries: int, num_keys: int, size: int) -> "HeadShare":
         """The one by which the fewest heads travel."""
-        groups = num_queries // num_keys
-        shares = [
-            HeadShare(size=size, num_queries=num_queries, num_keys=num_keys, repeats=repeats)
-            for repeats in range(1, groups + 1)
-            if groups % repeats == 0
-        ]
-        return min(shares, key=lambda share: share.queries + share.keys)
+        best = HeadShare(size=size, num_queries=num_queries, num_keys=num_keys)
+        groups = best.groups
+        for repeats in range(2, groups + 1):  # a loop, which torch.compile can follow
+            share = replace(best, repeats=repeats)
+            if groups % repeats == 0 and share.queries + share.keys < best.queries + best.keys:
+                best = share
+        return best
 
     @property
     def groups(self) -> int:

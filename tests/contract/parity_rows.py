@@ -5,12 +5,14 @@ A row is quick where it belongs to a covering array, or is the one row of a feat
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, product
 from typing import Any
 
 from echelon.verify.layout import LEARNING_RATE, Layout, Training
 from echelon.verify.models import ModelChoice
 
+from ..compiled import traced_layers
 from .covering import Row, covering
 from .matrix_rows import TIED_HEADS, missing, types_with_tables
 from .models import NARROW_EXPERTS, NOT_RECOMPUTED, REFUSED_MODES, LoopChoice, Occasional
@@ -233,6 +235,33 @@ def layout_rows() -> Iterator[ParityRow]:
         yield ParityRow(choice=choice, layout=layout)
 
 
+# Compiled layers: a graph for the first shapes, one for all others and one without a mask; the models have four layers.
+# There are more where a layer has to leave its graph, or is computed in two ways.
+COMPILED = ("compile_layers",)
+COMPILED_ROWS: tuple[tuple[ModelChoice, Layout, dict[str, Any]], ...] = (
+    (TIED_LLAMA, Layout(tp=2, recompute=1.0, options=COMPILED), {"most_graphs": 3}),
+    (LLAMA, Layout(tp=2, sequence="split_gather", options=COMPILED), {"most_graphs": 3}),
+    (TIED_LLAMA, Layout(pp=2, dp=2, zero=1, options=COMPILED), {"most_graphs": 3}),
+    (LLAMA, Layout(dp=2, zero=2, precision="bf16", options=COMPILED), {"most_graphs": 3}),
+    (LLAMA, Layout(tp=2, recompute=1.0, options=(*COMPILED, "activation_offload")), {"most_graphs": 3}),
+    (GPT2, Layout(tp=2, dp=2, zero=1, schedule="interleaved", options=COMPILED), {"most_graphs": 3}),
+    (LLAMA, Layout(sp=2, sequence="all_to_all", recompute=0.5, options=COMPILED), {"may_break": True}),
+    (LLAMA, Layout(sp=2, sequence="ring_attn", options=COMPILED), {"may_break": True}),
+    (LLAMA, Layout(dp=2, wp=2, options=COMPILED), {"may_break": True}),
+    (ModelChoice(model_type="mixtral"), Layout(tp=2, options=COMPILED), {"may_break": True}),
+    (TWO_LAYERS, Layout(tp=2, pp=2, options=COMPILED), {}),
+    (BERT, Layout(tp=2, sequence="split_gather", options=COMPILED), {}),
+)
+
+
+def compiled_rows() -> Iterator[ParityRow]:
+    """Layers that are compiled one by one; the first row is quick."""
+    for choice, layout, expected in COMPILED_ROWS:
+        within = partial(traced_layers, **expected)
+        is_first = layout is COMPILED_ROWS[0][1]
+        yield ParityRow(choice=choice, layout=layout, num_steps=2, within=within, quick=is_first)
+
+
 # What training goes through: every cell is five steps, the second of which overflows on one rank alone.
 
 SMALL = replace(LLAMA, num_layers=2)
@@ -330,6 +359,7 @@ def parity_rows() -> Iterator[ParityRow]:
     """Every row."""
     yield from covering_rows()
     yield from layout_rows()
+    yield from compiled_rows()
     yield from schedule_rows()
     yield from zero_rows()
     yield from variant_rows()

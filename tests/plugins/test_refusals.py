@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from echelon import (
+    Booster,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    PipelineGradientCheckpointConfig,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
 from echelon.plugins.colossalai import DDP, FSDP, HYBRID, ZERO
 from echelon.verify.batch import loss_of, make_batch
 from echelon.verify.models import ModelChoice
@@ -38,6 +45,28 @@ ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
         HybridParallelPlugin,
         dict(use_fp8=True, precision="fp8"),
         ("2 errors:\n- use_fp8=True", "precision='fp8'"),
+    ),
+    (
+        HybridParallelPlugin,
+        dict(
+            compile_layers=True,
+            enable_all_optimization=True,
+            overlap_allgather=True,
+            zero_stage=1,
+            pp_size=2,
+            num_microbatches=2,
+            pp_style="zbh1",
+            gradient_checkpoint_config=PipelineGradientCheckpointConfig(
+                gradient_checkpointing_ratio=1.0, recompute_modules=("mlp",)
+            ),
+        ),
+        (
+            "4 errors:",
+            "recompute_modules=('mlp',) with compile_layers=True",
+            "overlap_allgather=True: compiled code does not wait for parameters",
+            "enable_jit_fused=True (which enable_all_optimization=True turns on)",
+            "pp_style='zbh1' with compile_layers=True: it computes weight gradients apart",
+        ),
     ),
     (
         HybridParallelPlugin,

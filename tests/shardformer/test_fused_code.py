@@ -79,14 +79,14 @@ def graphs() -> Iterator[list[list[str]]]:
     """The names of the operations of every graph that is compiled; they run as they are."""
     found: list[list[str]] = []
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor], **options: Any) -> Any:
         calls = [node.target for node in graph.graph.nodes if node.op.startswith("call")]
         found.append([str(getattr(target, "__name__", target)) for target in calls])
         return graph.forward
 
     torch._dynamo.reset()
     fused_code._compiled_class.cache_clear()
-    with mock.patch.object(fused_code, "_inductor", backend):
+    with mock.patch.object(fused_code, "inductor", backend):
         yield found
     fused_code._compiled_class.cache_clear()
 
@@ -199,7 +199,7 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     (error,) = FusedKernels(jit=True).errors(torch.device("cpu"), torch.float32)
     assert "C++ compiler" in error
-    with mock.patch("echelon.shardformer.fused.find_spec", return_value=None):
+    with mock.patch("echelon.shardformer.fused_code.find_spec", return_value=None):
         (error,) = FusedKernels(jit=True).errors(torch.device("cuda"), torch.float32)
     assert "package triton" in error
 

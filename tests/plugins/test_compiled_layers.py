@@ -1,0 +1,164 @@
+"""Layers compiled one by one (compile_layers): one graph each, the same numbers and masks, reductions that overlap."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from echelon import Booster, HybridParallelPlugin, PipelineGradientCheckpointConfig
+from echelon.shardformer.compiled_layers import compile_layers
+from echelon.verify.batch import loss_of
+from echelon.verify.layout import Layout
+from echelon.verify.models import ModelChoice
+from echelon.verify.parity import make_optimizer, parity
+from echelon.zero.bucket import GradientState
+
+from ..compiled import HIDDEN, traced_layers
+from ..pool import Pool
+from .test_dropout_masks import losses_of
+
+LLAMA = ModelChoice(model_type="llama", num_layers=3)
+COMPILED = {"compile_layers": True}
+ULYSSES = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all", "sp_size": 2}
+RING = ULYSSES | {"sequence_parallelism_mode": "ring_attn"}
+REGIONS = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather", "tp_size": 2}
+RECOMPUTED = {"gradient_checkpoint_config": PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1)}
+
+
+def boosted(**settings: Any) -> tuple[Booster, Any, Any]:
+    booster = Booster(plugin=HybridParallelPlugin(**{"precision": "fp32", "num_microbatches": 1} | settings))
+    model = LLAMA.build()
+    return booster, *booster.boost(model, make_optimizer(model), loss_of)[:2]
+
+
+def batch_of(length: int, num_samples: int = 2) -> dict[str, Tensor]:
+    ids = torch.arange(num_samples * length).view(num_samples, length) * 7 % 90 + 5
+    return {"input_ids": ids, "labels": ids}
+
+
+def gradients_by_lengths(settings: dict[str, Any], lengths: list[int]) -> tuple[int, list[float]]:
+    """How many graphs were compiled, and the loss of each step."""
+    with traced_layers(may_break=True) as graphs:
+        booster, model, optimizer = boosted(**settings, **COMPILED)
+        losses = []
+        for length in lengths:
+            outcome = booster.execute_pipeline(iter([batch_of(length)]), model, loss_of, optimizer)
+            losses.append(float(outcome["loss"]))
+            optimizer.step()
+            optimizer.zero_grad()
+    return len(graphs), losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [{"tp_size": 2}, REGIONS, ULYSSES], ids=["tp", "split_gather", "all_to_all"]
+)
+def test_other_lengths_compile_once_more_and_no_further(pool: Pool, settings: dict[str, Any]) -> None:
+    lengths = [16, 12, 9, 14, 11, 18, 13, 10]
+    for number, losses in pool.run(2, gradients_by_lengths, settings, lengths):
+        assert (
+            number <= 4
+        )  # as given first; for all lengths; where a length divides by the ranks, and where not
+        assert all(loss == loss for loss in losses)
+
+
+def states_in_backward() -> list[list[GradientState]]:
+    """What each bucket is about when backward comes to the first layer."""
+    found: list[list[GradientState]] = []
+    with traced_layers(most_graphs=1):
+        booster, model, optimizer = boosted(zero_stage=1, zero_bucket_size_in_m=2**-10, **COMPILED)
+
+        def watch(layer: nn.Module, args: tuple, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            hidden.register_hook(lambda _: found.append([each.state for each in optimizer.buckets]))
+
+        model.unwrap().model.layers[0].register_forward_hook(watch)
+        booster.execute_pipeline(iter([batch_of(8)]), model, loss_of, optimizer)
+    return found
+
+
+@pytest.mark.slow  # the compiler starts on two ranks
+def test_reductions_begin_while_other_layers_are_to_come(pool: Pool) -> None:
+    for (states,) in pool.run(2, states_in_backward):
+        assert {GradientState.REDUCING, GradientState.LOCAL} == set(states)
+
+
+def compare_names() -> None:
+    """Names of tensors and modules, before the first call and after it."""
+    with traced_layers(most_graphs=1):
+        plain, compiled = (boosted(tp_size=2, **each)[1] for each in ({}, COMPILED))
+        for call in (lambda: None, lambda: compiled(**batch_of(8))):
+            call()
+            assert list(plain.tensors()) == list(compiled.tensors())
+            assert [name for name, _ in plain.named_modules()] == [
+                name for name, _ in compiled.named_modules()
+            ]
+
+
+@pytest.mark.slow
+def test_names_do_not_change(pool: Pool) -> None:
+    pool.run(2, compare_names)
+
+
+def masks_with(settings: dict[str, Any]) -> list[float]:
+    with traced_layers(may_break=True):
+        return losses_of("hybrid", settings | COMPILED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pp_size": 2},
+        {"tp_size": 2},
+        {"tp_size": 2} | RECOMPUTED,
+        {"zero_stage": 2} | RECOMPUTED,
+        ULYSSES,
+        RING,
+    ],
+    ids=str,
+)
+def test_compiled_layers_drop_the_same_entries(pool: Pool, settings: dict[str, Any]) -> None:
+    expected = pool.run(2, losses_of, "hybrid", settings)
+    found = pool.run(2, masks_with, settings)
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+class Block(nn.Module):
+    """A layer with a module inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.inner(x))
+
+
+def test_layers_share_a_graph_unless_their_modules_have_hooks_in_other_places() -> None:
+    layers = [Block() for _ in range(4)]
+    for index in (1, 2):
+        layers[index].inner.register_forward_hook(lambda module, args, output: output * 10)
+    x = torch.ones(2, 3)
+    expected = [layer(x) for layer in layers]
+    with traced_layers(most_graphs=2):
+        compile_layers(layers)
+        for layer, wanted in zip(layers, expected, strict=True):
+            torch.testing.assert_close(layer(x), wanted)
+
+
+@pytest.mark.slow  # inductor compiles C++
+@pytest.mark.filterwarnings(*(f"ignore:{message}" for message in HIDDEN))
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, dp=2, zero=1, recompute=0.5, options=("compile_layers",)),
+        Layout(tp=2, sequence="split_gather", precision="bf16", options=("compile_layers",)),
+    ],
+    ids=str,
+)
+def test_inductor_computes_the_same(pool: Pool, layout: Layout) -> None:
+    for report in pool.run(layout.world_size, parity, LLAMA, layout, num_steps=2, timeout=600.0):
+        assert report.departure is None
