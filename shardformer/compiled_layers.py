@@ -9,7 +9,8 @@ backward, and are reduced while the layer before computes its own. Random number
 still has none. So layers whose modules have hooks in other places never share a graph.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
@@ -101,6 +102,21 @@ def _compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
     @wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         axis = axis_of(self)
-        return compiled(self, 0 if axis is None else axis.length, *args, **kwargs)
+        with _gradients_aside(self):
+            return compiled(self, 0 if axis is None else axis.length, *args, **kwargs)
 
     return type(f"Compiled{kind.__name__}", (kind,), {"forward": forward})
+
+
+@contextmanager
+def _gradients_aside(layer: nn.Module) -> Iterator[None]:
+    """Take away gradients of another format than their parameters, which torch.compile refuses to trace."""
+    held = [(each, each.grad) for each in layer.parameters() if each.grad is not None]
+    held = [(each, gradient) for each, gradient in held if gradient.dtype != each.dtype]
+    for parameter, _ in held:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in held:
+            parameter.grad = gradient
