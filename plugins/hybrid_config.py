@@ -165,7 +165,7 @@ class HybridConfig(ShardOptions):
         dtype = DTYPES.get(str(self.precision))
         return [
             *found,
-            *(message for is_wrong, message in self._rules() if is_wrong),
+            *(message for is_wrong, message in (*self._rules(), *self._compile_rules()) if is_wrong),
             *self.fused.errors(default_device(), dtype),
             *(compiler_errors("compile_layers=True", default_device()) if self.compile_layers else ()),
             *self.sequence.errors(tp_size=self.tp_size, sp_size=self.sp),
@@ -232,6 +232,8 @@ class HybridConfig(ShardOptions):
             "microbatch_size",
         )
 
+    def _compile_rules(self) -> Iterator[tuple[bool, str]]:
+        """What compiled layers do not go with."""
         yield (
             self.compile_layers and self.overlap_allgather,
             "compile_layers=True with overlap_allgather=True: compiled code does not wait for parameters that are "

@@ -130,6 +130,7 @@ PROOFS: dict[str, list[Callable[..., None]]] = {
     "precision": [test_parity.test_a_model_trains_as_one_process_does],
     "loss": [test_a_script_has_the_losses_of_plain_torch],
     "fused kernels": [test_model_features.test_a_model_trains_as_without_the_feature],
+    "compiled layers": [test_parity.test_a_model_trains_as_one_process_does],
     "lazy initialization": [test_a_script_has_the_losses_of_plain_torch],
     "checkpoints": [
         test_old_checkpoints.test_goes_on_under_its_own_layout,
