@@ -104,6 +104,7 @@ def kill_rank_1(rank: int, *_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_reported_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_run_part", kill_rank_1)
     status, output = call("--tp", "2")
@@ -173,6 +174,7 @@ def answer_or_fail(rank: int, fails: bool) -> list[int]:
     return [rank] * 2**18  # 2 MB, more than a pipe holds
 
 
+@pytest.mark.slow
 def test_every_process_answers_and_one_that_raises_is_named_with_its_traceback() -> None:
     assert run_on_processes(answer_or_fail, (False,), num_processes=1, timeout_seconds=60) == [[0] * 2**18]
     report = run_on_processes(answer_or_fail, (True,), num_processes=2, timeout_seconds=60)

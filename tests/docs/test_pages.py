@@ -54,6 +54,7 @@ def test_the_design_shows_the_table_of_llama() -> None:
     assert names["LLAMA"] == decoders.LLAMA
 
 
+@pytest.mark.slow
 def test_the_script_of_the_checkpoints_goes_on_under_another_layout(pool: Pool, tmp_path: Path) -> None:
     script = code_blocks(CHECKPOINTS, "py")[0]
     commands = re.findall(r"--nproc_per_node (\d) train.py (.*)", CHECKPOINTS.read_text())

@@ -256,6 +256,7 @@ def test_a_config_file_trains_for_epochs_and_too_short_a_text_is_refused(pool: P
     assert "sequences of 8 tokens, and --eval_sequences 64 with one --batch_size 16 need 80" in reported
 
 
+@pytest.mark.slow
 def test_records_and_picture_are_written_and_the_loss_falls_below_the_unigram_entropy(
     pool: Pool, tmp_path: Path
 ) -> None:

@@ -127,6 +127,7 @@ def test_what_cannot_be_made_is_reported_by_one_rank(pool: Pool) -> None:
         assert reported.count(error) == 1, error
 
 
+@pytest.mark.slow
 def test_the_first_steps_of_tp2_pp2_are_those_of_one_process(pool: Pool, tmp_path: Path) -> None:
     words = (*SMALL, *FP32.split(), "--epochs", "1", "--max_steps", "3")
     expected, alone = trained(pool, SCRIPT, tmp_path / "alone.jsonl", 1, *words)

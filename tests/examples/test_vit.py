@@ -84,6 +84,7 @@ def test_a_layout_that_does_not_fit_the_model_is_reported_by_one_rank(pool: Pool
     assert "num_layers_per_stage" in reported
 
 
+@pytest.mark.slow
 @needs_digits
 def test_the_first_steps_of_tp2_pp2_are_those_of_one_process(pool: Pool, tmp_path: Path) -> None:
     words = ("--epochs", "2", "--max_steps", "3", *FP32.split())

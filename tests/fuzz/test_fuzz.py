@@ -24,7 +24,7 @@ def check(pool: Pool, drawn: Draw, folder: Path) -> None:
     assert not lines, "\n".join([*lines, "", reproduction(drawn)])
 
 
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_few_draws_train_as_a_plain_loop_does(pool: Pool, number: int, tmp_path: Path) -> None:
     check(pool, draw(QUICK_SEED, number), tmp_path)
 

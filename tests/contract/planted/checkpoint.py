@@ -270,6 +270,5 @@ FAULTS = {
         check=replaced,
         num_ranks=1,
         notice="killed at",
-        quick=True,
     ),
 }

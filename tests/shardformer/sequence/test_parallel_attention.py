@@ -148,7 +148,14 @@ def causal(length: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("settings", [{}, {"softcap": 0.5}, {"levels": True}], ids=["", "softcap", "levels"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id=""),
+        pytest.param({"softcap": 0.5}, id="softcap"),
+        pytest.param({"levels": True}, id="levels", marks=pytest.mark.slow),
+    ],
+)
 def test_blocks_make_up_dense_attention(kind: str, settings: dict[str, Any]) -> None:
     levels = settings.get("levels", False)
     for plain, heads, length, tile in ((False, (4, 1), 24, 1024), (True, (4, 2), 29, 4)):
