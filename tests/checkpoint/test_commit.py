@@ -221,6 +221,7 @@ def load(place: Path) -> None:
     assert len({value for weight in run.model.parameters() for value in weight.unique().tolist()}) == 1
 
 
+@pytest.mark.slow
 def test_the_later_of_two_runs_replaces_the_earlier_whole(tmp_path: Path) -> None:
     in_warm_process(save_in_two_runs, tmp_path, seconds=120)
     for folder in (tmp_path / "model", tmp_path / "steps" / "step-00000003" / "model"):

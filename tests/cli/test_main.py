@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HELP = (
     "",
     "models",
@@ -19,6 +21,7 @@ LARGE = ("torch", "transformers", "datasets", "numpy", "matplotlib")
 # Runs each line of stdin as a command line, and prints which large packages were imported by then.
 SCRIPT = f"""
 import sys
+
 from echelon.cli import main
 for line in sys.stdin:
     sys.argv = ["echelon", *line.split()]
@@ -71,6 +74,7 @@ print(all(name in globals() for name in echelon.__all__), echelon.shardformer.Sh
     assert in_fresh_process(script).splitlines() == ["module 'echelon' has no attribute 'Boost'", "True True"]
 
 
+@pytest.mark.slow
 def test_the_names_of_a_training_script_are_imported_soon_after_torch_and_transformers() -> None:
     script = """
 import time

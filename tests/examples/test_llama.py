@@ -95,6 +95,7 @@ def test_the_digest_follows_contents_and_settings(files: list[Path]) -> None:
     assert len(digests) == 5
 
 
+@pytest.mark.slow
 def test_the_default_texts_are_bounded_and_always_the_same() -> None:
     chosen, errors = data.library_files(200_000)
     assert errors == []

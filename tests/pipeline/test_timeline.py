@@ -62,7 +62,11 @@ def texts(figure: Figure) -> list[str]:
 
 @pytest.mark.parametrize(
     ("style", "num_ranks", "num_microbatches", "num_chunks"),
-    [*((style, 4, 8, 1) for style in SCHEDULES), ("interleaved", 4, 8, 2), ("zbv", 16, 32, 1)],
+    [
+        *((style, 4, 8, 1) for style in SCHEDULES),
+        ("interleaved", 4, 8, 2),
+        pytest.param("zbv", 16, 32, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_every_computation_has_a_box_where_it_ran_with_its_number_within(
     style: str, num_ranks: int, num_microbatches: int, num_chunks: int
