@@ -203,6 +203,7 @@ def agree(error: float, missing: bool) -> dict[str, dict[str, float]]:
     return check.agreement([Fake(other)], reference)
 
 
+@pytest.mark.slow
 def test_a_contender_with_other_gradients_or_without_some_is_refused(pool: Pool) -> None:
     assert pool.run(1, agree, 0.0, False) == [{"a fake": {"loss": 0.0, "gradients": 0.0}}]
     for error, missing in ((1e-3, False), (float("nan"), False), (0.0, True)):

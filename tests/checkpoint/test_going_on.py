@@ -209,10 +209,7 @@ SAME = [
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [
-        pytest.param(*each, id="-".join(map(str, each)), marks=[pytest.mark.slow] * (each != SAME[0]))
-        for each in SAME
-    ],
+    [pytest.param(*each, id="-".join(map(str, each)), marks=pytest.mark.slow) for each in SAME],
 )
 def test_the_same_layout_with_dropout_goes_on_with_the_same_bits(
     pool: Pool, tmp_path: Path, model: str, layout: Layout

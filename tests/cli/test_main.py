@@ -21,7 +21,6 @@ LARGE = ("torch", "transformers", "datasets", "numpy", "matplotlib")
 # Runs each line of stdin as a command line, and prints which large packages were imported by then.
 SCRIPT = f"""
 import sys
-
 from echelon.cli import main
 for line in sys.stdin:
     sys.argv = ["echelon", *line.split()]
