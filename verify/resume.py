@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..checkpoint.optimizer import saved_options
 from ..cluster.agree import gather_objects
 from ..pipeline.microbatch import merge, split
 from ..plugins.hybrid_model import HybridParallelModule
@@ -231,10 +232,7 @@ def contents_of(model: HybridParallelModule, optimizer: ShardedOptimizer) -> Con
     for prefix, local in kinds.items():
         tensors |= _whole(model, prefix, local)
     values: dict[str, Any] = {name: sorted(found) for name, found in numbers.items()}
-    values |= {
-        f"group {index}": {name: value for name, value in group.items() if name != "params"}
-        for index, group in enumerate(optimizer.param_groups)
-    }
+    values |= {f"group {index}": saved_options(group) for index, group in enumerate(optimizer.param_groups)}
     values |= {"loss scaler": optimizer.scaler_state(), "skipped steps": optimizer.skipped_steps}
     return Contents(tensors=tensors, values=values)
 

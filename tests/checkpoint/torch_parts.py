@@ -1,6 +1,5 @@
 """Parts of a run that torch's own data parallelism trains: DDP whole, FSDP in rows. Others are verify/resume.py's."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from echelon import Booster, TorchDDPPlugin, TorchFSDPPlugin
+from echelon.checkpoint.optimizer import saved_options
 from echelon.verify.parity import LOSS_SCALE, Batches, make_optimizer
 from echelon.verify.reference import StepRecord
 from echelon.verify.resume import MASTER, PARAMETER, Contents, Outcome, Relay, write_outcome
@@ -82,13 +82,9 @@ def contents(boosted: Any, optimizer: Any) -> Contents:
                 values[f"step/{name}"] = [float(value)]
             else:
                 tensors[f"{kind}/{name}"] = whole(value)
-    values |= {f"group {index}": options(group) for index, group in enumerate(optimizer.param_groups)}
+    values |= {f"group {index}": saved_options(group) for index, group in enumerate(optimizer.param_groups)}
     values |= {"loss scaler": optimizer.scaler_state(), "skipped steps": optimizer.skipped_steps}
     return Contents(tensors=tensors, values=values)
-
-
-def options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def whole(tensor: Tensor) -> Tensor:

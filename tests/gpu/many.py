@@ -103,7 +103,8 @@ def one_of_many(cluster: Cluster, rank: int) -> Iterator[None]:
     tp, pp, dp = cluster.axes
     backends = ",".join(f"{kind}:fake" for kind in kinds)
     dist.init_process_group(backends, store=FakeStore(), rank=rank, world_size=tp * pp * dp)
-    hidden = (1, cluster.length // (tp if cluster.options else 1), cluster.sizes["hidden_size"])
+    scattered = dict(cluster.options).get("enable_sequence_parallelism", False)
+    hidden = (1, cluster.length // (tp if scattered else 1), cluster.sizes["hidden_size"])
     arrives = ((torch.Size(hidden), torch.bfloat16),)
 
     def drawn(channel: Any, specs: Any) -> tuple[torch.Tensor, ...]:
