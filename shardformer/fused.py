@@ -64,6 +64,11 @@ class FusedKernels:
                 f"{flash} with sequence_parallelism_mode='ring_attn', which has kernels of its own: use "
                 "enable_flash_attention=True, or sequence_parallelism_mode='all_to_all'",
             ),
+            (
+                self.is_ring and self.xformers,
+                "enable_xformers=True with sequence_parallelism_mode='ring_attn', which has kernels of its own: leave "
+                "it out, or use sequence_parallelism_mode='all_to_all'",
+            ),
         )
         kernels = [
             error

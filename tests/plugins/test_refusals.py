@@ -141,6 +141,11 @@ ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
         dict(pp_size=2, enable_xformers=True, enable_all_optimization=True),
         ("needs the package xformers", "needs num_microbatches", "ask for one of them"),
     ),
+    (
+        HybridParallelPlugin,
+        dict(SEQUENCES, sequence_parallelism_mode="ring_attn", sp_size=2, enable_xformers=True),
+        ("enable_xformers=True with sequence_parallelism_mode='ring_attn', which has kernels of its own",),
+    ),
     (LowLevelZeroPlugin, dict(cpu_offload="yes"), ("cpu_offload='yes' must be True or False",)),
     (
         LowLevelZeroPlugin,

@@ -254,6 +254,9 @@ def test_kernels_of_ring_attention_are_its_own() -> None:
     assert "sequence_parallelism_mode='ring_attn', which has kernels of its own" in found[0]
     for name in (True, "sdpa", "eager"):  # none needs a package
         assert FusedKernels(flash_attention=name, is_ring=True).errors(CUDA, torch.bfloat16) == []
+    with installed(xformers__ops={}):
+        (error,) = FusedKernels(xformers=True, is_ring=True).errors(CUDA, torch.bfloat16)
+    assert "enable_xformers=True with sequence_parallelism_mode='ring_attn'" in error
 
 
 @pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if not kernel.drops])
