@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -11,12 +12,15 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from echelon.pipeline.known_masks import KnownTensor
+
 # Reads of what is on the host on a GPU machine too, by file and function, with the reason.
 ON_THE_HOST = {
     ("cluster/random.py", "_drawn"): "a number of the CPU's generator",
     ("cluster/agree.py", "_extend"): "a batch as the dataloader gives it; on a device it is hashed there",
     ("sequence/block_mask.py", "block_mask"): "a number; older releases of transformers alone give a tensor",
     ("pipeline/known_masks.py", "__torch_function__"): "numbers that the host has kept",
+    ("pipeline/known_masks.py", "with_known_masks"): "a batch as the dataloader gives it",
     ("pipeline/transport.py", "_description"): "messages between CPUs",
     ("layers/parallel_module.py", "require_all"): "of CPU tensors alone, else an assertion on the device",
 }
@@ -47,20 +51,37 @@ class HostReads(TorchDispatchMode):
             each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1]
         )
         if chooses or func._schema.name in self.NAMES:
-            self.note()
+            self.note(args[0])
         return func(*args, **(kwargs or {}))
 
-    def note(self) -> None:
-        """Count a read for the innermost function outside of torch, but not those of the optimizer's own counters."""
-        frame = sys._getframe(1)
-        while "/torch/" in (file := frame.f_code.co_filename) or file == __file__:
-            if "/torch/optim/" in file:  # of steps: on the CPU, or read by kernels on the device
-                return
-            assert frame.f_back is not None
-            frame = frame.f_back
-        place = "/".join(file.split("/")[-2:]), frame.f_code.co_name
-        if place not in ON_THE_HOST:
+    def note(self, read: Any = None) -> None:
+        """Count a read for the place that makes it, but not those of the optimizer's own counters.
+
+        Args:
+            read: the tensor, where that is known; a `KnownTensor` itself is on the device.
+        """
+        place = place_outside_torch()
+        if place is not None and (place not in ON_THE_HOST or isinstance(read, KnownTensor)):
             self.places[place] += 1
+
+
+def place_outside_torch(*besides: str) -> tuple[str, str] | None:
+    """File and function of the innermost call outside of torch, this file and others.
+
+    None within torch's optimizers: their counters of steps are on the CPU, or read by kernels on the device.
+    """
+    frame = sys._getframe(1)
+    while "/torch/" in (file := frame.f_code.co_filename) or file in (__file__, *besides) or _is_inner(frame):
+        if "/torch/optim/" in file:
+            return None
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return "/".join(file.split("/")[-2:]), frame.f_code.co_name
+
+
+def _is_inner(frame: FrameType) -> bool:
+    """Tell whether this is a comprehension, which from Python 3.12 on has no frame of its own."""
+    return frame.f_code.co_name in ("<dictcomp>", "<listcomp>", "<setcomp>")
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import transformers
 from torch import Tensor, nn
 
 from echelon.pipeline.known_masks import KnownTensor, mask_of_all, with_known_masks
+from echelon.pipeline.microbatch import split
 from echelon.pipeline.stage import Stage
 
 from ..host_reads import host_reads
@@ -97,6 +98,13 @@ def test_answers_are_the_hosts() -> None:
         and int(mask.sum()) == 2
         and (~mask.bool()).tolist() == [[False, False, True]]
     )
+
+
+def test_microbatches_have_answers_of_their_own() -> None:
+    mask = known(torch.tensor([[1, 1], [1, 1], [1, 0], [0, 0]]))
+    parts = split({"attention_mask": mask}, num_microbatches=2, microbatch_size=None)
+    assert [bool(each["attention_mask"].all()) for each in parts] == [True, False]
+    assert [int(each["attention_mask"].sum()) for each in parts] == [4, 1]
 
 
 def test_a_change_in_place_is_seen() -> None:

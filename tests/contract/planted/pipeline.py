@@ -6,11 +6,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from echelon.pipeline.known_masks import KnownTensor
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 
-from ..mutations import around, fault, returning
+from ...pipeline.test_known_masks import (
+    test_a_change_in_place_is_seen,
+    test_mask_functions_that_are_compiled_get_plain_masks,
+    test_microbatches_have_answers_of_their_own,
+    test_transformers_reads_no_mask_and_computes_the_same,
+)
+from ..mutations import Mutation, around, fault, returning
 
 PP2 = Layout(pp=2)
 
@@ -27,6 +35,24 @@ def of_the_first_tensor_alone(send: Callable[..., None]) -> Callable[..., None]:
     return sent
 
 
+def of_known_kind(args: Any, kwargs: Any) -> bool:
+    """Masks that were changed in place are answered as before."""
+    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    return all(isinstance(each, KnownTensor) for each in tensors)
+
+
+def at_the_start(of: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A part of a mask is answered by the numbers of the first one."""
+    return lambda tensor, host: of(tensor, host.as_strided(host.shape, host.stride(), 0))
+
+
+def answered(target: str, change: Any, check: Callable[..., None], **further: Any) -> Mutation:
+    """A fault in what the host answers of masks, which a test of it notices."""
+    further = {"num_ranks": 1, "notice": "^AssertionError", **further}
+    return fault(f"pipeline.known_masks:{target}", change, check=check, **further)
+
+
+ASK = {"check": test_transformers_reads_no_mask_and_computes_the_same, "args": ("LlamaForCausalLM", "sdpa")}
 LAYERS_OF = "pipeline.plan:StagePlan.layers_of"
 TIES = "pipeline.stage_manager:PipelineStageManager.tie_group"
 
@@ -84,5 +110,25 @@ FAULTS = {
     ),
     "stages of one rank do not exchange their stand-ins": fault(
         "pipeline.stage:_Casting.seats", returning([]), "llama", Layout(pp=2, schedule="zbv")
+    ),
+    "masks are answered as if nothing were padding": answered(
+        "KnownTensor.of",
+        around(lambda of: lambda tensor, host: of(tensor, torch.ones_like(host))),
+        notice="^AssertionError: padded",
+        quick=True,
+        **ASK,
+    ),
+    "the device is asked about masks": answered("_ANSWERED", frozenset(), **ASK),
+    "what leads to a question about a mask is computed on the device alone": answered(
+        "_LEADING", frozenset(), **ASK
+    ),
+    "a microbatch's mask is answered by the first one's": answered(
+        "KnownTensor.of", around(at_the_start), test_microbatches_have_answers_of_their_own
+    ),
+    "a mask is answered as before a change in place": answered(
+        "_are_known", of_known_kind, test_a_change_in_place_is_seen
+    ),
+    "compiled mask functions get masks that the host knows": answered(
+        "compiles_masks", returning(False), test_mask_functions_that_are_compiled_get_plain_masks
     ),
 }

@@ -1,8 +1,10 @@
 """Faults in sequence parallelism: parts of a sequence, their positions, and their shares of the gradient."""
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -10,6 +12,10 @@ from echelon.cluster.collectives import InFlight
 from echelon.verify.layout import Layout
 from echelon.verify.models import ModelChoice
 
+from ...shardformer.sequence.test_flex import (
+    attend_round_rings,
+    test_a_block_mask_is_the_dense_one,
+)
 from ..models import EagerChoice
 from ..mutations import around, fault, returning
 
@@ -53,6 +59,32 @@ def from_the_end(self: Any, kept: Tensor) -> Tensor:
     """A region's input is gathered again in another order."""
     whole: Tensor = self._begin(kept).wait()
     return whole.flip(1).flatten(0, 1)
+
+
+def with_keys_of_the_own_rank(mask: Callable[..., Any]) -> Callable[..., Any]:
+    """Keys that came round the ring are taken to stand where the rank's own do: the causal mask is another one."""
+    return lambda self, source, device: mask(self, self.axis.rank, device)
+
+
+def seeing_padding(placed: Callable[..., Any]) -> Callable[..., Any]:
+    def placed_without_it(self: Any, *positions: Tensor) -> Any:
+        other = copy(self)
+        other._padding_BS = None
+        return placed(other, *positions)
+
+    return placed_without_it
+
+
+def without_gradients_of_the_lse(look: Callable[..., Any]) -> Callable[..., Any]:
+    """A part of the keys has its gradients as if it were all of them."""
+
+    def looked(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        out, lse = look(*args, **kwargs)
+        if lse.requires_grad:
+            lse.register_hook(torch.zeros_like)
+        return out, lse
+
+    return looked
 
 
 SEQUENCE = "shardformer.sequence"
@@ -106,5 +138,31 @@ FAULTS = {
         around(lambda add: lambda self, rows, out, lse: add(self, rows, out, 0 * lse)),
         LLAMA,
         RING_ATTENTION,
+    ),
+    "FlexAttention takes the keys of other ranks for the own ones": fault(
+        f"{SEQUENCE}.ring_attention:_Call._flex_mask",
+        around(with_keys_of_the_own_rank),
+        check=attend_round_rings,
+        notice="^AssertionError: results: ",
+    ),
+    "FlexAttention sees padding": fault(
+        f"{SEQUENCE}.block_mask:BlockMask.placed",
+        around(seeing_padding),
+        check=attend_round_rings,
+        notice="^AssertionError: results: ",
+    ),
+    "FlexAttention takes blocks of which some is seen for whole ones": fault(
+        f"{SEQUENCE}.flex:_count_blocks",
+        around(lambda count: lambda seen: (count(seen) > 0) * 128**2),
+        check=test_a_block_mask_is_the_dense_one,
+        args=("padded left",),
+        num_ranks=1,
+        notice="^AssertionError",
+    ),
+    "FlexAttention gives no gradients of the lse": fault(
+        f"{SEQUENCE}.flex:look",
+        around(without_gradients_of_the_lse),
+        check=attend_round_rings,
+        notice="^AssertionError: gradient of ",
     ),
 }

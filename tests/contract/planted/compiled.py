@@ -1,0 +1,72 @@
+"""Faults in layers that are compiled one by one."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.cluster.collectives import InFlight
+from echelon.verify.layout import Layout
+from echelon.verify.models import ModelChoice
+from echelon.verify.parity import parity
+
+from ...compiled import traced_layers
+from ...plugins.test_compiled_layers import (
+    test_layers_share_a_graph_unless_their_modules_have_hooks_in_other_places,
+)
+from ..mutations import around, fault, returning
+
+LLAMA = ModelChoice(model_type="llama", num_layers=2)
+COMPILED = ("compile_layers",)
+
+
+def departs(layout: Layout) -> str | None:
+    """What departs under a layout with the graphs that were traced."""
+    with traced_layers():
+        return parity(LLAMA, layout, num_steps=1).departure
+
+
+def unsummed_in_graphs(begin: Callable[..., Any]) -> Callable[..., Any]:
+    """A graph has no sum over the ranks; what is not compiled has."""
+
+    def begun(x: Tensor, group: Any) -> Any:
+        return InFlight(None, x.clone()) if torch.compiler.is_compiling() else begin(x, group)
+
+    return begun
+
+
+@contextmanager
+def left_aside(layer: nn.Module) -> Iterator[None]:
+    """Gradients that are taken away for the compiler do not come back."""
+    for each in layer.parameters():
+        if each.grad is not None and each.grad.dtype != each.dtype:
+            each.grad = None
+    yield
+
+
+FAULTS = {
+    "sums over the ranks are missing in a graph": fault(
+        "cluster.collectives:begin_all_reduce",
+        around(unsummed_in_graphs),
+        check=departs,
+        args=(Layout(tp=2, options=COMPILED),),
+        notice="^step 1: ",
+    ),
+    "gradients that were set aside do not come back": fault(
+        "shardformer.compiled_layers:_gradients_aside",
+        left_aside,
+        check=departs,
+        args=(Layout(precision="bf16", options=COMPILED),),
+        num_ranks=1,
+        notice="^step 1: gradient of ",
+    ),
+    "layers share a graph though their modules have hooks in other places": fault(
+        "shardformer.compiled_layers:_places_of_hooks",
+        returning(()),
+        check=test_layers_share_a_graph_unless_their_modules_have_hooks_in_other_places,
+        num_ranks=1,
+        notice="^AssertionError: Tensor-likes are not close",
+    ),
+}

@@ -1,0 +1,100 @@
+"""Faults in recomputation: modules that are left out, and inputs on the host that come back late or as another's.
+
+Copies end late under `LateStream`; on CPUs they would be made at once.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+
+from echelon.verify.layout import Layout
+from echelon.verify.models import ModelChoice
+
+from ...cluster.test_device import test_copies_run_beside_the_computation_and_are_waited_for_by_it_alone
+from ...shardformer.test_checkpoint_config import test_named_modules_run_twice_and_no_others
+from ...shardformer.test_offload import test_copies_are_waited_for_and_their_memory_is_held
+from ..mutations import around, fault, returning
+
+OFFLOAD, COPIES = "shardformer.offload:ActivationOffload", "cluster.device:CopyStream"
+
+
+def with_late_copies(modules: tuple[str, ...] | None) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        test_copies_are_waited_for_and_their_memory_is_held(patched, modules, 3)
+
+
+def with_streams_of_cuda() -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        test_copies_run_beside_the_computation_and_are_waited_for_by_it_alone(patched)
+
+
+def of_another_layer(begin: Callable[..., Any]) -> Callable[..., Any]:
+    """What comes back is the input of the layer before, where that waits."""
+
+    def begun(self: Any, waiting: Any) -> Any:
+        return waiting, *begin(self, waiting.before() or waiting)[1:]
+
+    return begun
+
+
+def let_go_at_once(self: Any) -> None:
+    """What leaves is not held until its copy is made."""
+    self._leaving.popleft()
+
+
+def without_feed_forward(recomputed: Callable[..., Any]) -> Callable[..., Any]:
+    def of_others(kind: type[nn.Module]) -> type[nn.Module]:
+        return kind if kind.__name__.endswith("MLP") else recomputed(kind)
+
+    return of_others
+
+
+FAULTS = {
+    "a layer gets the input of the one before it": fault(
+        f"{OFFLOAD}._begin",
+        around(of_another_layer),
+        ModelChoice(model_type="llama", num_layers=3),
+        Layout(recompute=1.0, options=("activation_offload",)),
+        notice="^step 1: gradient of ",
+        quick=True,
+    ),
+    "nobody waits for an input that comes back": fault(
+        f"{OFFLOAD}._begin",
+        around(lambda begin: lambda self, waiting: (*begin(self, waiting)[:2], 0)),
+        check=with_late_copies,
+        args=(None,),
+        num_ranks=1,
+        notice="^AssertionError",
+    ),
+    "an input is freed while it leaves": fault(
+        f"{OFFLOAD}._let_go",
+        let_go_at_once,
+        check=with_late_copies,
+        args=(("self_attn", "mlp"),),
+        num_ranks=1,
+        notice="^AssertionError: memory was freed while it was copied",
+    ),
+    "the computation does not wait for the stream of copies": fault(
+        f"{COPIES}.wait",
+        returning(None),
+        check=with_streams_of_cuda,
+        num_ranks=1,
+        notice="^AssertionError: Expected 'wait_event' to be called once",
+    ),
+    "a module that is named is not recomputed": fault(
+        "shardformer.recompute:_recomputed_class",
+        around(without_feed_forward),
+        check=test_named_modules_run_twice_and_no_others,
+        num_ranks=1,
+        notice="^AssertionError",
+    ),
+    "modules of all layers are recomputed": fault(
+        "shardformer.recompute:_recomputed",
+        lambda layers, config: [each for local in layers.values() for each in local],
+        check=test_named_modules_run_twice_and_no_others,
+        num_ranks=1,
+        notice="^AssertionError",
+    ),
+}
