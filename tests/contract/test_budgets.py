@@ -38,11 +38,12 @@ class Measured(NamedTuple):
     terms: dict[str, Any]
 
 
-def measure_warm_step(layout: Layout, *, lengthens: bool = False) -> Measured:
+def measure_warm_step(layout: Layout, *, lengthens: bool = False, padding: int = 0) -> Measured:
     """On one rank of the pool.
 
     Args:
-        lengthens: every batch is longer than the one before, and padded.
+        lengthens: every batch is longer than the one before.
+        padding: tokens at the end of every row that a mask hides; 0 is a batch without a mask.
     """
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -56,8 +57,9 @@ def measure_warm_step(layout: Layout, *, lengthens: bool = False) -> Measured:
         length = LENGTH + lengthens * (step - COMPARED)
         ids = torch.randint(128, (MICROBATCHES * SAMPLES, length), generator=generator)
         batch = {"input_ids": ids, "labels": ids}
-        if lengthens:
-            batch["attention_mask"] = (torch.arange(length) < length - 2).long().expand_as(ids).contiguous()
+        if padding:
+            seen = torch.arange(length) < length - padding
+            batch["attention_mask"] = seen.long().expand_as(ids).contiguous()
         with plugin.ledger(optimizer) as ledger, host_reads() as reads:
             booster.execute_pipeline(iter([batch]), boosted, optimizer=optimizer)
             optimizer.step()
@@ -65,7 +67,8 @@ def measure_warm_step(layout: Layout, *, lengthens: bool = False) -> Measured:
     found: dict[tuple[str, str], tuple[int, int]] = {}
     for (axis, kind), count in ledger.traffic.items():
         _add(found, axis, kind if lengthens else kind.removeprefix("small "), count.calls, count.nbytes)
-    return Measured(found, reads, terms_of(layout, dict(boosted.named_parameters()), plugin.mesh.rank("pp")))
+    terms = terms_of(layout, dict(boosted.named_parameters()), plugin.mesh.rank("pp"))
+    return Measured(found, reads, {**terms, "padded": padding > 0})
 
 
 def terms_of(layout: Layout, parameters: dict[str, torch.Tensor], stage: int) -> dict[str, Any]:
@@ -132,10 +135,19 @@ def test_a_warm_step_costs_what_the_page_says(pool: Pool, layout: Layout) -> Non
         assert measured.reads == reads, f"rank {rank}"
 
 
+def test_padding_costs_ring_attention_what_the_page_says(pool: Pool) -> None:
+    """Nothing is sent for it. On CPUs its blocks are tiles, and FlexAttention is not there."""
+    layout = Layout(sp=2, sequence="ring_attn", precision="bf16", microbatches=MICROBATCHES)
+    for rank, measured in enumerate(pool.run(2, measure_warm_step, layout, padding=5)):
+        traffic, reads = budget(measured.terms)
+        assert measured.traffic == traffic, f"rank {rank}"
+        assert measured.reads == reads, f"rank {rank}"
+
+
 def test_batches_of_new_lengths_wait_for_no_device(pool: Pool) -> None:
     """Stages describe what they send by two messages between CPUs, once for each length."""
     layout = Layout(pp=2, precision="bf16", microbatches=MICROBATCHES)
-    for rank, measured in enumerate(pool.run(2, measure_warm_step, layout, lengthens=True)):
+    for rank, measured in enumerate(pool.run(2, measure_warm_step, layout, lengthens=True, padding=2)):
         traffic, reads = budget(measured.terms)
         told = "recv" if rank else "send"
         assert measured.reads == reads, f"rank {rank}"
