@@ -1,8 +1,9 @@
 """Boost and a step of a model whose tensors are fake ones of a device that is neither the CPU nor there.
 
-    python -m tests.pretended_device bert llama t5 vit "a mistake"
+    python -m tests.pretended_device bert llama t5 vit "a mistake" "a blocking copy"
 
-A kernel that is given tensors of the CPU and of the device raises, as it does on a GPU. torch makes such a device out
+A kernel that is given tensors of the CPU and of the device raises, as it does on a GPU. So does, in a step, a copy from
+the CPU that the host waits for, which on a GPU is until all that was launched has run. torch makes such a device out
 of its `privateuseone`; fake tensors of "cuda" end the process at the first backward of a CPU build. Nothing is
 computed: numbers that are read on the host are ones.
 """
@@ -26,10 +27,17 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from echelon import Booster, HybridParallelPlugin
 from echelon.cluster import mesh
 from echelon.cluster.device import default_device
+from echelon.cluster.step_agreement import COMPARED_CALLS
+from echelon.pipeline.microbatch import map_tensors
+from echelon.plugins.engine import PipelineEngine
 from echelon.verify.batch import make_batch
 from echelon.verify.models import ModelChoice
 
+from .host_reads import place_outside_torch
+
 NAME = "pretended"
+# Where a step copies to the device and waits, by file and function, with the reason.
+MAY_BLOCK: dict[tuple[str, str], str] = {}
 
 
 class ReadOnes(TorchDispatchMode):
@@ -56,6 +64,32 @@ class MadeOnTheDevice(TorchFunctionMode):
         if isinstance(made, FakeTensor):
             made.constant = None
         return made.to(device)
+
+
+class NoBlockingCopies(TorchDispatchMode):
+    """Copies from the CPU to the device that the host waits for raise, but in the places of `MAY_BLOCK`."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _blocks(function, args, kwargs) and (place := place_outside_torch(__file__)) not in MAY_BLOCK:
+            raise RuntimeError(f"{function} copies to the device and blocks the host at {place}")
+        return function(*args, **kwargs)
+
+
+def _blocks(function: Any, args: Any, kwargs: Any) -> bool:
+    """Tell whether an operator copies a tensor of the CPU to the device, other than by non_blocking=True."""
+    aten, found = torch.ops.aten, (False, None, [])
+    if function is aten._to_copy.default:
+        found = kwargs.get("non_blocking", False), kwargs.get("device"), args[:1]
+    elif function is aten.copy_.default:
+        found = kwargs.get("non_blocking", args[2:] == (True,)), args[0].device, args[1:2]
+    elif function in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
+        found = False, args[0].device, args[1]  # places that are on the CPU are copied
+    goes_on, device, sources = found
+    is_there = device is not None and device.type == NAME
+    return (
+        is_there and not goes_on and any(each is not None and each.device.type == "cpu" for each in sources)
+    )
 
 
 def really(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,22 +134,37 @@ def train(booster: Booster, model_type: str) -> None:
     optimizer: Any = torch.optim.AdamW(model.parameters())
     model, optimizer, *_ = booster.boost(model, optimizer)
     batch = make_batch(choice, num_samples=4, seed=0)  # on the CPU, as a dataloader gives it
-    loss = booster.execute_pipeline(iter([batch]), model, optimizer=optimizer)["loss"]
-    optimizer.step()
-    optimizer.zero_grad()
+    with NoBlockingCopies():
+        for _ in range(COMPARED_CALLS + 1):  # those that compare by messages, and a warm one
+            loss = booster.execute_pipeline(iter([batch]), model, optimizer=optimizer)["loss"]
+            optimizer.step()
+            optimizer.zero_grad()
     tensors: list[Tensor] = [loss, *model.parameters(), *model.buffers()]
     assert {each.device for each in tensors} == {device}, {each.device for each in tensors}
+
+
+def left_where_it_was(engine: PipelineEngine, batch: Any) -> Any:
+    """Batches stay where dataloaders made them."""
+    return batch
+
+
+def copied_while_the_host_waits(engine: PipelineEngine, batch: Any) -> Any:
+    """Batches are copied before the host goes on."""
+    return map_tensors(batch, lambda tensor: tensor.to(engine.mesh.device))
+
+
+MISTAKES = {"a mistake": left_where_it_was, "a blocking copy": copied_while_the_host_waits}
 
 
 if __name__ == "__main__":
     with pretended() as of_one:
         for given in sys.argv[1:]:
-            if given == "a mistake":  # batches stay where dataloaders made them
-                with mock.patch("echelon.plugins.engine.PipelineEngine.to_compute", lambda _, batch: batch):
-                    try:
-                        train(of_one, "bert")
-                    except RuntimeError as error:
-                        print(str(error).replace("\n", " "))
+            if given not in MISTAKES:
+                train(of_one, given)
+                print(given, "trains on", default_device(), flush=True)
                 continue
-            train(of_one, given)
-            print(given, "trains on", default_device(), flush=True)
+            with mock.patch.object(PipelineEngine, "to_compute", MISTAKES[given]):
+                try:
+                    train(of_one, "bert")
+                except RuntimeError as error:
+                    print(str(error).replace("\n", " "), flush=True)
