@@ -7,6 +7,7 @@ import pytest
 from echelon.verify.layout import Layout
 from echelon.verify.parity import parity
 
+from ..compiled import traced_layers
 from ..pool import Pool
 from .adapters import BERT, GPT2, LLAMA, Adapted
 
@@ -94,3 +95,24 @@ def departure(choice: Adapted, layout: Layout) -> str | None:
 )
 def test_a_layout_has_the_numbers_of_one_process(pool: Pool, choice: Adapted, layout: Layout) -> None:
     assert set(pool.run(layout.world_size, departure, choice, layout, timeout=180.0)) == {None}
+
+
+def compiled_departure(layout: Layout) -> str | None:
+    """With adapters of a layer whose outputs are split, and of one whose inputs are."""
+    choice = replace(LLAMA, targets=("q_proj", "down_proj"))
+    # One more than of models that are trained whole: the input of the first layer takes no gradient.
+    with traced_layers(most_graphs=4):
+        return parity(choice, layout, num_steps=2).departure
+
+
+@pytest.mark.slow  # the compiler starts on every rank
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, options=("compile_layers",)),
+        Layout(dp=2, zero=2, precision="bf16", recompute=1.0, options=("compile_layers",)),
+    ],
+    ids=str,
+)
+def test_compiled_layers_have_the_numbers_of_one_process(pool: Pool, layout: Layout) -> None:
+    assert set(pool.run(layout.world_size, compiled_departure, layout, timeout=600.0)) == {None}
