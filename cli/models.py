@@ -157,7 +157,7 @@ def page(kept: dict[str, Any]) -> str:
         f"- {feature}: {', '.join(types)}: {reason}." for (feature, reason), types in refusals(rows).items()
     ]
     lines += ["", "## Reasons", "", *reasons] if reasons else []
-    return "\n".join([*lines, *_older_lines(kept)]) + "\n"
+    return "\n".join([*lines, *_other_lines(kept)]) + "\n"
 
 
 def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -197,12 +197,18 @@ def versions(kept: dict[str, Any]) -> str:
     return f"torch {kept['torch']}, transformers {kept['transformers']}{commit}"
 
 
-def _older_lines(kept: dict[str, Any]) -> list[str]:
-    """The cells whose results are of an earlier commit, by commit."""
+def _other_lines(kept: dict[str, Any]) -> list[str]:
+    """The cells whose results are of another commit than the others', by commit."""
     by_commit: dict[str, list[str]] = {}
-    for cell, commit in kept.get("older", {}).items():
+    for cell, commit in kept.get("others", {}).items():
         by_commit.setdefault(commit, []).append(cell)
-    heading = ["", "## Older results", "", "Not tried again at the commit above:", ""]
+    heading = [
+        "",
+        "## Results of other commits",
+        "",
+        "Not tried at the commit above, or again at a later one:",
+        "",
+    ]
     lines = [f"- {commit}: {'; '.join(sorted(cells))}." for commit, cells in sorted(by_commit.items())]
     return [*heading, *lines] if lines else []
 

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,28 +155,36 @@ def complete_parts(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 
 
 def merged(before: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The matrix of all parts of one commit. A cell that none of them has stays, and is listed under "older"."""
-    first = parts[0]
-    old = {path: value for kind in ("rows", "features") for path, value in _cells(before.get(kind, {}), kind)}
-    new = {
-        path: value
+    """The matrix of all parts of one commit. A cell that none of them has stays.
+
+    The commit that most cells are of stands above all, and cells of others are listed under "others": older ones, or
+    those that were tried again.
+    """
+    first, others = parts[0], before.get("others", {})
+    cells = {
+        path: (value, others.get(_name(path), before.get("commit", "an unknown commit")))
+        for kind in ("rows", "features")
+        for path, value in _cells(before.get(kind, {}), kind)
+    } | {
+        path: (value, first["commit"])
         for part in parts
         for kind in ("rows", "features")
         for path, value in _cells(part[kind], kind)
     }
-    older = before.get("older", {})
-    kept: dict[str, Any] = {key: first[key] for key in ("commit", "torch", "transformers", "tables")}
-    kept |= {"rows": {}, "features": {}, "older": {}}
-    for path, value in (old | new).items():
-        *folders, last = path
-        cells = kept
+    commit = Counter(commit for _, commit in cells.values()).most_common(1)[0][0]
+    kept: dict[str, Any] = {key: first[key] for key in ("torch", "transformers", "tables")}
+    kept |= {"commit": commit, "rows": {}, "features": {}}
+    kept["others"] = {_name(path): own for path, (_, own) in cells.items() if own != commit}
+    for (*folders, last), (value, _) in cells.items():
+        within = kept
         for key in folders:
-            cells = cells.setdefault(key, {})
-        cells[last] = value
-        if path not in new:
-            name = " ".join(path[1:])
-            kept["older"][name] = older.get(name, before.get("commit", "an unknown commit"))
+            within = within.setdefault(key, {})
+        within[last] = value
     return kept
+
+
+def _name(path: Sequence[str]) -> str:
+    return " ".join(path[1:])
 
 
 def make_page(results: Path = RESULTS, matrix: Path = MATRIX, document: Path = PAGE) -> str:

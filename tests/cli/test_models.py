@@ -162,24 +162,32 @@ def test_parts_are_complete_only_where_all_are_of_one_commit() -> None:
     assert complete_parts([part(1, 2, "abd"), first, second, part(2, 3)]) == [first, second]
 
 
-def test_the_page_is_made_once_all_parts_are_there_and_says_which_cells_are_older(tmp_path: Path) -> None:
+def test_the_page_is_made_once_all_parts_are_there_and_says_which_cells_are_of_other_commits(
+    tmp_path: Path,
+) -> None:
     results, matrix, document = tmp_path / "results", tmp_path / "matrix.json", tmp_path / "models.md"
     results.mkdir()
     before = {"rows": {"llama": {"causal": {"tp2": False, "pp2": True, "tp4": True}}}, "commit": "aaa"}
-    matrix.write_text(json.dumps(before | {"older": {"llama causal tp4": "000"}}))
+    matrix.write_text(json.dumps(before | {"others": {"llama causal tp4": "000"}}))
     document.write_text("before")
     (results / "1-of-2.json").write_text(json.dumps(part(1, 2, tp2=True)))
     assert "until all parts of one commit are there: 1-of-2 (abc)" in make_page(results, matrix, document)
     assert document.read_text() == "before"
-    (results / "2-of-2.json").write_text(json.dumps(part(2, 2, dp2=False)))
+    (results / "2-of-2.json").write_text(json.dumps(part(2, 2, dp2=False, dp4=True)))
     assert "is made from 2 parts of commit abc" in make_page(results, matrix, document)
     assert list(results.iterdir()) == []
     kept = json.loads(matrix.read_text())
-    assert kept["rows"] == {"llama": {"causal": {"tp2": True, "pp2": True, "tp4": True, "dp2": False}}}
-    assert kept["older"] == {"llama causal pp2": "aaa", "llama causal tp4": "000"}
+    assert kept["rows"] == {
+        "llama": {"causal": {"tp2": True, "pp2": True, "tp4": True, "dp2": False, "dp4": True}}
+    }
+    assert kept["others"] == {"llama causal pp2": "aaa", "llama causal tp4": "000"}
     assert document.read_text() == page(kept)
     assert document.read_text().endswith("- 000: llama causal tp4.\n- aaa: llama causal pp2.\n")
     assert "torch 1, transformers 2, commit abc." in document.read_text()
+    (results / "1-of-1.json").write_text(json.dumps(part(1, 1, "abd", dp2=True)))
+    make_page(results, matrix, document)  # one that was tried again
+    kept = json.loads(matrix.read_text())
+    assert kept["commit"] == "abc" and kept["others"]["llama causal dp2"] == "abd"
 
 
 KEPT_ROWS = """
