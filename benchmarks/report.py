@@ -10,10 +10,6 @@ from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
-from rich.table import Table
-
-_WIDTH = 130  # of the table, also where the output is no terminal
 
 
 def machine() -> dict[str, Any]:
@@ -88,12 +84,13 @@ def conditions(machine: Mapping[str, Any], rounds: int) -> str:
 
 def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, note: str = "") -> None:
     """Print a table; the first column is a name, the others are numbers."""
-    table = Table(title=title, caption=note or None, title_justify="left", caption_justify="left")
-    for index, name in enumerate(header):
-        table.add_column(name, justify="right" if index else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    Console(width=_WIDTH).print(table)
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    print(f"\n{title}")
+    for name, *numbers in (header, *rows):
+        cells = [cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True)]
+        print("  ".join([name.ljust(widths[0]), *cells]))
+    if note:
+        print(note)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -21,7 +21,6 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 from transformers.distributed import DistributedConfig
-from transformers.distributed.utils import initialize_distributed_mesh
 from workload import ADAMW, Workload
 
 Plan = dict[str, ParallelStyle]
@@ -134,6 +133,8 @@ class TransformersTensor(WholeBatch):
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
         model = workload.model().to(device)
+        from transformers.distributed.utils import initialize_distributed_mesh  # not in 5.17
+
         # Not through from_pretrained, which needs accelerate for it.
         config = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
         _, mesh = initialize_distributed_mesh(config)

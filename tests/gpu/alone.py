@@ -36,15 +36,14 @@ from echelon.shardformer import PipelineGradientCheckpointConfig
 from echelon.verify.batch import make_batch
 from echelon.verify.layout import Layout, Training
 from echelon.verify.models import ModelChoice
-from echelon.verify.parity import parity
 from echelon.verify.resume import Part, Relay, compare_parts, run_part
 
+from ..contract.row import ParityRow
+from .kernels import LLAMA, PRECISIONS, attention_rows, require_available
+from .many import GIB, llama
 from .results import ROOT, Row, Unavailable
+from .speed import WORKS, Work, model_of, tokens_of
 
-# Heads as wide as flash kernels take them.
-WIDE = (("hidden_size", 256), ("intermediate_size", 512), ("head_dim", 64))
-LLAMA = ModelChoice(model_type="llama", num_layers=2, settings=WIDE)
-PRECISIONS = ("fp32", "bf16", "fp16")
 KINDS = ("gpt2", "bert", "t5", "vit", "whisper", "mixtral")
 
 FEATURES: dict[str, Layout] = {
@@ -52,6 +51,8 @@ FEATURES: dict[str, Layout] = {
     "accumulation": Layout(microbatches=3),
     "clipping": Layout(max_norm=0.1),
     "recomputation": Layout(recompute=1.0),
+    "recomputation of modules": Layout(recompute=1.0, recompute_modules=("self_attn", "mlp"), max_norm=0.1),
+    "recomputation, inputs on the host": Layout(recompute=1.0, options=("activation_offload",)),
     "half of the layers recomputed": Layout(recompute=0.5, max_norm=0.1),
     "fused loss": Layout(options=("enable_fused_loss",)),
     "fused norm": Layout(options=("enable_fused_normalization",)),
@@ -62,6 +63,11 @@ FEATURES: dict[str, Layout] = {
     "ZeRO-1, parameters late": Layout(zero=1, overlap_allgather=True),
     "ZeRO-2": Layout(zero=2, max_norm=0.1),
     "offload": Layout(zero=1, options=("cpu_offload",), max_norm=0.1),
+}
+# In bf16 alone, as they take long: the layers, alone and computed again, are compiled for one shape.
+COMPILED = {
+    "compiled layers": Layout(options=("compile_layers",), microbatches=1),
+    "compiled layers, recomputation": Layout(options=("compile_layers",), microbatches=1, recompute=1.0),
 }
 # The second step's gradients are not finite.
 OVERFLOW = Training(overflow_step=1)
@@ -79,23 +85,35 @@ def rows() -> dict[str, Callable[[], Row]]:
     for precision in PRECISIONS:
         for feature, layout in FEATURES.items():
             own = replace(layout, precision=precision)
-            found[f"{feature}, {precision}"] = partial(compare, LLAMA, own)
+            found[f"{feature}, {precision}"] = partial(compare, ParityRow(choice=LLAMA, layout=own))
         for kind in KINDS:
-            own = Layout(precision=precision, max_norm=0.1)
-            found[f"{kind}, {precision}"] = partial(compare, ModelChoice(model_type=kind, num_layers=2), own)
+            row = ParityRow(choice=ModelChoice(model_type=kind, num_layers=2), layout=clipped(precision))
+            found[f"{kind}, {precision}"] = partial(compare, row)
         found[f"LoRA, {precision}"] = partial(lora, precision)
         found[f"checkpoint, {precision}"] = partial(checkpoint, precision)
         found[f"dropout and recomputation, {precision}"] = partial(dropout, precision)
         for name in PLUGINS:
             found[f"{name}, {precision}"] = partial(torch_plugin, name, precision)
         found[f"a warm step's host reads, {precision}"] = partial(host_reads, precision)
-    found["overflow, fp16"] = partial(compare, LLAMA, Layout(precision="fp16", max_norm=0.1), OVERFLOW)
+    overflow = ParityRow(choice=LLAMA, layout=clipped("fp16"), training=OVERFLOW)
+    found["overflow, fp16"] = partial(compare, overflow)
+    found |= {name: partial(compare, row) for name, row in attention_rows().items()}
+    for feature, layout in COMPILED.items():
+        row = ParityRow(choice=LLAMA, layout=replace(layout, precision="bf16"))
+        found[f"{feature}, bf16"] = partial(compare, row)
+    found["peak memory of the loss, bf16"] = loss_peaks
     return found
 
 
-def compare(choice: ModelChoice, layout: Layout, training: Training | None = None) -> Row:
+def clipped(precision: str) -> Layout:
+    """One process that clips."""
+    return Layout(precision=precision, max_norm=0.1)
+
+
+def compare(row: ParityRow) -> Row:
     """The parity check in this world of one."""
-    report = parity(choice, layout, training=training or Training())
+    require_available(row.layout.arguments)
+    report = row.compare()
     last = report.steps[-1]
     off = {name: f"{last.measure(name).distance:.2g}" for name in ("loss", "gradient", "norm", "weight")}
     return {"departure": report.departure or "", "loss": round(last.loss, 6), "off": off}
@@ -109,7 +127,8 @@ def lora(precision: str) -> Row:
         raise Unavailable("peft is not installed") from error
     from ..booster.adapters import Adapted
 
-    return compare(Adapted(model_type="llama", num_layers=2), Layout(precision=precision, max_norm=0.1))
+    choice = Adapted(model_type="llama", num_layers=2)
+    return compare(ParityRow(choice=choice, layout=clipped(precision)))
 
 
 def checkpoint(precision: str) -> Row:
@@ -220,6 +239,52 @@ def torch_plugin(name: str, precision: str) -> Row:
         if worst > WEIGHT_OFF * RATE * STEPS:
             departure = f"weights are off by {worst:.2g}, {WEIGHT_OFF * RATE * STEPS:.2g} is allowed"
     return {"departure": departure, **figures}
+
+
+# What the loss by chunks saves.
+
+# The head of a Llama 3 behind one narrow layer.
+LOSS_WORK = Work(sizes=llama(4096, 4096, 1, 32, 8, 128256), length=8192)
+
+
+def loss_peaks() -> Row:
+    """What forward and backward of 8,192 tokens allocate at most, with the plain loss and with the loss by chunks."""
+    is_cuda = default_device().type == "cuda"
+    work = LOSS_WORK if is_cuda else WORKS["tiny"]
+    (expected, plain), (loss, fused) = (loss_and_peak(work, is_fused=each) for each in (False, True))
+    off = abs(loss - expected) / expected
+    departure = f"losses are off by {off:.2g}" if off > LOSS_OFF["bf16"] else ""
+    if not is_cuda and not departure:
+        raise Unavailable("only CUDA's allocator tells peaks; here the losses agree")
+    if is_cuda and fused >= plain:
+        departure = departure or f"it saves nothing: {fused} bytes, and {plain} with the plain loss"
+    figures = {"plain loss, GiB": plain, "fused loss, GiB": fused, "saved, GiB": plain - fused}
+    return {"departure": departure, "figures": {name: round(each / GIB, 2) for name, each in figures.items()}}
+
+
+def loss_and_peak(work: Work, *, is_fused: bool) -> tuple[float, int]:
+    """The loss of a second step, and the bytes that its forward and backward allocate at most; 0 on a CPU."""
+    torch.manual_seed(0)
+    model, tokens = model_of(work, torch.bfloat16), tokens_of(work, 1)
+    model.model.embed_tokens.requires_grad_(False)  # its gradient is as large as the head's
+    booster = Booster(plugin=HybridParallelPlugin(precision="bf16", enable_fused_loss=is_fused))
+    given = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=RATE)
+    boosted, optimizer, *_ = booster.boost(model, given)
+
+    def compute() -> Tensor:
+        loss: Tensor = boosted(**tokens).loss
+        booster.backward(loss, optimizer)
+        return loss.detach()
+
+    compute()
+    optimizer.step()
+    optimizer.zero_grad()
+    if default_device().type != "cuda":
+        return compute().item(), 0
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss = compute()
+    return loss.item(), torch.cuda.max_memory_allocated() - before
 
 
 # Which reads of the device hold up the host in a warm step.

@@ -1,4 +1,4 @@
-"""Several ranks beside one process: the quick rows of tests/contract/parity_rows.py, on GPUs if there are any.
+"""Several ranks beside one process: the quick rows of tests/contract/parity_rows.py and some more, on GPUs if any.
 
 Where there is a GPU for each rank NCCL carries the tensors; on fewer, gloo does within `staging`. Every rank runs this;
 an error on one would leave the others waiting, so it ends the process, and the runner goes on with the next row.
@@ -8,22 +8,35 @@ import os
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
+from itertools import chain
 
 import torch
 
 from echelon import launch_from_torch
 from echelon.cluster.agree import broadcast_object
 from echelon.cluster.device import default_device
+from echelon.verify.layout import Layout
 
-from ..contract.parity_rows import parity_rows
+from ..contract.parity_rows import ALL_AXES, TIED_LLAMA, parity_rows
 from ..contract.row import ParityRow, distinct
-from .results import FAILED, PASSED, SKIPPED, Results, described, short
+from .kernels import ring_rows
+from .results import FAILED, PASSED, UNAVAILABLE, Results, described, short
 from .staging import staging
+
+# Eight ranks: what tests on CPUs have on four.
+EIGHT = (
+    replace(ALL_AXES, precision="bf16", max_norm=0.1, overlap_allgather=True, schedule="zbv"),
+    replace(ALL_AXES, sequence="split_gather", max_norm=0.1),
+    Layout(tp=2, pp=2, sp=2, zero=1, sequence="all_to_all"),
+    Layout(tp=2, pp=2, sp=2, zero=2, sequence="ring_attn", precision="bf16"),
+)
 
 
 def rows(num_ranks: int) -> dict[str, ParityRow]:
     """The quick rows of so many ranks, by name."""
-    every = distinct(parity_rows())
+    own = (ParityRow(choice=TIED_LLAMA, layout=layout, num_steps=2, quick=True) for layout in EIGHT)
+    every = distinct(chain(own, ring_rows(), parity_rows()))
     return {name: row for name, row in every.items() if row.quick and row.layout.world_size == num_ranks}
 
 
@@ -38,14 +51,14 @@ def run(results: Results, *, seconds: float) -> bool:
             if not broadcast_object(time.monotonic() < end, 0, None):
                 return False
             if known[name].missing:
-                figures, state = {"reason": known[name].missing}, SKIPPED
+                figures, state = {"reason": known[name].missing}, UNAVAILABLE
             else:
                 if rank == 0:
                     results.begin(name)
                 figures, state = _compared(known[name], name, rank)
             if rank == 0:
                 results.put(name, state, **figures)
-                print(f"{state:8}{name}  {short(figures)}", flush=True)
+                print(f"{state:13}{name}  {short(figures)}", flush=True)
     return True
 
 

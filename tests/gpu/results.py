@@ -19,7 +19,7 @@ import torch
 import transformers
 
 ROOT = Path(__file__).parents[2]
-RUNNING, PASSED, FAILED, SKIPPED = "running", "passed", "failed", "skipped"
+RUNNING, PASSED, FAILED, UNAVAILABLE = "running", "passed", "failed", "unavailable"
 Row = dict[str, Any]
 
 
@@ -137,11 +137,11 @@ def run_rows(results: Results, rows: dict[str, Callable[[], Row]], *, seconds: f
             figures = rows[name]()
             state = FAILED if figures.get("departure") else PASSED
         except Unavailable as reason:
-            state, figures = SKIPPED, {"reason": str(reason)}
+            state, figures = UNAVAILABLE, {"reason": str(reason)}
         except Exception as error:
             state, figures = FAILED, {"error": described(error)}
         results.put(name, state, **figures, seconds=round(time.monotonic() - start, 2))
-        print(f"{state:8}{name}  {short(figures)}", flush=True)
+        print(f"{state:13}{name}  {short(figures)}", flush=True)
     return True
 
 

@@ -1,4 +1,4 @@
-"""Tokens per second, utilisation and peak memory of a Llama on one device, beside what others make of the same.
+"""Tokens per second, utilisation and peak memory of a Llama on one device, beside others; and the host's time.
 
 Each contender has a process of its own, random weights that are made on the device, and one batch over and over.
 Utilisation counts 6 operations per token and parameter (but for the input embedding) and 6 · layers · hidden · length
@@ -26,6 +26,7 @@ from echelon import Booster, HybridParallelPlugin, launch_from_torch
 from echelon.cluster.device import default_device
 from echelon.shardformer import PipelineGradientCheckpointConfig
 
+from .kernels import require_available
 from .many import GIB, llama
 from .results import ROOT, Row, Unavailable
 
@@ -101,13 +102,15 @@ def tokens_of(work: Work, samples: int) -> dict[str, torch.Tensor]:
 def echelon(work: Work, *, recompute: bool = False, **options: Any) -> tuple[Step, int]:
     """Weights in bf16 beside float32 masters; gradients are added up in float32."""
     again = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0) if recompute else None
-    plugin = HybridParallelPlugin(
+    arguments = dict(
         precision="bf16",
         max_norm=1.0,
         num_microbatches=work.microbatches,
         gradient_checkpoint_config=again,
         **options,
     )
+    require_available(arguments)
+    plugin = HybridParallelPlugin(**arguments)
     booster, model = Booster(plugin=plugin), model_of(work, torch.bfloat16)
     given = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     boosted, optimizer, *_ = booster.boost(model, given)
@@ -168,15 +171,20 @@ def plain(
 
 Contender = Callable[[Work], tuple[Step, int]]
 FUSED = dict(enable_all_optimization=True, enable_fused_loss=True)
+# Without a package: "sdpa_cudnn" is of CUDA alone.
+OF_TORCH = dict(enable_flash_attention="sdpa_cudnn", enable_fused_normalization=True, enable_fused_loss=True)
 CONTENDERS: dict[str, Contender] = {
     "Echelon": echelon,
+    "Echelon, torch's fused kernels": partial(echelon, **OF_TORCH),
     "Echelon, all optimizations": partial(echelon, **FUSED),
+    "Echelon, compiled layers": partial(echelon, compile_layers=True, enable_fused_loss=True),
     "torch, autocast": plain,
     "torch, FSDP2": partial(plain, sharded=True),
     "torch, autocast, compiled": partial(plain, compiled=True),
     "torch, autocast, Liger": partial(plain, liger=True),
     "torch, all in bf16": partial(plain, weights=torch.bfloat16),
     "Echelon, recomputation": partial(echelon, recompute=True),
+    "Echelon, recomputation, torch's fused kernels": partial(echelon, recompute=True, **OF_TORCH),
     "Echelon, recomputation, all optimizations": partial(echelon, recompute=True, **FUSED),
     "torch, autocast, recomputation": partial(plain, recompute=True),
     "torch, FSDP2, recomputation": partial(plain, recompute=True, sharded=True),
@@ -185,42 +193,84 @@ CONTENDERS: dict[str, Contender] = {
 # What is measured, the most telling first: time may be over before the last.
 ORDER: dict[str, Sequence[str]] = {
     "7B": (
-        *("Echelon, recomputation, all optimizations", "torch, autocast, recomputation"),
+        *("Echelon, recomputation, torch's fused kernels", "torch, autocast, recomputation"),
         *("Echelon, recomputation", "torch, FSDP2, recomputation", "torch, all in bf16, recomputation"),
+        "Echelon, recomputation, all optimizations",
     ),
-    "1B": list(CONTENDERS)[:8],
+    "1B": (
+        *(
+            "Echelon, torch's fused kernels",
+            "torch, autocast",
+            "Echelon",
+            "torch, FSDP2",
+            "torch, all in bf16",
+        ),
+        *("Echelon, all optimizations", "torch, autocast, Liger"),
+        *("Echelon, compiled layers", "torch, autocast, compiled", "Echelon, recomputation"),
+    ),
     "tiny": [each for each in CONTENDERS if "compiled" not in each],
 }
+# The processor's time per layer, see benchmarks/host_time.py: by what the process sees, more of its environment.
+HOST_TIME = ("benchmarks/host_time.py", "--rounds", "20", "--warmup", "5")
+HOSTS = {"host time, tensors on the CPU": {"CUDA_VISIBLE_DEVICES": ""}, "host time, tensors on the GPU": {}}
 
 
 def rows() -> dict[str, Callable[[], Row]]:
     """Every contender on every model, in an order that has both models early."""
     names = ("1B", "7B") if torch.cuda.is_available() else ("tiny",)
     pairs = [(place, name, contender) for name in names for place, contender in enumerate(ORDER[name])]
-    return {
-        f"{name}, {contender}": partial(in_a_process, name, contender) for _, name, contender in sorted(pairs)
+    hosts = {name: partial(host_time, **more) for name, more in HOSTS.items()}
+    return hosts | {
+        f"{name}, {contender}": partial(contend, name, contender) for _, name, contender in sorted(pairs)
     }
 
 
-def in_a_process(name: str, contender: str) -> Row:
-    """Measure in a new process, whose memory is its own."""
-    command = [sys.executable, "-m", "tests.gpu.speed", name, contender]
+def contend(name: str, contender: str) -> Row:
+    """Measure a contender in a new process, whose memory is its own."""
+    found: Row = json.loads(last_line("-m", "tests.gpu.speed", name, contender))
+    if "reason" in found:
+        raise Unavailable(found["reason"])
+    return {"figures": found}
+
+
+def host_time(**more: str) -> Row:
+    """The last line of the benchmark, as figures.
+
+    Args:
+        **more: of the environment.
+    """
+    if not more and not torch.cuda.is_available():
+        raise Unavailable("there is no GPU")
+    pairs = (each.split("=") for each in last_line(*HOST_TIME, **more).split())
+    return {"figures": {name: float(value) for name, value in pairs}}
+
+
+def last_line(*command: str, **more: str) -> str:
+    """The last line that a new process of Python prints.
+
+    Args:
+        *command: its arguments.
+        **more: of its environment.
+    """
     alone = {
         key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=PATIENCE, check=False
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=alone | more,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"it was not over after {PATIENCE:.0f} s") from error
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         raise RuntimeError(" | ".join(done.stderr.strip().splitlines()[-5:])[-1500:])
-    found: Row = json.loads(lines[-1])
-    if "reason" in found:
-        raise Unavailable(found["reason"])
-    return {"figures": found}
+    return lines[-1]
 
 
 def measure(work: Work, contender: Contender) -> dict[str, Any]:

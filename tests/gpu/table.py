@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .results import FAILED, PASSED, ROOT, every
+from .results import FAILED, PASSED, ROOT, UNAVAILABLE, every
 
 PAGE = ROOT / "docs" / "cuda.md"
 BEGIN, END = "<!-- results of make gpu -->", "<!-- end of results -->"
@@ -36,14 +36,14 @@ def tables(parts: Iterable[Mapping[str, Any]]) -> str:
         "",
         *machine(parts),
         "",
-        "| part | passed | failed | skipped | seconds |",
+        "| part | passed | failed | unavailable | seconds |",
         "|---|---|---|---|---|",
     ]
     for part in parts:
         states = [row["state"] for row in part["rows"].values()]
         passed, failed = states.count(PASSED), states.count(FAILED)
         seconds = sum(row.get("seconds", 0) for row in part["rows"].values())
-        rest = len(states) - passed - failed
+        rest = states.count(UNAVAILABLE)
         lines.append(f"| {part['part']} | {passed} | {failed} | {rest} | {seconds:.0f} |")
     for part in parts:
         for name, row in part["rows"].items():
@@ -51,7 +51,7 @@ def tables(parts: Iterable[Mapping[str, Any]]) -> str:
                 why = row.get("departure") or row.get("error", "")
                 lines += ["", f"- {part['part']}, {name}: {why[:300]}"]
     for part in parts:
-        lines += measured(part)
+        lines += [*unavailable(part), *measured(part)]
     return "\n".join([*lines, ""]) + "\n"
 
 
@@ -68,14 +68,33 @@ def machine(parts: list[Mapping[str, Any]]) -> list[str]:
     return [f"{key}: {', '.join(names)}." for key, names in found.items()]
 
 
-def measured(part: Mapping[str, Any]) -> list[str]:
-    """A table of a part whose rows are figures under equal names; else nothing."""
-    rows = {name: row["figures"] for name, row in part["rows"].items() if "figures" in row}
-    if not rows:
-        return []
-    columns = list(dict.fromkeys(name for figures in rows.values() for name in figures))
-    lines = ["", f"| {part['part']} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    return lines + [
-        f"| {name} | {' | '.join(str(figures.get(each, '')) for each in columns)} |"
-        for name, figures in rows.items()
+def unavailable(part: Mapping[str, Any]) -> list[str]:
+    """A line for each reason why rows of a part could not run, with their names."""
+    found: dict[str, list[str]] = {}
+    for name, row in part["rows"].items():
+        if row["state"] == UNAVAILABLE:
+            found.setdefault(row["reason"], []).append(name)
+    return [
+        line
+        for reason, names in found.items()
+        for line in ("", f"- {part['part']}, unavailable: {reason} ({'; '.join(names)})")
     ]
+
+
+def measured(part: Mapping[str, Any]) -> list[str]:
+    """Tables of a part: rows whose figures have a name in common are in one, those without figures in none."""
+    tables: list[tuple[dict[str, None], dict[str, Any]]] = []  # names of the figures, and rows
+    for name, row in part["rows"].items():
+        figures = row.get("figures", {})
+        known = next((each for each in tables if figures.keys() & each[0]), None)
+        if known is None and figures:
+            tables.append(known := ({}, {}))
+        if known is not None:
+            known[0].update(dict.fromkeys(figures))
+            known[1][name] = figures
+    lines = []
+    for columns, rows in tables:
+        lines += ["", f"| {part['part']} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+        for name, figures in rows.items():
+            lines.append(f"| {name} | {' | '.join(str(figures.get(each, '')) for each in columns)} |")
+    return lines

@@ -1,0 +1,153 @@
+"""Kernels that only some machines have, by name: attention beside a plain loop, and FlexAttention round a ring."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from echelon.cluster.device import default_device
+from echelon.plugins.hybrid_config import HybridConfig
+from echelon.shardformer.fused_code import compiler_errors
+from echelon.shardformer.layers.attention import KERNELS, SDPA_FA
+from echelon.shardformer.sequence import flex
+from echelon.verify.batch import make_batch
+from echelon.verify.layout import Layout
+from echelon.verify.models import ModelChoice
+
+from ..contract.row import ParityRow
+from ..contract.variant_rows import packed_without_a_cache, with_unseen_keys
+from .results import Unavailable
+
+# Heads as wide as flash kernels take them, and texts of several of FlexAttention's blocks of 128.
+WIDE = (("hidden_size", 256), ("intermediate_size", 512), ("head_dim", 64))
+LLAMA = ModelChoice(model_type="llama", num_layers=2, settings=WIDE)
+LENGTH = 300
+LONG = ModelChoice(model_type="llama", num_layers=2, settings=(*WIDE, ("max_position_embeddings", LENGTH)))
+PRECISIONS = ("fp32", "bf16", "fp16")
+# Of the kernels of KERNELS, those that take no mask.
+TAKE_NO_MASK = (SDPA_FA,)
+
+
+def require_available(arguments: Mapping[str, Any]) -> None:
+    """Check that this machine has what a plugin's arguments ask for. No communication.
+
+    Raises:
+        Unavailable: a package, a kernel or a compiler is missing; all reasons at once.
+    """
+    config, device = HybridConfig(**arguments), default_device()
+    found = config.fused.errors(device, config.dtype)
+    found += compiler_errors("compile_layers=True", device) if config.compile_layers else []
+    if found:
+        raise Unavailable("; ".join(found))
+
+
+# Attention by name.
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelLayout(Layout):
+    """A layout whose attention a kernel computes.
+
+    Args:
+        attention: a key of KERNELS.
+    """
+
+    attention: str
+    options: tuple[str, ...] = ("enable_flash_attention",)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of HybridParallelPlugin that mean the same."""
+        return {**super().arguments, "enable_flash_attention": self.attention}
+
+
+def whole(choice: ModelChoice, **size: Any) -> dict[str, Any]:
+    """Texts of one length, without a mask."""
+    batch: dict[str, Any] = make_batch(choice, **size)
+    del batch["attention_mask"]
+    return batch
+
+
+def packed(choice: ModelChoice, *, num_samples: int, seed: int) -> dict[str, Any]:
+    """Two texts in a row, and microbatches of one row: packages for flash attention keep apart no others."""
+    return packed_without_a_cache(choice, num_samples=3, seed=seed)
+
+
+BATCHES: dict[str, Callable[..., dict[str, Any]]] = {
+    "padded": make_batch,
+    "padded left": with_unseen_keys,
+    "packed": packed,
+    "whole": whole,
+}
+
+
+def attention_rows() -> dict[str, ParityRow]:
+    """Every kernel by name: in each precision that it has, and in bf16 on each kind of batch that it takes."""
+    found = {}
+    for name, kernel in KERNELS.items():
+        kinds = ["whole"] if name in TAKE_NO_MASK else list(BATCHES)
+        for precision, kind in product(PRECISIONS[1:] if kernel.is_short else PRECISIONS, kinds):
+            if kind == kinds[0] or precision == "bf16":
+                layout = KernelLayout(attention=name, precision=precision)
+                found[f"attention by {name}, {kind}, {precision}"] = ParityRow(
+                    choice=LLAMA, layout=layout, batch=BATCHES[kind]
+                )
+    return found
+
+
+# FlexAttention round a ring: padded and packed texts, which no other kernel takes there.
+
+TRAINS_FLEX = torch.cuda.is_available() and find_spec("triton") is not None
+RINGS = (
+    *(Layout(sp=2, sequence="ring_attn", precision=each) for each in ("fp32", "bf16")),
+    Layout(sp=2, tp=2, sequence="ring_attn", precision="bf16"),
+    Layout(sp=4, inner_ring=2, sequence="ring_attn", precision="bf16"),
+)
+
+
+def long(batch: Callable[..., dict[str, Any]], choice: ModelChoice, **size: Any) -> dict[str, Any]:
+    """A batch of texts of LENGTH tokens."""
+    with patch("echelon.verify.batch.LENGTH", LENGTH):
+        return batch(choice, **size)
+
+
+KINDS = {"padded": with_unseen_keys, "packed": packed_without_a_cache}
+
+
+@contextmanager
+def flex_attention() -> Iterator[None]:
+    """See that FlexAttention computes blocks within, forward and backward.
+
+    Raises:
+        AssertionError: at the end, it was not asked.
+    """
+    with (
+        patch.object(flex, "look", wraps=flex.look) as forward,
+        patch.object(flex, "look_back", wraps=flex.look_back) as backward,
+    ):
+        yield
+    counts = forward.call_count, backward.call_count
+    assert all(counts), (
+        f"FlexAttention was asked {counts} times, forward and backward: other kernels computed"
+    )
+
+
+def ring_rows() -> Iterator[ParityRow]:
+    """Padded and packed texts round a ring, beside one process."""
+    for layout, kind in product(RINGS, KINDS):
+        yield ParityRow(
+            name=f"FlexAttention {kind}",
+            choice=LONG,
+            layout=layout,
+            num_steps=2,
+            batch=partial(long, KINDS[kind]),
+            within=flex_attention,
+            quick=True,
+            missing="" if TRAINS_FLEX else "FlexAttention trains on CUDA alone, with triton",
+        )
