@@ -11,6 +11,7 @@ more than a kernel would need: 7 matrix products where flash attention has 5.
 
 from functools import cache
 from importlib.util import find_spec
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -79,7 +80,8 @@ def look(
     q: Tensor, k_BMKD: Tensor, v_BMKD: Tensor, mask: FlexMask, *, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Attend to these keys alone; returns the outputs and the lse: 0 and minus infinity where none is seen."""
-    found, more = _compiled()(
+    kind = _codes(mask.mask_mod), q.dtype, softcap, torch.is_grad_enabled()
+    found, more = _compiled(kind)(
         q,
         k_BMKD,
         v_BMKD,
@@ -120,10 +122,27 @@ def look_back(
     )
 
 
+def _codes(found: Any) -> tuple[Any, ...]:
+    """The code of a function and of those that it holds, which torch.compile sees as one."""
+    if isinstance(found, (tuple, list)):
+        return tuple(map(_codes, found))
+    if not isinstance(found, FunctionType):
+        return ()
+    return (found.__code__, *(_codes(cell.cell_contents) for cell in found.__closure__ or ()))
+
+
 @cache
-def _compiled() -> Any:
-    """Compiled as a whole or not at all: torch would else hold all scores."""
-    return torch.compile(flex_attention, fullgraph=True)
+def _compiled(kind: tuple[Any, ...]) -> Any:
+    """FlexAttention for one kind of call. Compiled as a whole or not at all: torch would else hold all scores.
+
+    Of one function torch compiles 8 graphs and then raises, so each kind has its own, and they are for lengths alone.
+    """
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        return flex_attention(*args, **kwargs)
+
+    attend.__code__ = attend.__code__.replace()  # graphs are kept by code
+    return torch.compile(attend, fullgraph=True)
 
 
 @cache

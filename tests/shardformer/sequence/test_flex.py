@@ -6,6 +6,8 @@ compiled kernel.
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache, partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -37,7 +39,7 @@ def flex_on_cpu() -> Iterator[None]:
     with ExitStack() as stack:
         for module, name, replacement in (
             (flex, "fits", lambda q, v: True),
-            (flex, "_compiled", lambda: torch_flex.flex_attention),
+            (flex, "_compiled", lambda kind: torch_flex.flex_attention),
             (kernels, "_flash", None),
             (kernels, "_plain", None),
             (kernels, "_flash_backward", None),
@@ -97,6 +99,19 @@ def test_short_formats_are_merged_in_float32() -> None:
     with flex_on_cpu():
         qkv = random_qkv(64, dtype=torch.bfloat16)
         check(by_ring(in_blocks("padded", 64)), axis_alone(), whole("padded", 64), qkv, tolerance=HALF)
+
+
+@pytest.mark.slow
+def test_kinds_of_calls_share_no_graphs() -> None:
+    """Of one function torch compiles 8 graphs, and then raises."""
+    own, as_it_is = cache(flex._compiled.__wrapped__), partial(torch.compile, backend="eager")
+    with flex_on_cpu(), patch.object(flex, "_compiled", own), patch("torch.compile", as_it_is):
+        for kind, dtype in product(MASKED, (torch.float32, torch.bfloat16)):
+            axis = axis_alone()
+            axis.length = 24
+            with torch.no_grad():
+                by_ring(in_blocks(kind, 24))(*random_qkv(24, dtype=dtype), axis)
+    assert own.cache_info().currsize > 8
 
 
 def attend_round_rings() -> None:
