@@ -100,7 +100,7 @@ def rows() -> dict[str, Callable[[], Row]]:
     found |= {name: partial(compare, row) for name, row in attention_rows().items()}
     for feature, layout in COMPILED.items():
         row = ParityRow(choice=LLAMA, layout=replace(layout, precision="bf16"))
-        found[f"{feature}, bf16"] = partial(compare, row)
+        found[f"{feature}, bf16"] = partial(compare_compiled, row)
     found["peak memory of the loss, bf16"] = loss_peaks
     return found
 
@@ -117,6 +117,15 @@ def compare(row: ParityRow) -> Row:
     last = report.steps[-1]
     off = {name: f"{last.measure(name).distance:.2g}" for name in ("loss", "gradient", "norm", "weight")}
     return {"departure": report.departure or "", "loss": round(last.loss, 6), "off": off}
+
+
+def compare_compiled(row: ParityRow) -> Row:
+    """The same, of layers that are compiled."""
+    if default_device().type != "cuda":
+        raise Unavailable(
+            "for a CPU inductor compiles minutes; tests/plugins/test_compiled_layers.py has its code"
+        )
+    return compare(row)
 
 
 def lora(precision: str) -> Row:
@@ -349,4 +358,7 @@ def documented_reads(terms: dict[str, int]) -> dict[str, int]:
     (section,) = re.findall(r"^## What a step reads on the host$(.*?)(?=^## |\Z)", page, re.M | re.S)
     lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
     cells = [[cell.strip().strip("`") for cell in line] for line in lines]
-    return {f"{file} {function}": int(eval(count, {}, terms)) for file, function, count, _ in cells}
+    return {
+        f"{file} {function}": int(eval(count.replace("·", "*"), {}, terms))
+        for file, function, count, _ in cells
+    }

@@ -211,7 +211,7 @@ ORDER: dict[str, Sequence[str]] = {
     "tiny": [each for each in CONTENDERS if "compiled" not in each],
 }
 # The processor's time per layer, see benchmarks/host_time.py: by what the process sees, more of its environment.
-HOST_TIME = ("benchmarks/host_time.py", "--rounds", "20", "--warmup", "5")
+HOST_TIME = ("benchmarks/host_time.py", "--rounds", "10", "--warmup", "3")
 HOSTS = {"host time, tensors on the CPU": {"CUDA_VISIBLE_DEVICES": ""}, "host time, tensors on the GPU": {}}
 
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,17 @@ import torch
 import torch.distributed as dist
 
 from echelon.cluster.collectives import all_gather_single
+from echelon.shardformer.layers.attention import KERNELS
 from echelon.verify.parity import Report
 
 from ..pool import Pool
 from ..test_project import imports
 from . import __main__ as runner
-from . import table
+from . import speed, table
 from .alone import documented_reads
+from .kernels import attention_rows, flex_attention, require_available, ring_rows
 from .ranks import rows
-from .results import FAILED, PASSED, ROOT, SKIPPED, Results, Row, Unavailable, run_rows
+from .results import FAILED, PASSED, ROOT, UNAVAILABLE, Results, Row, Unavailable, run_rows
 from .speed import WORKS
 from .staging import staging
 
@@ -37,6 +40,8 @@ ROWS = {
     "fails": fails,
     "is unavailable": is_unavailable,
     "measures": lambda: {"figures": {"tokens/s": 7}},
+    "measures more": lambda: {"figures": {"step, ms": 2, "tokens/s": 9}},
+    "measures something else": lambda: {"figures": {"saved, GiB": 4}},
 }
 
 
@@ -44,11 +49,13 @@ def test_rows_that_fail_say_so_and_the_rest_go_on(tmp_path: Path) -> None:
     results = Results(tmp_path / "alone.json", "alone")
     assert run_rows(results, ROWS, seconds=60)
     states = {name: row["state"] for name, row in results.rows.items()}
-    assert list(states.values()) == [PASSED, FAILED, FAILED, SKIPPED, PASSED]
+    assert list(states.values()) == [PASSED, FAILED, FAILED, UNAVAILABLE, *[PASSED] * 3]
     assert "ValueError: no such kernel" in results.rows["fails"]["error"]
     text = table.tables([json.loads((tmp_path / "alone.json").read_text())])
-    assert "| alone | 2 | 2 | 1 | 0 |" in text and "- alone, departs: loss is off" in text
-    assert "| measures | 7 |" in text
+    assert "| alone | 4 | 2 | 1 | 0 |" in text and "- alone, departs: loss is off" in text
+    assert "- alone, unavailable: peft is not installed (is unavailable)" in text
+    assert "| measures | 7 |  |\n| measures more | 9 | 2 |\n\n" in text
+    assert "| measures something else | 4 |" in text
 
 
 def test_a_later_run_goes_on_and_other_sources_begin_anew(
@@ -130,8 +137,37 @@ def test_a_row_of_parity_agrees_under_staging(pool: Pool) -> None:
     assert [report.departure for report in pool.run(2, compared)] == [None, None]
 
 
+def test_kernels_that_are_not_here_are_unavailable_and_never_pass() -> None:
+    found = {row.layout.arguments["enable_flash_attention"]: row for row in attention_rows().values()}
+    assert found.keys() == KERNELS.keys()
+    for name, row in found.items():
+        with nullcontext() if "cpu" in KERNELS[name].devices else pytest.raises(Unavailable, match=name):
+            require_available(row.layout.arguments)
+
+
+def test_a_ring_that_other_kernels_compute_is_no_proof_of_flex_attention() -> None:
+    assert {row.missing for row in ring_rows()} == {"FlexAttention trains on CUDA alone, with triton"}
+    with pytest.raises(AssertionError, match="other kernels computed"), flex_attention():
+        pass
+
+
+def test_the_parts_have_rows_and_end_within_nine_minutes() -> None:
+    assert sum(part.seconds for part in runner.PARTS.values()) <= runner.SECONDS
+    assert runner.SECONDS + runner.PATIENCE < 9 * 60
+    sizes = [part.num_ranks for part in runner.PARTS.values() if part.num_ranks]
+    assert sizes == [2, 4, 8] and all(rows(size) for size in sizes)
+
+
+def test_the_last_line_of_a_benchmark_is_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "import os; print(os.environ['NAME']); print('step_ms=1.5 ratio_to_dtensor=-2')"
+    monkeypatch.setattr(speed, "HOST_TIME", ("-c", script))
+    assert speed.host_time(NAME="here") == {"figures": {"step_ms": 1.5, "ratio_to_dtensor": -2.0}}
+    with pytest.raises(RuntimeError, match="KeyError: 'NAME'"):
+        speed.host_time(OTHER="here")
+
+
 def imported(path: Path) -> Iterator[str]:
-    """The modules that a file imports, by their dotted names in the repository."""
+    """The modules that a file imports, by their dotted names in the repository, or the bare ones of benchmarks."""
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for _, relative, name in imports(path.read_text(), module):
         yield name if relative else name.split(".")[0]
@@ -140,6 +176,7 @@ def imported(path: Path) -> Iterator[str]:
 def test_nothing_is_imported_that_a_machine_may_lack() -> None:
     seen: set[Path] = set()
     todo = [path for path in (ROOT / "tests" / "gpu").glob("*.py") if path != Path(__file__)]
+    todo.append(ROOT / speed.HOST_TIME[0])
     foreign = set()
     while todo:
         path = todo.pop()
@@ -147,18 +184,31 @@ def test_nothing_is_imported_that_a_machine_may_lack() -> None:
             continue
         seen.add(path)
         for name in imported(path):
-            near = [ROOT / f"{each.replace('.', '/')}.py" for each in (name, name.rpartition(".")[0])]
-            todo += [each for each in near if each.exists() and "tests" in each.parts]
+            near = [path.parent / f"{name}.py"] if path.parent.name == "benchmarks" else []
+            near += [ROOT / f"{each.replace('.', '/')}.py" for each in (name, name.rpartition(".")[0])]
+            todo += [each for each in near if each.exists() and {"tests", "benchmarks"} & {*each.parts}]
             if not any(each.exists() for each in near) and not name.startswith("tests"):
                 foreign.add(name.split(".")[0])
-    # peft, liger_kernel: rows without them are skipped. safetensors comes with transformers, numpy with both.
-    allowed = {"torch", "transformers", "echelon", "numpy", "safetensors", "peft", "liger_kernel"}
+    # peft, liger_kernel: rows without them are unavailable. matplotlib: of benchmarks that draw. safetensors comes with
+    # transformers, numpy with both.
+    allowed = {
+        "torch",
+        "transformers",
+        "echelon",
+        "numpy",
+        "safetensors",
+        "peft",
+        "liger_kernel",
+        "matplotlib",
+    }
     assert foreign - sys.stdlib_module_names <= allowed
-    assert len(seen) > 12
+    assert len(seen) > 30
 
 
 def test_what_is_counted_is_what_the_pages_say() -> None:
-    assert documented_reads({"m": 2})["zero/clipping.py measure"] == 1
+    for ring, reads in ((False, 0), (True, 2)):
+        found = documented_reads({"m": 2, "padded": True, "ring_attn": ring})
+        assert found["zero/clipping.py measure"] == 1 and found["sequence/block_mask.py __init__"] == reads
     work = WORKS["tiny"]
     assert work.tokens == 128
     assert work.operations(1000 + 256 * 64) == 128 * (6 * 1000 + 6 * 2 * 64 * 32)
