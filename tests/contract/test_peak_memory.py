@@ -1,0 +1,42 @@
+"""The peak of a rank of 4,096 is what the ledger holds and what docs/cuda.md says of activations, on fake tensors."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ..gpu.many import CLUSTERS
+from .test_budgets import table, value
+
+ROOT = Path(__file__).parents[2]
+CASES = ("8B first", "8B middle", "8B middle recomputed", "70B middle", "70B middle recomputed")
+
+
+@pytest.mark.parametrize("case", [pytest.param(each, marks=pytest.mark.slow) for each in CASES])
+def test_a_rank_of_many_allocates_what_the_page_says(case: str) -> None:
+    size, place, *recomputed = case.split()
+    name = f"{size} tp8·pp8·dp64"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.peak_memory", name, place, *recomputed],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    sizes, (tp, pp, _) = CLUSTERS[name].sizes, CLUSTERS[name].axes
+    terms = {
+        "x": 2 * CLUSTERS[name].length * sizes["hidden_size"],
+        "tp": tp,
+        "t": tp if dict(CLUSTERS[name].options).get("enable_sequence_parallelism") else 1,
+        "recomputed": bool(recomputed),
+        "f": sizes["intermediate_size"] / sizes["hidden_size"],
+        "g": sizes["num_key_value_heads"] / sizes["num_attention_heads"],
+    }
+    nbytes = {what: value(cell, terms) for what, where, cell, _ in table("Memory") if value(where, terms)}
+    kept = nbytes["kept"] * found["layers"] * (pp - found["stage"])
+    beside = found["peak"] - found["held"]
+    assert 0.99 * kept <= beside <= kept + nbytes["layer"] + nbytes["at work"]
