@@ -200,7 +200,7 @@ def make_page(results: Path = RESULTS, matrix: Path = MATRIX, document: Path = P
     for path, part in files.items():
         if part in parts:
             path.unlink()
-    return f"{document.name} is made from {len(parts)} parts of commit {kept['commit']}"
+    return f"{document.name} is made from {len(parts)} parts of commit {parts[0]['commit']}"
 
 
 def _cells(cells: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
