@@ -229,6 +229,7 @@ def train_apart(steps: int) -> list[str]:
     return list(check(contenders))
 
 
+@pytest.mark.slow
 def test_a_contender_that_leaves_out_steps_is_refused(pool: Pool) -> None:
     assert pool.run(1, train_apart, 4) == [["number 0", "number 1", "number 2"]]
     with pytest.raises(ValueError, match="the losses differ: number 0"):

@@ -272,15 +272,13 @@ def run_script_by_hand(folder: Path, how: str, rank: int) -> str:
         return "".join(process.communicate(timeout=100)[1] for process in processes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "how", "rank", "told"),
     [
         (run_script, "raise", 2, "rank 2 failed: LookupError: no such file; "),
-        pytest.param(run_script, "kill", 2, "rank 2 died: its process is gone; ", marks=pytest.mark.slow),
-        pytest.param(
-            *(run_script_by_hand, "kill", 0, "the store is gone, which rank 0 or its launcher holds; "),
-            marks=pytest.mark.slow,
-        ),
+        (run_script, "kill", 2, "rank 2 died: its process is gone; "),
+        (run_script_by_hand, "kill", 0, "the store is gone, which rank 0 or its launcher holds; "),
     ],
 )
 def test_the_ranks_of_a_script_say_who_failed(

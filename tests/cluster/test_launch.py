@@ -53,7 +53,10 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyP
     ("command", "world_size", "total"),
     [
         ([sys.executable], 1, 1),
-        ([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"], 2, 3),
+        pytest.param(
+            *([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"], 2, 3),
+            marks=pytest.mark.slow,  # the scripts of the README and of the examples run under it
+        ),
     ],
     ids=["python", "torchrun"],
 )

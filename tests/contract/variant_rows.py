@@ -144,7 +144,6 @@ QUICK_VARIANTS = (
     "falcon, one key for all",
     "llama, 3 heads, 1 keys attention_bias",
     "opt with a narrow embedding",
-    "blip-2 with a language model without an encoder",
 )
 
 

@@ -125,6 +125,7 @@ def split_shapes() -> list[int]:
     ]
 
 
+@pytest.mark.slow  # the next one is quick
 def test_shardformer_alone_splits_over_the_world(pool: Pool) -> None:
     assert pool.run(1, split_shapes) == [[90, 32, 3072]]
     assert pool.run(2, split_shapes) == [[64, 16, 1536]] * 2

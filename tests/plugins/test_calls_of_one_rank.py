@@ -102,7 +102,7 @@ def test_a_save_of_one_rank_that_is_handled_leaves_the_run_whole(pool: Pool, tmp
     assert min(pool.run(2, save_alone_and_go_on, "tp", tmp_path)) > 0
 
 
-@pytest.mark.parametrize("kind", ["tp", "ddp"])
+@pytest.mark.parametrize("kind", ["tp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_rank_that_is_late_is_named_and_waited_for(pool: Pool, tmp_path: Path, kind: str) -> None:
     first, second = pool.run(2, come_late, kind, tmp_path)
     assert second == []
@@ -126,7 +126,7 @@ def come_late(kind: str, folder: Path) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("kind", ["dp", "ddp"])
+@pytest.mark.parametrize("kind", [pytest.param("dp", marks=pytest.mark.slow), "ddp"])
 def test_a_rank_that_is_late_after_an_error_that_all_ranks_handled_is_waited_for(
     pool: Pool, tmp_path: Path, kind: str
 ) -> None:

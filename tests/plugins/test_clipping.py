@@ -60,6 +60,7 @@ def train(kind: str, settings: dict[str, Any]) -> tuple[list[float], list[float]
     return losses, norms
 
 
+@pytest.mark.slow
 def test_one_loop_clips_under_every_plugin_as_one_process_does(pool: Pool) -> None:
     exact = {"precision": "fp32"}
     for ranks, parts, kind, settings in (

@@ -167,7 +167,7 @@ def test_a_rank_that_always_asks_for_outputs_is_given_them(pool: Pool, sizes: di
         assert steps[3] == steps[4] == steps[7]
 
 
-@pytest.mark.parametrize("sizes", [CLEAN["tp2"], CLEAN["pp2"]], ids=str)
+@pytest.mark.parametrize("sizes", [pytest.param(CLEAN["tp2"], marks=pytest.mark.slow), CLEAN["pp2"]], ids=str)
 def test_a_rank_that_alone_begins_to_ask_for_outputs_is_named(pool: Pool, sizes: dict[str, Any]) -> None:
     for error in pool.run_failing(2, ask_for_outputs, sizes, (1,), (5,), timeout=60.0):
         assert type(error).__name__ in ("RankFailure", "UnmatchedCall"), error

@@ -167,7 +167,8 @@ def sharded_over_two_rings() -> None:
     assert axis is not None and [ring.size() for ring in axis.rings] == [2, 2]
 
 
-@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
 def test_logits_of_a_part_have_the_loss_of_the_whole(pool: Pool, tp: int) -> None:
     pool.run(2 * tp, train_and_evaluate, tp)
 
