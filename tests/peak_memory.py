@@ -20,11 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from echelon import Booster, HybridParallelPlugin
+from echelon import Booster
 from echelon.cluster import mesh
 from echelon.cluster.collectives import InFlight
 
-from .gpu.many import CLUSTERS, Cluster, one_of_many
+from .gpu.many import CLUSTERS, Cluster, one_of_many, plugin_of
 from .pretended_device import ReadOnes, really
 
 
@@ -90,17 +90,8 @@ def fake_tensors() -> Iterator[None]:
 
 def measure(cluster: Cluster, place: str, *, is_recomputed: bool) -> dict[str, Any]:
     """Bytes of a warm step: at its peak, what the ledger holds, and the layers of this stage."""
-    tp, pp, _ = cluster.axes
     with one_of_many(cluster, cluster.ranks[place]):
-        plugin = HybridParallelPlugin(
-            tp_size=tp,
-            pp_size=pp,
-            zero_stage=1,
-            precision="bf16",
-            num_microbatches=cluster.microbatches,
-            max_norm=1.0,
-            **dict(cluster.options),
-        )
+        plugin = plugin_of(cluster)
         with fake_tensors():
             torch.set_default_dtype(torch.bfloat16)
             model = LlamaForCausalLM(LlamaConfig(**cluster.sizes, max_position_embeddings=cluster.length))

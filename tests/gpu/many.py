@@ -160,9 +160,10 @@ def measure(cluster: Cluster, rank: int) -> Row:
     return {"figures": figures}
 
 
-def _figures(cluster: Cluster) -> dict[str, Any]:
+def plugin_of(cluster: Cluster) -> HybridParallelPlugin:
+    """The plugin of each of its ranks."""
     tp, pp, _ = cluster.axes
-    plugin = HybridParallelPlugin(
+    return HybridParallelPlugin(
         tp_size=tp,
         pp_size=pp,
         zero_stage=1,
@@ -171,6 +172,10 @@ def _figures(cluster: Cluster) -> dict[str, Any]:
         max_norm=1.0,
         **dict(cluster.options),
     )
+
+
+def _figures(cluster: Cluster) -> dict[str, Any]:
+    plugin = plugin_of(cluster)
     booster, device = Booster(plugin=plugin), default_device()
     torch.set_num_threads(min(8, os.cpu_count() or 1))  # to fill what is made on the host
     model = lazy_model(cluster)
