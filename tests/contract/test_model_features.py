@@ -44,7 +44,7 @@ NOTHING_TO_COMPILE = {
 NOTHING = "no activation by a formula and no sum behind a dropout, so nothing is compiled, which is logged"
 # Modes of sequence parallelism are in the covering array too.
 QUICK = {
-    *(("llama", "flash attention"), ("gemma3_text", "xFormers")),
+    *(("llama", "flash attention"), ("llama", "xFormers")),
     *(("qwen3", "fused norm"), ("t5", "ring_attn")),
 }
 

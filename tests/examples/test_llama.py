@@ -301,7 +301,11 @@ def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[fl
 @pytest.mark.parametrize(
     ("processes", "words"),
     [
-        (4, "--tp_size 2 --pp_size 2 --precision fp32 --gradient_checkpoint_ratio 0.5"),
+        pytest.param(
+            4,
+            "--tp_size 2 --pp_size 2 --precision fp32 --gradient_checkpoint_ratio 0.5",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             2,
             "--plugin low_level_zero --precision fp32 --eval_batch_size 10 --num_microbatches 2",

@@ -110,7 +110,17 @@ def test_stages_of_every_head_compute_as_the_whole_model(choice: ModelChoice) ->
     check(model, batch, (0, 1, 2), [0, 1, 3, last], bitwise=is_bitwise(choice))
 
 
-@pytest.mark.parametrize("choice", [*IMAGES, *SHARED, UNEQUAL, replace(LLAMA, tied=True)], ids=name_of)
+@pytest.mark.parametrize(
+    "choice",
+    [
+        *(
+            pytest.param(each, marks=pytest.mark.slow if each.model_type in ("swin", "swinv2") else ())
+            for each in IMAGES
+        ),
+        *(*SHARED, UNEQUAL, replace(LLAMA, tied=True)),
+    ],
+    ids=name_of,
+)
 def test_every_cut_computes_as_the_whole_model(choice: ModelChoice) -> None:
     model, batch = choice.build(), make_batch(choice, num_samples=2, seed=0)
     for stage_ranks, bounds in every_cut(plan_of(model).num_layers(model)):
