@@ -6,8 +6,8 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 
-# `echelon.booster` is `booster/` and so on. `echelon` itself is the small folder of that name, in which a link to each
-# of them (`ln -s ../booster echelon/booster`) shows editors, type checkers and import graphs the package as installed.
+# `echelon.booster` is `booster/` and so on, which the `__init__.py` of the root shows to tools that read sources. Those
+# that look a package up by its name find links in the folder `echelon/` (`ln -s ../booster echelon/booster`).
 FOLDERS = (
     "cluster",
     "data",

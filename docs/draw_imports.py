@@ -29,7 +29,7 @@ WIDTH, HEIGHT, GAP_X, GAP_Y = 210, 44, 40, 34
 
 def packages() -> list[str]:
     """The top-level folders that are linked from echelon/."""
-    return sorted(path.name for path in (ROOT / "echelon").iterdir() if path.is_symlink())
+    return sorted(path.name for path in (ROOT / "echelon").iterdir() if path.is_dir())
 
 
 def imported(package: str) -> set[str]:

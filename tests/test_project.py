@@ -7,6 +7,7 @@ counts too.
 import ast
 import re
 import runpy
+import sys
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
@@ -25,7 +26,7 @@ LAYERS = (
     ("plugins",),
     ("booster",),
     ("verify",),
-    ("echelon",),  # echelon/__init__.py: the public names
+    ("echelon",),  # __init__.py: the public names
     ("cli",),
 )
 LAYER_OF = {folder: layer for layer, folders in enumerate(LAYERS) for folder in folders}
@@ -311,10 +312,25 @@ def test_the_layers_are_the_folders_that_setup_lists() -> None:
 def test_the_folder_echelon_links_to_every_package_and_holds_nothing_else() -> None:
     links = {path.name: path for path in (ROOT / "echelon").iterdir() if path.is_symlink()}
     assert {name: str(path.readlink()) for name, path in links.items()} == {
-        folder: f"../{folder}" for folder in FOLDERS
+        name: f"../{name}" for name in (*FOLDERS, "__init__.py")
     }
     others = {path.name for path in (ROOT / "echelon").iterdir()} - links.keys() - {"__pycache__"}
-    assert others == {"__init__.py", "py.typed"}
+    assert others == {"py.typed"}
+
+
+def test_import_graphs_follow_every_relative_import_without_links() -> None:
+    """A reader of sources climbs from a file to folders with an `__init__.py`, the root's last."""
+    for path in package_sources():
+        folders = [folder for folder in path.resolve().parents if (folder / "__init__.py").exists()]
+        levels = [
+            each.level for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, ast.ImportFrom)
+        ]
+        assert max(levels, default=0) <= len(folders) and folders[-1] == ROOT, path
+
+
+def test_tests_are_found_by_their_path_whatever_the_folder_of_the_clone_is_called() -> None:
+    assert __name__ == "tests.test_project"
+    assert {str(ROOT), str(ROOT.parent)} & {*sys.path} == {str(ROOT)}
 
 
 def test_setup_lists_every_package_that_there_is() -> None:
