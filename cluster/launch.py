@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import random
 import shlex
 import sys
 from collections.abc import Iterator
@@ -9,13 +10,13 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from .device import backend_of, choose_device, default_device, is_cuda, is_same_device
 from .environment import prepare_environment
 from .failures import naming_failures, start_watch
-from .random import seed_everything
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -72,6 +73,13 @@ def launch_from_torch(
         with suppress(OSError, ValueError):  # a standard error that is no file
             faulthandler.enable()
     seed_everything(seed)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch (every device) equally."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def _chosen_device(given: torch.device | str | int | None, backend: str | None) -> torch.device:

@@ -14,16 +14,14 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from .device import generator_of
-
-if TYPE_CHECKING:
-    from .mesh import ParallelMesh
+from .mesh import ParallelMesh
 
 # Odd 64-bit constant of SplitMix64 (Steele, Lea, Flood 2014): spreads neighbouring ranks over the seed space.
 _SPREAD = 0x9E3779B97F4A7C15
@@ -33,13 +31,6 @@ TorchState = tuple[torch.Tensor, torch.Tensor | None]
 # For what a compiled model (torch.compile) calls as it stands; the compiler fails at seeds. Private to torch, whose
 # torch.compiler.disable would import the compiler together with this file.
 not_compiled = torch._disable_dynamo
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy and torch (every device) equally."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 @not_compiled
@@ -100,7 +91,7 @@ class ForwardRandom:
         mesh: all ranks. Those of one replica and stage draw alike; what they split is `SplitRandom`'s.
     """
 
-    def __init__(self, mesh: "ParallelMesh") -> None:
+    def __init__(self, mesh: ParallelMesh) -> None:
         self._device = mesh.device
         self._replica, self._num_replicas = mesh.rank("dp"), mesh.size("dp")
         self._is_needed = mesh.size("pp", "dp") > 1
