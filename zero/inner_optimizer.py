@@ -204,9 +204,8 @@ def choose_fused_kernels(optimizer: Optimizer, device: torch.device) -> None:
         if has_kernel and not is_chosen and not group.get("momentum"):
             group["fused"] = True
         for piece in group["params"] if group.get("fused") else ():
-            if "step" in (
-                state := optimizer.state.get(piece, {})
-            ):  # of a constructor, or a run without such kernels
+            state = optimizer.state.get(piece, {})
+            if "step" in state:  # of a constructor, or a run without such kernels
                 state["step"] = state["step"].to(device, torch.float32)
 
 
