@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..cluster.buffers import BufferPool
 from ..cluster.collectives import InFlight
 from ..cluster.device import is_cuda
+from .buffers import BufferPool
 from .partition import ManagedParameter, Partition
 
 # In elements: 64 bytes of float32, 32 of a 16-bit format. Parameters and slices begin at multiples of it, so

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..cluster.agree import require_equal, settings_hash
-from ..cluster.buffers import BufferPool
 from ..cluster.device import numbers_on, wait_for_stream
 from ..cluster.failures import naming_failures
 from ..cluster.mesh import ParallelMesh
 from ..cluster.step_agreement import CHECK_EVERY, StepAgreement
 from .bucket import Bucket, make_buckets
+from .buffers import BufferPool
 from .clipping import ReducedGradients, require_clip_norm, require_clip_value, require_finite_norm
 from .elementwise import require_elementwise
 from .inner_optimizer import (
