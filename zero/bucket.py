@@ -12,7 +12,8 @@ on the CPU under every precision, and so is a copy of the slice's gradients, mad
 
 [Note: gradient sharding] At stage 2 the whole gradients have no memory of their own. A bucket borrows some when a
 backward brings its first gradient, and gives it back once they were averaged into the slice, which adds them up
-over backwards. Two buffers are enough: one bucket is in flight while the next gets its gradients.
+over backwards. Mostly there are two buffers: one bucket is in flight while the next gets its gradients. Where those of
+neighbouring buckets come mixed there are three.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -40,9 +41,7 @@ class GradientState(Enum):
     """State of a bucket's gradients: NONE → LOCAL → REDUCING → REDUCED, and from there to LOCAL again or to NONE."""
 
     NONE = auto()  # dropped, and none came since
-    LOCAL = (
-        auto()
-    )  # this rank's own share may have come since the last reduction; earlier ones are kept aside
+    LOCAL = auto()  # this rank's own gradients may have come; the mean of earlier ones is kept aside
     REDUCING = auto()  # their mean over the replicas is in flight
     REDUCED = auto()  # this rank's slice holds the mean
 
@@ -180,6 +179,13 @@ class Bucket:
 
     Attributes:
         state: of the gradients.
+        slots: one for each member.
+        parameters: the whole buffer.
+        gradients: the same of float32; None while it is not borrowed.
+        own_gradients: this rank's slice of their mean, once REDUCED.
+        masters: this rank's slice of the weights in float32.
+        stepped_gradients: `own_gradients`, or with offload their copy on the CPU.
+        counted, watched: stretches of `own_gradients` that this rank counts in the norm, and that others count.
     """
 
     def __init__(
