@@ -183,14 +183,6 @@ class Reducer:
             if before is _Backward.OUTSIDE:
                 self.writes.note()
 
-    def note(self, parameter: Parameter) -> None:
-        """Note that a parameter's gradient of a backward is complete, and launch what waited for it."""
-        _, bucket = self._places[parameter]
-        if bucket in self._awaited:
-            self._awaited[bucket].discard(parameter)
-            while self._awaited and not self._awaited[following := next(iter(self._awaited))]:
-                self._launch(following)
-
     # Reduction
 
     @property
@@ -305,6 +297,14 @@ class Reducer:
                 "every rank alike"
             )
 
+    def _complete(self, parameter: Parameter) -> None:
+        """Launch the buckets that waited for this parameter's last gradient of a backward."""
+        _, bucket = self._places[parameter]
+        if bucket in self._awaited:
+            self._awaited[bucket].discard(parameter)
+            while self._awaited and not self._awaited[following := next(iter(self._awaited))]:
+                self._launch(following)
+
     def _launch(self, bucket: Bucket) -> None:
         """Begin to average a bucket. Every rank of the data axis launches the same buckets in the same order."""
         self._awaited.pop(bucket, None)
@@ -341,7 +341,7 @@ class Reducer:
             if self.writes.begin_plain_backward():
                 self.open()
         if gradient is None:
-            self.note(slot.parameter)
+            self._complete(slot.parameter)
         else:
             self._make_room(bucket)
             slot.show(slot.local_gradient)  # autograd is about to add to it
@@ -352,7 +352,7 @@ class Reducer:
             self.writes.note_unscaled()
         slot.collect()
         if not has_foreign_last_hooks(slot.parameter):
-            self.note(slot.parameter)
+            self._complete(slot.parameter)
 
 
 def sums_in_order(parameters: Sequence[ManagedParameter]) -> list[tuple[int, ProcessGroup, list[int]]]:

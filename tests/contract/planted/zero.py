@@ -144,7 +144,7 @@ FAULTS = {
         notice=r"^step 1: copy of model.norm.weight ",
     ),
     "a bucket is averaged before its last gradient": fault(
-        "zero.reducer:Reducer.note",
+        "zero.reducer:Reducer._complete",
         around(launched_at_the_first),
         LLAMA,
         ZERO1,
