@@ -100,7 +100,11 @@ def absent_ranks(rank: int, beats: Mapping[int, Heartbeat | None]) -> list[int]:
 
 
 def never_meeting(rank: int, beats: Mapping[int, Heartbeat | None]) -> int | None:
-    """A rank that never makes the call that `rank` is in; see [Note: certainty]."""
+    """A rank that never makes the call that `rank` is in; None where that is not certain of any.
+
+    It is certain where the group's call of this number has another name there, or where that rank waits in a call of
+    another group that `rank` has not made. Ranks that have raised differently often are left out: their numbers differ.
+    """
     own = beats[rank]
     assert own is not None
     for other in members(own.group):

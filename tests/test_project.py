@@ -212,6 +212,19 @@ def communicating_calls(source: str) -> list[str]:
     ]
 
 
+# A note begins a line, and its text follows; elsewhere it is cited.
+NOTE = re.compile(r"\[Note: ([^\]]+)\]")
+NOTE_BEGINS = re.compile(r"^\s*(?:# )?\[Note: ([^\]]+)\](?: |$)", re.MULTILINE)
+
+
+def test_a_note_that_is_cited_exists() -> None:
+    paths = [*package_sources(), *(ROOT / "docs").rglob("*.md")]
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in paths}
+    begun = {name for text in texts.values() for name in NOTE_BEGINS.findall(text)}
+    cited = {(path, name) for path, text in texts.items() for name in NOTE.findall(text)}
+    assert {(path, name) for path, name in cited if name not in begun} == set()
+
+
 def test_few_files_beside_cluster_communicate_by_themselves() -> None:
     counts: dict[str, int] = {}
     for path in package_sources():
