@@ -14,7 +14,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .device import backend_of, default_device
-from .failures import default_timeout, start_watch
+from .failures import start_watch
+from .heartbeats import default_timeout
 from .launch import torchrun_command, wait_until_all_have_connected
 
 AXES = ("pp", "dp", "sp", "tp")
