@@ -41,7 +41,7 @@ from .colossalai import HYBRID, unavailable_errors
 from .hybrid_config import HybridConfig
 from .hybrid_model import HybridParallelModule, boost, refuse_pipeline
 from .internevo import in_its_words, plugin_arguments
-from .state import local_tensors, trained_shards
+from .state import local_shards, trained_shards
 
 _MEBI = 2**20
 
@@ -342,7 +342,7 @@ class HybridParallelPlugin(Plugin):
         return LocalModel(
             module=boosted.module,
             names=boosted.state_names,
-            tensors=local_tensors(boosted.tensors(), self.mesh),
+            tensors=local_shards(boosted.tensors(), self.mesh),
             adapters=boosted.adapters,
             loaded=lambda: None if boosted.optimizer is None else boosted.optimizer.refresh_masters(),
         )

@@ -41,7 +41,7 @@ def local_of(name: str, tensor: Tensor, *, like: Tensor, mesh: ParallelMesh) -> 
     return local_shard(name, tensor, placement_of(like), _rank(like, mesh))
 
 
-def local_tensors(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, LocalTensor]:
+def local_shards(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, LocalTensor]:
     """Shards of a model's tensors, by name."""
     return {name: local_of(name, tensor, like=tensor, mesh=mesh) for name, tensor in tensors.items()}
 
@@ -52,7 +52,7 @@ def local_module(module: nn.Module, mesh: ParallelMesh, adapters: Sequence[Adapt
     return LocalModel(
         module=module,
         names=names,
-        tensors=local_tensors({name: named[name] for name in names.needed}, mesh),
+        tensors=local_shards({name: named[name] for name in names.needed}, mesh),
         adapters=tuple(adapters),
         loaded=lambda: None,
     )
