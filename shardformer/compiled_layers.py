@@ -23,7 +23,7 @@ from .layers.parallel_module import AROUND_FORWARD
 from .layers.sequence_axis import axis_of
 from .policy import Policy
 from .tables.table import Table
-from .weight_sharding import layers_of
+from .weight_sharding import model_layers
 
 # The same entries are dropped as without compiling. Collectives begin as early and are waited for as late as may be, by
 # passes that look at the graph alone: the order is the same on all ranks.
@@ -44,7 +44,7 @@ def layers_to_compile(
         errors: found so far; where nothing says which its layers are, that is added.
         policy: knows them where transformers does not; None is that of the model's type.
     """
-    layers = layers_of(model, policy)
+    layers = model_layers(model, policy)
     if not layers:
         errors.append(
             f"compile_layers=True, and nothing says which the layers of {type(model).__name__} are: it has no "

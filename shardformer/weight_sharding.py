@@ -49,7 +49,7 @@ def plan_weight_sharding(
         errors: found so far.
         policy: knows its layers where transformers does not; None is that of the model's type.
     """
-    layers = layers_of(model, policy)
+    layers = model_layers(model, policy)
     if layers is None:
         errors.append(
             f"wp_size > 1 shares out weights inside of layers, and nothing says which those of {type(model).__name__} "
@@ -124,7 +124,7 @@ def apply_weight_sharding(
             setattr(parent, name, made)
 
 
-def layers_of(model: nn.Module, policy: Policy | Table | None) -> list[nn.Module] | None:
+def model_layers(model: nn.Module, policy: Policy | Table | None) -> list[nn.Module] | None:
     """The layers of a whole model: what transformers recomputes, or else those of the stages; None if nobody knows."""
     if found := recomputable_layers(model):
         return found
