@@ -25,11 +25,8 @@ _MOST_NAMED = 8  # settings in a message
 _FEW = 16  # integers: more than any call of a step exchanges
 _SLICE = timedelta(seconds=1)  # in which a rank that waits looks whether the others still come
 _CALLS: dict[int, str] = {}  # that this process has made, by their codes in messages
-_KINDS = (
-    FileNotFoundError,
-    OSError,
-    ValueError,
-)  # of errors that all ranks raise as they are; the first that fits
+# Of errors that all ranks raise as they are; the first that fits.
+_KINDS = (FileNotFoundError, OSError, ValueError)
 
 Result = TypeVar("Result")
 

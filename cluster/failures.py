@@ -154,9 +154,8 @@ class _Watch:
                 self._board.withdraw(meeting)
                 self._forget_call()
                 if call is not None:
-                    call.vain = (
-                        None  # its traceback would keep process groups, whose connections free other ranks
-                    )
+                    # Its traceback would keep process groups, whose connections free other ranks.
+                    call.vain = None
                 raise error
         self._meetings += 1
         if self.rank == 0 and meeting > 0:
@@ -324,9 +323,8 @@ class _Watch:
             error, since = self._failure(self._here.action or ""), max(call.entered, cause.heard)
         elif call.vain is not None and now - call.since > BRIEF_SECONDS:
             error, since = call.vain, call.since
-            patience += (
-                self.rank * 4 * INTERVAL_SECONDS
-            )  # one ends, and its connections with it, which frees others
+            # One ends, and its connections with it, which frees others.
+            patience += self.rank * 4 * INTERVAL_SECONDS
         else:
             return
         if not call.is_reported:

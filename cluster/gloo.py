@@ -17,9 +17,8 @@ from .traffic import one_collective
 
 # Shorter buffers gain nothing. A test that patches this to 0 sends slices of all, to infinity of none.
 MIN_BYTES: float = 2**16
-_PART = (
-    2**18
-)  # elements that are summed up at a time, while the next are in flight: they stay in a core's cache
+# Elements that are summed up at a time, while the next are in flight: they stay in a core's cache.
+_PART = 2**18
 _GATHER, _REDUCE = 2**20, 2**20 + 1  # tags; those of ring.py are others
 
 

@@ -106,9 +106,8 @@ class _Channel:
         self._sends: deque[tuple[PendingTransfer, int]] = deque()  # with their bytes
         self._num_bytes = 0
         self._descriptions: list[PendingTransfer] = []  # in flight
-        self._late: deque[PendingTransfer] = (
-            deque()
-        )  # receives whose shapes are not known yet, and those behind them
+        # Receives whose shapes are not known yet, and those behind them.
+        self._late: deque[PendingTransfer] = deque()
         self._specs: dict[tuple[int, Hashable], Specs] = {}
 
     def send(self, action: Action, tensors: tuple[Tensor, ...]) -> None:

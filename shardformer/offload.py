@@ -76,10 +76,8 @@ class ActivationOffload:
         while self._leaving:
             self._let_go()
         arriving, self._arriving = self._arriving, None
-        if arriving is not None:
-            self._stream.wait(
-                arriving[2]
-            )  # also where another came than was expected, before its memory is free
+        if arriving is not None:  # also where another came than was expected, before its memory is free
+            self._stream.wait(arriving[2])
         if arriving is None or arriving[0] is not saved:
             arriving = self._begin(saved)
             self._stream.wait(arriving[2])

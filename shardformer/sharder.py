@@ -248,9 +248,8 @@ def _meta_tensor(tensor: Tensor) -> Tensor:
         return empty
     if type(tensor) in (Parameter, LazyTensor):
         return Parameter(empty, requires_grad=tensor.requires_grad)
-    kind: Any = type(
-        type(tensor).__name__, (Parameter,), {}
-    )  # of another kind, which layers refuse by its name
+    # Of another kind, which layers refuse by its name.
+    kind: Any = type(type(tensor).__name__, (Parameter,), {})
     special: Tensor = kind(empty, requires_grad=tensor.requires_grad)
     return special
 

@@ -129,9 +129,8 @@ def _plain_scores(q: Tensor, k: Tensor, view: View) -> Tensor:
 def _masked(scores: Tensor, view: View, dtype: torch.dtype) -> Tensor:
     if view.is_level:
         least = torch.finfo(dtype).min
-        scores = (scores.to(dtype) + least - least).to(
-            scores.dtype
-        )  # in fp16 a score above 16 leaves something
+        # In fp16 a score above 16 leaves something.
+        scores = (scores.to(dtype) + least - least).to(scores.dtype)
     if isinstance(view.seen, Tensor):
         return scores + view.seen
     if view.seen is Seen.TRIANGLE:
