@@ -146,7 +146,7 @@ def plan_boost(
         ValueError: something cannot be done; all reasons at once.
     """
     errors = optimizer_errors(model, optimizer) + config.fused.model_errors(model, mesh.device)
-    if getattr(model, "_compiled_call_impl", None) is not None and not _compiles(mesh):
+    if getattr(model, "_compiled_call_impl", None) is not None and not _layers_are_local(mesh):
         errors.append(COMPILED)
     sharder = weights = None
     recomputed: Mapping[int, Sequence[nn.Module]] = {}
@@ -309,7 +309,7 @@ COMPILED = (
 )
 
 
-def _compiles(mesh: ParallelMesh) -> bool:
+def _layers_are_local(mesh: ParallelMesh) -> bool:
     """Return True where no layer talks to other ranks."""
     return mesh.size("tp", "sp", *PARTS_OF_DATA) == 1
 
@@ -352,7 +352,7 @@ class HybridParallelModule(BoostedModule):
             RuntimeError: under a pipeline.
             ValueError: ranks that compute one model have other inputs than their first one; on all of them.
         """
-        if torch.compiler.is_compiling() and not _compiles(self.mesh):
+        if torch.compiler.is_compiling() and not _layers_are_local(self.mesh):
             _refuse_compiling()
         refuse_pipeline("model(**batch)", self.mesh)
         return super().forward(*args, **kwargs)
@@ -396,7 +396,7 @@ class HybridParallelModule(BoostedModule):
         Raises:
             RuntimeError: layers talk to other ranks.
         """
-        if not _compiles(self.mesh):
+        if not _layers_are_local(self.mesh):
             raise RuntimeError(COMPILED)
         self.module.compile(*args, **kwargs)
 
