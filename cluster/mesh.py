@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .device import backend_of, default_device
+from .errors import raise_errors
 from .failures import start_watch
 from .heartbeats import default_timeout
 from .launch import torchrun_command, wait_until_all_have_connected
@@ -169,8 +170,7 @@ class ParallelMesh:
 
     def __init__(self, *, pp: int = 1, dp: int | None = None, sp: int = 1, tp: int = 1, wp: int = 1) -> None:
         world_size = dist.get_world_size()
-        if errors := mesh_errors(world_size=world_size, pp=pp, dp=dp, sp=sp, tp=tp, wp=wp):
-            raise ValueError("; ".join(errors))
+        raise_errors(mesh_errors(world_size=world_size, pp=pp, dp=dp, sp=sp, tp=tp, wp=wp))
         start_watch()
         self.device = default_device()
         self._mesh = torch_mesh(self.device.type, (pp, world_size // (pp * sp * tp), sp, tp), AXES, GROUPS)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..cluster.device import is_cuda, numbers_on
+from ..cluster.errors import raise_errors
 from .bucket import Bucket
 from .reducer import Reducer
 
@@ -177,8 +178,7 @@ def require_clip_norm(max_norm: float, norm_type: float) -> None:
             f"norm_type={norm_type!r}: it must be above 0, or inf for the largest magnitude",
         ),
     )
-    if errors := [error for sound, error in checks if not sound]:
-        raise ValueError("; ".join(errors))
+    raise_errors([error for sound, error in checks if not sound])
 
 
 def require_clip_value(clip_value: float) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from ..cluster.device import computes_in_bf16
+from ..cluster.errors import raise_errors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -41,8 +42,7 @@ class PrecisionConfig:
     max_scale: float = 2.0**32
 
     def __post_init__(self) -> None:
-        if errors := precision_errors(**asdict(self)):
-            raise ValueError("; ".join(errors))
+        raise_errors(precision_errors(**asdict(self)))
 
     @property
     def dtype(self) -> torch.dtype:

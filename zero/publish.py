@@ -25,6 +25,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from ..cluster.collectives import Handle
+from ..cluster.errors import raise_errors
 from .bucket import Bucket, round_masters
 
 
@@ -47,8 +48,7 @@ class Publisher:
         """
         arrivals = {bucket: Arrival(bucket) for bucket in self._buckets if bucket.partition.num_slices > 1}
         awaited = {slot.parameter: arrival for bucket, arrival in arrivals.items() for slot in bucket.slots}
-        if errors := [*_reference_errors(model, awaited), *_compile_errors(model)]:
-            raise ValueError("\n".join(errors))
+        raise_errors([*_reference_errors(model, awaited), *_compile_errors(model)])
         order = {parameter: index for index, parameter in enumerate(model.parameters())}
         self._buckets.sort(key=lambda bucket: min(order[slot.parameter] for slot in bucket.slots))
         self._arrivals = arrivals

@@ -11,6 +11,8 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.functional import pad
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+from ...cluster.errors import raise_errors
+
 # B batch, N heads, Q queries, K keys, S sequence
 
 # By the numbers of batch, head, query and key, which broadcast: whether that query sees that key.
@@ -196,8 +198,7 @@ class GivenMask(Mask):
 
     def __init__(self, mask: Tensor, length: int) -> None:
         super().__init__((length, length))
-        if errors := _given_errors(mask, length):
-            raise ValueError("; ".join(errors))
+        raise_errors(_given_errors(mask, length))
         self._mask = mask
 
     def _word(self, queries: range, keys: range) -> Seen | None:
