@@ -2,12 +2,20 @@
 
 A process computes on one device, with that one's generator, and in its current stream. `launch.py` chooses it; all else
 asks the mesh for it (`ParallelMesh.device`), or a tensor. What a device has not, a CPU for example, costs nothing here.
+
+[Note: pinned memory] `pin_memory=True` rounds every buffer up to a power of two, so that the next one can have it. That
+suits batches; a large buffer that stays would take up to twice its bytes. `host_memory` registers exactly its bytes
+with CUDA instead. torch records no copies from and to such memory, so it is given back when no tensor has it any more
+and the device has done all that it was given; to write it again while a copy may read it is for the same stream only.
+The mapping is shared, as a fork (workers of a dataloader) would copy private pages that are pinned.
 """
 
 import ctypes
+import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -145,6 +153,36 @@ def wait_for_stream(device: torch.device) -> None:
 def numbers_on(device: torch.device, values: Sequence[float], dtype: torch.dtype) -> Tensor:
     """Copy numbers to a device. `torch.tensor(values, device=…)` would wait until all is done that CUDA was given."""
     return torch.tensor(values, dtype=dtype, pin_memory=is_cuda(device)).to(device, non_blocking=True)
+
+
+def host_memory(nbytes: int, device: torch.device) -> Tensor:
+    """Memory of the CPU for large copies from and to a device; of CUDA pinned, see [Note: pinned memory].
+
+    Returns:
+        (nbytes,) of uint8, of any value, aligned for every dtype.
+
+    Raises:
+        RuntimeError: CUDA could not pin it.
+    """
+    if nbytes == 0 or not is_cuda(device):
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    mapping = mmap.mmap(-1, nbytes)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    cudart = torch.cuda.cudart()
+    if error := int(cudart.cudaHostRegister(memory.data_ptr(), nbytes, 0)):
+        raise RuntimeError(
+            f"CUDA cannot pin {nbytes:,} bytes of host memory (cudaHostRegister: error {error}): free memory of the "
+            "node, or do without cpu_offload, activation_offload and asynchronous saves"
+        )
+    # `mapping` is held until it is unregistered; a process that ends leaves that to the driver.
+    finalize(memory.untyped_storage(), _unpin, memory.data_ptr(), device, mapping).atexit = False
+    return memory
+
+
+def _unpin(address: int, device: torch.device, mapping: mmap.mmap) -> None:
+    torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(address)
+    del mapping  # only now
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[Any] | None:

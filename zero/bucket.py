@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..cluster.collectives import InFlight
-from ..cluster.device import is_cuda
+from ..cluster.device import host_memory
 from .buffers import BufferPool
 from .partition import ManagedParameter, Partition
 
@@ -489,5 +489,4 @@ def _view(flat: Tensor, like: Tensor, start: int) -> Tensor:
 
 def _host_copy(values: Tensor) -> Tensor:
     """The same values in new memory of the CPU, pinned where they are on CUDA."""
-    copy = torch.empty_like(values, device="cpu", pin_memory=is_cuda(values.device))
-    return copy.copy_(values)
+    return host_memory(values.nbytes, values.device).view(values.dtype).copy_(values)

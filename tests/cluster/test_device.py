@@ -10,9 +10,18 @@ import torch.distributed as dist
 
 from echelon.cluster import device as devices
 from echelon.cluster import launch
-from echelon.cluster.device import CopyStream, choose_device, default_device, numbers_on, side_stream
+from echelon.cluster.device import (
+    CopyStream,
+    choose_device,
+    default_device,
+    host_memory,
+    numbers_on,
+    side_stream,
+)
 from echelon.cluster.heartbeats import default_timeout
 from echelon.cluster.launch import TORCHRUN_VARIABLES, launch_from_torch
+
+from ..registered_memory import registered_memory
 
 
 @pytest.fixture
@@ -187,6 +196,35 @@ def test_numbers_reach_a_gpu_from_pinned_memory_without_a_wait(monkeypatch: pyte
     numbers_on(torch.device("cuda"), [1.0], torch.float32)
     made.assert_called_once_with([1.0], dtype=torch.float32, pin_memory=True)
     made.return_value.to.assert_called_once_with(torch.device("cuda"), non_blocking=True)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4097, 3 * 2**20 + 5])
+def test_memory_is_pinned_for_exactly_its_bytes_until_no_tensor_has_it(nbytes: int) -> None:
+    with registered_memory() as registered:
+        memory = host_memory(nbytes, torch.device("cuda", 0))
+        assert memory.nbytes == nbytes and registered.sizes == {memory.data_ptr(): nbytes}
+        assert memory.data_ptr() % 4096 == 0, "pages are shared with other memory"
+        memory.fill_(7)
+        part = torch.nn.Parameter(memory[-1:], requires_grad=False).data
+        del memory
+        assert registered.done == [("register", nbytes)] and part.item() == 7
+        del part
+        assert registered.done == [("register", nbytes), ("wait", 0), ("unregister", nbytes)]
+
+
+def test_memory_that_cannot_be_pinned_is_an_error_with_its_size() -> None:
+    with registered_memory() as registered:
+        torch.cuda.cudart().cudaHostRegister = lambda *_: 2  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError, match=r"cannot pin 5,000 bytes .* error 2\).*without cpu_offload"):
+            host_memory(5000, torch.device("cuda", 0))
+        assert not registered.done, "what was not registered is unregistered"
+
+
+def test_memory_of_no_bytes_and_of_other_devices_is_torch_s_own() -> None:
+    with registered_memory() as registered:
+        assert host_memory(0, torch.device("cuda", 0)).nbytes == 0
+        assert host_memory(9, torch.device("cpu")).shape == (9,)
+        assert not registered.done
 
 
 def test_a_stream_waits_where_nccl_communicates_and_else_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,10 @@ from torch import nn
 
 from echelon.cluster.mesh import ParallelMesh
 from echelon.plugins.hybrid_parallel import Ledger
+from echelon.zero import bucket as buckets
 
 from ..pool import Pool
+from ..registered_memory import registered_memory
 from .helpers import Precision, assert_equal, loss_of, shard, small_model, weights_of
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
@@ -95,3 +97,28 @@ def check_memory() -> None:
                 }
                 assert len(places) == 4, "two share their memory"
                 assert all(slot.piece.device.type == "cpu" for slot in bucket.slots if slot.piece is not None)
+
+
+def test_masters_and_their_gradients_are_pinned_and_nothing_else_is(pool: Pool) -> None:
+    pool.run(2, check_pinned)
+
+
+def check_pinned() -> None:
+    hidden = 48  # buffers of 9,216 bytes or 4,608, where powers of two would be 16,384 and 8,192
+    for stage, share in ((0, 1), (1, 2), (2, 2)):
+        model = nn.Sequential(*(nn.Linear(hidden, hidden, bias=False) for _ in range(3)))
+        with registered_memory(buckets) as registered:
+            optimizer = shard(model, adamw, stage=stage, bucket_size=hidden**2, cpu_offload=True)
+            optimizer.backward(model(torch.ones(2, hidden)).pow(2).mean())
+            optimizer.step()
+            held = Ledger(ParallelMesh(), optimizer).held
+            assert held is not None
+            assert registered.nbytes == 8 * 3 * hidden**2 // share
+            assert registered.nbytes == held["offloaded_gradients"] + held["offloaded_masters"]
+            assert set(registered.sizes.values()) == {4 * hidden**2 // share}
+            assert set(registered.sizes) == {
+                each.data_ptr()
+                for bucket in optimizer.buckets
+                for each in (bucket.masters, bucket.stepped_gradients)
+            }
+            del optimizer, model

@@ -1,0 +1,67 @@
+"""CUDA's side of `host_memory`, played on a machine without a GPU: which memory of the host is registered."""
+
+import ctypes
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType, SimpleNamespace
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from echelon.cluster.device import host_memory
+
+
+class Registered:
+    """Memory that is registered with CUDA, and what was done in order.
+
+    Attributes:
+        sizes: bytes by address, of what is registered now.
+        done: ("register", bytes), ("wait", 0) for the device, ("unregister", bytes).
+    """
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+        self.done: list[tuple[str, int]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """All that is registered now."""
+        return sum(self.sizes.values())
+
+    def register(self, address: int, nbytes: int, flags: int) -> int:
+        """cudaHostRegister."""
+        assert flags == 0 and address not in self.sizes
+        self.sizes[address] = nbytes
+        self.done.append(("register", nbytes))
+        return 0
+
+    def unregister(self, address: int) -> int:
+        """cudaHostUnregister, of memory that must still be there."""
+        ctypes.c_uint8.from_address(address).value = 1
+        self.done.append(("unregister", self.sizes.pop(address)))
+        return 0
+
+    def wait(self, device: torch.device) -> None:
+        """torch.cuda.synchronize."""
+        self.done.append(("wait", 0))
+
+
+@contextmanager
+def registered_memory(*users: ModuleType) -> Iterator[Registered]:
+    """Inside, modules get memory as if their device were CUDA. At the end nothing may use it any more."""
+    found = Registered()
+    cudart = SimpleNamespace(cudaHostRegister=found.register, cudaHostUnregister=found.unregister)
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(torch.cuda, "cudart", lambda: cudart))
+        patches.enter_context(patch.object(torch.cuda, "synchronize", found.wait))
+        for module in users:
+            patches.enter_context(patch.object(module, "host_memory", _of_cuda(host_memory)))
+        yield found
+        gc.collect()
+        assert not found.sizes, "memory stays pinned"
+
+
+def _of_cuda(make: Callable[[int, torch.device], Tensor]) -> Callable[[int, torch.device], Tensor]:
+    return lambda nbytes, device: make(nbytes, torch.device("cuda", 0))
