@@ -19,6 +19,7 @@ from echelon.shardformer.recompute import (
     recomputable_layers,
 )
 
+from ..registered_memory import registered_memory
 from .test_checkpoint_config import small_llama
 
 CPU = torch.device("cpu")
@@ -128,3 +129,41 @@ def test_nothing_stays_behind_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint_layers({0: recomputable_layers(model)}, EVERY_LAYER, store.checkpoint)
     gradients(model, microbatches=2)
     assert not store._leaving and store._arriving is None and store._last() is None
+
+
+def test_host_memory_is_that_of_the_inputs_and_lent_again() -> None:
+    with registered_memory(offload) as registered:
+        store = ActivationOffload(CPU)
+        model = small_llama(3)
+        checkpoint_layers({0: recomputable_layers(model)}, EVERY_LAYER, store.checkpoint)
+        for _ in range(3):
+            gradients(model, microbatches=2)
+        num_bytes = 4 * 6 * model.config.hidden_size
+        assert registered.done == [("register", num_bytes)] * (2 * 3)
+        del store, model
+
+
+def test_longer_inputs_take_the_place_of_shorter_ones() -> None:
+    with registered_memory(offload) as registered:
+        store = ActivationOffload(CPU)
+        for length in (5, 3, 7, 9, 4, 9):
+            y = torch.ones(length, 3, requires_grad=True)
+            for _ in range(4):
+                y = store.checkpoint(torch.sin, y)
+            y.sum().backward()
+            assert len(registered.sizes) == 4
+        assert list(registered.sizes.values()) == [4 * 3 * 9] * 4
+        del store, y
+
+
+def test_inputs_come_back_with_the_order_of_their_entries() -> None:
+    store = ActivationOffload(CPU)
+    x = torch.randn(3, 5).t().requires_grad_()
+    seen: list[tuple[int, ...]] = []
+
+    def layer(x: Tensor) -> Tensor:
+        seen.append(x.stride())
+        return x.sin()
+
+    store.checkpoint(layer, x).sum().backward()
+    assert seen == [(1, 5), (1, 5)] and x.grad is not None and torch.equal(x.grad, x.detach().cos())
