@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..cluster.agree import AgreedError
-from ..cluster.device import is_cuda, wait_for_stream
+from ..cluster.device import host_memory, wait_for_stream
 
-_CHUNK = 2**26  # a power of two: torch rounds pinned memory up to one
+_CHUNK = 2**20  # of several small tensors; a larger one has a chunk of its own
 _ALIGNMENT = 64
 
 Keep = Callable[[Tensor], Tensor]  # gives the memory that a save writes from, in the place of a tensor's own
@@ -47,12 +47,11 @@ class Copies:
         return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
 
     def _take(self, nbytes: int) -> Tensor:
-        while self._chunk < len(self._chunks) and self._used + nbytes > self._chunks[self._chunk].nbytes:
+        if self._used and self._used + nbytes > self._chunks[self._chunk].nbytes:
             self._chunk, self._used = self._chunk + 1, 0
-        if self._chunk == len(self._chunks):
-            is_pinned = is_cuda(self._device)
-            size = max(nbytes, _CHUNK)
-            self._chunks.append(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_pinned))
+        here = slice(self._chunk, self._chunk + 1)
+        if not any(nbytes <= chunk.nbytes for chunk in self._chunks[here]):  # none yet, or of smaller copies
+            self._chunks[here] = [host_memory(max(nbytes, _CHUNK), self._device)]
         start = self._used
         self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         return self._chunks[self._chunk][start : start + nbytes]

@@ -16,11 +16,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
 
 from echelon import Booster, HybridParallelPlugin
+from echelon.checkpoint import background
 from echelon.checkpoint.background import Copies, Saver
 from echelon.checkpoint.model import describing
 from echelon.verify.models import ModelChoice
 
 from ..pool import Pool
+from ..registered_memory import registered_memory
 from .failures import at_every_write
 from .handmade import small_config
 from .runs import SHARD, Run, config_of, small_run
@@ -85,7 +87,19 @@ def test_copies_stay_as_they_were_and_their_memory_is_used_again() -> None:
         for found, expected in zip(copied, tensors(seed), strict=True):
             assert torch.equal(found, expected) and found.is_contiguous() and found.dtype == expected.dtype
         sizes.append(sum(chunk.nbytes for chunk in copies._chunks))
-    assert sizes[0] == sizes[1] == sizes[2] > 2**26
+    assert sizes[0] == sizes[1] == sizes[2] == 2**26 + 4 + 2 * 2**20
+
+
+def test_large_copies_have_exactly_their_bytes_and_a_save_of_others_takes_their_place() -> None:
+    sizes, longer = [3 * 2**20, 5 * 2**20 + 1], [4 * 2**20, 2**20 + 9]
+    with registered_memory(background) as registered:
+        copies = Copies(torch.device("cpu"))
+        for given in (sizes, longer, sizes, longer, sizes):
+            with copies.keeping() as keep:
+                for size in given:
+                    keep(torch.empty(size, dtype=torch.uint8))
+        assert sorted(registered.sizes.values()) == [longer[0], sizes[1]]
+        del copies, keep
 
 
 def rates_of(run: Run) -> list[float]:
