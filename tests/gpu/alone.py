@@ -102,6 +102,7 @@ def rows() -> dict[str, Callable[[], Row]]:
         row = ParityRow(choice=LLAMA, layout=replace(layout, precision="bf16"))
         found[f"{feature}, bf16"] = partial(compare_compiled, row)
     found["peak memory of the loss, bf16"] = loss_peaks
+    found["pinned memory of offload, bf16"] = pinned_memory
     return found
 
 
@@ -362,3 +363,45 @@ def documented_reads(terms: dict[str, int]) -> dict[str, int]:
         f"{file} {function}": int(eval(count.replace("·", "*"), {}, terms))
         for file, function, count, _ in cells
     }
+
+
+# What pinned memory takes of the host.
+
+# 71 M parameters in two buckets: twice 148 and 124 MiB, or 256 and 128 by powers of two.
+PINNED_WORK = Work(sizes=llama(1024, 4096, 4, 16, 8, 4096), length=32)
+PINNED_OFF = 2**23  # of what else the process may share meanwhile
+
+
+def pinned_memory() -> Row:
+    """Offload pins its masters and gradients, and takes their bytes of the host, none of them by torch's allocator."""
+    if default_device().type != "cuda":
+        raise Unavailable("memory is pinned for CUDA alone; tests/zero/test_offload.py plays CUDA's side")
+    model = model_of(PINNED_WORK, torch.bfloat16)
+    plugin = HybridParallelPlugin(precision="bf16", zero_stage=1, cpu_offload=True)
+    booster = Booster(plugin=plugin)
+    given = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+    before = _shared_bytes(), _bytes_of_torch()
+    boosted, optimizer, *_ = booster.boost(model, given)
+    booster.backward(boosted(**tokens_of(PINNED_WORK, 1)).loss, optimizer)
+    optimizer.step()
+    shared, of_torch = _shared_bytes() - before[0], _bytes_of_torch() - before[1]
+    buffers = [each for bucket in optimizer.buckets for each in (bucket.masters, bucket.stepped_gradients)]
+    expected = sum(each.nbytes for each in buffers)
+    departure = ""
+    if not all(each.is_pinned() for each in buffers):
+        departure = "masters or gradients are not pinned"
+    elif abs(shared - expected) > PINNED_OFF or of_torch > PINNED_OFF:
+        departure = f"it takes {shared} bytes, and {of_torch} of torch's allocator, for {expected}"
+    figures = {"buffers, GiB": expected, "taken, GiB": shared, "of torch's allocator, GiB": of_torch}
+    return {"departure": departure, "figures": {name: round(each / GIB, 3) for name, each in figures.items()}}
+
+
+def _shared_bytes() -> int:
+    """Resident memory of mappings that forks share, as those of pinned buffers are."""
+    (kilobytes,) = re.findall(r"^RssShmem:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    return 1024 * int(kilobytes)
+
+
+def _bytes_of_torch() -> int:
+    """Pinned memory that torch's own allocator has ever asked CUDA for."""
+    return int(torch.cuda.host_memory_stats()["allocated_bytes.allocated"])
