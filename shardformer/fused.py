@@ -21,7 +21,7 @@ from .layers.attention import (
     attention_errors,
     set_attention,
 )
-from .layers.chunked_loss import chunked_loss_errors, route_chunked_loss
+from .layers.chunked_loss import chunk_loss_errors, chunked_loss_errors, route_chunked_loss
 
 _LOG = logging.getLogger("echelon")
 
@@ -76,7 +76,8 @@ class FusedKernels:
             for error in KERNELS[name].errors(device, dtype, option)
         ]
         compiler = compiler_errors("enable_jit_fused=True", device) if self.jit else []
-        return [*(message for is_wrong, message in rows if is_wrong), *kernels, *compiler]
+        loss = [f"enable_fused_loss: {each}" for each in (chunk_loss_errors(device) if self.loss else ())]
+        return [*(message for is_wrong, message in rows if is_wrong), *kernels, *compiler, *loss]
 
     def _kernels(self, device: torch.device) -> Iterator[tuple[str, str]]:
         """What was asked for in the user's words, each with the kernel of attention that it means."""

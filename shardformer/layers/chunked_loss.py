@@ -8,8 +8,11 @@ the head.
 
 # N tokens, C those of a chunk, H hidden, V vocabulary, P vocabulary padded to a multiple of T, T size of the group
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -27,6 +30,131 @@ from .embedding import VocabParallelLMHead1D, VocabRange
 from .forward_code import scales_alone
 from .loss import ShardedLogits, has_causal_loss, require_labels, route_causal_loss
 from .parallel_module import native_errors
+
+# From hidden_CH and labels_C to the sum of a chunk's losses in float32 and the gradient of its logits, (C, P) in the
+# format of hidden_CH. Without needs_gradient the latter is of no use.
+ChunkLoss = Callable[..., tuple[Tensor, Tensor]]
+
+
+def torch_chunk_loss(
+    hidden_CH: Tensor,
+    labels_C: Tensor,
+    *,
+    head: Callable[[Tensor], Tensor],
+    entries: VocabRange,
+    group: dist.ProcessGroup | None,
+    ignore_index: int,
+    needs_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    """A `ChunkLoss` in float32 by torch. Over a group one all-gather of 2C numbers.
+
+    Args:
+        head: from hidden_CH to this rank's logits_CP; those of padding are -inf.
+    """
+    scores_CP = head(hidden_CH).float()
+    is_counted_C = labels_C != ignore_index
+    here_C = is_counted_C & (labels_C >= entries.first) & (labels_C < entries.first + entries.valid)
+    index_C1 = (labels_C - entries.first).masked_fill(~here_C, 0).unsqueeze(1)
+    label_score_C = scores_CP.gather(1, index_C1).squeeze(1).masked_fill(~here_C, 0.0)
+    log_sum_C = scores_CP.logsumexp(1)
+    if group is not None:
+        every_T2C = begin_gather(torch.stack([log_sum_C, label_score_C]), group).wait()
+        log_sum_C, label_score_C = every_T2C[:, 0].logsumexp(0), every_T2C[:, 1].sum(0)
+    loss = ((log_sum_C - label_score_C) * is_counted_C).sum()
+    if not needs_gradient:
+        return loss, scores_CP
+    log_sum_C = log_sum_C.masked_fill(~is_counted_C, torch.inf)  # a gradient of 0
+    gradient_CP = scores_CP.sub_(log_sum_C.unsqueeze(1)).exp_()
+    gradient_CP.scatter_add_(1, index_C1, -here_C.float().unsqueeze(1))
+    return loss, gradient_CP.to(hidden_CH.dtype)
+
+
+def liger_chunk_loss(
+    hidden_CH: Tensor,
+    labels_C: Tensor,
+    *,
+    head: Callable[[Tensor], Tensor],
+    entries: VocabRange,
+    group: None,
+    ignore_index: int,
+    needs_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    """A `ChunkLoss` of a whole vocabulary by Liger's kernel, which turns the logits into their gradient in place.
+
+    The kernel computes in float32, whatever the logits are, and the host reads nothing. Liger's own function around it
+    reads three numbers in every call, and rounds losses to the format of the logits.
+
+    Raises:
+        ImportError: as `liger_kernel`.
+    """
+    kernel, logits_CP = liger_kernel(), head(hidden_CH)
+    # The kernel writes no loss where a label does not count.
+    loss_C = logits_CP.new_zeros(len(labels_C), dtype=torch.float32)
+    given = _LIGER_ARGUMENTS | dict(
+        X_ptr=logits_CP,
+        X_stride=logits_CP.stride(0),
+        Y_ptr=labels_C,
+        Y_stride=labels_C.stride(0),
+        loss_ptr=loss_C,
+        n_cols=entries.width,
+        ignore_index=ignore_index,
+        HAS_GRADIENTS=needs_gradient,
+        BLOCK_SIZE=min(_LIGER_BLOCK, 1 << (entries.width - 1).bit_length()),
+    )
+    kernel[(len(labels_C),)](**{name: given[name] for name in kernel.arg_names}, num_warps=_LIGER_WARPS)
+    return loss_C.sum(), logits_CP.to(hidden_CH.dtype)
+
+
+# Every argument that a release has, as it is for a plain cross entropy. A dummy number is 1, for which Triton compiles.
+_LIGER_ARGUMENTS: dict[str, Any] = {
+    **dict.fromkeys(("X_ptr", "X_stride", "Y_ptr", "Y_stride", "loss_ptr", "n_cols", "ignore_index")),
+    **dict.fromkeys(("weight_ptr", "z_loss_ptr", "token_accuracy_ptr", "predicted_tokens_ptr")),
+    **dict.fromkeys(("loss_stride", "token_accuracy_stride", "predicted_tokens_stride"), 1),
+    **dict.fromkeys(("n_non_ignore", "sum_non_ignore_weight", "weight_sum"), 1),
+    **dict.fromkeys(("lse_square_scale", "label_smoothing", "softcap"), 0.0),
+    **dict.fromkeys(("RETURN_Z_LOSS", "RETURN_TOKEN_ACCURACY", "RETURN_PREDICTED_TOKENS"), False),
+    **dict.fromkeys(("HAS_WEIGHT", "HAS_SOFTCAPPING", "HAS_GRADIENTS"), False),
+    "reduction": "sum",
+    "BLOCK_SIZE": None,
+}
+_LIGER_BLOCK, _LIGER_WARPS = 32768, 32  # as Liger has tuned them for Hopper and before
+
+
+def liger_kernel() -> Any:
+    """Liger's Triton kernel of the cross entropy.
+
+    Raises:
+        ImportError: it is not there, or a release before 0.5.3 or with arguments that are not known here.
+    """
+    from liger_kernel.ops.cross_entropy import liger_cross_entropy_kernel as kernel
+
+    names = set(kernel.arg_names)
+    # Before 0.5.3, which brought HAS_WEIGHT, what is not read may not be None; 0.3 rounds the label's gradient twice.
+    if "HAS_WEIGHT" not in names or names - _LIGER_ARGUMENTS.keys():
+        raise ImportError(
+            f"liger-kernel {version('liger-kernel')} has a cross entropy with arguments other than those of 0.5.3 to "
+            "0.8.5: install one of these releases, or uninstall it and torch computes the loss"
+        )
+    return kernel
+
+
+def fused_chunk_loss(device: torch.device, group: dist.ProcessGroup | None) -> ChunkLoss:
+    """The `ChunkLoss` of a device: Liger's on CUDA where it is installed and the head is whole, else torch's."""
+    return liger_chunk_loss if group is None and _has_liger(device) else torch_chunk_loss
+
+
+def chunk_loss_errors(device: torch.device) -> list[str]:
+    """Why the loss of chunks cannot be computed on a device; empty where it can. No communication."""
+    if _has_liger(device):
+        try:
+            liger_kernel()
+        except ImportError as error:
+            return [str(error)]
+    return []
+
+
+def _has_liger(device: torch.device) -> bool:
+    return is_cuda(device) and find_spec("liger_kernel") is not None
 
 
 class _ChunkedCrossEntropy(Function):
@@ -48,33 +176,33 @@ class _ChunkedCrossEntropy(Function):
         of_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
         of_weight_PH = torch.zeros_like(weight_PH, dtype=torch.float32) if needs_weight else None
         of_bias_P = total.new_zeros(entries.width) if needs_bias else None
+
+        def head(hidden_CH: Tensor) -> Tensor:
+            logits_CP = F.linear(hidden_CH, weight_PH, bias_P)
+            logits_CP[:, entries.valid :] = -torch.inf
+            return logits_CP
+
+        chunk_loss = partial(
+            fused_chunk_loss(hidden_NH.device, group),
+            head=head,
+            entries=entries,
+            group=group,
+            ignore_index=ignore_index,
+            needs_gradient=any(ctx.needs_input_grad),
+        )
         length = chunk_length(len(hidden_NH), hidden_NH.shape[1], entries.width)
         for start in range(0, len(hidden_NH), length):
             chunk = slice(start, start + length)
-            hidden_CH, labels_C = hidden_NH[chunk], labels_N[chunk]
-            scores_CP = F.linear(hidden_CH, weight_PH, bias_P).float()
-            scores_CP[:, entries.valid :] = -torch.inf
-            is_counted_C = labels_C != ignore_index
-            here_C = is_counted_C & (labels_C >= entries.first) & (labels_C < entries.first + entries.valid)
-            index_C1 = (labels_C - entries.first).masked_fill(~here_C, 0).unsqueeze(1)
-            label_score_C = scores_CP.gather(1, index_C1).squeeze(1).masked_fill(~here_C, 0.0)
-            log_sum_C = scores_CP.logsumexp(1)
-            if group is not None:
-                every_T2C = begin_gather(torch.stack([log_sum_C, label_score_C]), group).wait()
-                log_sum_C, label_score_C = every_T2C[:, 0].logsumexp(0), every_T2C[:, 1].sum(0)
-            total += ((log_sum_C - label_score_C) * is_counted_C).sum()
-            if not any(ctx.needs_input_grad):
-                continue
-            log_sum_C = log_sum_C.masked_fill(~is_counted_C, torch.inf)  # a gradient of 0
-            gradient_CP = scores_CP.sub_(log_sum_C.unsqueeze(1)).exp_()
-            gradient_CP.scatter_add_(1, index_C1, -here_C.float().unsqueeze(1))
-            gradient_CP = gradient_CP.to(hidden_NH.dtype)
+            hidden_CH = hidden_NH[chunk]
+            loss, gradient_CP = chunk_loss(hidden_CH, labels_N[chunk])
+            total += loss
             if of_hidden_NH is not None:
                 torch.mm(gradient_CP, weight_PH, out=of_hidden_NH[chunk])
             if of_weight_PH is not None:
                 _add_product(of_weight_PH, gradient_CP.T, hidden_CH)
             if of_bias_P is not None:
                 of_bias_P += gradient_CP.sum(0, dtype=torch.float32)
+            del gradient_CP  # or the next chunk's logits would be a second one
         ctx.save_for_backward(of_hidden_NH, of_weight_PH, of_bias_P)
         ctx.dtype = weight_PH.dtype
         return total
