@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,6 +34,13 @@ from echelon import (
 )
 from echelon.cluster.device import default_device
 from echelon.shardformer import PipelineGradientCheckpointConfig
+from echelon.shardformer.layers.chunked_loss import (
+    ChunkLoss,
+    chunk_length,
+    liger_chunk_loss,
+    torch_chunk_loss,
+)
+from echelon.shardformer.layers.embedding import VocabRange
 from echelon.verify.batch import make_batch
 from echelon.verify.layout import Layout, Training
 from echelon.verify.models import ModelChoice
@@ -103,6 +111,7 @@ def rows() -> dict[str, Callable[[], Row]]:
         found[f"{feature}, bf16"] = partial(compare_compiled, row)
     found["peak memory of the loss, bf16"] = loss_peaks
     found["pinned memory of offload, bf16"] = pinned_memory
+    found["a chunk's loss by Liger's kernel, bf16"] = liger_chunk
     return found
 
 
@@ -405,3 +414,60 @@ def _shared_bytes() -> int:
 def _bytes_of_torch() -> int:
     """Pinned memory that torch's own allocator has ever asked CUDA for."""
     return int(torch.cuda.host_memory_stats()["allocated_bytes.allocated"])
+
+
+# Which of the two computes the loss of a chunk.
+
+
+def liger_chunk() -> Row:
+    """A chunk of the head of `LOSS_WORK` by Liger's kernel beside torch's passes: loss, gradient, time and peak."""
+    device = default_device()
+    if device.type != "cuda" or find_spec("liger_kernel") is None:
+        raise Unavailable("Liger's kernel takes CUDA and the package liger_kernel")
+    hidden, vocab_size = (LOSS_WORK.sizes[name] for name in ("hidden_size", "vocab_size"))
+    length = chunk_length(LOSS_WORK.length, hidden, vocab_size)
+    torch.manual_seed(0)
+    given = 3 * torch.randn(length, vocab_size, device=device, dtype=torch.bfloat16)
+    labels = torch.randint(vocab_size, (length,), device=device)
+    labels[::5] = -100
+    settings = dict(
+        entries=VocabRange(vocab_size=vocab_size, first=0, width=vocab_size, valid=vocab_size),
+        group=None,
+        ignore_index=-100,
+        needs_gradient=True,
+    )
+
+    def compute(chunk_loss: ChunkLoss) -> tuple[Tensor, Tensor, float, float]:
+        """Loss, gradient, milliseconds of a chunk and MiB that it allocates at most."""
+        loss, gradient = chunk_loss(given, labels, head=Tensor.clone, **settings)
+        logits = given.clone()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(CHUNKS):  # in place, and as fast whatever the logits are
+            chunk_loss(given, labels, head=lambda _: logits, **settings)
+        end.record()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        return loss, gradient, begin.elapsed_time(end) / CHUNKS, peak / 2**20
+
+    (expected, wanted, own_ms, own_peak), (loss, gradient, ms, peak) = map(
+        compute, (torch_chunk_loss, liger_chunk_loss)
+    )
+    off = {
+        "loss": ((loss - expected).abs() / expected).item(),
+        "gradient": ((gradient - wanted).float().abs().max() / wanted.float().abs().max()).item(),
+    }
+    too_far = [name for name, allowed in CHUNK_OFF.items() if not off[name] <= allowed]
+    figures = {"torch, ms": own_ms, "Liger, ms": ms, "torch, MiB more": own_peak, "Liger, MiB more": peak}
+    return {
+        "departure": f"departs: {off}, allowed {CHUNK_OFF}" if too_far else "",
+        "off": off,
+        "figures": {name: round(each, 2) for name, each in figures.items()},
+    }
+
+
+CHUNKS = 10
+# In shares of the largest: float32 sums in another order, and a rounding to bf16 that falls to the other side.
+CHUNK_OFF = {"loss": 1e-5, "gradient": 2**-7}
