@@ -94,6 +94,9 @@ class Slot:
         piece_gradient: the part of the slice's gradients that belongs to `piece`, where that is.
         version: the parameter's version counter when its master was last known to agree with it.
         was_reduced: whether this rank gave a gradient of it to a reduction since they were dropped.
+
+    Attributes:
+        parameter: the model's.
     """
 
     managed: ManagedParameter
@@ -107,10 +110,9 @@ class Slot:
     version: int
     was_reduced: bool = False
 
-    @property
-    def parameter(self) -> Parameter:
-        """The model's parameter."""
-        return self.managed.parameter
+    def __post_init__(self) -> None:
+        self.parameter = self.managed.parameter
+        self._address, self._dtype = self.weight.data_ptr(), self.weight.dtype
 
     @property
     def has_gradient(self) -> bool:
@@ -142,8 +144,8 @@ class Slot:
 
         Autograd makes a new tensor for the first gradient after `zero_grad`, and adds in place from then on.
         """
-        gradient = self.local_gradient
-        if gradient is None or gradient is self.gradient:
+        gradient = self.parameter.grad
+        if gradient is None or gradient is self.gradient or isinstance(gradient, ShardedGradient):
             return
         assert self.gradient is not None  # borrowed before accumulation
         if gradient.layout is not torch.strided:
@@ -157,8 +159,7 @@ class Slot:
     @property
     def is_in_place(self) -> bool:
         """Return True if the parameter still is the view into the bucket that it was made."""
-        weight = self.parameter
-        return weight.data_ptr() == self.weight.data_ptr() and weight.dtype == self.weight.dtype
+        return self.parameter.data_ptr() == self._address and self.parameter.dtype is self._dtype
 
 
 class Bucket:
@@ -244,6 +245,11 @@ class Bucket:
     def has_masters(self) -> bool:
         """Return True if masters have memory of their own."""
         return self.is_offloaded or self.parameters.dtype != torch.float32
+
+    @property
+    def has_room(self) -> bool:
+        """Return True if it expects local gradients and has memory for them."""
+        return self.state is GradientState.LOCAL and self.gradients is not None
 
     @property
     def shards_gradients(self) -> bool:

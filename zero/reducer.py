@@ -100,20 +100,20 @@ class Reducer:
                 -min(position[slot.parameter] for slot in bucket.slots),
             ),
         )
-        self._places = {slot.parameter: (slot, bucket) for bucket in buckets for slot in bucket.slots}
+        self._places = [(slot, bucket) for bucket in buckets for slot in bucket.slots]
         self._launches = group.size() > 1 and (overlap or self.shards_gradients)
         self._max_in_flight = 1 if overlap else 0  # at stage 2, while another bucket gets its gradients
         self._backward = _Backward.OUTSIDE
         self._is_held_back = False
         self._check_every, self._num_steps = check_every, 0
-        # Of the backward that is running: buckets to be launched, and their parameters whose gradients are to come.
-        self._awaited: dict[Bucket, set[Parameter]] = {}
+        # Of the backward that is running: buckets to be launched, and their slots whose gradients are to come.
+        self._awaited: dict[Bucket, set[Slot]] = {}
         self._in_flight: deque[Bucket] = deque()
         # Weakly: the garbage collector does not see through the hooks of a tensor that lives elsewhere too, and
         # a cycle through one would keep all this memory and its process groups for ever.
-        for slot, bucket in self._places.values():
-            before = _weakly(Reducer._before_accumulation, ref(self), ref(bucket), ref(slot))
-            after = _weakly(Reducer._after_accumulation, ref(self), ref(slot))
+        for place, (slot, _) in enumerate(self._places):
+            before = _weakly(Reducer._before_accumulation, ref(self), place)
+            after = _weakly(Reducer._after_accumulation, ref(self), place)
             slot.parameter.register_hook(before)
             slot.parameter.register_post_accumulate_grad_hook(after)
 
@@ -137,12 +137,12 @@ class Reducer:
             return
         if self.is_reduced:
             self.open()
-        expected = set(self._places if parameters is None else parameters)
+        expected = None if parameters is None else set(parameters)
         for bucket in self._buckets:
-            own_parameters = {slot.parameter for slot in bucket.slots}
-            if not bucket.sum_groups and own_parameters <= expected:
+            is_expected = expected is None or all(slot.parameter in expected for slot in bucket.slots)
+            if not bucket.sum_groups and is_expected:
                 bucket.open()
-                self._awaited[bucket] = own_parameters
+                self._awaited[bucket] = set(bucket.slots)
         with self.accumulating():
             with self._running(_Backward.LAUNCHING):
                 yield
@@ -297,11 +297,10 @@ class Reducer:
                 "every rank alike"
             )
 
-    def _complete(self, parameter: Parameter) -> None:
-        """Launch the buckets that waited for this parameter's last gradient of a backward."""
-        _, bucket = self._places[parameter]
+    def _complete(self, slot: Slot, bucket: Bucket) -> None:
+        """Note that a parameter's gradient of a backward is complete, and launch what waited for it."""
         if bucket in self._awaited:
-            self._awaited[bucket].discard(parameter)
+            self._awaited[bucket].discard(slot)
             while self._awaited and not self._awaited[following := next(iter(self._awaited))]:
                 self._launch(following)
 
@@ -333,26 +332,30 @@ class Reducer:
         bucket.open()
         bucket.borrow()
 
-    def _before_accumulation(self, bucket: Bucket, slot: Slot, gradient: Tensor | None) -> None:
+    def _before_accumulation(self, place: int, gradient: Tensor | None) -> None:
         """Hook of a parameter's gradient once all its uses are differentiated; None where it is deferred."""
+        slot, bucket = self._places[place]
         if self._backward is _Backward.OUTSIDE:
             if not _accumulates(slot.parameter):
                 return
             if self.writes.begin_plain_backward():
                 self.open()
         if gradient is None:
-            self._complete(slot.parameter)
-        else:
+            self._complete(slot, bucket)
+            return
+        if self.is_reduced or not bucket.has_room:
             self._make_room(bucket)
+        if self.shards_gradients:
             slot.show(slot.local_gradient)  # autograd is about to add to it
 
-    def _after_accumulation(self, slot: Slot, _: Parameter) -> None:
+    def _after_accumulation(self, place: int, parameter: Parameter) -> None:
         """Hook of an accumulated gradient. Where a foreign hook may change it yet, the end of backward completes it."""
+        slot, bucket = self._places[place]
         if self._backward is _Backward.OUTSIDE:
             self.writes.note_unscaled()
         slot.collect()
-        if not has_foreign_last_hooks(slot.parameter):
-            self._complete(slot.parameter)
+        if self._awaited and not has_foreign_last_hooks(parameter):
+            self._complete(slot, bucket)
 
 
 def sums_in_order(parameters: Sequence[ManagedParameter]) -> list[tuple[int, ProcessGroup, list[int]]]:
@@ -399,12 +402,11 @@ def _accumulates(parameter: Parameter) -> bool:
         return False
 
 
-def _weakly(function: Callable[..., None], *references: ref) -> Callable[[Any], None]:
-    """A hook that calls a function with some objects and its argument, as long as they live."""
+def _weakly(method: Callable[..., None], reference: ref, place: int) -> Callable[[Any], None]:
+    """A hook that calls an object's method with a place and its argument, as long as the object lives."""
 
     def call(argument: Any) -> None:
-        found = [reference() for reference in references]
-        if None not in found:
-            function(*found, argument)
+        if (owner := reference()) is not None:
+            method(owner, place, argument)
 
     return mark_internal(call)

@@ -48,14 +48,13 @@ def one_rank_departing(step: Callable[[Any], None]) -> Callable[[Any], None]:
     return stepped
 
 
-def launched_at_the_first(note: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+def launched_at_the_first(note: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
     """A bucket is averaged once one of its parameters has its gradient."""
 
-    def noted(self: Any, parameter: Any) -> None:
-        awaited = self._awaited.get(self._places[parameter][1])
-        if awaited is not None:
-            awaited.clear()
-        note(self, parameter)
+    def noted(self: Any, slot: Any, bucket: Any) -> None:
+        if bucket in self._awaited:
+            self._awaited[bucket].clear()
+        note(self, slot, bucket)
 
     return noted
 
