@@ -207,7 +207,7 @@ def reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:
             a sum, rows of an embedding.
         group: every rank of it must call.
     """
-    return _apply(x, group, lambda x: _sum_in_place(x, group), _alias)
+    return _apply(x, group, lambda x: _sum_in_place(x, group), unchanged)
 
 
 def scatter_to(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:

@@ -171,20 +171,26 @@ def linear(
         (..., O).
     """
     is_plain = store is None and later is None and kept is None
-    if is_plain or not torch.is_grad_enabled() or not _is_own(x, weight):
+    if is_plain or not torch.is_grad_enabled() or not is_trained(weight) or _is_other_product(x):
         return _product(x, weight, bias, is_transposed)
-    part, again = (None, None) if kept is None else kept
+    part, again = kept or (None, None)
     through = weight if later is None else later.weight
     how = _Product(cast(Parameter, weight), is_transposed, store, later, again)
     out: Tensor = _Linear.apply(x, through, bias, part, how)
     return out
 
 
-def _is_own(x: Tensor, weight: Tensor) -> bool:
-    # A weight that is computed from others (weight_norm, pruning) has a graph that backward runs through once; under
-    # autocast products are of other formats than their factors.
-    is_trained = weight.is_leaf and weight.requires_grad
-    return is_trained and not torch.is_autocast_enabled(x.device.type) and not is_transformed()
+def is_trained(weight: Tensor) -> bool:
+    """Return True for a weight whose gradient is its own.
+
+    One that is computed from others (weight_norm, pruning) has a graph that backward runs through once.
+    """
+    return weight.is_leaf and weight.requires_grad
+
+
+def _is_other_product(x: Tensor) -> bool:
+    # Under autocast products are of other formats than their factors.
+    return torch.is_autocast_enabled(x.device.type) or is_transformed()
 
 
 def is_transformed() -> bool:

@@ -26,7 +26,7 @@ from ...cluster.collectives import (
 from ...cluster.placement import PartialGrad, place
 from ...cluster.random import SplitRandom
 from ...pipeline.weight_gradients import WeightGradients
-from .deferred_linear import Crossing, LaterProduct, Regather, beside, linear
+from .deferred_linear import Crossing, LaterProduct, Regather, beside, is_trained, linear
 from .parallel_module import ParallelModule, require_native, shard_of
 from .split_gather import RegionSequence, leave, row_product
 
@@ -92,10 +92,9 @@ def enter(
         return [paired(x, each.forward, partial(_back, each)) for x, each in zip(xs, crossings, strict=True)]
     # Without a gradient of an input there is nothing to wait for.
     has_sum = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
-    weights = [(layer, layer.weight) for layer in layers] if has_sum else []
-    trained = [(layer, weight) for layer, weight in weights if weight.is_leaf and weight.requires_grad]
-    entered, products = beside(xs, crossings, [weight for _, weight in trained])
-    for (layer, _), later in zip(trained, products, strict=True):
+    trained = {layer: layer.weight for layer in layers if is_trained(layer.weight)} if has_sum else {}
+    entered, products = beside(xs, crossings, [*trained.values()])
+    for layer, later in zip(trained, products, strict=True):
         vars(layer)["later"] = later
     if sequence is not None and sequence.regathers:
         part, axis = xs[0].detach(), sequence.axis

@@ -45,7 +45,7 @@ def change_inputs(module: nn.Module, change: Callable[[nn.Module, dict[str, Any]
     names = list(inspect.signature(module.forward).parameters)
 
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = dict(zip(names, args, strict=False)) | kwargs if args else kwargs
         inputs = {name: given[name] for name in names if name in given} | given
         change(module, inputs)
         positional = [inputs.pop(name) for name in names[: len(args)]]

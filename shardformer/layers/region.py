@@ -31,16 +31,11 @@ class CommonInput:
         self._entered: Tensor | None = None
 
     def enter(self, xs: Sequence[Tensor], enter: Callable[[Sequence[Tensor]], list[Tensor]]) -> list[Tensor]:
-        """Let tensors enter a region: its first input, and the second where it did not enter before."""
+        """Let two tensors enter a region: its first input, and the second where it did not enter before."""
         # Outputs of a layer that backward recomputes have no part in the sum of gradients; a compiled layer has a graph
         # of its own.
         is_compiled = torch.compiler.is_compiling()
-        if (
-            len(xs) < 2
-            or not torch.is_grad_enabled()
-            or is_compiled
-            or torch._C._current_graph_task_id() != -1
-        ):
+        if not torch.is_grad_enabled() or is_compiled or torch._C._current_graph_task_id() != -1:
             return enter(xs)
         first, second = xs
         if self._given is second and self._version == second._version and self._entered is not None:
@@ -81,7 +76,7 @@ class Region:
             local_heads: those of this rank.
             sequence: the sharding of the first tensor, which is gathered (backward reduce-scatter) instead.
         """
-        common = common_input or CommonInput()
+        common, heads = common_input or CommonInput(), by_head or {}
         layers = _entry_layers(module)
 
         def enter_all(xs: Sequence[Tensor]) -> list[Tensor]:
@@ -92,11 +87,11 @@ class Region:
             if split_random is not None and module.training:
                 split_random.enter(inputs[first].device)
             # In one order on all ranks: backward all-reduces in that order too.
-            second = [] if second_input is None else [second_input]
-            entering = [name for name in (first, *second) if isinstance(inputs.get(name), Tensor)]
-            entered = common.enter([inputs[name] for name in entering], enter_all)
-            inputs.update(zip(entering, entered, strict=True))
-            for name, dim in (by_head or {}).items():
+            if second_input is not None and isinstance(second := inputs.get(second_input), Tensor):
+                inputs[first], inputs[second_input] = common.enter([inputs[first], second], enter_all)
+            else:
+                (inputs[first],) = enter_all([inputs[first]])
+            for name, dim in heads.items():
                 if isinstance(x := inputs.get(name), Tensor) and x.ndim > 2:
                     inputs[name] = own_heads(x, dim, num_heads, local_heads)
 
