@@ -23,13 +23,13 @@ become nodes of the graph, and `InFlight.wait` the node behind which the result 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+from torch.autograd import Function, function
 
 from . import gloo
 
@@ -168,6 +168,17 @@ def exchange_slices(x: Tensor, group: dist.ProcessGroup, split_dim: int, gather_
     arrived = torch.empty_like(pieces)
     dist.all_to_all_single(arrived.view(-1), pieces.view(-1), group=group)
     return arrived.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's decorator of a backward, without its context where no graph of the gradients is made."""
+    guarded = function.once_differentiable(backward)
+
+    @wraps(backward)
+    def run(ctx: Any, *gradients: Tensor | None) -> Any:
+        return (guarded if torch.is_grad_enabled() else backward)(ctx, *gradients)
+
+    return run
 
 
 class _Pair(Function):

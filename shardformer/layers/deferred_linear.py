@@ -11,11 +11,10 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 from transformers.pytorch_utils import Conv1D
 
-from ...cluster.collectives import InFlight
+from ...cluster.collectives import InFlight, once_differentiable
 from ...pipeline.weight_gradients import DeferredGradient, WeightGradients
 
 # N rows of all other dimensions together, I input features, O output features
@@ -120,10 +119,11 @@ class _Beside(Function):
         ctx.crossings, ctx.deferred = crossings, deferred
         ctx.set_materialize_grads(False)
         crossed = [each.forward(x) for each, x in zip(crossings, tensors, strict=False)]
-        needed = ctx.needs_input_grad[2:]
-        ctx.mark_non_differentiable(
-            *[x for x, is_needed in zip(crossed, needed, strict=False) if not is_needed]
-        )
+        needed = ctx.needs_input_grad[2 : 2 + len(crossed)]
+        if not all(needed):
+            ctx.mark_non_differentiable(
+                *[x for x, is_needed in zip(crossed, needed, strict=True) if not is_needed]
+            )
         return (*crossed, *tensors[len(crossed) :])
 
     @staticmethod
