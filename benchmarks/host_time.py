@@ -62,7 +62,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # regions by themselves shrink what goes through them, and such numbers are slow
+    # Regions by themselves shrink what goes through them, and denormals are slow.
+    torch.set_flush_denormal(True)
     transformers.logging.set_verbosity_error()
     workload = workload_of(arguments, microbatches=1)
     results: dict[str, Any] = {"machine": report.machine(), "settings": settings_of(arguments)}
