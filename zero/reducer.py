@@ -298,7 +298,7 @@ class Reducer:
             )
 
     def _complete(self, slot: Slot, bucket: Bucket) -> None:
-        """Note that a parameter's gradient of a backward is complete, and launch what waited for it."""
+        """Launch the buckets that waited for this slot's last gradient of a backward."""
         if bucket in self._awaited:
             self._awaited[bucket].discard(slot)
             while self._awaited and not self._awaited[following := next(iter(self._awaited))]:
