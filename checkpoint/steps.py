@@ -19,8 +19,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from .commit import (
     locked,
     make_anew,
@@ -30,7 +28,7 @@ from .commit import (
     unfinished,
     unfinished_of_all,
 )
-from .tensor_file import ALGORITHM, FileRecord, damage_of_tensors, hash_of, write_small
+from .tensor_file import ALGORITHM, FileRecord, damage_of_tensors, hash_of, hash_of_bytes, write_small
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -254,7 +252,7 @@ def _sealed(manifest: Mapping[str, Any]) -> bytes:
 
 
 def _seal(manifest: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128(json.dumps(manifest).encode()).hexdigest()
+    return hash_of_bytes(json.dumps(manifest).encode())
 
 
 def _listed(record: FileRecord) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor
 
 ALGORITHM = "xxh3_128"
@@ -89,7 +88,7 @@ class TensorFileWriter:
         header = _header(self.order)
         self._left = list(reversed(self.order))
         self._hashes: dict[str, str] = {}
-        self._header_hash = xxhash.xxh3_128(header).hexdigest()
+        self._header_hash = hash_of_bytes(header)
         self._size = len(header) + sum(entry.nbytes for entry in entries)
         self._file = open(path, "wb")  # noqa: SIM115 (closed by `finish` or `abandon`)
         self._file.write(header)
@@ -104,7 +103,7 @@ class TensorFileWriter:
         if (tuple(tensor.shape), tensor.dtype) != (entry.shape, entry.dtype):
             raise AssertionError(f"{entry} was to be written, not {tensor.dtype} {tuple(tensor.shape)}")
         content = bytes_of(tensor)
-        self._hashes[entry.name] = xxhash.xxh3_128(content).hexdigest()
+        self._hashes[entry.name] = hash_of_bytes(content)
         self._file.write(content)
 
     def finish(self) -> FileRecord:
@@ -167,7 +166,7 @@ def damage_of_tensors(path: Path, record: FileRecord) -> list[str]:
     with open(path, "rb") as file:
         header = file.read(8)
         header += file.read(min(int.from_bytes(header, "little"), record.bytes))
-        if xxhash.xxh3_128(header).hexdigest() != record.header:
+        if hash_of_bytes(header) != record.header:
             return ["the header"]
         places = {
             name: each["data_offsets"] for name, each in json.loads(header[8:]).items() if name != _METADATA
@@ -200,7 +199,7 @@ def write_small(path: Path, content: bytes) -> FileRecord:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    return FileRecord(bytes=len(content), hash=xxhash.xxh3_128(content).hexdigest())
+    return FileRecord(bytes=len(content), hash=hash_of_bytes(content))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -245,6 +244,18 @@ def _header(order: Sequence[Entry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def _new_hash(content: bytes | memoryview = b"") -> Any:
+    """The hash of some bytes, to which more may be given. Models train also where xxhash is not installed."""
+    import xxhash
+
+    return xxhash.xxh3_128(content)
+
+
+def hash_of_bytes(content: bytes | memoryview) -> str:
+    """The hash of some bytes."""
+    return str(_new_hash(content).hexdigest())
+
+
 def hash_of(path: Path) -> str:
     """The hash of a file."""
     with open(path, "rb") as file:
@@ -253,12 +264,12 @@ def hash_of(path: Path) -> str:
 
 def _hash_from(file: BinaryIO, start: int, length: int) -> str:
     """Of some bytes of a file, which are read one after the other and not mapped."""
-    digest = xxhash.xxh3_128()
+    digest = _new_hash()
     file.seek(start)
     while length and (content := file.read(min(length, _CHUNK))):
         digest.update(content)
         length -= len(content)
-    return digest.hexdigest()
+    return str(digest.hexdigest())
 
 
 def saved_bytes(values: Any) -> bytes:
