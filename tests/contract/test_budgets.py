@@ -68,7 +68,7 @@ def measure_warm_step(layout: Layout, *, lengthens: bool = False, padding: int =
     for (axis, kind), count in ledger.traffic.items():
         _add(found, axis, kind if lengthens else kind.removeprefix("small "), count.calls, count.nbytes)
     terms = terms_of(layout, dict(boosted.named_parameters()), plugin.mesh.rank("pp"))
-    return Measured(found, reads, {**terms, "padded": padding > 0})
+    return Measured(found, reads, {**terms, "padded": padding > 0, "offload": False})
 
 
 def terms_of(layout: Layout, parameters: dict[str, torch.Tensor], stage: int) -> dict[str, Any]:

@@ -8,12 +8,14 @@ It needs torch, transformers and what they bring, and nothing else that Echelon 
 """
 
 import argparse
+import faulthandler
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -21,14 +23,16 @@ from pathlib import Path
 
 import torch
 
-from .results import FAILED, ROOT, Results, commit, measured_on, run_rows
+from .results import FAILED, ROOT, Results, commit, measured_on, run_rows, running_since
+from .speed import PATIENCE as PATIENCE_OF_ONE
 from .table import write_tables
 
 SECONDS = 505.0
 PATIENCE = 25.0  # for the row that a part is in when its time is over
-HANGS = 60.0  # a row that was begun so long before hangs
 MOURNING = 5.0  # in which ranks may say what the end of another one means to them
+STACKS = 2.0  # in which a process that hangs writes where it stands
 MOST_STARTS = 8
+START = "its start"  # what fails where no row had begun
 ALL_DONE, TIME_IS_OVER = 0, 3  # statuses of a part's process
 
 
@@ -39,23 +43,31 @@ class Part:
     Args:
         seconds: how long it may begin rows.
         num_ranks: processes, 0 is one without a group.
+        hangs: a row that takes longer hangs.
         about: what it does.
     """
 
     seconds: float
     num_ranks: int = 0
+    hangs: float = 60.0
     about: str
 
 
 # Estimates for one H200, of which none is measured. Together they are SECONDS; `speed` needs about twice its share to
 # end, and gets what the others leave.
 PARTS = {
-    "alone": Part(seconds=130, about="a world of one beside plain torch: precisions, features, kernels"),
+    "alone": Part(
+        seconds=130, hangs=100, about="a world of one beside plain torch: precisions, features, kernels"
+    ),
     "ranks2": Part(seconds=60, num_ranks=2, about="rows of parity on two ranks"),
     "ranks4": Part(seconds=95, num_ranks=4, about="rows of parity on four ranks"),
     "ranks8": Part(seconds=40, num_ranks=8, about="rows of parity on eight ranks"),
     "many": Part(seconds=60, about="one rank of many under the fake process group: memory, kernels, times"),
-    "speed": Part(seconds=120, about="tokens per second and peak memory beside torch alone; the host's time"),
+    "speed": Part(
+        seconds=120,
+        hangs=PATIENCE_OF_ONE + 10,
+        about="tokens per second and peak memory beside torch alone; the host's time",
+    ),
 }
 
 
@@ -74,6 +86,10 @@ def main() -> int:
         parser.error(f"there is no part {', '.join(unknown)}: use some of {', '.join(PARTS)}")
     if given.within:
         return run_here(given.parts[0], given.results, seconds=given.seconds)
+    try:
+        given.results.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"results cannot be written, {error}: give another folder, `make gpu RESULTS=…`")
     if not given.table:
         for name, value in {**measured_on(), "commit": commit()}.items():
             print(f"{name:13}{value}")
@@ -111,35 +127,53 @@ def run_part(name: str, folder: Path, *, seconds: float) -> bool:
     Returns:
         True if no row is left.
     """
-    end, path = time.monotonic() + seconds, folder / f"{name}.json"
-    folder.mkdir(parents=True, exist_ok=True)
+    end, path, part = time.monotonic() + seconds, folder / f"{name}.json", PARTS[name]
+    Results(path, name).forget(START)
     for _ in range(MOST_STARTS):
         settle(Results(path, name), "its process was ended from outside")
         if (left := end - time.monotonic()) <= 0:
             return False
         own = [sys.executable, "-m", "tests.gpu", "--within", "--results", str(folder)]
         log = path.with_suffix(".log")
-        code = run_processes(
-            [*own, "--seconds", f"{left:.0f}", name], PARTS[name].num_ranks, log, seconds=left + PATIENCE
-        )
-        if code is None:
-            settle(Results(path, name), f"it hung; {last_lines(log)}", least_seconds=HANGS)
-            return False
-        settle(Results(path, name), f"its process ended with status {code}; {last_lines(log)}")
+        try:
+            code = run_processes(
+                [*own, "--seconds", f"{left:.0f}", name],
+                part.num_ranks,
+                log,
+                seconds=left + PATIENCE,
+                is_stuck=lambda: time.time() - running_since(path) > part.hangs,
+            )
+        except (KeyboardInterrupt, SystemExit):
+            settle(Results(path, name), "it was broken off", least_seconds=part.hangs)
+            raise
         if code in (ALL_DONE, TIME_IS_OVER):
             return code == ALL_DONE
+        status = "it hung" if code is None else f"its process ended with status {code}"
+        why, least = f"{status}; {last_lines(log)}", part.hangs if code is None else 0.0
+        if not settle(Results(path, name), why, least_seconds=least):
+            print(f"{FAILED:13}{START}  {why[-600:]}", flush=True)
+            Results(path, name).put(START, FAILED, error=why)
+            return False
     return False
 
 
-def run_processes(command: list[str], num_ranks: int, log: Path, *, seconds: float) -> int | None:
+def run_processes(
+    command: list[str],
+    num_ranks: int,
+    log: Path,
+    *,
+    seconds: float,
+    is_stuck: Callable[[], bool] = lambda: False,
+) -> int | None:
     """Run a command, on several ranks that find each other; where one fails, the others are ended.
 
     Args:
         num_ranks: 0 is one process without a group.
         log: for what they write to standard error.
+        is_stuck: asked now and then; where it is true they are ended too.
 
     Returns:
-        The first status that is not 0, or 0; None where they had to be ended after so many seconds.
+        The first status that is not 0, or 0; None where they had to be ended, after so many seconds or stuck.
     """
     end, port = time.monotonic() + seconds, free_port()
     with log.open("w") as errors:
@@ -160,18 +194,28 @@ def run_processes(command: list[str], num_ranks: int, log: Path, *, seconds: flo
                     end = min(end, time.monotonic() + MOURNING)
                 if all(code is not None for code in codes):
                     return failed[0] if failed else 0
-                if time.monotonic() > end:
+                if time.monotonic() > end or is_stuck():
+                    if not failed:  # faulthandler writes the stacks
+                        signal_all(processes, signal.SIGABRT)
+                        time.sleep(STACKS)
                     return failed[0] if failed else None
                 time.sleep(0.1)
         finally:
+            signal_all(processes, signal.SIGKILL)
             for process in processes:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def signal_all(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    """Send a signal to processes and to what they started."""
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
 
 
 def run_here(name: str, folder: Path, *, seconds: float) -> int:
     """Run a part's rows in this process, and return its status."""
+    faulthandler.enable()
     results = Results(folder / f"{name}.json", name)
     if PARTS[name].num_ranks:
         from . import ranks
@@ -188,6 +232,9 @@ def environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
         size, number = str(num_ranks), str(rank)
         own |= {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        # Of ranks that share a GPU no kernel waits for another rank, and to load all of them takes long.
+        if torch.cuda.device_count() < num_ranks:
+            own |= {"CUDA_MODULE_LOADING": "LAZY"}
     return {**os.environ, **own}
 
 
@@ -198,20 +245,29 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def settle(results: Results, why: str, *, least_seconds: float = 0.0) -> None:
-    """Rows that began and did not end have failed; those that began less than some seconds ago are tried again."""
-    for row in results.running():
+def settle(results: Results, why: str, *, least_seconds: float = 0.0) -> int:
+    """Rows that began and did not end have failed; those that began less than some seconds ago are tried again.
+
+    Returns:
+        How many there were.
+    """
+    rows = results.running()
+    for row in rows:
         if time.time() - results.rows[row]["begun"] < least_seconds:
             results.forget(row)
             continue
         print(f"{FAILED:13}{row}  {why[-600:]}", flush=True)
         results.put(row, FAILED, error=why)
+    return len(rows)
 
 
 def last_lines(log: Path) -> str:
-    """The end of what a part wrote to standard error: errors of the ranks if it has any."""
+    """The end of what a part wrote to standard error: errors of the ranks if it has any, or where they stood."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     own = [line for line in lines if line.startswith("rank ")]
+    for at, line in enumerate(lines):
+        if not own and line.startswith("Current thread"):
+            return " | ".join(each.strip() for each in lines[at + 1 : at + 9])[-3000:]
     return " | ".join((own or lines)[-6:])[-3000:]
 
 

@@ -13,7 +13,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -47,11 +47,13 @@ from echelon.verify.models import ModelChoice
 from echelon.verify.resume import Part, Relay, compare_parts, run_part
 
 from ..contract.row import ParityRow
-from .kernels import LLAMA, PRECISIONS, attention_rows, require_available
+from .kernels import LLAMA, attention_rows, require_available, whole
 from .many import GIB, llama
 from .results import ROOT, Row, Unavailable
 from .speed import WORKS, Work, model_of, tokens_of
+from .streams import stream_rows
 
+NO_HASHES = "xxhash is not installed, without which nothing is saved"
 KINDS = ("gpt2", "bert", "t5", "vit", "whisper", "mixtral")
 
 FEATURES: dict[str, Layout] = {
@@ -87,31 +89,43 @@ WEIGHT_OFF = 1e-2
 
 
 def rows() -> dict[str, Callable[[], Row]]:
-    """Every row by its name. They share a world of one."""
+    """Every row by its name, the most telling first: time may be over before the last. They share a world of one."""
     launch_from_torch()
-    found: dict[str, Callable[[], Row]] = {}
-    for precision in PRECISIONS:
-        for feature, layout in FEATURES.items():
-            own = replace(layout, precision=precision)
-            found[f"{feature}, {precision}"] = partial(compare, ParityRow(choice=LLAMA, layout=own))
-        for kind in KINDS:
-            row = ParityRow(choice=ModelChoice(model_type=kind, num_layers=2), layout=clipped(precision))
-            found[f"{kind}, {precision}"] = partial(compare, row)
-        found[f"LoRA, {precision}"] = partial(lora, precision)
-        found[f"checkpoint, {precision}"] = partial(checkpoint, precision)
-        found[f"dropout and recomputation, {precision}"] = partial(dropout, precision)
-        for name in PLUGINS:
-            found[f"{name}, {precision}"] = partial(torch_plugin, name, precision)
-        found[f"a warm step's host reads, {precision}"] = partial(host_reads, precision)
+    found = rows_in("bf16")
+    for feature, layout in FEATURES.items():
+        found[f"host reads, {feature}, bf16"] = partial(host_reads, replace(layout, precision="bf16"))
+    found |= {f"{name}, fp32": partial(compare, row) for name, row in stream_rows().items()}
+    found["peak memory of the loss, bf16"] = loss_peaks
+    found["a chunk's loss by Liger's kernel, bf16"] = liger_chunk
+    found["pinned memory of offload, bf16"] = pinned_memory
     overflow = ParityRow(choice=LLAMA, layout=clipped("fp16"), training=OVERFLOW)
     found["overflow, fp16"] = partial(compare, overflow)
+    for precision in ("fp32", "fp16"):
+        plain = replace(FEATURES["plain"], precision=precision)
+        found[f"host reads, plain, {precision}"] = partial(host_reads, plain)
+        found |= rows_in(precision)
     found |= {name: partial(compare, row) for name, row in attention_rows().items()}
     for feature, layout in COMPILED.items():
-        row = ParityRow(choice=LLAMA, layout=replace(layout, precision="bf16"))
-        found[f"{feature}, bf16"] = partial(compare_compiled, row)
-    found["peak memory of the loss, bf16"] = loss_peaks
-    found["pinned memory of offload, bf16"] = pinned_memory
-    found["a chunk's loss by Liger's kernel, bf16"] = liger_chunk
+        own = replace(layout, precision="bf16")
+        found[f"{feature}, bf16"] = partial(compare_compiled, ParityRow(choice=LLAMA, layout=own))
+        found[f"host reads, {feature}, bf16"] = partial(host_reads, own)
+    return found
+
+
+def rows_in(precision: str) -> dict[str, Callable[[], Row]]:
+    """Features, other models, adapters, checkpoints, dropout and plugins beside a plain loop."""
+    found: dict[str, Callable[[], Row]] = {}
+    for feature, layout in FEATURES.items():
+        own = replace(layout, precision=precision)
+        found[f"{feature}, {precision}"] = partial(compare, ParityRow(choice=LLAMA, layout=own))
+    for kind in KINDS:
+        row = ParityRow(choice=ModelChoice(model_type=kind, num_layers=2), layout=clipped(precision))
+        found[f"{kind}, {precision}"] = partial(compare, row)
+    found[f"LoRA, {precision}"] = partial(lora, precision)
+    found[f"checkpoint, {precision}"] = partial(checkpoint, precision)
+    found[f"dropout and recomputation, {precision}"] = partial(dropout, precision)
+    for name in PLUGINS:
+        found[f"{name}, {precision}"] = partial(torch_plugin, name, precision)
     return found
 
 
@@ -122,6 +136,8 @@ def clipped(precision: str) -> Layout:
 
 def compare(row: ParityRow) -> Row:
     """The parity check in this world of one."""
+    if row.missing:
+        raise Unavailable(row.missing)
     require_available(row.layout.arguments)
     report = row.compare()
     last = report.steps[-1]
@@ -152,6 +168,8 @@ def lora(precision: str) -> Row:
 
 def checkpoint(precision: str) -> Row:
     """A run that is saved after two steps and goes on, beside a plain one that never stops."""
+    if find_spec("xxhash") is None:
+        raise Unavailable(NO_HASHES)
     part = Part(layout=Layout(precision=precision, zero=1), num_steps=2)
     relay = Relay(choice=LLAMA, parts=(part, part))
     with tempfile.TemporaryDirectory(prefix="echelon-gpu-") as folder:
@@ -246,6 +264,8 @@ def torch_plugin(name: str, precision: str) -> Row:
         f"losses are off by {off:.2g}, {LOSS_OFF[precision]} is allowed" if off > LOSS_OFF[precision] else ""
     )
     figures: Row = {"off": off}
+    if precision == "fp32" and not departure and find_spec("xxhash") is None:
+        raise Unavailable(f"{NO_HASHES}; losses agree")
     if precision == "fp32":
         with tempfile.TemporaryDirectory(prefix="echelon-gpu-") as folder:
             booster.save_model(boosted, f"{folder}/model.safetensors")
@@ -311,28 +331,39 @@ def loss_and_peak(work: Work, *, is_fused: bool) -> tuple[float, int]:
 WARM = 4  # the first three calls compare by messages, see docs/cuda.md
 
 
-def host_reads(precision: str) -> Row:
+def host_reads(layout: Layout) -> Row:
     """A warm step waits for the device where docs/cuda.md says so, and nowhere else, by CUDA's own account."""
-    if default_device().type != "cuda":
-        raise Unavailable(
-            "only CUDA tells where the host waits; tests/contract/test_budgets.py counts on CPUs"
-        )
-    microbatches = 2
-    plugin = HybridParallelPlugin(precision=precision, num_microbatches=microbatches, max_norm=1.0)
-    booster, model = Booster(plugin=plugin), LLAMA.build()
+    is_cuda = default_device().type == "cuda"
+    arguments = layout.arguments | {"max_norm": layout.max_norm or 1.0}
+    require_available(arguments)
+    if layout.options == COMPILED["compiled layers"].options and not is_cuda:
+        raise Unavailable("only CUDA tells where the host waits")
+    booster, model = Booster(plugin=HybridParallelPlugin(**arguments)), LLAMA.build()
     given = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
     boosted, optimizer, *_ = booster.boost(model, given)
-    batch = make_batch(LLAMA, num_samples=4, seed=0)
+    # Packages for flash attention ask what a mask hides.
+    takes_mask = not arguments.get("enable_flash_attention") and not arguments.get("enable_all_optimization")
+    batch = (make_batch if takes_mask else whole)(LLAMA, num_samples=6, seed=0)
     found: Counter[str] = Counter()
     for step in range(WARM + 1):
-        pinned = {name: value.pin_memory() for name, value in batch.items()}  # as of a dataloader
-        torch.cuda.synchronize()
-        with _waits(found) if step == WARM else warnings.catch_warnings():
+        # As of a dataloader.
+        pinned = {name: value.pin_memory() if is_cuda else value for name, value in batch.items()}
+        if is_cuda:
+            torch.cuda.synchronize()
+        with _waits(found) if step == WARM and is_cuda else nullcontext():
             booster.execute_pipeline(iter([pinned]), boosted, optimizer=optimizer)
             optimizer.step()
             optimizer.zero_grad()
-    allowed = documented_reads({"m": microbatches, "ring_attn": False, "padded": True})
-    wrong = {place: count for place, count in found.items() if count != allowed.get(place, 0)}
+    if not is_cuda:
+        raise Unavailable(
+            "only CUDA tells where the host waits, and here it trains; tests/contract/test_budgets.py counts on CPUs"
+        )
+    offload = "cpu_offload" in layout.options
+    terms = {"m": layout.microbatches, "ring_attn": False, "padded": takes_mask, "offload": offload}
+    allowed = documented_reads(terms)
+    wrong = {
+        place: count for place in {**found, **allowed} if (count := found[place]) != allowed.get(place, 0)
+    }
     return {
         "departure": f"the host waits at {wrong}, allowed {allowed}" if wrong else "",
         "waits": dict(found),
@@ -348,7 +379,9 @@ def _waits(found: Counter[str]) -> Iterator[None]:
             return
         frame = sys._getframe(1)
         while frame.f_back is not None and (
-            "/torch/" in frame.f_code.co_filename or frame.f_code.co_filename in (__file__, warnings.__file__)
+            "/torch/" in (file := frame.f_code.co_filename)
+            or file == __file__
+            or file.endswith("warnings.py")  # as of 3.14 in two files
         ):
             frame = frame.f_back
         found["/".join(frame.f_code.co_filename.split("/")[-2:]) + " " + frame.f_code.co_name] += 1

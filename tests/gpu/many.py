@@ -227,5 +227,5 @@ def _figures(cluster: Cluster) -> dict[str, Any]:
         "step, ms": round(1e3 * median(times), 1),
         "host until launched, ms": round(1e3 * median(launches), 1),
         "GPU busy, ms": round(busy, 1),
-        "kernels": len(kernels),
+        "kernels": len(kernels) or "none was seen: may this user profile?",
     }

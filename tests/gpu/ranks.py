@@ -23,6 +23,7 @@ from ..contract.row import ParityRow, distinct
 from .kernels import ring_rows
 from .results import FAILED, PASSED, UNAVAILABLE, Results, described, short
 from .staging import staging
+from .streams import stream_rows
 
 # Eight ranks: what tests on CPUs have on four.
 EIGHT = (
@@ -36,7 +37,7 @@ EIGHT = (
 def rows(num_ranks: int) -> dict[str, ParityRow]:
     """The quick rows of so many ranks, by name."""
     own = (ParityRow(choice=TIED_LLAMA, layout=layout, num_steps=2, quick=True) for layout in EIGHT)
-    every = distinct(chain(own, ring_rows(), parity_rows()))
+    every = distinct(chain(own, ring_rows(), stream_rows(2).values(), parity_rows()))
     return {name: row for name, row in every.items() if row.quick and row.layout.world_size == num_ranks}
 
 

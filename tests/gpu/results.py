@@ -12,13 +12,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]  # as the links to the packages lead
 RUNNING, PASSED, FAILED, UNAVAILABLE = "running", "passed", "failed", "unavailable"
 Row = dict[str, Any]
 
@@ -95,9 +96,9 @@ class Results:
         self.put(name, RUNNING, begun=time.time())
 
     def forget(self, name: str) -> None:
-        """Let a row be tried again."""
-        del self.rows[name]
-        self._write()
+        """Let a row be tried again, if there is one."""
+        if self.rows.pop(name, None) is not None:
+            self._write()
 
     def put(self, name: str, state: str, **figures: Any) -> None:
         """Write a row."""
@@ -109,6 +110,12 @@ class Results:
         written = self.path.with_suffix(".tmp")
         written.write_text(json.dumps(self._known, indent=1) + "\n")
         written.replace(self.path)
+
+
+def running_since(path: Path) -> float:
+    """When the row began that a part's file says is running, in seconds of the clock; infinite where none is."""
+    rows = json.loads(path.read_text())["rows"] if path.exists() else {}
+    return min((row["begun"] for row in rows.values() if row["state"] == RUNNING), default=inf)
 
 
 class Unavailable(Exception):

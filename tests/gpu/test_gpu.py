@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -43,6 +44,9 @@ ROWS = {
     "measures more": lambda: {"figures": {"step, ms": 2, "tokens/s": 9}},
     "measures something else": lambda: {"figures": {"saved, GiB": 4}},
 }
+
+
+MACHINE = ("sources", "num_devices", "torch", "transformers")
 
 
 def test_rows_that_fail_say_so_and_the_rest_go_on(tmp_path: Path) -> None:
@@ -94,6 +98,62 @@ def test_processes_of_which_one_fails_or_hangs_are_ended(
     log = tmp_path / "log"
     assert runner.run_processes([sys.executable, "-c", script], 2, log, seconds=2.0) == status
     assert runner.last_lines(log) == ("rank 1: broke" if status else "")
+
+
+@pytest.mark.parametrize(
+    ("script", "name", "why"),
+    [
+        ("import xxx_hash", runner.START, "No module named 'xxx_hash'"),
+        (
+            "import faulthandler, json, sys, time; faulthandler.enable(); path = sys.argv[1]\n"
+            "known = json.load(open(path)); known['rows']['hangs'] = {'state': 'running', 'begun': time.time() - 98}\n"
+            "json.dump(known, open(path, 'w')); time.sleep(60)",
+            "hangs",
+            'it hung; File "<string>", line 3',
+        ),
+    ],
+)
+def test_a_part_that_cannot_start_or_whose_row_hangs_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, name: str, why: str
+) -> None:
+    path = tmp_path / "many.json"
+    Results(path, "many").put("known", PASSED)
+    begin = runner.run_processes
+    command = [sys.executable, "-c", script, str(path)]
+    monkeypatch.setattr(runner, "run_processes", lambda _, *rest, **more: begin(command, *rest, **more))
+    monkeypatch.setattr(runner, "STACKS", 0.5)
+    monkeypatch.setattr(runner, "MOST_STARTS", 1)
+    begun = time.monotonic()
+    assert not runner.run_part("many", tmp_path, seconds=30)
+    assert time.monotonic() - begun < 25  # no later than what it may take
+    assert why in Results(path, "many").rows[name]["error"]
+
+
+def test_rows_that_had_just_begun_are_tried_again_once_the_command_was_broken_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken_off(*_: object, **__: object) -> int:
+        Results(tmp_path / "many.json", "many").begin("a row")
+        raise SystemExit(1)
+
+    monkeypatch.setattr(runner, "run_processes", broken_off)
+    with pytest.raises(SystemExit):
+        runner.run_part("many", tmp_path, seconds=30)
+    assert Results(tmp_path / "many.json", "many").rows == {}
+
+
+def test_a_page_that_cannot_be_written_does_not_keep_the_tables_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "tests.gpu.results.measured_on", lambda: {"device": "a GPU", **dict.fromkeys(MACHINE, 1)}
+    )
+    run_rows(Results(tmp_path / "alone.json", "alone"), {"agrees": ROWS["agrees"]}, seconds=60)
+    page = tmp_path / "page.md"
+    page.mkdir()
+    monkeypatch.setattr(table, "PAGE", page)
+    assert table.write_tables(tmp_path) == 0
+    assert "stays as it is" in capsys.readouterr().out
 
 
 def staged() -> list[bool]:
@@ -207,7 +267,7 @@ def test_nothing_is_imported_that_a_machine_may_lack() -> None:
 
 def test_what_is_counted_is_what_the_pages_say() -> None:
     for ring, reads in ((False, 0), (True, 2)):
-        found = documented_reads({"m": 2, "padded": True, "ring_attn": ring})
+        found = documented_reads({"m": 2, "padded": True, "ring_attn": ring, "offload": False})
         assert found["zero/clipping.py measure"] == 1 and found["sequence/block_mask.py __init__"] == reads
     work = WORKS["tiny"]
     assert work.tokens == 128
