@@ -1,9 +1,9 @@
 """Training on another stream than the default one, beside a plain loop on the default one.
 
-Hooks of gradients run on the stream that was current when a model was boosted, whatever stream its forward runs on:
-torch (2.9 and later) lets that one wait for the gradient that comes, and at the end of backward the caller's stream for
-both. So buckets are collected and launched there, and a step on the other stream comes behind them. A missing wait
-would show as other numbers.
+A parameter's gradient is accumulated, and its hooks run, on the stream that was current when autograd made the node of
+it: in forward, or in an earlier one if something kept the node (torch 2.11, AccumulateGrad). That stream waits for the
+gradient that comes, and at the end of backward the caller's stream waits for it. So a bucket is filled and launched on
+one stream, and a step comes behind it. A missing wait would show as other numbers.
 """
 
 from collections.abc import Callable, Iterator

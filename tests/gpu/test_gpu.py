@@ -106,7 +106,7 @@ def test_processes_of_which_one_fails_or_hangs_are_ended(
         ("import xxx_hash", runner.START, "No module named 'xxx_hash'"),
         (
             "import faulthandler, json, sys, time; faulthandler.enable(); path = sys.argv[1]\n"
-            "known = json.load(open(path)); known['rows']['hangs'] = {'state': 'running', 'begun': time.time() - 98}\n"
+            "known = json.load(open(path)); known['rows']['hangs'] = {'state': 'running', 'begun': time.time() - 101}\n"
             "json.dump(known, open(path, 'w')); time.sleep(60)",
             "hangs",
             'it hung; File "<string>", line 3',
