@@ -150,7 +150,7 @@ def run_part(name: str, folder: Path, *, seconds: float) -> bool:
         status = "it hung" if code is None else f"its process ended with status {code}"
         why, least = f"{status}; {last_lines(log)}", HANGS if code is None else 0.0
         if not settle(Results(path, name), why, least_seconds=least):
-            print(f"{FAILED:13}{START}  {why[-600:]}", flush=True)
+            print(f"{FAILED:13}{START}  {shortened(why)}", flush=True)
             Results(path, name).put(START, FAILED, error=why)
             return False
     return False
@@ -255,9 +255,14 @@ def settle(results: Results, why: str, *, least_seconds: float = 0.0) -> int:
         if time.time() - results.rows[row]["begun"] < least_seconds:
             results.forget(row)
             continue
-        print(f"{FAILED:13}{row}  {why[-600:]}", flush=True)
+        print(f"{FAILED:13}{row}  {shortened(why)}", flush=True)
         results.put(row, FAILED, error=why)
     return len(rows)
+
+
+def shortened(text: str) -> str:
+    """The beginning and the end of a text."""
+    return text if len(text) < 600 else f"{text[:200]} … {text[-400:]}"
 
 
 def last_lines(log: Path) -> str:
