@@ -237,31 +237,82 @@ def test_few_files_beside_cluster_communicate_by_themselves() -> None:
 
 
 def device_dependent_lines(source: str) -> list[int]:
-    """The lines of a source that ask whether something is on CUDA, or use what only CUDA has."""
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Compare | ast.Attribute)]
-    return [
-        node.lineno
-        for node in nodes
-        if any(isinstance(each, ast.Constant) and each.value == "cuda" for each in ast.walk(node))
-        or ast.unparse(node) in ("torch.cuda", "torch.accelerator")
-        or (isinstance(node, ast.Attribute) and node.attr == "is_cuda")
-    ]
+    """The lines of a source that name CUDA, use what only CUDA has, or compare kinds of devices other than the CPU."""
+    return sorted({node.lineno for node in ast.walk(ast.parse(source)) if _depends_on_device(node)})
+
+
+def _depends_on_device(node: ast.AST) -> bool:
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str) and re.fullmatch(r"cuda(:.*)?", node.value) is not None
+    if isinstance(node, ast.Attribute):
+        return node.attr in ("cuda", "is_cuda") or ast.unparse(node) == "torch.accelerator"
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        base = getattr(node, "module", None) or ""
+        names = [f"{base}.{each.name}" if base else each.name for each in node.names]
+        return any(re.match(r"torch\.(cuda|accelerator)\b", name) for name in names)
+    if isinstance(node, ast.Match):
+        return _is_kind(node.subject)
+    if isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
+        are_cpu = any(isinstance(each, ast.Constant) and each.value == "cpu" for each in sides)
+        return any(map(_is_kind, sides)) and not are_cpu
+    return False
+
+
+def _is_kind(node: ast.expr) -> bool:
+    """Return True for the kind of a device: `….device.type`, `get_default_device().type`."""
+    text = ast.unparse(node)
+    return isinstance(node, ast.Attribute) and node.attr == "type" and "device" in text.lower()
+
+
+# Files that name CUDA and decide nothing by it, with the reason.
+NAMING_CUDA = {
+    "checkpoint/step.py": "a key of the file of random states",
+    "shardformer/sequence/before_layers.py": "the table of a tensor's properties",
+}
 
 
 def test_one_small_file_tells_cuda_from_other_devices() -> None:
     own = ROOT / "cluster" / "device.py"
     assert len(device_dependent_lines(own.read_text())) > 5 and own.read_text().count("\n") < 250
     found = {
-        str(path.relative_to(ROOT)): lines
+        str(path.relative_to(ROOT))
         for path in package_sources()
-        if path != own and (lines := device_dependent_lines(path.read_text()))
+        if path != own and device_dependent_lines(path.read_text())
     }
-    # The first reads the table of a tensor's properties.
-    assert found == {
-        "shardformer/sequence/before_layers.py": found.get("shardformer/sequence/before_layers.py")
-    }
-    source = 'if x.device.type == "cuda":\n    torch.cuda.synchronize()\nx.is_cuda\nkind in ("cpu", "cuda")\nx.device'
-    assert sorted(set(device_dependent_lines(source))) == [1, 2, 3, 4]
+    assert found == NAMING_CUDA.keys()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'x.device.type == "cuda"',
+        'x.device.type in ("cpu", "cuda")',
+        "x.device.type != kind",
+        "a.device.type == b.device.type",
+        "device.type not in kinds",
+        'match device.type:\n    case "xpu":\n        pass',
+        'str(device).startswith("cuda")',
+        'kinds = {"cuda": 1}',
+        'torch.device("cuda:0")',
+        "x.is_cuda",
+        "x.cuda()",
+        "torch.cuda.synchronize()",
+        "torch.backends.cuda.is_built()",
+        "torch.accelerator.device_count()",
+        "import torch.cuda",
+        "from torch import cuda",
+        "from torch.cuda import Stream",
+    ],
+)
+def test_code_that_depends_on_cuda_is_found(source: str) -> None:
+    assert device_dependent_lines(source)
+
+
+def test_code_that_asks_for_the_cpu_or_uses_a_device_is_none() -> None:
+    assert not device_dependent_lines(
+        'x.device.type == "cpu"\nx.to(y.device)\nis_cuda(x.device)\nx.type == y'
+    )
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ class Kernel:
         flag: the attribute of model classes that says whether they know it; None is not asked.
         module: what it imports.
         package: that module's, and how it is installed.
-        devices: kinds that it computes on.
+        needs_cuda: it computes on CUDA alone.
         is_short: it computes in 16 bits alone.
         capability: the least that a CUDA device must have.
         drops: it has attention dropout.
@@ -168,7 +168,7 @@ class Kernel:
     flag: str | None = None
     module: str | None = None
     package: str = ""
-    devices: tuple[str, ...] = ("cuda",)
+    needs_cuda: bool = True
     is_short: bool = False
     capability: tuple[int, int] = (0, 0)
     drops: bool = True
@@ -186,8 +186,8 @@ class Kernel:
         found, instead = compute_capability(device), f"enable_flash_attention={SDPA!r}, torch's own"
         rows = (
             (
-                device.type not in self.devices,
-                f"computes on {', '.join(self.devices)} and not on {device.type}: use {instead}",
+                self.needs_cuda and not is_cuda(device),
+                f"computes on cuda and not on {device.type}: use {instead}",
             ),
             (
                 self.module is not None and find_spec(self.module) is None,
@@ -206,15 +206,13 @@ class Kernel:
         return [f"{option}: {self.words} {message}" for is_wrong, message in rows if is_wrong]
 
 
-_SDPA = Kernel(
-    words="sdpa (torch's fused attention)", flag="_supports_sdpa", devices=("cuda", "cpu"), caps=False
-)
+_SDPA = Kernel(words="sdpa (torch's fused attention)", flag="_supports_sdpa", needs_cuda=False, caps=False)
 _PACKAGE = Kernel(words="", flag="_supports_flash_attn", is_short=True, capability=_AMPERE)
-_TORCH = replace(_SDPA, devices=("cuda",), is_short=True, capability=_AMPERE)
+_TORCH = replace(_SDPA, needs_cuda=True, is_short=True, capability=_AMPERE)
 
 # By the names of transformers, but for three that it has not.
 KERNELS = {
-    EAGER: Kernel(words="eager (the model's own code)", devices=("cuda", "cpu")),
+    EAGER: Kernel(words="eager (the model's own code)", needs_cuda=False),
     SDPA: _SDPA,
     SDPA_FA: replace(
         _TORCH,

@@ -147,9 +147,9 @@ def installed(**modules: dict[str, Any]) -> Iterator[None]:
 def installed_xformers() -> Iterator[mock.Mock]:
     """xFormers, on the CPU too; gives what counts the calls of its attention."""
     attention = mock.Mock(wraps=memory_efficient_attention)
-    devices = mock.patch.dict(KERNELS, {XFORMERS: replace(KERNELS[XFORMERS], devices=("cpu", "cuda"))})
+    kernels = mock.patch.dict(KERNELS, {XFORMERS: replace(KERNELS[XFORMERS], needs_cuda=False)})
     attributes = {"memory_efficient_attention": attention, "LowerTriangularMask": LowerTriangularMask}
-    with installed(xformers__ops=attributes), devices:
+    with installed(xformers__ops=attributes), kernels:
         yield attention
 
 
@@ -192,7 +192,7 @@ def installed_flash_attn() -> Iterator[list[str]]:
         mock.patch("echelon.shardformer.fused.flash_kernel", lambda device: FLASH_ATTENTION_2),
         mock.patch.dict(
             KERNELS,
-            {FLASH_ATTENTION_2: replace(KERNELS[FLASH_ATTENTION_2], is_short=False, devices=("cpu", "cuda"))},
+            {FLASH_ATTENTION_2: replace(KERNELS[FLASH_ATTENTION_2], is_short=False, needs_cuda=False)},
         ),
         ExitStack() as stack,
     ):
