@@ -385,9 +385,10 @@ def _sum_over_groups(slots: Sequence[Slot], buckets: Sequence[Bucket], has_gradi
         has_gradients: (len(slots),) float32, 1 where this rank has a gradient; made 1 where any rank of a sum has.
     """
     for position, group, indices in sums_in_order([slot.managed for slot in slots]):
-        own_flags = has_gradients[indices]
+        places = numbers_on(has_gradients.device, indices, torch.long)  # of a list torch makes one, and waits
+        own_flags = has_gradients[places]
         dist.all_reduce(own_flags, op=dist.ReduceOp.MAX, group=group)
-        has_gradients[indices] = own_flags
+        has_gradients[places] = own_flags
         for bucket in buckets:
             if bucket.sum_groups[position : position + 1] == (group,):
                 assert bucket.gradients is not None  # collected
