@@ -68,13 +68,15 @@ class HostReads(TorchDispatchMode):
 def place_outside_torch(*besides: str) -> tuple[str, str] | None:
     """File and function of the innermost call outside of torch, this file and others.
 
-    None within torch's optimizers: their counters of steps are on the CPU, or read by kernels on the device.
+    None within torch's optimizers, whose counters of steps are on the CPU, or read by kernels on the device; and in
+    a thread that torch runs backward in.
     """
     frame = sys._getframe(1)
     while "/torch/" in (file := frame.f_code.co_filename) or file in (__file__, *besides) or _is_inner(frame):
         if "/torch/optim/" in file:
             return None
-        assert frame.f_back is not None
+        if frame.f_back is None:
+            return None
         frame = frame.f_back
     return "/".join(file.split("/")[-2:]), frame.f_code.co_name
 

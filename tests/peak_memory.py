@@ -7,33 +7,18 @@ Prints one line of JSON. The ranks that are not there are those of `tests/gpu/ma
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from echelon import Booster
-from echelon.cluster import mesh
-from echelon.cluster.collectives import InFlight
 
+from .fakes import fake_tensors
 from .gpu.many import CLUSTERS, Cluster, one_of_many, plugin_of
-from .pretended_device import ReadOnes, really
-
-
-class AllIsValid(ReadOnes):
-    """Of tokens too, which an embedding asks."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = super().__torch_dispatch__(function, types, args, kwargs)
-        return True if found is False else found
 
 
 class Tracker(MemTracker):
@@ -45,54 +30,12 @@ class Tracker(MemTracker):
     _post_fw_hook = _pre_bw_hook = _post_bw_hook = _pre_fw_hook
 
 
-def own_row(
-    values: Sequence[int], group: dist.ProcessGroup | None = None, call: str | None = None
-) -> InFlight[list[tuple[int, ...]]]:
-    """As `begin_gather_integers` of ranks that all have what this one has."""
-    rows = [tuple(values)] * dist.get_world_size(group)
-    return InFlight(None, torch.empty(0), lambda _: rows)
-
-
-def released(
-    module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
-) -> nn.Module:
-    """`Module._apply` where it releases layers of other stages; torch cannot swap fake parameters."""
-    for child in module.children() if recurse else ():
-        child._apply(function)
-    for name, each in module._parameters.items():
-        if each is not None and (made := function(each)).is_meta:
-            module._parameters[name] = nn.Parameter(made, each.requires_grad)
-    return module
-
-
-@contextmanager
-def fake_tensors() -> Iterator[None]:
-    """Let boost and a step work on them, as far as they are no tensors that hold numbers."""
-    with ExitStack() as stack:
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(AllIsValid())
-        stack.enter_context(patch.object(nn.Module, "_apply", released))
-        for owner, name in ((mesh, "_line_of"), (mesh.ParallelMesh, "_along")):  # numbers of ranks are real
-            stack.enter_context(patch.object(owner, name, really(getattr(owner, name))))
-        for target, other in (
-            ("echelon.cluster.agree.begin_gather_integers", own_row),
-            ("echelon.plugins.hybrid_model.require_equal_boosts", lambda *_: None),
-            ("echelon.plugins.engine.batch_hash", lambda _: 0),
-            ("echelon.plugins.engine.PipelineLoss", FakeTensor),
-            ("echelon.plugins.engine.PipelineEngine._returns_weights", lambda *_, **__: False),
-            ("echelon.shardformer.layers.parallel_module.LazyTensor", FakeTensor),
-            # Masks of fake tensors are those of a graph that is traced for any batch.
-            ("transformers.masking_utils.is_tracing", lambda *_: False),
-        ):
-            stack.enter_context(patch(target, other))
-        yield
-
-
 def measure(cluster: Cluster, place: str, *, is_recomputed: bool) -> dict[str, Any]:
     """Bytes of a warm step: at its peak, what the ledger holds, and the layers of this stage."""
     with one_of_many(cluster, cluster.ranks[place]):
         plugin = plugin_of(cluster)
-        with fake_tensors():
+        # Masks of fake tensors would be those of a graph that is traced for any batch; tokens are valid.
+        with fake_tensors(flag=True), patch("transformers.masking_utils.is_tracing", lambda *_: False):
             torch.set_default_dtype(torch.bfloat16)
             model = LlamaForCausalLM(LlamaConfig(**cluster.sizes, max_position_embeddings=cluster.length))
             torch.set_default_dtype(torch.float32)

@@ -1,142 +1,193 @@
-"""Boost and a step of a model whose tensors are fake ones of a device that is neither the CPU nor there.
+"""Boost and steps of models whose tensors are fake ones of a device that is neither the CPU nor there.
 
-    python -m tests.pretended_device bert llama t5 vit "a mistake" "a blocking copy"
+    python -m tests.pretended_device llama mixtral "tp2·pp2, rank 3" "a mistake"
 
-A kernel that is given tensors of the CPU and of the device raises, as it does on a GPU. So does, in a step, a copy from
-the CPU that the host waits for, which on a GPU is until all that was launched has run. torch makes such a device out
-of its `privateuseone`; fake tensors of "cuda" end the process at the first backward of a CPU build. Nothing is
-computed: numbers that are read on the host are ones.
+A kernel that is given tensors of the CPU and of the device raises, as it does on a GPU. So does, in a step, a copy
+between them that the host waits for, which on a GPU is until all that was launched has run, and in a warm step a
+number that is read on the host. torch makes such a device out of its `privateuseone`; fake tensors of "cuda" end the
+process at the first backward of a CPU build. Nothing is computed.
 """
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed import fake_pg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from echelon import Booster, HybridParallelPlugin
-from echelon.cluster import mesh
 from echelon.cluster.device import default_device
 from echelon.cluster.step_agreement import COMPARED_CALLS
 from echelon.pipeline.microbatch import map_tensors
 from echelon.plugins.engine import PipelineEngine
-from echelon.verify.batch import make_batch
-from echelon.verify.models import ModelChoice
+from echelon.verify.batch import loss_of, make_batch
+from echelon.verify.layout import Layout
+from echelon.verify.models import LENGTH, ModelChoice
 
+from .booster.adapters import Adapted
+from .fakes import fake_tensors, one_rank
 from .host_reads import place_outside_torch
+from .models.chatglm import register_chatglm
 
 NAME = "pretended"
-# Where a step copies to the device and waits, by file and function, with the reason.
-MAY_BLOCK: dict[tuple[str, str], str] = {}
-
-
-class ReadOnes(TorchDispatchMode):
-    """Numbers of fake tensors that are read on the host are 1, and equal."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(isinstance(each, FakeTensor) for each in args):
-            if function is torch.ops.aten._local_scalar_dense.default:
-                return {torch.bool: False}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
-            if function is torch.ops.aten.equal.default:
-                return True
-        return function(*args, **(kwargs or {}))
+BACKEND = f"fake on {NAME}"
+# Where a step copies and waits, or reads a number, by file and function, with the reason.
+MAY_WAIT: dict[tuple[str, str], str] = {
+    ("zero/clipping.py", "measure"): "the one read of a step",
+    ("sequence/block_mask.py", "__init__"): "under ring attention, whether a mask hides anything",
+    ("sequence/block_mask.py", "look"): "tiles of a mask under ring attention: not on CUDA",
+    ("beit/modeling_beit.py", "forward"): "transformers' own: places of position biases",
+    ("gpt_neo/modeling_gpt_neo.py", "_attn"): "transformers' own: the least number",
+    ("sam/modeling_sam.py", "get_rel_pos"): "transformers' own: places of position biases",
+}
+HIDDEN = 32  # of the small models
 
 
 class MadeOnTheDevice(TorchFunctionMode):
-    """`torch.tensor(…, device=…)` by way of the CPU: torch cannot make a fake one there at once."""
+    """`torch.tensor(…, device=…)` by way of the CPU, where a fake one forgets its numbers: torch cannot move those."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function not in (torch.tensor, torch.as_tensor) or kwargs.get("device") is None:
+        if function not in (torch.tensor, torch.as_tensor):
             return function(*args, **kwargs)
-        device = kwargs.pop("device")
+        device = kwargs.pop("device", None)
         made = function(*args, **kwargs)
         if isinstance(made, FakeTensor):
             made.constant = None
-        return made.to(device)
+        return made if device is None else made.to(device)
 
 
-class NoBlockingCopies(TorchDispatchMode):
-    """Copies from the CPU to the device that the host waits for raise, but in the places of `MAY_BLOCK`."""
+class NoWaits(TorchDispatchMode):
+    """Copies that the host waits for raise, but in the places of `MAY_WAIT`; in a warm step reads on the host, too."""
+
+    def __init__(self, *, is_warm: bool) -> None:
+        super().__init__()
+        self._is_warm = is_warm
+        self._found: list[str] = []  # raised at the end: in a thread of backward an error ends the process
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        if self._found and raised[0] is None:
+            raise RuntimeError("; ".join(dict.fromkeys(self._found)))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _blocks(function, args, kwargs) and (place := place_outside_torch(__file__)) not in MAY_BLOCK:
-            raise RuntimeError(f"{function} copies to the device and blocks the host at {place}")
+        what = _wait(function, args, kwargs)
+        if what and (self._is_warm or "copies" in what):
+            place = place_outside_torch(__file__)
+            if place is not None and place not in MAY_WAIT:
+                self._found.append(f"{function} {what} the device and blocks the host at {place}")
         return function(*args, **kwargs)
 
 
-def _blocks(function: Any, args: Any, kwargs: Any) -> bool:
-    """Tell whether an operator copies a tensor of the CPU to the device, other than by non_blocking=True."""
-    aten, found = torch.ops.aten, (False, None, [])
+def _wait(function: Any, args: Any, kwargs: Any) -> str:
+    """Name what the host waits for in an operator: a copy between CPU and device, a number that is read; or ""."""
+    aten, sources = torch.ops.aten, ()
+    goes_on, device = False, None
     if function is aten._to_copy.default:
-        found = kwargs.get("non_blocking", False), kwargs.get("device"), args[:1]
+        goes_on, device, sources = kwargs.get("non_blocking", False), kwargs.get("device"), args[:1]
     elif function is aten.copy_.default:
-        found = kwargs.get("non_blocking", args[2:] == (True,)), args[0].device, args[1:2]
+        goes_on = kwargs.get("non_blocking", args[2:] == (True,))
+        device, sources = args[0].device, args[1:2]
+    elif function is aten._foreach_copy_.default:
+        goes_on = kwargs.get("non_blocking", args[2:] == (True,))
+        device, sources = args[0][0].device, args[1]
     elif function in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
-        found = False, args[0].device, args[1]  # places that are on the CPU are copied
-    goes_on, device, sources = found
-    is_there = device is not None and device.type == NAME
-    return (
-        is_there and not goes_on and any(each is not None and each.device.type == "cpu" for each in sources)
-    )
+        device, sources = args[0].device, args[1]  # places that are on the CPU are copied
+    elif function in READS:
+        return "reads a number from" * (args[0].device.type == NAME)
+    kinds = {each.device.type for each in sources if each is not None and each.numel()}
+    if device is None or goes_on:
+        return ""
+    from_cpu, to_cpu = (device.type == NAME and "cpu" in kinds), (device.type == "cpu" and NAME in kinds)
+    return "copies to" * from_cpu or "copies from" * to_cpu
 
 
-def really(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose tensors are real ones."""
+READS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+)
 
-    def computed(*args: Any) -> Any:
-        with unset_fake_temporarily():
-            return function(*args)
 
-    return computed
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model under a layout, and the rank that trains it."""
+
+    choice: ModelChoice
+    layout: Layout
+    rank: int = 0
+
+
+# Of model types whose fake kernels cannot take 16 bits.
+PRECISIONS = {"swinv2": "fp32"}
+ZERO = Layout(dp=2, zero=1)
+LAYOUTS = (
+    Layout(tp=2),
+    Layout(tp=2, precision="bf16"),
+    Layout(tp=2, precision="fp16"),
+    Layout(tp=2, recompute=1.0),
+    Layout(tp=2, recompute=1.0, options=("activation_offload",)),
+    Layout(tp=2, options=("enable_fused_loss",)),
+    Layout(tp=2, sequence="split_gather"),
+    Layout(tp=2, pp=2, dp=2, zero=1, schedule="zbh1"),
+    Layout(pp=2),
+    Layout(sp=2, sequence="ring_attn"),
+    Layout(sp=2, sequence="all_to_all"),
+    Layout(dp=2, wp=2),
+    ZERO,
+    replace(ZERO, zero=2),
+    replace(ZERO, options=("cpu_offload",)),
+    replace(ZERO, overlap_allgather=True),
+)
+ADAPTED = (Layout(tp=2), ZERO)
+
+
+def layouts() -> dict[str, Case]:
+    """A Llama under every layout by the first and the last rank; and with LoRA."""
+
+    def case(choice: ModelChoice, layout: Layout, rank: int = 0) -> Case:
+        return Case(choice=choice, layout=replace(layout, microbatches=2, max_norm=1.0), rank=rank)
+
+    plain, adapted = ModelChoice(model_type="llama"), Adapted(model_type="llama")
+    found = [case(plain, each, rank) for each in LAYOUTS for rank in sorted({0, each.world_size - 1})]
+    names = {f"{each.layout}, rank {each.rank}": each for each in found}
+    return names | {f"{each}, LoRA": case(adapted, each) for each in ADAPTED}
 
 
 @contextmanager
-def pretended() -> Iterator[Booster]:
-    """A booster of one rank on the device."""
-    _setup_privateuseone_for_python_backend(NAME)
-    name = f"fake on {NAME}"
-    dist.Backend.register_backend(name, fake_pg._create_fake_pg, extended_api=True, devices=["cpu", NAME])
-    store = dist.HashStore()
-    dist.init_process_group(f"cpu:fake,{NAME}:{name}", store=store, rank=0, world_size=1)
-    assert default_device() == torch.device(NAME, 0)
-    plugin = HybridParallelPlugin(precision="fp32", num_microbatches=2, max_norm=1.0)
-    with ExitStack() as stack:
-        for context in (FakeTensorMode(allow_non_fake_inputs=True), ReadOnes(), MadeOnTheDevice()):
-            stack.enter_context(context)
-        # The model is made there, in float32: torch cannot swap fake parameters.
-        stack.enter_context(mock.patch.object(nn.Module, "_apply", lambda module, *_, **__: module))
-        for owner, name in ((mesh, "_line_of"), (mesh.ParallelMesh, "_along")):  # numbers of ranks are real
-            stack.enter_context(mock.patch.object(owner, name, really(getattr(owner, name))))
-        stack.enter_context(mock.patch("echelon.plugins.engine.PipelineLoss", FakeTensor))
-        stack.enter_context(
-            mock.patch.object(FakeTensor, "numpy", lambda tensor: np.zeros(tuple(tensor.shape), np.uint8))
-        )
-        yield Booster(plugin=plugin)
+def pretended(case: Case) -> Iterator[Booster]:
+    """Be the rank of a case on the device, with a booster for its layout."""
+    layout = case.layout
+    hidden = torch.Size((2, LENGTH, HIDDEN)), layout.config.dtype  # of a microbatch
+    with one_rank(f"cpu:fake,{NAME}:{BACKEND}", case.rank, layout.world_size, arrives=(hidden,)):
+        assert default_device() == torch.device(NAME, 0)
+        plugin = HybridParallelPlugin(**layout.arguments)  # whose mesh is of real tensors
+        with fake_tensors(flag=False), MadeOnTheDevice():
+            yield Booster(plugin=plugin)
 
 
-def train(booster: Booster, model_type: str) -> None:
-    """Boost a model and make a step of it."""
-    choice, device = ModelChoice(model_type=model_type), default_device()
+def train(booster: Booster, case: Case) -> None:
+    """Boost a model on the device, where fake ones have to be made, and make steps of it."""
+    device, layout = default_device(), case.layout
     with device:
-        model: Any = choice.build()
-    optimizer: Any = torch.optim.AdamW(model.parameters())
+        model: Any = case.choice.build()
+    optimizer: Any = torch.optim.AdamW(each for each in model.parameters() if each.requires_grad)
     model, optimizer, *_ = booster.boost(model, optimizer)
-    batch = make_batch(choice, num_samples=4, seed=0)  # on the CPU, as a dataloader gives it
-    with NoBlockingCopies():
-        for _ in range(COMPARED_CALLS + 1):  # those that compare by messages, and a warm one
-            loss = booster.execute_pipeline(iter([batch]), model, optimizer=optimizer)["loss"]
+    batch = make_batch(case.choice, num_samples=4, seed=0)  # on the CPU, as a dataloader gives it
+    for step in range(2 if layout.world_size == 1 else COMPARED_CALLS + 1):  # and a warm one
+        with NoWaits(is_warm=step == COMPARED_CALLS or layout.world_size == step == 1):
+            loss = booster.execute_pipeline(iter([batch]), model, loss_of, optimizer)["loss"]
             optimizer.step()
             optimizer.zero_grad()
     tensors: list[Tensor] = [loss, *model.parameters(), *model.buffers()]
@@ -153,18 +204,38 @@ def copied_while_the_host_waits(engine: PipelineEngine, batch: Any) -> Any:
     return map_tensors(batch, lambda tensor: tensor.to(engine.mesh.device))
 
 
-MISTAKES = {"a mistake": left_where_it_was, "a blocking copy": copied_while_the_host_waits}
+def read_on_the_host(engine: PipelineEngine, batch: Any, to_compute: Any = PipelineEngine.to_compute) -> Any:
+    """A number of every batch is asked for."""
+    moved = to_compute(engine, batch)
+    int(moved["input_ids"].sum())
+    return moved
+
+
+MISTAKES: dict[str, Callable[..., Any]] = {
+    "a mistake": left_where_it_was,
+    "a blocking copy": copied_while_the_host_waits,
+    "a read": read_on_the_host,
+}
+
+
+def outcome(name: str) -> str:
+    """Train a layout of `LAYOUTS`, BERT with a mistake, or else the model type of this name; "trains", or the error."""
+    mistake = MISTAKES.get(name, PipelineEngine.to_compute)
+    alone = Layout(microbatches=2, max_norm=1.0, precision=PRECISIONS.get(name, "bf16"))
+    choice = ModelChoice(model_type="bert" if name in MISTAKES else name)
+    case = layouts().get(name) or Case(choice=choice, layout=alone)
+    with pretended(case) as booster, mock.patch.object(PipelineEngine, "to_compute", mistake):
+        try:
+            train(booster, case)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}".replace("\n", " ")
+    return "trains"
 
 
 if __name__ == "__main__":
-    with pretended() as of_one:
-        for given in sys.argv[1:]:
-            if given not in MISTAKES:
-                train(of_one, given)
-                print(given, "trains on", default_device(), flush=True)
-                continue
-            with mock.patch.object(PipelineEngine, "to_compute", MISTAKES[given]):
-                try:
-                    train(of_one, "bert")
-                except RuntimeError as error:
-                    print(str(error).replace("\n", " "), flush=True)
+    _setup_privateuseone_for_python_backend(NAME)
+    getattr(torch, NAME).get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    dist.Backend.register_backend(BACKEND, fake_pg._create_fake_pg, extended_api=True, devices=["cpu", NAME])
+    register_chatglm()
+    for given in sys.argv[1:]:
+        print(f"{given}: {outcome(given)}", flush=True)

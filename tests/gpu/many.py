@@ -11,22 +11,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from statistics import median
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from echelon import Booster, HybridParallelPlugin, LazyInitContext
 from echelon.cluster.device import default_device
 
+from ..fakes import one_rank
 from .results import Row
 
 GIB = 2**30
@@ -98,40 +96,14 @@ def rows() -> dict[str, Callable[[], Row]]:
 
 @contextmanager
 def one_of_many(cluster: Cluster, rank: int) -> Iterator[None]:
-    """Be a rank of a group whose other ranks are not there, so that nothing waits for them."""
-    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    """Be a rank of a cluster, to which other stages send hidden states in bf16."""
     tp, pp, dp = cluster.axes
-    backends = ",".join(f"{kind}:fake" for kind in kinds)
-    dist.init_process_group(backends, store=FakeStore(), rank=rank, world_size=tp * pp * dp)
+    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     scattered = dict(cluster.options).get("enable_sequence_parallelism", False)
-    hidden = (1, cluster.length // (tp if scattered else 1), cluster.sizes["hidden_size"])
-    arrives = ((torch.Size(hidden), torch.bfloat16),)
-
-    def drawn(channel: Any, specs: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.randn(shape, dtype=dtype, device=default_device()) for shape, dtype in specs)
-
-    with ExitStack() as stack:
-        channel = "echelon.pipeline.transport._Channel."
-        for target, other in (
-            ("echelon.cluster.mesh.start_watch", lambda: None),
-            ("echelon.cluster.failures.start_watch", lambda: None),
-            ("echelon.cluster.mesh.default_timeout", lambda: timedelta(minutes=10)),
-            # Sums over ranks are those of one: codes that ranks add up to compare them are no multiples.
-            ("echelon.zero.optimizer.require_equal", lambda *_, **__: None),
-            ("echelon.cluster.step_agreement.StepAgreement.explain", lambda agreement: agreement.clear()),
-            ("echelon.cluster.agree._Watched", lambda work: work),  # a fake one is never "completed"
-            (
-                "echelon.pipeline.transport.PendingTransfer.is_over",
-                True,
-            ),  # nor over, and what is sent would stay
-            (f"{channel}_description", lambda *_: arrives),
-            (f"{channel}_empty", drawn),
-        ):
-            stack.enter_context(patch(target, other))
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
+    hidden = torch.Size((1, cluster.length // (tp if scattered else 1), cluster.sizes["hidden_size"]))
+    backends = ",".join(f"{kind}:fake" for kind in kinds)
+    with one_rank(backends, rank, tp * pp * dp, arrives=((hidden, torch.bfloat16),)):
+        yield
 
 
 def lazy_model(cluster: Cluster) -> LlamaForCausalLM:

@@ -1,0 +1,145 @@
+"""Tensors that are shapes alone, and one rank of a group whose other ranks are not there.
+
+Both can be had together: boost and a step then compute nothing, allocate nothing and wait for nobody.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from echelon.cluster import mesh
+from echelon.cluster.collectives import InFlight
+from echelon.cluster.device import default_device
+from echelon.zero import clipping
+
+Specs = tuple[tuple[torch.Size, torch.dtype], ...]  # of the tensors of one transfer
+
+
+@contextmanager
+def one_rank(backends: str, rank: int, world_size: int, *, arrives: Specs = ()) -> Iterator[None]:
+    """Be a rank of a group whose other ranks are not there, and say what this one says.
+
+    The group answers at once with what it was given.
+
+    Args:
+        backends: of the group, torch's `fake` for every kind of device.
+        rank, world_size: of the group.
+        arrives: what the stage before sends of a microbatch, which is drawn at random.
+    """
+    dist.init_process_group(backends, store=FakeStore(), rank=rank, world_size=world_size)
+    channel = "echelon.pipeline.transport._Channel."
+    with ExitStack() as stack:
+        for target, other in (
+            ("echelon.cluster.mesh.start_watch", lambda: None),
+            ("echelon.cluster.failures.start_watch", lambda: None),
+            ("echelon.cluster.mesh.default_timeout", lambda: timedelta(minutes=10)),
+            ("echelon.cluster.agree.begin_gather_integers", _own_row),
+            ("echelon.zero.clipping.norm_over_all_ranks", _agreed_norm),
+            # A transfer is never "completed" in this group, and what is sent would stay.
+            ("echelon.pipeline.transport.PendingTransfer.is_over", True),
+            (f"{channel}_description", lambda *_: arrives),
+            (f"{channel}_empty", _drawn),
+        ):
+            stack.enter_context(patch(target, other))
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def _own_row(
+    values: Sequence[int], group: dist.ProcessGroup | None = None, call: str | None = None
+) -> InFlight[list[tuple[int, ...]]]:
+    """As `begin_gather_integers` of ranks that all have what this one has."""
+    rows = [tuple(values)] * dist.get_world_size(group)
+    return InFlight(None, torch.empty(0), lambda _: rows)
+
+
+_norm_over_all_ranks = clipping.norm_over_all_ranks
+
+
+def _agreed_norm(*given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `norm_over_all_ranks`, whose sums of codes are here those of one rank: others would seem to differ."""
+    norm, is_agreed = _norm_over_all_ranks(*given, **named)
+    return norm, torch.ones_like(is_agreed)
+
+
+def _drawn(channel: Any, specs: Specs) -> tuple[torch.Tensor, ...]:
+    return tuple([torch.randn(shape, dtype=dtype, device=default_device()) for shape, dtype in specs])
+
+
+@contextmanager
+def fake_tensors(*, flag: bool) -> Iterator[None]:
+    """Let boost and a step work on fake tensors, which hold no numbers.
+
+    Args:
+        flag: every bool that is read on the host. Other numbers are 1, bytes 0, and all tensors are equal.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_Read(flag))
+        stack.enter_context(patch.object(nn.Module, "_apply", _applied))
+        for owner, name in ((mesh, "_line_of"), (mesh.ParallelMesh, "_along")):  # numbers of ranks are real
+            stack.enter_context(patch.object(owner, name, _really(getattr(owner, name))))
+        for target, other in (
+            ("echelon.plugins.engine.PipelineLoss", FakeTensor),
+            ("echelon.plugins.engine.PipelineEngine._returns_weights", lambda *_, **__: False),
+            ("echelon.shardformer.layers.parallel_module.LazyTensor", FakeTensor),
+        ):
+            stack.enter_context(patch(target, other))
+        stack.enter_context(
+            patch.object(FakeTensor, "numpy", lambda tensor: np.zeros(tuple(tensor.shape), np.uint8))
+        )
+        yield
+
+
+class _Read(TorchDispatchMode):
+    """Numbers of fake tensors that are read on the host are 1, and equal."""
+
+    def __init__(self, flag: bool) -> None:
+        super().__init__()
+        self._flag = flag
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(each, FakeTensor) for each in args):
+            if function is torch.ops.aten._local_scalar_dense.default:
+                kind = args[0].dtype
+                return self._flag if kind is torch.bool else 1.0 if kind.is_floating_point else 1
+            if function is torch.ops.aten.equal.default:
+                return True
+        return function(*args, **(kwargs or {}))
+
+
+def _applied(module: nn.Module, function: Callable[..., Any], recurse: bool = True) -> nn.Module:
+    """`Module._apply`, where torch would swap tensors, which fake ones do not allow."""
+    for child in module.children() if recurse else ():
+        child._apply(function)
+    for name, each in module._parameters.items():
+        made = each if each is None else function(each.detach())
+        if made is not None and made.is_meta:  # a layer of another stage
+            module._parameters[name] = nn.Parameter(made, each.requires_grad)
+        elif made is not None and each is not None:
+            each.data = made  # on the same device: torch moves no fake parameter to another one
+    for name, buffer in module._buffers.items():
+        module._buffers[name] = None if buffer is None else function(buffer)
+    return module
+
+
+def _really(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose tensors are real ones."""
+
+    def computed(*args: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*args)
+
+    return computed
