@@ -1,8 +1,6 @@
 """What a warm step communicates and reads on the host is what docs/cuda.md says, for a small Llama on every rank."""
 
-import re
 from collections import Counter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,10 +10,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from echelon import Booster, HybridParallelPlugin
 from echelon.verify.layout import Layout
 
+from ..cuda_page import table, value
 from ..host_reads import Places, host_reads
 from ..pool import Pool
 
-PAGE = (Path(__file__).parents[2] / "docs" / "cuda.md").read_text()
 COMPARED = 3  # the first calls, which compare by messages between CPUs
 MICROBATCHES, SAMPLES, LENGTH, HIDDEN = 3, 2, 32, 64
 LAYOUTS = (
@@ -90,18 +88,6 @@ def terms_of(layout: Layout, parameters: dict[str, torch.Tensor], stage: int) ->
         "Ψ": sum(each.numel() for each in parameters.values()) - sum(sharded),
         "W": sum(sharded) * layout.wp,
     }
-
-
-def table(heading: str) -> list[list[str]]:
-    """The rows of a section's table."""
-    (section,) = re.findall(rf"^## {heading}$(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
-    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
-    return [[cell.strip().strip("`") for cell in row] for row in rows[2:]]
-
-
-def value(formula: str, terms: dict[str, Any]) -> Any:
-    """Of a formula of the page."""
-    return eval(formula.replace("·", "*").replace("−", "-"), {}, terms)
 
 
 def budget(terms: dict[str, Any]) -> tuple[dict[tuple[str, str], tuple[int, int]], Places]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ..cuda_page import table, value
 from ..gpu.many import CLUSTERS
-from .test_budgets import table, value
 
 ROOT = Path(__file__).parents[2]
 CASES = ("8B first", "8B middle", "8B middle recomputed", "70B middle", "70B middle recomputed")

@@ -1,21 +1,24 @@
 """Operators of a step, by number: a GPU launches a few kernels for each."""
 
-import re
 from collections import Counter
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from echelon import Booster, HybridParallelPlugin
+from echelon.verify.layout import Layout
 from echelon.zero.partition import default_bucket_size
 
+from ..cuda_page import table, value
 from ..pool import Pool
 from .helpers import shard
-
-PAGE = (Path(__file__).parents[2] / "docs" / "cuda.md").read_text()
 
 
 class Operators(TorchDispatchMode):
@@ -46,24 +49,75 @@ def count(stage: int, num_parameters: int, num_buckets: int) -> tuple[int, Count
     return len(optimizer.buckets), operators.names
 
 
-def table() -> dict[str, str]:
-    """Formulas by operator."""
-    (section,) = re.findall(r"^## What a step launches$(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
-    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")][2:]
-    return {names.strip().strip("`"): number.strip().strip("`") for names, number, *_ in rows}
+LAYOUTS = {
+    "dp 2": Layout(dp=2),
+    "tp 2": Layout(tp=2),
+    "tp 2, split_gather": Layout(tp=2, sequence="split_gather"),
+    "sp 2, all_to_all": Layout(sp=2, sequence="all_to_all"),
+    "sp 2, ring_attn": Layout(sp=2, sequence="ring_attn"),
+}
+
+
+def count_layer(layout: Layout | None) -> list[int]:
+    """Operators of one layer of a Llama forward and backward, collectives forward and backward. On a rank of the pool.
+
+    Args:
+        layout: None is transformers alone.
+    """
+    few, many = (count_microbatch(layout, num_layers) for num_layers in (2, 4))
+    return [(b - a) // 2 for a, b in zip(few, many, strict=True)]
+
+
+def count_microbatch(layout: Layout | None, num_layers: int) -> list[int]:
+    """As `count_layer`, of a whole microbatch in bf16 that is neither the first nor the last one before a step."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    model: Any = LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_layers, use_cache=False, **sizes))
+    accumulating: Callable[[], AbstractContextManager[Any]] = nullcontext
+    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
+    if layout is None:
+        model = model.bfloat16()
+    else:
+        booster = Booster(plugin=HybridParallelPlugin(**{**layout.arguments, "precision": "bf16"}))
+        model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+        accumulating = partial(booster.no_sync, model, optimizer)
+        backward = partial(booster.backward, optimizer=optimizer)
+    tokens = torch.arange(32).view(2, 16)
+    with accumulating():
+        for _ in range(2):
+            with Operators() as forward:
+                loss = model(input_ids=tokens, labels=tokens).loss
+            with Operators() as back:
+                backward(loss)
+    both = forward.names, back.names
+    return [each.total() for each in both] + [collectives_of(each) for each in both]
+
+
+def collectives_of(names: Counter[str]) -> int:
+    """The number of operators that communicate."""
+    return sum(number for name, number in names.items() if name.startswith("c10d::"))
+
+
+def test_a_layer_launches_what_the_page_says(pool: Pool) -> None:
+    plain, *_ = pool.run(1, count_layer, None)
+    added = {
+        name: [own - alone for own, alone in zip(pool.run(2, count_layer, layout)[0], plain, strict=True)]
+        for name, layout in LAYOUTS.items()
+    }
+    assert added == {
+        name: [int(cell) for cell in cells[:4]] for name, *cells in table("What a layer launches")
+    }
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_step_launches_what_the_page_says(pool: Pool, stage: int) -> None:
-    formulas = table()
+    formulas = {name: formula for name, formula, _ in table("What a step launches")}
     for num_parameters, num_buckets in ((4, 1), (12, 3), (120, 3)):
         found, names = pool.run(2, count, stage, num_parameters, num_buckets)[0]
         assert found == num_buckets
         terms = {"B": num_buckets, "G": 1, "stage": stage}
-        expected = {name: eval(formula.replace("·", "*"), {}, terms) for name, formula in formulas.items()}
-        collectives = sum(number for name, number in names.items() if name.startswith("c10d::"))
+        expected = {name: value(formula, terms) for name, formula in formulas.items()}
         others = expected.pop("others")
-        assert collectives == expected.pop("collectives"), names
+        assert collectives_of(names) == expected.pop("collectives"), names
         assert {name: names[name] for name in expected} == expected, names
         rest = {name: n for name, n in names.items() if name not in expected and not name.startswith("c10d")}
         assert sum(rest.values()) <= others, rest
