@@ -130,7 +130,7 @@ class Case:
 
 
 # Of model types whose fake kernels cannot take 16 bits.
-PRECISIONS = {"swinv2": "fp32"}
+PRECISIONS = {"swinv2": "fp32", "chatglm": "fp32"}
 ZERO = Layout(dp=2, zero=1)
 LAYOUTS = (
     Layout(tp=2),
