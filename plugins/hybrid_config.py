@@ -202,13 +202,13 @@ class HybridConfig(ShardOptions):
             "use zero_stage 1 or 2, or leave it out",
         )
         yield (
-            not (isinstance(self.max_norm, (int, float)) and self.max_norm >= 0),
+            not (_is_number(self.max_norm) and self.max_norm >= 0),
             f"max_norm={self.max_norm!r} must be a number of at least 0: use 0 for no clipping",
         )
         bucket = self.zero_bucket_size_in_m
         yield (
-            not (bucket is None or (isinstance(bucket, (int, float)) and 2**-20 <= bucket < 2**20)),
-            f"zero_bucket_size_in_m={bucket!r} must be a positive number",
+            bucket is not None and not (_is_number(bucket) and 2**-20 <= bucket < 2**20),
+            f"zero_bucket_size_in_m={bucket!r} must be a number from 2**-20 (one element) to below 2**20, or None",
         )
         yield (
             self.activation_offload and self.gradient_checkpoint_config is None,
@@ -287,3 +287,7 @@ class HybridConfig(ShardOptions):
                 "PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.5), for example"
             )
         return found
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

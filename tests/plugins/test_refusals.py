@@ -131,10 +131,15 @@ ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
         (
             "gradient_accumulation_steps=0 must be at least 1",
             "num_layers_per_stage=[0] must be a list of positive whole numbers",
-            "zero_bucket_size_in_m=nan must be a positive number",
+            "zero_bucket_size_in_m=nan must be a number from 2**-20 (one element) to below 2**20",
             "communication_dtype='int8' must be one of None, fp32",
             "use zero_stage 1 or 2, or leave it out",
         ),
+    ),
+    (
+        HybridParallelPlugin,
+        dict(zero_bucket_size_in_m=True, max_norm=True),
+        ("zero_bucket_size_in_m=True must be a number from", "max_norm=True must be a number of at least 0"),
     ),
     (
         HybridParallelPlugin,
@@ -150,7 +155,7 @@ ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
     (
         LowLevelZeroPlugin,
         dict(stage=3, reduce_bucket_size_in_m=-1),
-        ("\n- stage=3 is not available", "reduce_bucket_size_in_m=-1 must be a positive number"),
+        ("\n- stage=3 is not available", "reduce_bucket_size_in_m=-1 must be a number from 2**-20"),
     ),
     (
         TorchFSDPPlugin,
