@@ -85,6 +85,20 @@ def choose_device(
     return device
 
 
+def device_errors(given: object) -> list[str]:
+    """List what is wrong with a device as text, number or torch's object, before it is looked for."""
+    is_number = isinstance(given, int) and not isinstance(given, bool) and given >= 0
+    with suppress(RuntimeError):
+        if isinstance(given, str):
+            given = torch.device(given)
+    if given is None or is_number or isinstance(given, torch.device):
+        return []
+    return [
+        f"device={given!r} is no device: use 'cpu', 'cuda', the number of a GPU from 0 as in 'cuda:1' or 1, or leave "
+        "it out"
+    ]
+
+
 def _asked_for(given: torch.device | str | int) -> torch.device:
     return torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
 

@@ -8,17 +8,21 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from numbers import Integral
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from .device import backend_of, choose_device, default_device, is_cuda, is_same_device
+from .device import backend_of, choose_device, default_device, device_errors, is_cuda, is_same_device
 from .environment import prepare_environment
+from .errors import raise_errors
 from .failures import naming_failures, start_watch
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+_LONGEST = 1e9  # seconds
 
 
 def launch_from_torch(
@@ -42,9 +46,10 @@ def launch_from_torch(
         timeout_seconds: after how long a collective that a peer does not join raises.
 
     Raises:
-        ValueError: only some of torchrun's variables are set, there is no such device, or the backend has no tensors
-            there.
+        ValueError: an argument or a variable has a value that it cannot have, all at once; only some of torchrun's
+            variables are set, there is no such device, or the backend has no tensors there.
     """
+    raise_errors(_value_errors(backend=backend, device=device, seed=seed, timeout_seconds=timeout_seconds))
     given = [name for name in TORCHRUN_VARIABLES if name in os.environ]
     missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
     # An address alone is common on clusters and says nothing about other processes; a rank or a size does.
@@ -80,6 +85,33 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def _value_errors(*, backend: object, device: object, seed: object, timeout_seconds: object) -> list[str]:
+    """List arguments of `launch_from_torch`, and variables, that no machine could run with."""
+    numbers = {name: os.environ[name] for name in NUMBERS if name in os.environ}
+    known = {*dist.Backend.backend_list} - {dist.Backend.UNDEFINED}
+    is_seed = isinstance(seed, Integral) and -(2**63) <= int(seed) < 2**64
+    is_time = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
+    rows = (
+        *(
+            (not value.isdecimal(), f"{name}={value!r} in the environment must be a whole number")
+            for name, value in numbers.items()
+        ),
+        (
+            backend is not None and not (isinstance(backend, str) and backend.lower() in known),
+            f"backend={backend!r} is unknown: use 'nccl', 'gloo', one that was registered with torch, or leave it out",
+        ),
+        (
+            not is_seed,
+            f"seed={seed!r} must be a whole number from -2**63 to below 2**64",
+        ),
+        (
+            not (is_time and 0 < timeout_seconds <= _LONGEST),  # type: ignore[operator]
+            f"timeout_seconds={timeout_seconds!r} must be a number of seconds above 0, at most {_LONGEST:g}",
+        ),
+    )
+    return device_errors(device) + [message for is_wrong, message in rows if is_wrong]
 
 
 def _chosen_device(given: torch.device | str | int | None, backend: str | None) -> torch.device:

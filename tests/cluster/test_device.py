@@ -163,6 +163,7 @@ def test_what_is_launched_computes_on_the_device_whatever_the_backend(
 
     with monkeypatch.context() as patch:
         patch.setattr(dist, "init_process_group", start)
+        patch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, "staged"])
         patch.setattr(launch, "seed_everything", lambda seed: None)
         launch_from_torch(**arguments)  # type: ignore[arg-type]
         assert started == [backends]

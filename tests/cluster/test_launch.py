@@ -1,6 +1,7 @@
 """Starting a run: under plain python, under torchrun, and with an environment that is not whole."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -116,3 +117,34 @@ def test_one_rank_runs_a_block_before_the_others(pool: Pool, tmp_path: os.PathLi
     for order in pool.run(3, coordinate, str(tmp_path)):
         assert order[0] == "2"
         assert sorted(order) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("device", ["gpu", "", -1, 1.5, True, []], ids=repr)
+def test_a_device_that_is_none_is_refused(bare_environment: pytest.MonkeyPatch, device: object) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"device={device!r} is no device: use 'cpu', 'cuda'")):
+        launch_from_torch(device=device)  # type: ignore[arg-type]
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("timeout", [0, -1, "10", float("nan"), float("inf"), None, True], ids=repr)
+def test_a_timeout_that_is_none_is_refused(bare_environment: pytest.MonkeyPatch, timeout: object) -> None:
+    with pytest.raises(ValueError, match=f"timeout_seconds={timeout!r} must be a number of seconds above 0"):
+        launch_from_torch(timeout_seconds=timeout)  # type: ignore[arg-type]
+    assert not dist.is_initialized()
+
+
+def test_all_that_is_wrong_with_a_start_is_said_at_once(bare_environment: pytest.MonkeyPatch) -> None:
+    for name, value in zip(TORCHRUN_VARIABLES, ("0", "two", "x", "127.0.0.1", "29500"), strict=True):
+        bare_environment.setenv(name, value)
+    with pytest.raises(ValueError) as caught:
+        launch_from_torch(device="gpu", backend="foo", seed=2**70, timeout_seconds=-1)
+    for expected in (
+        "WORLD_SIZE='two' in the environment must be a whole number",
+        "LOCAL_RANK='x' in the environment must be a whole number",
+        "device='gpu' is no device",
+        "backend='foo' is unknown: use 'nccl', 'gloo'",
+        f"seed={2**70} must be a whole number from",
+        "timeout_seconds=-1 must be",
+    ):
+        assert expected in str(caught.value)
+    assert not dist.is_initialized()
