@@ -3,11 +3,10 @@
 A process computes on one device, with that one's generator, and in its current stream. `launch.py` chooses it; all else
 asks the mesh for it (`ParallelMesh.device`), or a tensor. What a device has not, a CPU for example, costs nothing here.
 
-[Note: pinned memory] `pin_memory=True` rounds every buffer up to a power of two, so that the next one can have it. That
-suits batches; a large buffer that stays would take up to twice its bytes. `host_memory` registers exactly its bytes
-with CUDA instead. torch records no copies from and to such memory, so it is given back when no tensor has it any more
-and the device has done all that it was given; to write it again while a copy may read it is for the same stream only.
-The mapping is shared, as a fork (workers of a dataloader) would copy private pages that are pinned.
+[Note: pinned memory] torch rounds a buffer with `pin_memory=True` up to a power of two, so that it can serve others.
+For a large buffer that stays, `host_memory` registers exactly its bytes with CUDA. torch records no copies from and to
+it: it is freed once the device has done all it was given, and only one stream may write while copies are in flight.
+The mapping is shared: of private pages that are pinned, a fork (workers of a dataloader) would make copies.
 """
 
 import ctypes
@@ -94,8 +93,7 @@ def device_errors(given: object) -> list[str]:
     if given is None or is_number or isinstance(given, torch.device):
         return []
     return [
-        f"device={given!r} is no device: use 'cpu', 'cuda', the number of a GPU from 0 as in 'cuda:1' or 1, or leave "
-        "it out"
+        f"device={given!r} is no device: use 'cpu', 'cuda', a GPU by its number as in 'cuda:1' or 1, or leave it out"
     ]
 
 

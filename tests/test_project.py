@@ -274,7 +274,7 @@ NAMING_CUDA = {
 
 def test_one_small_file_tells_cuda_from_other_devices() -> None:
     own = ROOT / "cluster" / "device.py"
-    assert len(device_dependent_lines(own.read_text())) > 5 and own.read_text().count("\n") < 250
+    assert len(device_dependent_lines(own.read_text())) > 5 and own.read_text().count("\n") <= 250
     found = {
         str(path.relative_to(ROOT))
         for path in package_sources()

@@ -34,13 +34,6 @@ from echelon import (
 )
 from echelon.cluster.device import default_device
 from echelon.shardformer import PipelineGradientCheckpointConfig
-from echelon.shardformer.layers.chunked_loss import (
-    ChunkLoss,
-    chunk_length,
-    liger_chunk_loss,
-    torch_chunk_loss,
-)
-from echelon.shardformer.layers.embedding import VocabRange
 from echelon.verify.batch import make_batch
 from echelon.verify.layout import Layout, Training
 from echelon.verify.models import ModelChoice
@@ -48,9 +41,8 @@ from echelon.verify.resume import Part, Relay, compare_parts, run_part
 
 from ..contract.row import ParityRow
 from .kernels import LLAMA, attention_rows, require_available, whole
-from .many import GIB, llama
+from .memory import liger_chunk, loss_peaks, pinned_memory
 from .results import ROOT, Row, Unavailable
-from .speed import WORKS, Work, model_of, tokens_of
 from .streams import stream_rows
 
 NO_HASHES = "xxhash is not installed, without which nothing is saved"
@@ -280,52 +272,6 @@ def torch_plugin(name: str, precision: str) -> Row:
     return {"departure": departure, **figures}
 
 
-# What the loss by chunks saves.
-
-# The head of a Llama 3 behind one narrow layer.
-LOSS_WORK = Work(sizes=llama(4096, 4096, 1, 32, 8, 128256), length=8192)
-
-
-def loss_peaks() -> Row:
-    """What forward and backward of 8,192 tokens allocate at most, with the plain loss and with the loss by chunks."""
-    is_cuda = default_device().type == "cuda"
-    work = LOSS_WORK if is_cuda else WORKS["tiny"]
-    (expected, plain), (loss, fused) = (loss_and_peak(work, is_fused=each) for each in (False, True))
-    off = abs(loss - expected) / expected
-    departure = f"losses are off by {off:.2g}" if off > LOSS_OFF["bf16"] else ""
-    if not is_cuda and not departure:
-        raise Unavailable("only CUDA's allocator tells peaks; here the losses agree")
-    if is_cuda and fused >= plain:
-        departure = departure or f"it saves nothing: {fused} bytes, and {plain} with the plain loss"
-    figures = {"plain loss, GiB": plain, "fused loss, GiB": fused, "saved, GiB": plain - fused}
-    return {"departure": departure, "figures": {name: round(each / GIB, 2) for name, each in figures.items()}}
-
-
-def loss_and_peak(work: Work, *, is_fused: bool) -> tuple[float, int]:
-    """The loss of a second step, and the bytes that its forward and backward allocate at most; 0 on a CPU."""
-    torch.manual_seed(0)
-    model, tokens = model_of(work, torch.bfloat16), tokens_of(work, 1)
-    model.model.embed_tokens.requires_grad_(False)  # its gradient is as large as the head's
-    booster = Booster(plugin=HybridParallelPlugin(precision="bf16", enable_fused_loss=is_fused))
-    given = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=RATE)
-    boosted, optimizer, *_ = booster.boost(model, given)
-
-    def compute() -> Tensor:
-        loss: Tensor = boosted(**tokens).loss
-        booster.backward(loss, optimizer)
-        return loss.detach()
-
-    compute()
-    optimizer.step()
-    optimizer.zero_grad()
-    if default_device().type != "cuda":
-        return compute().item(), 0
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    loss = compute()
-    return loss.item(), torch.cuda.max_memory_allocated() - before
-
-
 # Which reads of the device hold up the host in a warm step.
 
 WARM = 4  # the first three calls compare by messages, see docs/cuda.md
@@ -405,102 +351,3 @@ def documented_reads(terms: dict[str, int]) -> dict[str, int]:
         f"{file} {function}": int(eval(count.replace("·", "*"), {}, terms))
         for file, function, count, _ in cells
     }
-
-
-# What pinned memory takes of the host.
-
-# 71 M parameters in two buckets: twice 148 and 124 MiB, or 256 and 128 by powers of two.
-PINNED_WORK = Work(sizes=llama(1024, 4096, 4, 16, 8, 4096), length=32)
-PINNED_OFF = 2**23  # of what else the process may share meanwhile
-
-
-def pinned_memory() -> Row:
-    """Offload pins its masters and gradients, and takes their bytes of the host, none of them by torch's allocator."""
-    if default_device().type != "cuda":
-        raise Unavailable("memory is pinned for CUDA alone; tests/zero/test_offload.py plays CUDA's side")
-    model = model_of(PINNED_WORK, torch.bfloat16)
-    plugin = HybridParallelPlugin(precision="bf16", zero_stage=1, cpu_offload=True)
-    booster = Booster(plugin=plugin)
-    given = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
-    before = _shared_bytes(), _bytes_of_torch()
-    boosted, optimizer, *_ = booster.boost(model, given)
-    booster.backward(boosted(**tokens_of(PINNED_WORK, 1)).loss, optimizer)
-    optimizer.step()
-    shared, of_torch = _shared_bytes() - before[0], _bytes_of_torch() - before[1]
-    buffers = [each for bucket in optimizer.buckets for each in (bucket.masters, bucket.stepped_gradients)]
-    expected = sum(each.nbytes for each in buffers)
-    departure = ""
-    if not all(each.is_pinned() for each in buffers):
-        departure = "masters or gradients are not pinned"
-    elif abs(shared - expected) > PINNED_OFF or of_torch > PINNED_OFF:
-        departure = f"it takes {shared} bytes, and {of_torch} of torch's allocator, for {expected}"
-    figures = {"buffers, GiB": expected, "taken, GiB": shared, "of torch's allocator, GiB": of_torch}
-    return {"departure": departure, "figures": {name: round(each / GIB, 3) for name, each in figures.items()}}
-
-
-def _shared_bytes() -> int:
-    """Resident memory of mappings that forks share, as those of pinned buffers are."""
-    (kilobytes,) = re.findall(r"^RssShmem:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.M)
-    return 1024 * int(kilobytes)
-
-
-def _bytes_of_torch() -> int:
-    """Pinned memory that torch's own allocator has ever asked CUDA for."""
-    return int(torch.cuda.host_memory_stats()["allocated_bytes.allocated"])
-
-
-# Which of the two computes the loss of a chunk.
-
-
-def liger_chunk() -> Row:
-    """A chunk of the head of `LOSS_WORK` by Liger's kernel beside torch's passes: loss, gradient, time and peak."""
-    device = default_device()
-    if device.type != "cuda" or find_spec("liger_kernel") is None:
-        raise Unavailable("Liger's kernel takes CUDA and the package liger_kernel")
-    hidden, vocab_size = (LOSS_WORK.sizes[name] for name in ("hidden_size", "vocab_size"))
-    length = chunk_length(LOSS_WORK.length, hidden, vocab_size)
-    torch.manual_seed(0)
-    given = 3 * torch.randn(length, vocab_size, device=device, dtype=torch.bfloat16)
-    labels = torch.randint(vocab_size, (length,), device=device)
-    labels[::5] = -100
-    settings = dict(
-        entries=VocabRange(vocab_size=vocab_size, first=0, width=vocab_size, valid=vocab_size),
-        group=None,
-        ignore_index=-100,
-        needs_gradient=True,
-    )
-
-    def compute(chunk_loss: ChunkLoss) -> tuple[Tensor, Tensor, float, float]:
-        """Loss, gradient, milliseconds of a chunk and MiB that it allocates at most."""
-        loss, gradient = chunk_loss(given, labels, head=Tensor.clone, **settings)
-        logits = given.clone()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(CHUNKS):  # in place, and as fast whatever the logits are
-            chunk_loss(given, labels, head=lambda _: logits, **settings)
-        end.record()
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
-        return loss, gradient, begin.elapsed_time(end) / CHUNKS, peak / 2**20
-
-    (expected, wanted, own_ms, own_peak), (loss, gradient, ms, peak) = map(
-        compute, (torch_chunk_loss, liger_chunk_loss)
-    )
-    off = {
-        "loss": ((loss - expected).abs() / expected).item(),
-        "gradient": ((gradient - wanted).float().abs().max() / wanted.float().abs().max()).item(),
-    }
-    too_far = [name for name, allowed in CHUNK_OFF.items() if not off[name] <= allowed]
-    figures = {"torch, ms": own_ms, "Liger, ms": ms, "torch, MiB more": own_peak, "Liger, MiB more": peak}
-    return {
-        "departure": f"departs: {off}, allowed {CHUNK_OFF}" if too_far else "",
-        "off": off,
-        "figures": {name: round(each, 2) for name, each in figures.items()},
-    }
-
-
-CHUNKS = 10
-# In shares of the largest: float32 sums in another order, and a rounding to bf16 that falls to the other side.
-CHUNK_OFF = {"loss": 1e-5, "gradient": 2**-7}
