@@ -44,6 +44,7 @@ PARTS = ("layer", "attention", "mlp")  # the last two are one region each
 ONE_STAGE = [style for style, stages in STYLES.items() if stages == 1]
 # A Llama has 9 parameters in a layer, and 3 besides.
 STEPPED_LAYERS, STEPPED_PARAMETERS = 33, 300
+STEPPED_HIDDEN = 16  # so narrow that norms and updates cost next to no arithmetic
 STEPPED = "echelon stage 1"  # of the last line
 
 # By name what runs once, and returns seconds of the parts that it is made of.
@@ -168,7 +169,7 @@ def engine_works(style: str, num_microbatches: int) -> Works:
 def step_works(workload: Workload) -> Works:
     """What trains a step of a model of 300 parameters, for each data-parallel contender."""
     sizes = {name: getattr(workload, name) for name in Workload.__dataclass_fields__}
-    many = Workload(**sizes | {"layers": STEPPED_LAYERS, "microbatches": 1})
+    many = Workload(**sizes | {"layers": STEPPED_LAYERS, "hidden": STEPPED_HIDDEN, "microbatches": 1})
     makers: dict[str, Callable[[], Any]] = contender_makers(many, default_device())
     del makers[TorchZero.name]  # it asks other ranks for their parts
     contenders = [OneProcess(many, default_device(), works=True), *(make() for make in makers.values())]
