@@ -35,12 +35,21 @@ def test_a_weight_may_be_off_by_four_times_what_rounding_makes_of_it() -> None:
     assert first_departure(compare(0.0, 4.5 * NEAR, rounded=NEAR)) is not None
 
 
-def test_the_first_step_is_never_excused() -> None:
-    runs = [[record(NEAR)]]
-    found = compare_float32(
-        [record(NEAR)], [record()], learning_rate=1e-3, epsilon=1e-5, bitwise=False, rounded=runs
-    )
-    assert first_departure(found) is not None
+def test_of_the_first_step_gradients_alone_may_be_off_by_twice_what_rounding_makes_of_them() -> None:
+    def departs(found: StepRecord, near: StepRecord, *, bitwise: bool = False) -> bool:
+        steps = compare_float32(
+            [found], [record()], learning_rate=1e-3, epsilon=1e-5, bitwise=bitwise, rounded=[[near]]
+        )
+        return first_departure(steps) is not None
+
+    def shifted(by: float) -> StepRecord:
+        return replace(record(), gradients={"w": torch.tensor([1.0 + by, -2.0])})
+
+    assert departs(record(NEAR), record(NEAR))  # a weight
+    assert departs(replace(record(), loss=1.01), replace(record(), loss=1.01))
+    assert departs(shifted(1.5e-4), record()) and not departs(shifted(1.5e-4), shifted(1e-4))
+    assert departs(shifted(2.5e-4), shifted(1e-4))
+    assert departs(shifted(1e-5), shifted(1e-4), bitwise=True)
 
 
 def test_loss_gradient_and_norm_have_what_rounding_makes_of_each() -> None:
