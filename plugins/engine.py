@@ -82,7 +82,9 @@ class PipelineEngine:
         )
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         # What this rank asked for, and what its replica did, in the last compared call that trained.
-        self._asked = self._wanted = _Wanted(trains=True, loss=True, outputs=False, outputs_everywhere=False)
+        self._asked = self._wanted = _Wanted(
+            trains=True, loss=True, outputs=False, outputs_everywhere=False, training_mode=True
+        )
         self._mean_samples = 1.0  # of a rank, as of the last comparison
         self._is_even = False  # whether all ranks ran equally many microbatches then
         # Whether criterions return weights in training.
@@ -122,6 +124,7 @@ class PipelineEngine:
             loss=return_loss or trains,
             outputs=bool(return_outputs),
             outputs_everywhere=return_outputs == "all_ranks",
+            training_mode=self.module.training,
         )
         batch, moved, drawn, wanted = self._next_batch(data_iter, own)
         microbatches = split(with_known_masks(moved, batch, self.module), **self._cutting)
@@ -225,6 +228,9 @@ class PipelineEngine:
         drawn = self.random.draw(self.module) if has_batch else 0
         is_compared = self.agreement.is_due() or not own.trains or self._compares_numbers
         if not is_compared and has_batch and own != self._asked:
+            if own.training_mode != self._asked.training_mode:
+                mode = "training" if own.training_mode else "evaluation"
+                rename_call(f"execute_pipeline in {mode} mode, where the call before was not")
             meet_all_ranks()  # ranks that ask as before never come
             is_compared = True
         if is_compared:
@@ -251,14 +257,17 @@ class PipelineEngine:
         is_hashed = has_batch and (is_first or self.mesh.size("pp", "sp", "tp") > 1)
         noted = (batch_hash(batch) if is_hashed else 0, batch_size(batch) if has_batch else 0, drawn)
         rows = gather_integers((int(has_batch), self.mesh.rank("dp"), *noted, *map(int, own)))
-        have, replicas, codes, samples, numbers, trains, losses, outputs, everywhere = zip(*rows, strict=True)
-        _require_same_calls(have, trains)
+        have, replicas, codes, samples, numbers, trains, losses, outputs, everywhere, modes = zip(
+            *rows, strict=True
+        )
+        _require_same_calls(have, trains, modes)
         is_own = [each == self.mesh.rank("dp") for each in replicas]
         wanted = _Wanted(
             trains=any(trains),
             loss=any(losses),  # which takes communication, that ranks which want none join
             outputs=any(compress(outputs, is_own)),
             outputs_everywhere=any(compress(everywhere, is_own)),
+            training_mode=own.training_mode,
         )
         if own.trains:
             self._asked, self._wanted = own, wanted
@@ -418,8 +427,8 @@ class PipelineEngine:
             )
 
 
-def _require_same_calls(have: Sequence[int], trains: Sequence[int]) -> None:
-    """Raise StopIteration where all ranks' data has ended, ValueError where that of some has, or some alone train."""
+def _require_same_calls(have: Sequence[int], trains: Sequence[int], modes: Sequence[int]) -> None:
+    """Raise StopIteration where all ranks' data has ended, ValueError where that of some has, or ranks train unlike."""
     ended = [rank for rank, has_one in enumerate(have) if not has_one]
     if len(ended) == len(have):
         raise StopIteration
@@ -433,6 +442,12 @@ def _require_same_calls(have: Sequence[int], trains: Sequence[int]) -> None:
         raise ValueError(
             f"execute_pipeline was called to train on rank(s) {training} and under torch.no_grad() on the others: call "
             "it under torch.no_grad() on every rank, to evaluate, or on none, to train"
+        )
+    training = [rank for rank, is_on in enumerate(modes) if is_on]
+    if 0 < len(training) < len(modes):
+        raise ValueError(
+            f"the model is in training mode on rank(s) {training} and in evaluation mode on the others: call "
+            "model.train() on every rank, or model.eval() on every rank"
         )
 
 
@@ -468,12 +483,13 @@ class _Weighting:
 
 
 class _Wanted(NamedTuple):
-    """The results that a call asks for: gradients, a loss, outputs, and outputs on all stages."""
+    """A call's kind: gradients, a loss, outputs, outputs on all stages, and the model's training mode."""
 
     trains: bool
     loss: bool
     outputs: bool
     outputs_everywhere: bool
+    training_mode: bool
 
 
 def _whole(outputs: Any) -> Any:

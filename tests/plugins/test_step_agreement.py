@@ -172,3 +172,28 @@ def test_a_rank_that_alone_begins_to_ask_for_outputs_is_named(pool: Pool, sizes:
     for error in pool.run_failing(2, ask_for_outputs, sizes, (1,), (5,), timeout=60.0):
         assert type(error).__name__ in ("RankFailure", "UnmatchedCall"), error
         assert "execute_pipeline" in str(error)
+
+
+def switch_to_evaluation(ranks: tuple[int, ...], check_every: int) -> None:
+    """Steps with gradients; the model is in evaluation mode on some ranks from the sixth on."""
+    booster = hybrid(tp_size=2, check_every=check_every)
+    model, optimizer = boosted(booster, LLAMA)
+    for step in range(COMPARED + 4):
+        if step == COMPARED + 2 and dist.get_rank() in ranks:
+            model.eval()
+        run_step(booster, model, optimizer, batch_of(booster, step))
+
+
+def test_a_rank_that_alone_is_in_evaluation_mode_is_named_by_the_comparison(pool: Pool) -> None:
+    for error in pool.run_failing(2, switch_to_evaluation, (1,), 1, timeout=60.0):
+        assert "training mode on rank(s) [0] and in evaluation mode on the others" in str(error)
+
+
+def test_a_rank_that_alone_goes_to_evaluation_mode_in_a_warm_step_is_named(pool: Pool) -> None:
+    for error in pool.run_failing(2, switch_to_evaluation, (1,), 100, timeout=60.0):
+        assert type(error).__name__ in ("RankFailure", "UnmatchedCall"), error
+        assert "execute_pipeline in evaluation mode" in str(error)
+
+
+def test_ranks_that_go_to_evaluation_mode_together_train_on(pool: Pool) -> None:
+    pool.run(2, switch_to_evaluation, (0, 1), 100)
